@@ -1,19 +1,11 @@
 """The configuration of a run: its classes, how it is loaded, and what its sections demand of each other."""
 
-from jrlhf.config.check import mesh_sizes, validate
-from jrlhf.config.load import config_names, load_config, make_config, parse_with_settings
-from jrlhf.config.parse import build
-from jrlhf.config.parse import to_yaml as config_yaml
-from jrlhf.config.schema import Config
-
-__all__ = [
-    "Config",
-    "build",
-    "config_names",
-    "config_yaml",
-    "load_config",
-    "make_config",
-    "mesh_sizes",
-    "parse_with_settings",
-    "validate",
-]
+from jrlhf.config.check import mesh_sizes as mesh_sizes
+from jrlhf.config.check import validate as validate
+from jrlhf.config.load import config_names as config_names
+from jrlhf.config.load import load_config as load_config
+from jrlhf.config.load import make_config as make_config
+from jrlhf.config.load import parse_with_settings as parse_with_settings
+from jrlhf.config.parse import build as build
+from jrlhf.config.parse import config_yaml as config_yaml
+from jrlhf.config.schema import Config as Config

@@ -10,7 +10,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-from jrlhf.config.parse import Override, build, override, parse_yaml, section_in
+from jrlhf.config.parse import Override, build, override, parse_yaml, section_with
 from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
 
@@ -47,11 +47,7 @@ def make_config(source: str | Path | Mapping[str, Any], changes: Mapping[str, An
 def _merge(mapping: dict[str, Any], changes: Mapping[str, Any]) -> None:
     """Puts the changes into a parsed mapping, in place."""
     for key, value in changes.items():
-        section, (*sections, name) = mapping, key.split(".")
-        for depth, part in enumerate(sections, start=1):
-            section = section_in(section, part)
-            if not isinstance(section, dict):
-                raise UserError(f"{key}: {'.'.join(sections[:depth])}={section} is no section, it has no {name}")
+        section, name = section_with(mapping, key, key)
         is_section = isinstance(section.get(name), dict)
         if isinstance(value, Mapping):
             section[name] = section[name] if is_section else {}

@@ -98,15 +98,24 @@ def flatten(mapping: object, prefix: str = "") -> dict[str, str]:
 def override(mapping: dict[str, Any], assignment: str) -> None:
     """Puts `key=value` into a parsed mapping, in place; dots in the key lead into its sections."""
     key, equals, value = assignment.lstrip("-").partition("=")
-    *sections, name = key.strip().split(".")
-    if not equals or not all(sections) or not name:
+    if not equals or not all(key.strip().split(".")):
         raise UserError(f"override {assignment!r} is not understood: write key=value, for example seed=1")
-    for depth, section in enumerate(sections, start=1):
-        path, inner = ".".join(sections[:depth]), section_in(mapping, section)
-        if not isinstance(inner, dict):
-            raise UserError(f"override {assignment!r}: {path}={_shown(inner)} is no section, it has no {name}")
-        mapping = inner
-    mapping[name] = Override(value.strip())
+    section, name = section_with(mapping, key.strip(), f"override {assignment!r}")
+    section[name] = Override(value.strip())
+
+
+def section_with(mapping: dict[str, Any], key: str, called: str) -> tuple[dict[str, Any], str]:
+    """Returns the section of a parsed mapping that a dotted key leads into, and the key in it; adds missing sections.
+
+    called: the setting, for messages.
+    """
+    *sections, name = key.split(".")
+    for depth, part in enumerate(sections, start=1):
+        mapping = section_in(mapping, part)
+        if not isinstance(mapping, dict):
+            path = ".".join(sections[:depth])
+            raise UserError(f"{called}: {path}={_shown(mapping)} is no section, it has no {name}")
+    return mapping, name
 
 
 def section_in(mapping: dict[str, Any], name: str) -> Any:
@@ -120,7 +129,7 @@ def parsed(value: object, path: str) -> object:
     return parse_yaml(value, path) if isinstance(value, Override) else value
 
 
-def to_yaml(config: object, *, off: bool = False, defaults: bool = True) -> str:
+def config_yaml(config: object, *, off: bool = False, defaults: bool = True) -> str:
     """Returns a config dataclass as YAML that `build` reads back to an equal one.
 
     off: also write sections of features that are off, with their defaults. defaults: also write settings that have

@@ -39,8 +39,6 @@ def render_chat(
         )
     if not messages:
         raise UserError("a conversation without messages cannot be rendered: remove it")
-    if add_generation_prompt and continue_final:
-        raise ValueError("add_generation_prompt begins an answer and continue_final goes on with one: choose one")
     plain = [_plain(message) for message in messages]
     if continue_final:
         if not isinstance(plain[-1].get("content"), str):
@@ -55,11 +53,6 @@ def render_chat(
     if not mark:
         raise UserError("the chat template does not show the last message, so it cannot be continued")
     return head if tail.startswith(" ") else head.rstrip()
-
-
-def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> list[int]:
-    """Returns the token ids of `render_chat`'s text. The template writes its special tokens itself; none are added."""
-    return tokenizer.encode(render_chat(tokenizer, messages, **options))
 
 
 def _plain(message: Message) -> dict[str, Any]:

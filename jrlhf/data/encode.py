@@ -2,14 +2,14 @@
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Literal
 
 import numpy as np
 
-from jrlhf.data.chat import encode_chat, render_chat
+from jrlhf.data.chat import render_chat
 from jrlhf.data.read import Dataset
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Conversation, Example, Ids, Text
@@ -245,10 +245,10 @@ class Encoding:
 
         def encode(answer: Text) -> Sequence[int]:
             if isinstance(answer, str):
-                return tokenizer.encode_continuation(prompt, begun[len(tokenizer.prefix_ids) :], answer)
+                return encode_continuation(tokenizer, prompt, begun[len(tokenizer.prefix_ids) :], answer)
             whole = self._rendered(example, (*_conversation(example.prompt, "user"), *answer))
             # What a template writes behind the end, like a line break, no model gets to write.
-            return _up_to_end(tokenizer, tokenizer.encode_continuation(prompt, begun, _rest(whole, prompt)))
+            return _up_to_end(tokenizer, encode_continuation(tokenizer, prompt, begun, _rest(whole, prompt)))
 
         return begun, [_ended(tokenizer, encode(answer)) for answer in answers]
 
@@ -282,6 +282,25 @@ class Encoding:
         return ended, tuple(learn[:stop]) + (True,) * (len(ended) - stop)
 
 
+def encode_continuation(tokenizer: Tokenizer, before: str, begun: Sequence[int], text: str) -> list[int]:
+    """Returns token ids of a text that follows `before`, whose tokens `begun` stay as they are.
+
+    They are the tokens behind `begun` in the two texts together. Where a token would reach over from one text to the
+    other, they are those of the text alone, without the blank with which SentencePiece-like vocabularies begin.
+    """
+
+    def beginnings() -> Iterator[tuple[str, list[int]]]:
+        yield before, list(begun)
+        if tokenizer.encode("\na") != tokenizer.encode("\n") + tokenizer.encode("a"):  # texts depend on their place
+            yield from ((first, tokenizer.encode(first)) for first in ("\n", "a", "."))
+
+    for first, ids in beginnings():
+        both = tokenizer.encode(first + text)
+        if both[: len(ids)] == ids:
+            return both[len(ids) :]
+    return tokenizer.encode(text)
+
+
 def encode_answered(
     tokenizer: Tokenizer,
     prompt: Text,
@@ -305,7 +324,7 @@ def encode_answered(
         ids = tokenizer.encode_prompt(prompt + answer)
         return _ended(tokenizer, ids) if finished else tuple(ids)
     messages = (*_conversation(prompt, "user"), *_conversation(answer, "assistant"))
-    ids = encode_chat(tokenizer, messages, continue_final=not finished, tools=tools)
+    ids = tokenizer.encode(render_chat(tokenizer, messages, continue_final=not finished, tools=tools))
     return tuple(_up_to_end(tokenizer, ids) if finished and cut else ids)
 
 

@@ -65,24 +65,6 @@ class Tokenizer:
         encoding = ask(self.called, self.backend.encode, text, add_special_tokens=False)
         return self._checked(encoding.ids), [end for _, end in encoding.offsets]
 
-    def encode_continuation(self, before: str, begun: Sequence[int], text: str) -> list[int]:
-        """Returns token ids of a text that follows `before`, whose tokens `begun` stay as they are.
-
-        They are the tokens behind `begun` in the two texts together. Where a token would reach over from one text to
-        the other, they are those of the text alone, without the blank with which SentencePiece-like vocabularies begin.
-        """
-        for first, ids in ((before, list(begun)), *((first, self.encode(first)) for first in self._stand_ins)):
-            both = self.encode(first + text)
-            if both[: len(ids)] == ids:
-                return both[len(ids) :]
-        return self.encode(text)
-
-    @cached_property
-    def _stand_ins(self) -> tuple[str, ...]:
-        """Texts to put before a continuation while it is encoded; none where a text is encoded alike everywhere."""
-        line, both = self.encode("\n"), self.encode("\na")
-        return () if both == [*line, *self.encode("a")] else ("\n", "a", ".")
-
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of token ids; special tokens are left out, and bytes that are no UTF-8 become U+FFFD."""
         return self.backend.decode([int(token) for token in ids], skip_special_tokens=True)

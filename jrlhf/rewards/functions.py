@@ -17,7 +17,7 @@ from jrlhf.config.schema import RewardConfig
 from jrlhf.data.read import fingerprint
 from jrlhf.errors import UserError
 from jrlhf.rewards import builtin
-from jrlhf.rewards.types import Sample, Scored
+from jrlhf.rewards.types import Sample, Scored, on_last_token
 from jrlhf.rewards.user_code import as_it_is, resolve, shipped
 from jrlhf.rewards.worker import GIVEN, InProcess
 from jrlhf.run.child import Worker
@@ -25,7 +25,7 @@ from jrlhf.run.child import Worker
 LOG_BYTES = 16 << 20  # of the functions' output, kept in the log file
 MODULES = " modules"  # ends the word of what a function's file imports
 SHOWN = 300  # characters of a text in a message
-IN_PROCESS = "in the process that trains, without a deadline: a crash or a hang in it is one of the run"
+START_SECONDS = 120.0  # in which a worker must have imported the function
 
 
 class RewardFailure(UserError):
@@ -45,7 +45,6 @@ class FunctionReward:
     docs/data-and-rewards.md tells how functions are called, what they may return, and what becomes of their failures.
 
     log: a file to which the functions' output is appended; None: the function is only checked, by one worker.
-    start_deadline: seconds in which a worker must have imported the function.
     """
 
     def __init__(
@@ -55,10 +54,9 @@ class FunctionReward:
         log: Path | None = None,
         *,
         kind: Literal["reward", "cost"] = "reward",
-        start_deadline: float = 120.0,
     ):
         assert config.function is not None
-        self._config, self._seed, self._kind, self._start_deadline = config, seed, kind, start_deadline
+        self._config, self._seed, self._kind = config, seed, kind
         self._called = f"{kind} {config.name!r}"
         self.on_failure, self._columns = config.on_failure, config.columns
         find = resolve if ":" in config.function else builtin.spec_of
@@ -72,12 +70,10 @@ class FunctionReward:
         self._pool: dict[int, Worker | InProcess] = {}
         self._facts: dict[str, Any] = {}  # about the function, from the first worker that was ready
         self._log, self._log_file, self._logged, self._log_lock = log, None, 0, threading.Lock()
-        self._checked, self._stopping = False, threading.Event()
+        self._stopping = threading.Event()
 
     def __enter__(self) -> Self:
         """Starts the workers and imports the function in each."""
-        if self._pool:
-            raise RuntimeError(f"{self._called} is started already")
         if self._log is not None:
             try:
                 self._log_file = open(self._log, "ab", buffering=0)
@@ -127,7 +123,8 @@ class FunctionReward:
         failing = "a failure stops the run" if self.on_failure is None else f"{self.on_failure:g} where it fails"
         call = f"in {self._workers} process{'es' * (self._workers > 1)}, {config.deadline:g} s a call"
         if config.in_process:
-            call = IN_PROCESS + ("" if source else ", and a resume checks its name alone")
+            call = "in the process that trains, without a deadline: a crash or a hang in it is one of the run"
+            call += "" if source else ", and a resume checks its name alone"
         return f"{self._kind} {config.name}: {self._spec}{source} {call}, {failing}"
 
     @property
@@ -155,7 +152,6 @@ class FunctionReward:
                     f"{self._called} needs the column {column!r} for {self._spec}, and the dataset has "
                     f"{', '.join(sorted(columns)) or 'none'}: name one of these in columns.{parameter}"
                 )
-        self._checked = True
 
     def score(self, samples: Sequence[Sample], step: int = 0, first: int = 0) -> Scored:
         """Returns the scores of `samples`, in their order. Raises RewardFailure where a failure stops the run.
@@ -163,10 +159,6 @@ class FunctionReward:
         The functions' random numbers follow from the seed, the step and the number of a call's first sample, `first`
         and the following ones.
         """
-        if not self._pool:
-            raise RuntimeError(f"{self._called} is not started: use it in a with statement")
-        if not self._checked and samples:
-            self.check_columns(set().union(*(sample.columns for sample in samples)))
         results: list[Any] = [None] * len(samples)
         one_by_one = self._facts["style"] == "verl" and not self._facts["async"]
 
@@ -211,12 +203,12 @@ class FunctionReward:
         # Strings hash alike in every worker and every run, and no JAX of the function's takes an accelerator.
         environment = {"PYTHONHASHSEED": str(self._seed % 2**32), **os.environ, "JAX_PLATFORMS": "cpu"}
         what: dict[str, Any] = {"spec": self._spec, "shipped": self._shipped, "options": self._config.options}
-        what |= {"deadline": self._config.deadline, "start_deadline": self._start_deadline}
+        what |= {"deadline": self._config.deadline, "start_deadline": START_SECONDS}
         request = self._pickle(what, "its options")
         worker = self._pool[index] = self._starts("jrlhf.rewards.worker", environment, self._write)
         if self._stopping.is_set():
             worker.interrupt()
-        answer = worker.request(request, self._start_deadline)
+        answer = worker.request(request, START_SECONDS)
         if "failure" in answer:
             event = "did not finish importing" if answer["failure"] == "hang" else "ended while importing"
             raise RewardFailure(f"{self._called}: the process {event} {self._spec} ({answer['detail']})")
@@ -316,7 +308,9 @@ class FunctionReward:
         names = dict.fromkeys(name for row in extras for name in row)
         tokens = None
         if any(isinstance(value, list) for value in values):
-            tokens = tuple(_per_token(*row) for row in zip(values, samples, strict=True))
+            lengths = [len(sample.response_ids) for sample in samples]
+            rows = zip(values, lengths, strict=True)
+            tokens = [np.array(x) if isinstance(x, list) else on_last_token(x, length) for x, length in rows]
         return Scored(
             scores=np.array([float(np.sum(x)) if isinstance(x, list) else x for x in values], np.float64),
             token_scores=tokens,
@@ -339,14 +333,6 @@ def _columns(sample: Sample) -> dict[str, Any]:
 def _plain(text: Any) -> Any:
     """Returns a string, or a list of messages as TRL's functions expect them."""
     return text if isinstance(text, str) else [dict(message) for message in text]
-
-
-def _per_token(value: float | list[float], sample: Sample) -> np.ndarray:
-    if isinstance(value, list):
-        return np.asarray(value, np.float64)
-    tokens = np.zeros(len(sample.response_ids))
-    tokens[-1:] = value  # where experience would place it; nowhere in an empty response
-    return tokens
 
 
 def _short(value: Any) -> str:

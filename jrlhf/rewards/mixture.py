@@ -277,4 +277,4 @@ class Rewards:
 def _from_main(ask: Callable[[], dict[str, Scored]], **options) -> dict[str, Scored]:
     """Returns the functions' scores, which only process 0 has, in every process."""
     scored = from_main(lambda: {name: vars(scores) for name, scores in ask().items()}, **options)
-    return {name: Scored.of(**values) for name, values in scored.items()}
+    return {name: Scored(**values) for name, values in scored.items()}

@@ -1,6 +1,5 @@
 """Reward models with a tokenizer of their own, which read an answer as text."""
 
-from collections import Counter
 from collections.abc import Sequence
 
 import jax
@@ -86,7 +85,7 @@ class TextReward:
                 "another model, or give on_failure a score to go on with"
             )
         scores[bad] = self._on_failure
-        return Scored(scores, failures=Counter({"nan": len(bad)}))
+        return Scored(scores, failures={"nan": len(bad)})
 
     def _scores(self, params: Params, sequences: Sequence[Ids], width: int) -> Float[Array, "batch"]:
         """Returns the scores of a batch, with more behind them where it is not full: one program for each width."""

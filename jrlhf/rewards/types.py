@@ -48,14 +48,15 @@ class Scored:
     """
 
     scores: Float[np.ndarray, "B"]
-    token_scores: tuple[Float[np.ndarray, "R"], ...] | None = None
+    token_scores: Sequence[Float[np.ndarray, "R"]] | None = None
     extras: Mapping[str, Float[np.ndarray, "B"]] = field(default_factory=dict)
-    failures: Counter[str] = field(default_factory=Counter)
+    failures: Mapping[str, int] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, scores: Any, token_scores: Any, extras: Any, failures: Any) -> "Scored":
-        """Makes scores of their fields as JSON returns them (`jrlhf.run.files.decode`)."""
-        return cls(scores, None if token_scores is None else tuple(token_scores), extras, Counter(failures))
+    def by_token(self, response_lengths: Iterable[int]) -> Sequence[Float[np.ndarray, "R"]]:
+        """Returns the scores of each row's tokens; a score of a whole response is put on its last token."""
+        if self.token_scores is not None:
+            return self.token_scores
+        return [on_last_token(*row) for row in zip(self.scores, response_lengths, strict=True)]
 
     def metrics(self, name: str, kind: str = "rewards") -> dict[str, float]:
         """Returns metrics `rewards/NAME/{mean,std}` (TRL's names), `.../EXTRA`, `.../failures[/KIND]`.
@@ -74,6 +75,13 @@ class Scored:
         return {f"{kind}/{name}/{key}": value for key, value in metrics.items()}
 
 
+def on_last_token(score: float, length: int) -> Float[np.ndarray, "R"]:
+    """Returns the scores of a response's tokens where experience would place its one score; none if it is empty."""
+    tokens = np.zeros(length)
+    tokens[-1:] = score
+    return tokens
+
+
 def joined(parts: Sequence[Scored], response_lengths: Sequence[int]) -> Scored:
     """Returns the scores of several batches of samples as those of one. If any part scored tokens, the whole does."""
     names = dict.fromkeys(name for part in parts for name in part.extras)
@@ -82,43 +90,25 @@ def joined(parts: Sequence[Scored], response_lengths: Sequence[int]) -> Scored:
     if any(part.token_scores is not None for part in parts):
         starts = np.cumsum([len(part.scores) for part in parts])[:-1]
         lengths = np.split(np.asarray(response_lengths), starts)
-        tokens = tuple(row for part, own in zip(parts, lengths, strict=True) for row in _by_token(part, own))
+        tokens = [row for part, own in zip(parts, lengths, strict=True) for row in part.by_token(own)]
     return Scored(
         scores=np.concatenate([part.scores for part in parts]),
         token_scores=tokens,
         extras={name: np.concatenate([part.extras.get(name, missing[id(part)]) for part in parts]) for name in names},
-        failures=sum((part.failures for part in parts), Counter()),
+        failures=sum((Counter(part.failures) for part in parts), Counter()),
     )
 
 
-def _by_token(scored: Scored, response_lengths: Iterable[int]) -> Sequence[Float[np.ndarray, "R"]]:
-    """Returns the scores of each row's tokens; a score of a whole response is put on its last token."""
-    if scored.token_scores is not None:
-        return scored.token_scores
-    rows = [np.zeros(length) for length in response_lengths]
-    for row, score in zip(rows, scored.scores, strict=True):
-        row[-1:] = score
-    return rows
-
-
 def weighted_sum(parts: Sequence[tuple[float, Scored]], response_lengths: Sequence[int]) -> Scored:
-    """Returns sum_i weight_i score_i of (weight, scores) of the same samples. Extras stay with the parts.
+    """Returns sum_i weight_i score_i of (weight, scores) of the same samples; extras and failures stay with the parts.
 
-    If any part scored tokens, the sum does too: a part's score of a whole response is put on the last token, where
-    experience would place it.
+    If any part scored tokens, the sum does too.
     """
-    rows = len(response_lengths)
-    if not parts:
-        raise ValueError("weighted_sum got no parts: give at least one reward")
-    for _, scored in parts:
-        if len(scored.scores) != rows:
-            raise ValueError(f"a part scored {len(scored.scores)} samples, but there are {rows}")
-    failures: Counter[str] = sum((scored.failures for _, scored in parts), Counter())
     scores = np.sum([weight * scored.scores for weight, scored in parts], axis=0)
     if all(scored.token_scores is None for _, scored in parts):
-        return Scored(scores, failures=failures)
-    tokens = tuple(np.zeros(length) for length in response_lengths)
+        return Scored(scores)
+    tokens = [np.zeros(length) for length in response_lengths]
     for weight, scored in parts:
-        for total, row in zip(tokens, _by_token(scored, response_lengths), strict=True):
+        for total, row in zip(tokens, scored.by_token(response_lengths), strict=True):
             total += weight * row
-    return Scored(scores, token_scores=tokens, failures=failures)
+    return Scored(scores, tokens)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jrlhf.config.schema import ColumnsConfig
+from jrlhf.data.chat import render_chat
 from jrlhf.data.encode import Encoding, Pairs, Prompts, Sequences
 from jrlhf.data.read import USUAL, Dataset, make_dataset
 from jrlhf.data.tokenizer import Tokenizer
@@ -27,6 +28,10 @@ def assistant(text: str) -> dict[str, Any]:
 
 def from_rows(rows: Iterable[Mapping[str, Any]], *, columns: ColumnsConfig = USUAL) -> Dataset:
     return make_dataset(((f"row {number}", row) for number, row in enumerate(rows, start=1)), columns, "rows")
+
+
+def encode_chat(tokenizer: Tokenizer, messages: Any, **options: Any) -> list[int]:
+    return tokenizer.encode(render_chat(tokenizer, messages, **options))
 
 
 def encode_prompts(data: Any, tokenizer: Tokenizer, *, max_prompt: int, **options: Any) -> Prompts:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from jrlhf.config.schema import ColumnsConfig as Columns
-from jrlhf.data.chat import encode_chat, render_chat
+from jrlhf.data.chat import render_chat
 from jrlhf.data.encode import encode_answered, tools_of
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Example
@@ -17,6 +17,7 @@ from .conftest import (
     GOLDEN,
     QWEN,
     assistant,
+    encode_chat,
     encode_preferences,
     encode_prompts,
     encode_sft,

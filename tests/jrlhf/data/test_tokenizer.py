@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
+from jrlhf.data.encode import encode_continuation
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.tokenizer_files import check_vocabulary, load_tokenizer
 from jrlhf.errors import UserError
@@ -60,7 +61,7 @@ def test_a_continuation_has_no_blank_of_its_own():
         for first in ("How", "16 -", "a ", "b\n", "", "[INST] x [/INST]"):
             for second in ("ever", " many", "\n3", "", "\n\nb", " 3", "é"):
                 begun, joined = tokenizer.encode(first), tokenizer.encode(first + second)
-                ids = [*begun, *tokenizer.encode_continuation(first, begun, second)]
+                ids = [*begun, *encode_continuation(tokenizer, first, begun, second)]
                 assert ids == joined if joined[: len(begun)] == begun else tokenizer.decode(ids) == first + second
 
 

@@ -15,7 +15,7 @@ import pytest
 from markupsafe import Markup
 
 import jrlhf
-from jrlhf.config.parse import build, to_yaml
+from jrlhf.config.parse import build, config_yaml
 from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
 from jrlhf.meshes.plan import Placement, Plan, Slice
@@ -237,7 +237,7 @@ def sft_run() -> dict:
 
 RUNS = {
     "gold": {
-        "config": to_yaml(build(Config, {"ppo": {"algorithm": {"kl_target": 4.0}}})),
+        "config": config_yaml(build(Config, {"ppo": {"algorithm": {"kl_target": 4.0}}})),
         "metrics": sft_records() + reward_model_records() + gold_records(),
         "texts": [{"stage": "ppo", "step": 1, "prompt": "p", "response": EVIL, "score": 1.0}, *gold_samples()],
         "summary": GOLD_SUMMARY,
@@ -390,7 +390,7 @@ def test_sections_say_only_what_the_run_knows(tmp_path, undrawn):
     def text(**run) -> str:
         return Page(render(read_run(write(tmp_path / "mine", **run)))).text
 
-    unfinished = text(config=to_yaml(Config()), metrics=gold_records(5), texts=RUNS["gold"]["texts"][:1])
+    unfinished = text(config=config_yaml(Config()), metrics=gold_records(5), texts=RUNS["gold"]["texts"][:1])
     assert "unfinished: ppo 5 of 40" in unfinished and "Gold score, held out" not in unfinished
     assert "Latest samples of training step prompt response score 1 p <script>" in unfinished
     without_kl = text(metrics=[{key: record[key] for key in record if "/kl" not in key} for record in user_records()])

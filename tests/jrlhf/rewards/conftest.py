@@ -15,7 +15,7 @@ from tests.support.processes import alive, state
 
 
 def make_reward(spec: str, name: str = "judge", seed: int = 0, log: Path | None = None, **settings) -> FunctionReward:
-    own = {key: settings.pop(key) for key in ("kind", "start_deadline") if key in settings}
+    own = {"kind": settings.pop("kind")} if "kind" in settings else {}
     return FunctionReward(RewardConfig(name=name, function=spec, **settings), seed, log, **own)
 
 

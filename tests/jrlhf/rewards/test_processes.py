@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from jrlhf.errors import UserError
+from jrlhf.rewards import functions
 from jrlhf.rewards.functions import LOG_BYTES, RewardFailure
 from jrlhf.run.child import GRACE
 from tests.support.processes import alive, eventually, gone
@@ -130,11 +131,12 @@ def test_programs_that_a_function_started_end_with_it(start, tmp_path):
     assert gone(program, 2)
 
 
-def test_an_import_that_hangs_is_ended(start):
+def test_an_import_that_hangs_is_ended(start, monkeypatch):
+    monkeypatch.setattr(functions, "START_SECONDS", 0.5)
     for source in ("import time; time.sleep(1000)", "import re; re.match('(a*)*b', 'a' * 60)"):
         began = time.monotonic()
         with pytest.raises(UserError, match=r"did not finish importing .* \(no answer within 0.5 s, at .*\)"):
-            start(source, start_deadline=0.5, workers=2)
+            start(source, workers=2)
         assert time.monotonic() - began < 0.5 + GRACE + SLACK
 
 
