@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, field, fields
 from functools import cache
-from numbers import Integral
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 MOST = 2**31 - 1  # the largest number of an integer field that names no other: sizes and steps are int32 in programs
@@ -30,7 +29,7 @@ def only_if(holds: Callable[[Any], object], reason: str) -> dict[str, Any]:
 
 def count(default: int | None, expected: str = "at least 1", *, least: int = 1, **more: Any) -> Any:
     def holds(value: Any) -> bool:
-        return isinstance(value, Integral) and value >= least
+        return hasattr(value, "__index__") and value >= least  # an integer of Python's or NumPy's
 
     return checked(default, holds, expected, bounds={"minimum": least}, **more)
 
