@@ -13,7 +13,7 @@ from jrlhf.report.read import Metrics, Record
 from jrlhf.run.console import duration
 from jrlhf.run.metrics import TIMELINE
 
-# The calls of an iteration in the order in which they run, and what each does.
+# What the calls of an iteration do.
 _CALLS = {
     "validation": "answer and score held-out prompts",
     "reshard": "switch weights to the layout of a call",
@@ -34,7 +34,6 @@ _CALLS = {
     "sleep": "offload weights and states and bring them back",
 }
 _PARALLEL = {"reward_functions": "reward functions", "cost_functions": "cost functions"}  # run in other processes
-_NO_CALLS = {"testing", "save_checkpoint"}  # verl's name of the validation; a save is no call of the iteration
 _COMPILING = 2  # iterations at the start that compile
 
 
@@ -69,39 +68,33 @@ class Span(NamedTuple):
 
 
 def timeline(run: Record) -> tuple[str, list[Lane]]:
-    """Draws an iteration: a lane for each slice of the devices, if there are several, and one for each call.
+    """Draws the iteration of median length: a lane for each slice of the devices, if there are several, and each call.
 
-    The iteration is the one of median length. A call that most iterations do without has no lane.
+    The first iterations, which compile, are not among those that the median is of.
     """
     settled = run.iterations[_COMPILING:] or run.iterations
     if (measured := _measured(run, settled)) is None:
         return "", []
-    number, total, spans = measured
-    seconds: dict[str, float] = {}
-    for key in dict.fromkeys(key for record in settled for key in record if key.startswith("timing_s/")):
-        seconds[key.removeprefix("timing_s/")] = float(np.median([record.get(key) or 0.0 for record in settled]))
-    step = seconds.pop("step") or total
-    parallel = {words: seconds.pop(name) for name, words in _PARALLEL.items() if seconds.get(name)}
-    seconds = {name: length for name, length in seconds.items() if length > 0 and name not in _NO_CALLS}
-    seconds = {name: seconds[name] for name in [*(name for name in _CALLS if name in seconds), *seconds]}
-    spans = [span for span in spans if span.name in seconds]
-    length = max([total, *(span.end for span in spans)])
+    record, spans = measured
+    spans = [span for span in spans if span.end > span.start]
+    length = max([record["timing_s/step"], *(span.end for span in spans)])
     gaps = _gaps(spans, length)
-    if (rest := sum(span.end - span.start for span in gaps)) > 0.005 * length:
-        seconds["rest"] = rest
+    if sum(span.end - span.start for span in gaps) > 0.005 * length:
         spans += [gap for gap in gaps if gap.end - gap.start > 0.002 * length]
+    seconds: dict[str, float] = {}
+    for span in spans:
+        seconds[span.name] = seconds.get(span.name, 0.0) + span.end - span.start
     colors = dict(zip(seconds, cycle(COLORS), strict=False))
 
-    def lane(name: str, note: str, chosen: list[Span], busy: float, whole: float) -> Lane:
+    def lane(name: str, note: str, chosen: list[Span], busy: float) -> Lane:
         bars = [Bar(span.start / length, (span.end - span.start) / length, colors[span.name]) for span in chosen]
-        return Lane(name, note, bars, (_milliseconds(busy), _share(busy / whole)))
+        return Lane(name, note, bars, (_milliseconds(busy), _share(busy / length)))
 
     lanes = [
-        lane(name, _CALLS.get(name, ""), [span for span in spans if span.name == name], busy, step)
+        lane(name, _CALLS.get(name, ""), [span for span in spans if span.name == name], busy)
         for name, busy in seconds.items()
     ]
-    text = _summary(run, seconds, step, parallel, len(settled))
-    text += f" Drawn are the calls of step {number} from their beginning to their end."
+    text = _summary(run, record, seconds, len(settled))
     groups = segments(span.devices for span in spans if span.devices is not None)
     if len(groups) > 1:
         calls, on_slices = [span for span in spans if span.devices is not None and not span.copies], []
@@ -109,18 +102,18 @@ def timeline(run: Record) -> tuple[str, list[Lane]]:
             # Copies first, so that no call is hidden behind one of them.
             own = sorted((span for span in spans if span.is_on(group)), key=lambda span: not span.copies)
             busy = _sum(_lasting([span for span in calls if span.is_on(group)]))
-            on_slices.append(lane(f"devices {group}", "in the colours of the calls", own, busy, length))
+            on_slices.append(lane(f"devices {group}", "in the colours of the calls", own, busy))
         lanes = on_slices + lanes
         text += f" Calls on separate devices overlap for {_share(_sum(_lasting(calls, 2)) / length)} of it."
     return text, lanes
 
 
-def _measured(run: Record, settled: list[Metrics]) -> tuple[int, float, list[Span]] | None:
-    """Returns the step of median length among those with a timeline, its length and its calls."""
-    lengths = {record["step"]: record["timing_s/step"] for record in settled if record.get("timing_s/step")}
+def _measured(run: Record, settled: list[Metrics]) -> tuple[Metrics, list[Span]] | None:
+    """Returns the record and the calls of the iteration of median length among those with a timeline."""
+    records = {record["step"]: record for record in settled if record.get("timing_s/step")}
     try:
         own = {line["step"]: line["calls"] for line in run.timelines if line["stage"] == run.algorithm}
-        steps = sorted(own.keys() & lengths.keys(), key=lambda step: lengths[step])
+        steps = sorted(own.keys() & records.keys(), key=lambda step: records[step]["timing_s/step"])
         if not steps:
             return None
         step = steps[(len(steps) - 1) // 2]
@@ -130,7 +123,7 @@ def _measured(run: Record, settled: list[Metrics]) -> tuple[int, float, list[Spa
         ]
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{run.name}/{TIMELINE} holds a line that is no timeline ({error}): delete the file") from error
-    return step, lengths[step], spans
+    return records[step], spans
 
 
 def _lasting(spans: list[Span], least: int = 1) -> list[tuple[float, float]]:
@@ -156,16 +149,15 @@ def _gaps(spans: list[Span], length: float) -> list[Span]:
     return [Span("rest", start, end) for start, end in zip(bounds[::2], bounds[1::2], strict=True) if end > start]
 
 
-def _summary(run: Record, seconds: dict[str, float], total: float, parallel: dict[str, float], count: int) -> str:
-    first, settled = run.iterations[0].get("timing_s/step"), len(run.iterations) > _COMPILING
-    article, unit = ("A", "step") if run.algorithm == "dpo" else ("An", "iteration")
-    text = f"The median of {count} {unit}s takes" if count > 1 else f"{article} {unit} takes"
-    text += f" {_milliseconds(total)}"
-    text += f"; the first one, which compiles, took {duration(first)}." if first and settled else "."
+def _summary(run: Record, record: Metrics, seconds: dict[str, float], count: int) -> str:
+    total, first = record["timing_s/step"], run.iterations[0].get("timing_s/step")
+    text = f"Step {record['step']}, the median of {count}, takes {_milliseconds(total)}"
+    text += f"; the first one, which compiles, took {duration(first)}." if first and len(run.iterations) > 1 else "."
     if "reshard" in seconds:
         text += f" Switching weights from layout to layout costs {seconds['reshard'] / total:.1%} of it."
+    parallel = [(words, length) for name, words in _PARALLEL.items() if (length := record.get(f"timing_s/{name}"))]
     if parallel:
-        work = " and ".join(f"{words} ({_milliseconds(length)})" for words, length in parallel.items())
+        work = " and ".join(f"{words} ({_milliseconds(length)})" for words, length in parallel)
         text += f" In parallel run {work}; the calls wait {_milliseconds(seconds.get('reward_wait', 0.0))} for them."
     validations = [length for length in run.curve("timing_s/validation")[1] if length > 0]
     if validations and "validation" not in seconds:

@@ -335,7 +335,7 @@ def test_bars_of_calls_span_their_times_and_their_devices(pages):
         return [(COLORS.index(color), float(left), float(width)) for color, left, width in matches]
 
     sections = dict(re.findall(r'<section id="(\w+)">(.*?)</section>', pages["gold"], re.DOTALL))
-    # The calls in their order, then a call that is not known, then the rest of the step.
+    # The calls in their order, one of which is not known, then the rest of the step.
     names = re.findall(r"class=what><b>(\w+)</b>", sections["timeline"])
     assert names == ["reshard", "gen", "update_actor", "custom", "rest"]
     placed = [(0, 6.25), (6.25, 25), (31.25, 50), (81.25, 6.25), (87.5, 12.5)]
