@@ -11,21 +11,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from jrlhf.config import config_names, load_config, parse_with_settings
+from jrlhf.algorithms.registry import planned_graph
+from jrlhf.config import Config, config_names, load_config, mesh_sizes, parse_with_settings
 from jrlhf.errors import UserError, exit_code_of_printing
+from jrlhf.meshes import Graph
+from jrlhf.meshes.hardware import Cluster
+from jrlhf.meshes.hardware import cluster as cluster_of
+from jrlhf.meshes.plan import Plan
+from jrlhf.planning import auto, fit, plans, show
+from jrlhf.planning.fusion.updates import fused_prices
+from jrlhf.planning.search import Found
+from jrlhf.planning.simulate import simulate
+from jrlhf.planning.time import CostModel
+from jrlhf.planning.workload import Workload, without_budgeted, workload_of
 from jrlhf.ppo.fields import Section
+from jrlhf.run.devices import select
 from jrlhf.run.files import check_writable
-
-if TYPE_CHECKING:  # so that --help is fast
-    from jrlhf.config import Config
-    from jrlhf.meshes import Graph
-    from jrlhf.meshes.hardware import Cluster
-    from jrlhf.meshes.plan import Plan
-    from jrlhf.planning.search import Found
-    from jrlhf.planning.time import CostModel
-    from jrlhf.planning.workload import Workload
+from jrlhf.stages.setup import architectures
 
 SECONDS = 20.0
 
@@ -61,13 +64,11 @@ def cli(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    from jrlhf.planning.show import check_picture
-
     for name in ("plot", "save"):
         if (path := getattr(options, name)) is not None:
             check_writable(f"--{name} {path}", path)
     if options.plot is not None:
-        check_picture(options.plot)
+        show.check_picture(options.plot)
     config = load_config(options.config, options.overrides)
     if config.algorithm is None and options.save is not None:
         raise UserError(f"--save {options.save} has no effect with {_unplanned(config)}: leave it out")
@@ -90,17 +91,17 @@ class Planned:
     problem: why no run takes the plan; empty if one does.
     """
 
-    config: "Config"
-    graph: "Graph"
-    workload: "Workload"
-    cluster: "Cluster"
-    prices: "CostModel"
-    outcome: "Found"
+    config: Config
+    graph: Graph
+    workload: Workload
+    cluster: Cluster
+    prices: CostModel
+    outcome: Found
     text: str
     problem: str = ""
 
     @property
-    def plan(self) -> "Plan":
+    def plan(self) -> Plan:
         """Call -> devices, layout, mesh and micro-batches."""
         return self.outcome.plan
 
@@ -116,17 +117,12 @@ class Planned:
 
     def plot(self, path: Path) -> None:
         """Draws the timeline into an SVG, PNG or PDF."""
-        from jrlhf.planning import show
-
         show.check_picture(Path(path))
         title = f"{self.workload.graph.name} on {self.cluster.devices} x {self.cluster.hardware.name}"
         show.plot(self.outcome.simulation, title, Path(path), show.tables(self.workload, self.plan))
 
     def save(self, path: Path) -> None:
         """Writes the plan as YAML, for `plan: FILE` of a config."""
-        from jrlhf.planning import plans
-        from jrlhf.planning.workload import without_budgeted
-
         text = plans.plan_yaml(without_budgeted(self.config, self.graph, self.plan))
         try:
             Path(path).write_text(text, encoding="utf-8")
@@ -158,27 +154,16 @@ class Search(Section):
 
 
 def make_plan(
-    config: "Config",
-    search: Search = Search(),
+    config: Config,
+    search: Search,
     *,
-    say: Callable[[str], None] | None = None,
+    say: Callable[[str], None],
     progress: Callable[[int, float], None] | None = None,
 ) -> Planned:
     """Searches the fastest plan of a config, or prices the given one. docs/plans.md tells how.
 
     say: told what is measured, and where. progress: (plans, seconds of the best).
     """
-    from jrlhf.algorithms.registry import planned_graph
-    from jrlhf.config.check import mesh_sizes
-    from jrlhf.meshes.hardware import cluster as cluster_of
-    from jrlhf.planning import auto, fit, plans, show
-    from jrlhf.planning.fusion.updates import fused_prices
-    from jrlhf.planning.search import Found
-    from jrlhf.planning.simulate import simulate
-    from jrlhf.planning.workload import workload_of
-    from jrlhf.run.devices import select
-    from jrlhf.stages.setup import architectures
-
     cluster, plan, mean_response, processes = search.cluster, search.plan, search.mean_response, search.processes
     seconds, proposals = search.seconds, search.proposals
     for name, value in (("seconds", seconds), ("proposals", proposals)):
@@ -197,7 +182,6 @@ def make_plan(
         workload = replace(workload, mean_response=mean_response)
     here = select(config.device) if cluster is None else []
     if cluster is None:
-        say = say or (lambda text: None)
         say(f"measured: {auto.measure_here(workload, here, lambda part: say(f'measuring {part}'))}")
         devices, prices = auto.prices_here(config, workload, here)
     else:
@@ -252,7 +236,7 @@ def make_plan(
     return planned
 
 
-def _unplanned(config: "Config") -> str:
+def _unplanned(config: Config) -> str:
     return f"stages=[{', '.join(config.stages)}], which run by no plan"
 
 

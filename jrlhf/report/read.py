@@ -140,15 +140,6 @@ class Record:
         """Returns the names of the run's rewards, or costs."""
         return list(dict.fromkeys(name for (k, name), rest, _ in self.named_metrics() if k == kind and rest == "mean"))
 
-    def failures(self) -> dict[Named, dict[str, list[int]]]:
-        """Returns the failures in each iteration, by reward or cost and by kind; only kinds that occurred."""
-        failures: dict[Named, dict[str, list[int]]] = {}
-        for named, rest, key in self.named_metrics():
-            counts = [round(record.get(key) or 0) for record in self.iterations]
-            if rest.startswith(FAILURES) and sum(counts):
-                failures.setdefault(named, {})[rest.removeprefix(FAILURES)] = counts
-        return failures
-
 
 def read_run(run_dir: Path | str) -> Record:
     """Reads what a run has written so far."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from jrlhf.config.stages import TITLES
 from jrlhf.report.charts import COLORS, Chart, Series, number
-from jrlhf.report.read import FAILURES, GOLD, KL, REWARD_KINDS, SCORE, Curve, Record, Sample
+from jrlhf.report.read import FAILURES, GOLD, KL, REWARD_KINDS, SCORE, Curve, Named, Record, Sample
 from jrlhf.run.console import duration, validation_key, with_error
 
 _UNSET = ("", "0", "null")  # values of a setting that is not used
@@ -67,20 +67,24 @@ def chips(run: Record) -> list[str]:
 
 def failures(run: Record) -> dict[str, Any] | None:
     """Returns a warning if reward or cost functions failed."""
-    failures = run.failures()
-    if not failures:
+    totals: dict[Named, Counter[str]] = {}
+    steps = set[int]()
+    for named, rest, key in run.named_metrics():
+        if rest.startswith(FAILURES):
+            for record in run.iterations:
+                if count := round(record.get(key) or 0):
+                    totals.setdefault(named, Counter())[rest.removeprefix(FAILURES)] += count
+                    steps.add(record["step"])
+    if not totals:
         return None
-    totals = {named: Counter({kind: sum(row) for kind, row in kinds.items()}) for named, kinds in failures.items()}
-    columns = zip(*(row for kinds in failures.values() for row in kinds.values()), strict=True)
-    steps = [record["step"] for record, column in zip(run.iterations, columns, strict=True) if any(column)]
     total = sum(count.total() for count in totals.values())
     kinds = " and ".join(word for kind, word in REWARD_KINDS.items() if any(kind == other for other, _ in totals))
     logs = ", ".join(f"{REWARD_KINDS[kind]}-{name}.log" for kind, name in totals)
     return {
         "title": f"{kinds.capitalize()} functions failed on {total:,} sample{'s' * (total != 1)}",
         "lines": [("cost " * (kind == "costs"), name, count.most_common()) for (kind, name), count in totals.items()],
-        "note": f"in {len(steps)} of {len(run.iterations)} iterations, the last time in iteration {steps[-1]}. Each of "
-        "these samples was given the score that the config names for failures, which says nothing about the answer. "
+        "note": f"in {len(steps)} of {len(run.iterations)} iterations, the last time in iteration {max(steps)}. Each "
+        "of these samples was given the score that the config names for failures, which says nothing about the answer. "
         f"What the functions printed is in {logs}.",
     }
 

@@ -66,7 +66,9 @@ class MetricsLog(Closing):
         rows = {kind: [sample for sample in samples if sample.get("kind", "samples") == kind] for kind in kinds}
         finite = {name: number for name, number in numbers.items() if math.isfinite(number)}
         texts = {str(kind): markdown_table(table) for kind, table in rows.items()}
-        self._events(stage, step).add(int(step), finite, texts)
+        if stage not in self._writers:
+            self._writers[stage] = TensorBoardEvents(self._directory / TENSORBOARD / stage, step)
+        self._writers[stage].add(int(step), finite, texts)
         return numbers
 
     def sync(self) -> None:
@@ -83,11 +85,6 @@ class MetricsLog(Closing):
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
-
-    def _events(self, stage: str, step: int) -> "TensorBoardEvents":
-        if stage not in self._writers:
-            self._writers[stage] = TensorBoardEvents(self._directory / TENSORBOARD / stage, step)
-        return self._writers[stage]
 
 
 def verl_figures(metrics: Mapping[str, float], rows: int, devices: int) -> Metrics:
@@ -148,9 +145,8 @@ class StageRecords:
     """
 
     def __init__(self, run_dir: Path | str, stage: str, step: int, *, writers: Collection[str] = ()):
-        self._files: dict[
-            Path, tuple[int, int, Any]
-        ] = {}  # path -> bytes that were read, lines of the stage, their hash
+        # path -> bytes that were read, lines of the stage, their hash
+        self._files: dict[Path, tuple[int, int, Any]] = {}
         self._strays: dict[str, int] = {}  # name of a file -> lines of nobody
         paths = [Path(run_dir) / name for name in (METRICS, SAMPLES, TIMELINE)]
         records = {path: list(jsonl_lines(path)) for path in paths}  # both are read before one is changed

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from typing import Any
 import yaml
 
 from jrlhf.config import Config, config_yaml
-from jrlhf.config.schema import WandbConfig
 from jrlhf.errors import UserError
 from jrlhf.run.directory import Run
 from jrlhf.run.files import sha256, write_atomic
@@ -135,23 +135,12 @@ def tracking(config: Config, run: Run, warn: Callable[[str], None]) -> Iterator[
     with ExitStack() as stack:
         trackers = list[Tracker]()
         if config.wandb is not None and run.writes:
-            trackers.append(stack.enter_context(closing(_connect(config, config.wandb, run, warn))))
+            settings = asdict(config.wandb) | {"name": config.name, "id": run_id(run, warn), "resume": "allow"}
+            settings |= {"dir": str(run.path), "config": yaml.safe_load(config_yaml(config))}
+            trackers.append(stack.enter_context(closing(Wandb(settings, run.path / LOG, warn))))
         if config.prometheus and run.writes:
             trackers.append(stack.enter_context(closing(Prometheus(run.path / PROMETHEUS, config.name))))
         yield trackers
-
-
-def _connect(config: Config, section: WandbConfig, run: Run, warn: Callable[[str], None]) -> Wandb:
-    """Returns the connection to wandb, under one id for all resumes of the run."""
-    settings = {
-        **{key: getattr(section, key) for key in ("project", "entity", "group", "mode")},
-        "name": config.name,
-        "id": run_id(run, warn),
-        "resume": "allow",
-        "dir": str(run.path),
-        "config": yaml.safe_load(config_yaml(config)),
-    }
-    return Wandb(settings, run.path / LOG, warn)
 
 
 def run_id(run: Run, warn: Callable[[str], None]) -> str:
