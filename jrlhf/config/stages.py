@@ -34,18 +34,17 @@ class OptimizerConfig(Section):
 class ActorOptimizerConfig(OptimizerConfig):
     """The actor's AdamW in reinforcement learning."""
 
-    learning_rate: float = 1e-6  # after the warm-up
-    # Updates over which the learning rate rises linearly from 0; a tenth of the updates where there are not more.
+    learning_rate: float = 1e-6
     warmup: int = 10
-    final: float = 1.0  # share of the learning rate at the end of its cosine decay; 1: no decay
-    weight_decay: float = 0.0  # as in AdamW, times the learning rate
+    final: float = 1.0
+    weight_decay: float = 0.0
 
 
 @dataclass(frozen=True)
 class CriticOptimizerConfig(ActorOptimizerConfig):
     """The critic's AdamW in reinforcement learning."""
 
-    learning_rate: float = 1e-5  # after the warm-up
+    learning_rate: float = 1e-5
 
 
 @dataclass(frozen=True)
@@ -71,8 +70,8 @@ class PairsStageConfig(OptimizerConfig):
 class SFTConfig(PairsStageConfig):
     """Supervised fine-tuning on prompts and their responses."""
 
-    steps: int = 500  # updates
-    eval_every: int = 100  # steps between evaluations on rows that are kept apart
+    steps: int = 500
+    eval_every: int = 100
     micro_batches: int = count(1)  # parts in which a batch is computed: less memory, the same result
     # Parts of about this number of tokens per device instead; null: off.
     micro_batch_tokens: int | None = count(None)
@@ -87,7 +86,7 @@ class RewardModelConfig(SFTConfig):
     """A Bradley-Terry model of preferences, from a dataset or from the annotator of the built-in task."""
 
     weight: float = 1.0  # of its scores in the sum of the rewards
-    steps: int = 250  # updates
+    steps: int = 250
     batch: int = 96  # pairs per update
     eval_every: int = 50  # steps between evaluations on pairs that are kept apart
 
@@ -96,8 +95,8 @@ class RewardModelConfig(SFTConfig):
 class DPOStageConfig(PairsStageConfig):
     """Direct preference optimisation on pairs from a dataset, or from the annotator of the built-in task."""
 
-    learning_rate: float = 1e-6  # after the warm-up
-    weight_decay: float = 0.0  # as in AdamW, times the learning rate
+    learning_rate: float = 1e-6
+    weight_decay: float = 0.0
     algorithm: algorithms.DPOConfig = algorithms.DPOConfig()
 
 

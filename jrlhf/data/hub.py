@@ -10,6 +10,7 @@ from jrlhf.errors import UserError
 
 T = TypeVar("T")
 _WAITS = (1.0, 4.0)  # seconds before a request that failed is tried again
+_LOST = {"TransportError", "ConnectionError", "Timeout"}  # errors of a connection
 LOG_IN = "`hf auth login`, or set HF_TOKEN"
 
 
@@ -73,9 +74,7 @@ def account_name(name: str) -> str:
 
 def hub_reason(error: BaseException, name: str) -> str | None:
     """Returns why the hub does not give or take `name`, and the remedy; None where the error is not of the hub."""
-    for cause in _chain(error):
-        kinds = {kind.__name__ for kind in type(cause).__mro__}
-        status = getattr(getattr(cause, "response", None), "status_code", None)
+    for cause, kinds, status in _causes(error):
         missing = "DatasetNotFoundError" in kinds  # of the library `datasets`, which drops its cause
         if "GatedRepoError" in kinds or (missing and "gated" in str(cause)):
             return f"{name} is gated: accept its licence on its page, then {LOG_IN}"
@@ -91,7 +90,7 @@ def hub_reason(error: BaseException, name: str) -> str | None:
             return f"the token may not do this with {name}: check the name, or {LOG_IN} with a token that may"
         if "OfflineModeIsEnabled" in kinds:
             return f"HF_HUB_OFFLINE is set and {name} is not whole in the cache: unset it, or bring the cache"
-        if kinds & {"TransportError", "ConnectionError", "Timeout"}:
+        if kinds & _LOST:
             return f"the hub cannot be reached ({type(cause).__name__}: {first_line(cause)}): try again when it can"
         if status == 412:
             return f"{name} was changed meanwhile: look at it and push again"
@@ -123,23 +122,22 @@ def _patiently(work: Callable[[], T]) -> T:
 
 
 def _passes(error: BaseException) -> bool:
-    kinds = {kind.__name__ for cause in _chain(error) for kind in type(cause).__mro__}
-    statuses = [getattr(getattr(cause, "response", None), "status_code", None) for cause in _chain(error)]
-    busy = any(map(_is_busy, statuses))
-    lost = bool(kinds & {"TransportError", "ConnectionError", "Timeout"}) and "OfflineModeIsEnabled" not in kinds
-    return busy or lost
+    causes = list(_causes(error))
+    offline = any("OfflineModeIsEnabled" in kinds for _, kinds, _ in causes)
+    return any(_is_busy(status) or (kinds & _LOST and not offline) for _, kinds, status in causes)
 
 
-def _is_busy(status: int | None) -> bool:
-    return status is not None and (status == 429 or status >= 500)
+def _is_busy(status: int) -> bool:
+    return status == 429 or status >= 500
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields an error and those that it came from, the outermost first."""
+def _causes(error: BaseException | None) -> Iterator[tuple[BaseException, set[str], int]]:
+    """Yields an error and those that it came from, the outermost first: their classes' names, and the hub's status."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         seen.append(error)
-        yield error
+        status = getattr(getattr(error, "response", None), "status_code", 0)
+        yield error, {kind.__name__ for kind in type(error).__mro__}, status
         error = error.__cause__ or error.__context__
 
 
