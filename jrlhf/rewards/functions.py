@@ -5,7 +5,7 @@ import pickle
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
@@ -14,16 +14,15 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from jrlhf.config.schema import RewardConfig
-from jrlhf.data.read import fingerprint
 from jrlhf.errors import UserError
 from jrlhf.rewards import builtin
+from jrlhf.rewards.facts import Facts
 from jrlhf.rewards.types import Sample, Scored, on_last_token
 from jrlhf.rewards.user_code import as_it_is, resolve, shipped
 from jrlhf.rewards.worker import GIVEN, InProcess
 from jrlhf.run.child import Worker
 
 LOG_BYTES = 16 << 20  # of the functions' output, kept in the log file
-MODULES = " modules"  # ends the word of what a function's file imports
 SHOWN = 300  # characters of a text in a message
 START_SECONDS = 120.0  # in which a worker must have imported the function
 
@@ -31,7 +30,7 @@ START_SECONDS = 120.0  # in which a worker must have imported the function
 class RewardFailure(UserError):
     """A reward function failed on a sample, and no setting says which score such samples get.
 
-    identity: of the function that failed, as `FunctionReward.identity`.
+    identity: of the function that failed, as `Facts.identity`.
     """
 
     def __init__(self, message: str, identity: Mapping[str, str] | None = None):
@@ -68,7 +67,6 @@ class FunctionReward:
             self._shipped = shipped(self._spec, self._called)
         self._workers = 1 if log is None else config.workers
         self._pool: dict[int, Worker | InProcess] = {}
-        self._facts: dict[str, Any] = {}  # about the function, from the first worker that was ready
         self._log, self._log_file, self._logged, self._log_lock = log, None, 0, threading.Lock()
         self._stopping = threading.Event()
 
@@ -82,15 +80,7 @@ class FunctionReward:
         try:
             self._on_workers(self._start)
             if self._config.in_process:
-                self._write(f"{self.describe()}\n".encode())
-            facts = self._facts
-            for parameter in self._columns:
-                taken = parameter in GIVEN[facts["style"]] or parameter in self._config.options
-                if taken or not (parameter in facts["columns"] or facts["open_ended"]):
-                    raise UserError(
-                        f"columns.{parameter} of {self._called}: the parameters of {self._spec} that take a "
-                        f"column are {', '.join(facts['columns']) or 'none'}"
-                    )
+                self._write(f"{self.facts.describe()}\n".encode())
         except BaseException:
             self.close()
             raise
@@ -116,43 +106,6 @@ class FunctionReward:
                     self._log_file.close()
                     self._log_file = None
 
-    def describe(self) -> str:
-        """Returns one line for the log: what runs, from which file, and what happens if it fails."""
-        config, facts = self._config, self._facts
-        source = f" ({facts['file']}, sha256 {facts['sha256'][:16]})" if facts.get("sha256") else ""
-        failing = "a failure stops the run" if self.on_failure is None else f"{self.on_failure:g} where it fails"
-        call = f"in {self._workers} process{'es' * (self._workers > 1)}, {config.deadline:g} s a call"
-        if config.in_process:
-            call = "in the process that trains, without a deadline: a crash or a hang in it is one of the run"
-            call += "" if source else ", and a resume checks its name alone"
-        return f"{self._kind} {config.name}: {self._spec}{source} {call}, {failing}"
-
-    @property
-    def fingerprint(self) -> str:
-        """One word for the function's file and the options that it is called with."""
-        ours = self._spec.startswith(f"{builtin.__name__}:")
-        source = builtin.IDENTITY if ours else self._facts.get("sha256") or ""
-        return fingerprint([self._spec, source, repr(sorted(self._config.options.items()))])
-
-    @property
-    def identity(self) -> dict[str, str]:
-        """The words of a checkpoint's `meta` that name the function: its own, and one for the modules it imports."""
-        modules, key = self._facts.get("modules"), f"{self._kind} {self._config.name}"
-        imported = {f"{key}{MODULES}": fingerprint(map(str, sorted(modules.items())))} if modules else {}
-        return {key: self.fingerprint} | imported
-
-    def check_columns(self, columns: Iterable[str]) -> None:
-        """Compares the function's parameters with a dataset's columns, before anything is trained."""
-        columns = set(columns)
-        given = columns | {"data_source", "extra_info"} | ({"ground_truth"} if "reward_model" in columns else set())
-        for parameter in [*self._facts["required"], *self._columns]:
-            column = self._columns.get(parameter, parameter)
-            if column not in given:
-                raise UserError(
-                    f"{self._called} needs the column {column!r} for {self._spec}, and the dataset has "
-                    f"{', '.join(sorted(columns)) or 'none'}: name one of these in columns.{parameter}"
-                )
-
     def score(self, samples: Sequence[Sample], step: int = 0, first: int = 0) -> Scored:
         """Returns the scores of `samples`, in their order. Raises RewardFailure where a failure stops the run.
 
@@ -160,7 +113,7 @@ class FunctionReward:
         and the following ones.
         """
         results: list[Any] = [None] * len(samples)
-        one_by_one = self._facts["style"] == "verl" and not self._facts["async"]
+        one_by_one = self.facts.style == "verl" and not self.facts.asynchronous
 
         def work(index: int) -> None:
             start, stop = (len(samples) * number // self._workers for number in (index, index + 1))
@@ -214,7 +167,8 @@ class FunctionReward:
             raise RewardFailure(f"{self._called}: the process {event} {self._spec} ({answer['detail']})")
         if "bad" in answer:
             raise UserError(f"{self._called}: {answer['bad']}")
-        self._facts = self._facts or dict(answer["ready"])
+        if not hasattr(self, "facts"):
+            self.facts = Facts(self._config, self._kind, self._spec, **answer["ready"])
 
     def _write(self, output: bytes) -> None:
         with self._log_lock:
@@ -227,11 +181,11 @@ class FunctionReward:
     # Calls
 
     def _request(self, samples: Sequence[Sample], seed: str) -> bytes:
-        if self._facts["style"] == "trl":
+        if self.facts.style == "trl":
             arguments: Any = self._arguments(samples)
         else:
             calls = [{name: value for name, (value,) in self._arguments([sample]).items()} for sample in samples]
-            arguments = calls if self._facts["async"] else calls[0]
+            arguments = calls if self.facts.asynchronous else calls[0]
         lengths = [len(sample.response_ids) for sample in samples]
         return self._pickle({"arguments": arguments, "lengths": lengths, "seed": seed}, "the dataset's columns")
 
@@ -247,28 +201,28 @@ class FunctionReward:
         A row without a column that others have gives None. A function with `**` takes all columns in TRL's style, and
         verl's three in verl's.
         """
-        facts, rows = self._facts, [_columns(sample) for sample in samples]
+        facts, rows = self.facts, [_columns(sample) for sample in samples]
         texts: dict[str, Callable[[Sample], Any]] = {
             "prompts": lambda sample: _plain(sample.prompt),
             "completions": lambda sample: _plain(sample.completion),
             "completion_ids": lambda sample: [int(token) for token in sample.response_ids],
             "solution_str": lambda sample: sample.response_text,
         }
-        names = GIVEN[facts["style"]]
+        names = GIVEN[facts.style]
         arguments = {
             name: [text(sample) for sample in samples]
             for name, text in texts.items()
-            if name in names and (facts["open_ended"] or name in facts["names"])
+            if name in names and (facts.open_ended or name in facts.names)
         }
         present = dict.fromkeys(column for row in rows for column in row)
-        parameters: list[str] = [*facts["columns"], *self._columns]
-        if facts["open_ended"]:
-            others = present if facts["style"] == "trl" else ("data_source", "ground_truth", "extra_info")
+        parameters: list[str] = [*facts.columns, *self._columns]
+        if facts.open_ended:
+            others = present if facts.style == "trl" else ("data_source", "ground_truth", "extra_info")
             closed = {*self._config.options, *names}
             parameters += [name for name in others if name.isidentifier() and name not in closed]
         for parameter in parameters:
             column = self._columns.get(parameter, parameter)
-            if column in present or parameter in facts["required"]:
+            if column in present or parameter in facts.required:
                 arguments[parameter] = [row.get(column) for row in rows]
         return arguments
 
@@ -277,7 +231,7 @@ class FunctionReward:
     def _checked_results(self, answer: Mapping[str, Any], samples: Sequence[Sample]) -> Sequence[Mapping[str, Any]]:
         """Returns the results of a call, one for each sample; an error where a failure stops the run."""
         if "bad" in answer:
-            raise RewardFailure(f"{self._called}: {answer['bad']}", self.identity)
+            raise RewardFailure(f"{self._called}: {answer['bad']}", self.facts.identity)
         whole = "failure" in answer
         results = [answer] * len(samples) if whole else answer["results"]
         failed = next((pair for pair in zip(samples, results, strict=True) if "failure" in pair[1]), None)
@@ -288,14 +242,14 @@ class FunctionReward:
                 raise RewardFailure(
                     f"{story}: mend the function, or set on_failure of {self._called} to a score for such samples, and "
                     "resume the run",
-                    self.identity,
+                    self.facts.identity,
                 )
         return results
 
     def _story(self, sample: Sample, failure: Mapping[str, str], samples: int) -> str:
         """Returns a failure in one line, with the sample; unprintable characters are escaped."""
         among = f"a call with {samples} samples, the first of them" if samples > 1 else "the sample"
-        names = dict.fromkeys(self._columns.get(c, c) for c in self._facts["columns"])
+        names = dict.fromkeys(self._columns.get(c, c) for c in self.facts.columns)
         row = _columns(sample)
         shown = {"prompt": sample.prompt_text, "response": sample.response_text}
         shown |= {column: row[column] for column in names if column in row}

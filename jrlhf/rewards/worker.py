@@ -149,7 +149,7 @@ def _prepare(code: UserCode, called: str, options: Mapping[str, Any]) -> Functio
     columns = [p for p in named.values() if p.name not in GIVEN[style] and p.name not in options]
     facts = {
         "style": style,
-        "async": any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None)))),  # noqa: B004
+        "asynchronous": any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None)))),  # noqa: B004
         "names": list(named),
         "open_ended": open_ended,
         "columns": [p.name for p in columns],

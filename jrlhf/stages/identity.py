@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jrlhf.errors import UserError
-from jrlhf.rewards.functions import MODULES
+from jrlhf.rewards.facts import MODULES
 from jrlhf.run.directory import Run
 from jrlhf.run.files import append_jsonl, read_jsonl
 

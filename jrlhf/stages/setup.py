@@ -37,7 +37,8 @@ from jrlhf.planning.fit import check_memory
 from jrlhf.planning.fusion.updates import fused_updates
 from jrlhf.planning.plans import plan_of_config, plan_yaml, read_plan, refuse_cross_process
 from jrlhf.planning.workload import workload_of
-from jrlhf.rewards.functions import MODULES, FunctionReward, RewardFailure
+from jrlhf.rewards.facts import MODULES
+from jrlhf.rewards.functions import FunctionReward, RewardFailure
 from jrlhf.rewards.text_model import is_ours, reward_tokenizer
 from jrlhf.roles.model import Compute
 from jrlhf.roles.planned_placement import place_roles
@@ -354,8 +355,8 @@ def check_sources(config: Config, task: Task, actor: ModelConfig, mesh: Mesh) ->
 def _check_function(reward: RewardConfig, seed: int, kind: Literal["reward", "cost"], task: Task) -> dict[str, str]:
     with FunctionReward(reward, seed, kind=kind) as function:
         if task.prompts is not None:
-            function.check_columns(task.prompts.examples[0].columns)
-        return function.identity
+            function.facts.check_columns(task.prompts.examples[0].columns)
+        return function.facts.identity
 
 
 def _check_reward_model(path: str, key: str) -> str:

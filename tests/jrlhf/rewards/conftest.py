@@ -3,6 +3,7 @@
 import os
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from tests.support.processes import alive, state
 
 
 def make_reward(spec: str, name: str = "judge", seed: int = 0, log: Path | None = None, **settings) -> FunctionReward:
-    own = {"kind": settings.pop("kind")} if "kind" in settings else {}
+    own: dict[str, Any] = {"kind": settings.pop("kind")} if "kind" in settings else {}
     return FunctionReward(RewardConfig(name=name, function=spec, **settings), seed, log, **own)
 
 

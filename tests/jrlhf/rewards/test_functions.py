@@ -233,17 +233,17 @@ def test_columns_are_compared_and_may_be_renamed(start):
     source = "def f(completions, answer, hint='none', **others):\n    return [float(a) for a in answer]\n"
     reward = start(source)
     with pytest.raises(UserError, match="needs the column 'answer' for .*, and the dataset has final, question: name"):
-        reward.check_columns(["question", "final"])
-    reward.check_columns(["answer"])
+        reward.facts.check_columns(["question", "final"])
+    reward.facts.check_columns(["answer"])
     mapped = start(source, columns={"answer": "final"})
     with pytest.raises(UserError, match="needs the column 'final'"):
-        mapped.check_columns(["answer"])
+        mapped.facts.check_columns(["answer"])
     assert mapped.score([make_sample(final="3")]).scores == [3]
     verl = "def f(solution_str, ground_truth):\n    return float(ground_truth)\n"
     reward = start(verl)
     with pytest.raises(UserError, match="'ground_truth'.* the dataset has none"):
-        reward.check_columns([])
-    reward.check_columns(["reward_model"])
+        reward.facts.check_columns([])
+    reward.facts.check_columns(["reward_model"])
     assert start(verl, columns={"ground_truth": "answer"}).score([make_sample(answer="4")]).scores == [4]
     # A row without a column that others have gives None.
     source = "def f(completions, answer, hint): return [(a is None) + 2 * (h is None) for a, h in zip(answer, hint)]"
@@ -291,7 +291,8 @@ def test_bad_arguments_are_refused_before_anything_runs(tmp_path):
             make_reward(spec, **arguments)
     with pytest.raises(UserError, match="^cost 'toxic': 'exact' is none of the built-in rewards"):
         make_reward("exact", "toxic", kind="cost")
-    assert make_reward("exact_match", "toxic", kind="cost").describe().startswith("cost toxic: ")
+    with make_reward("exact_match", "toxic", kind="cost") as cost:
+        assert cost.facts.describe().startswith("cost toxic: ")
     with pytest.raises(UserError, match="log=.*no/log .*cannot be opened"):
         make_reward("exact_match", log=tmp_path / "no" / "log").__enter__()
     with pytest.raises(ValueError, match="on_failure=nan: it must be finite"):
@@ -319,7 +320,7 @@ def test_functions_of_modules_of_neighbours_and_of_objects(start, tmp_path, monk
     """
     reward = start(source)
     assert reward.score([make_sample()]).scores == [6]
-    assert "function0.py, sha256 " in reward.describe() and "a failure stops the run" in reward.describe()
+    assert "function0.py, sha256 " in reward.facts.describe() and "a failure stops the run" in reward.facts.describe()
 
 
 def test_a_worker_has_no_jax_and_not_the_parents_main_module(start, tmp_path):

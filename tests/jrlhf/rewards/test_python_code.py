@@ -175,7 +175,7 @@ def test_workers_run_functions_with_what_they_captured_and_outlive_them(start):
     with python_functions({"rewards": f}) as (named,):
         reward = start(named["rewards"][0]["function"], deadline=0.5, on_failure=-1.0, workers=2)
         sha256 = load(f"{PREFIX}f", "it").sha256 or ""
-    assert f"<python>:f (a Python function, sha256 {sha256[:16]}) in 2 processes" in reward.describe()
+    assert f"<python>:f (a Python function, sha256 {sha256[:16]}) in 2 processes" in reward.facts.describe()
     began = time.monotonic()
     scored = reward.score([make_sample(row, text) for row, text in enumerate(("5", "hang", "crash", "55 5"))])
     assert time.monotonic() - began < 0.5 + GRACE + 6
@@ -244,8 +244,8 @@ def test_a_function_that_cannot_be_sent_runs_here_where_that_is_asked_for(tmp_pa
         with make_reward(spec, log=log, in_process=True, on_failure=-1.0) as reward:
             scored = reward.score(samples)
             lost = "in the process that trains, without a deadline: a crash or a hang in it is one of the run"
-            assert f"{lost}, and a resume checks its name alone" in reward.describe() and lost in log.read_text()
-            assert reward.identity.keys() == {"reward judge"}
+            assert f"{lost}, and a resume checks its name alone" in reward.facts.describe() and lost in log.read_text()
+            assert reward.facts.identity.keys() == {"reward judge"}
         assert calls == [(os.getpid(), 2)]
         assert scored.scores.tolist() == [1.0, -1.0] and scored.failures == {"nan": 1}
     section = RewardConfig(function="exact_match", in_process=True, deadline=5.0)

@@ -1,0 +1,82 @@
+"""A reward function as its worker found it: how it is called, and what names it in logs, checkpoints and errors."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from jrlhf.config.schema import RewardConfig
+from jrlhf.data.read import fingerprint
+from jrlhf.errors import UserError
+from jrlhf.rewards import builtin
+from jrlhf.rewards.worker import GIVEN
+
+MODULES = " modules"  # ends the word of what a function's file imports
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a function. Raises UserError if its config renames a column for a parameter that takes none."""
+
+    config: RewardConfig
+    kind: Literal["reward", "cost"]
+    spec: str  # module and function, with the whole path of a file
+    style: Literal["trl", "verl"]
+    asynchronous: bool
+    names: Sequence[str]  # of its parameters
+    open_ended: bool  # it takes `**`
+    columns: Sequence[str]  # the parameters that take a column of the dataset
+    required: Sequence[str]  # those of them without a default
+    file: str | None
+    sha256: str | None
+    modules: Mapping[str, str]  # that its file imports: name -> sha256
+
+    def __post_init__(self) -> None:
+        for parameter in self.config.columns:
+            taken = parameter in GIVEN[self.style] or parameter in self.config.options
+            if taken or not (parameter in self.columns or self.open_ended):
+                raise UserError(
+                    f"columns.{parameter} of {self.called}: the parameters of {self.spec} that take a column are "
+                    f"{', '.join(self.columns) or 'none'}"
+                )
+
+    @property
+    def called(self) -> str:
+        return f"{self.kind} {self.config.name!r}"
+
+    @property
+    def fingerprint(self) -> str:
+        """One word for the function's file and the options that it is called with."""
+        ours = self.spec.startswith(f"{builtin.__name__}:")
+        source = builtin.IDENTITY if ours else self.sha256 or ""
+        return fingerprint([self.spec, source, repr(sorted(self.config.options.items()))])
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """The words of a checkpoint's `meta` that name the function: its own, and one for the modules it imports."""
+        key = f"{self.kind} {self.config.name}"
+        imported = {f"{key}{MODULES}": fingerprint(map(str, sorted(self.modules.items())))} if self.modules else {}
+        return {key: self.fingerprint} | imported
+
+    def describe(self) -> str:
+        """Returns one line for the log: what runs, from which file, and what happens if it fails."""
+        config, failing = self.config, "a failure stops the run"
+        source = f" ({self.file}, sha256 {self.sha256[:16]})" if self.sha256 else ""
+        call = f"in {config.workers} process{'es' * (config.workers > 1)}, {config.deadline:g} s a call"
+        if config.in_process:
+            call = "in the process that trains, without a deadline: a crash or a hang in it is one of the run"
+            call += "" if source else ", and a resume checks its name alone"
+        if config.on_failure is not None:
+            failing = f"{config.on_failure:g} where it fails"
+        return f"{self.kind} {config.name}: {self.spec}{source} {call}, {failing}"
+
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """Compares the function's parameters with a dataset's columns, before anything is trained."""
+        columns = set(columns)
+        given = columns | {"data_source", "extra_info"} | ({"ground_truth"} if "reward_model" in columns else set())
+        for parameter in [*self.required, *self.config.columns]:
+            column = self.config.columns.get(parameter, parameter)
+            if column not in given:
+                raise UserError(
+                    f"{self.called} needs the column {column!r} for {self.spec}, and the dataset has "
+                    f"{', '.join(sorted(columns)) or 'none'}: name one of these in columns.{parameter}"
+                )
