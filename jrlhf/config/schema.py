@@ -227,6 +227,11 @@ class AnnotatorConfig(Section):
     heldout_prompts: int = count(256)  # prompts whose pairs measure the accuracy
     label_flip: float = between(0.05, 0.0, 0.5)  # share of preferences that the annotator gets wrong
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        others = not self.foreign_lines or min(self.prompts, self.heldout_prompts) > 1
+        self.require("foreign_lines", others, "0 with a single prompt, which has no other function's line")
+
 
 @dataclass(frozen=True)
 class DocstringsData(DataConfig):

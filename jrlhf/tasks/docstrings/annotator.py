@@ -6,6 +6,7 @@ The annotator is a known rubric, so that the quality of the learned reward can b
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,20 +21,14 @@ from jrlhf.tasks.docstrings.rubric import Rubric
 from jrlhf.tasks.docstrings.vocabulary import Split
 
 
-@dataclass(frozen=True)
-class Pair:
-    """One comparison, in the shape that preference datasets have (`prompt`, `chosen`, `rejected`)."""
+class Pair(NamedTuple):
+    """One comparison."""
 
     prompt: str
     chosen: str
     rejected: str
     flipped: bool  # the annotator made a mistake: by the rubric, `rejected` is the better one
     gap: float  # difference of the two scores
-
-    @property
-    def row(self) -> dict[str, str | bool]:
-        """The columns that preference datasets have."""
-        return {"prompt": self.prompt, "chosen": self.chosen, "rejected": self.rejected, "flipped": self.flipped}
 
 
 @dataclass(frozen=True)
@@ -90,9 +85,9 @@ class Annotator:
             if max(len(chosen), len(rejected)) <= self.data.max_response
         ]
         chosen, rejected, lengths, gaps = zip(*fitting, strict=True) if fitting else ((), (), (), ())
-        return Pairs(
-            chosen, rejected, lengths, clear=np.array(gaps) > section.margin, rows=[pair.row for pair in pairs]
-        )
+        columns = ("prompt", "chosen", "rejected", "flipped")  # those of preference datasets, and the mistakes
+        rows = [dict(zip(columns, pair[:4], strict=True)) for pair in pairs]
+        return Pairs(chosen, rejected, lengths, clear=np.array(gaps) > section.margin, rows=rows)
 
 
 def build_pairs(
@@ -140,8 +135,6 @@ def with_real_lines(
     A foreign line is as well written as the real one and about something else: such pairs differ in nothing but what
     they say, and teach the reward to look at the signature.
     """
-    if foreign > 0 and len(examples) < 2:
-        raise ValueError(f"foreign={foreign} needs other functions' lines, and there is {len(examples)} example")
     candidates = []
     for row, (example, drawn) in enumerate(zip(examples, samples, strict=True)):
         # An offset of 1..n-1 can never come back to the example itself.

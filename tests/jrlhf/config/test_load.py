@@ -224,6 +224,7 @@ OVERRIDES = {
     "sampling.temperature=0": "sampling.temperature=0.0: it must be above 0 and finite",
     "sampling.top_p=1.5": "sampling.top_p=1.5: it must be above 0 and at most 1",
     "data.annotator.label_flip=0.6": "data.annotator.label_flip=0.6: it must be from 0 to 0.5",
+    "data.annotator={prompts: 1, foreign_lines: 2}": "data.annotator.foreign_lines=2: it must be 0 with a single",
     "mesh.fsdp=0": "mesh.fsdp=0: it must be at least 1, or -1 for the remaining devices",
     "model.head_dim=3": "model.head_dim=3: it must be even: rotary positions turn pairs",
     "name=../escape": "name='../escape': it must be letters",
