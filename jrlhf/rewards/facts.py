@@ -2,14 +2,16 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from jrlhf.config.schema import RewardConfig
 from jrlhf.data.read import fingerprint
 from jrlhf.errors import UserError
 from jrlhf.rewards import builtin
+from jrlhf.rewards.types import Sample, columns_of
 from jrlhf.rewards.worker import GIVEN
 
+SHOWN = 300  # characters of a text in a message
 MODULES = " modules"  # ends the word of what a function's file imports
 
 
@@ -18,7 +20,7 @@ class Facts:
     """What is known of a function. Raises UserError if its config renames a column for a parameter that takes none."""
 
     config: RewardConfig
-    kind: Literal["reward", "cost"]
+    kind: str  # "reward" or "cost"
     spec: str  # module and function, with the whole path of a file
     style: Literal["trl", "verl"]
     asynchronous: bool
@@ -80,3 +82,17 @@ class Facts:
                     f"{self.called} needs the column {column!r} for {self.spec}, and the dataset has "
                     f"{', '.join(sorted(columns)) or 'none'}: name one of these in columns.{parameter}"
                 )
+
+    def story(self, sample: Sample, failure: Mapping[str, str], samples: int) -> str:
+        """Returns a failure of a call in one line, with its first sample; unprintable characters are escaped."""
+        among = f"a call with {samples} samples, the first of them" if samples > 1 else "the sample"
+        row, names = columns_of(sample), dict.fromkeys(self.config.columns.get(c, c) for c in self.columns)
+        shown = {"prompt": sample.prompt_text, "response": sample.response_text}
+        shown |= {column: row[column] for column in names if column in row}
+        text = ", ".join(f"{key}={_short(value)}" for key, value in shown.items())
+        return f"{self.called} failed ({failure['failure']}: {failure['detail']}) on {among} {text}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value if not isinstance(value, str) or len(value) <= SHOWN else f"{value[:SHOWN]}...")
+    return text if len(text) <= 2 * SHOWN else f"{text[: 2 * SHOWN]}..."

@@ -17,13 +17,12 @@ from jrlhf.config.schema import RewardConfig
 from jrlhf.errors import UserError
 from jrlhf.rewards import builtin
 from jrlhf.rewards.facts import Facts
-from jrlhf.rewards.types import Sample, Scored, on_last_token
+from jrlhf.rewards.types import Sample, Scored, columns_of, on_last_token
 from jrlhf.rewards.user_code import as_it_is, resolve, shipped
 from jrlhf.rewards.worker import GIVEN, InProcess
 from jrlhf.run.child import Worker
 
 LOG_BYTES = 16 << 20  # of the functions' output, kept in the log file
-SHOWN = 300  # characters of a text in a message
 START_SECONDS = 120.0  # in which a worker must have imported the function
 
 
@@ -201,7 +200,7 @@ class FunctionReward:
         A row without a column that others have gives None. A function with `**` takes all columns in TRL's style, and
         verl's three in verl's.
         """
-        facts, rows = self.facts, [_columns(sample) for sample in samples]
+        facts, rows = self.facts, [columns_of(sample) for sample in samples]
         texts: dict[str, Callable[[Sample], Any]] = {
             "prompts": lambda sample: _plain(sample.prompt),
             "completions": lambda sample: _plain(sample.completion),
@@ -236,7 +235,7 @@ class FunctionReward:
         results = [answer] * len(samples) if whole else answer["results"]
         failed = next((pair for pair in zip(samples, results, strict=True) if "failure" in pair[1]), None)
         if failed is not None:
-            story = self._story(*failed, len(samples) if whole else 1)
+            story = self.facts.story(*failed, len(samples) if whole else 1)
             self._write(f"{story}\n".encode("utf-8", "backslashreplace"))
             if self.on_failure is None:
                 raise RewardFailure(
@@ -245,16 +244,6 @@ class FunctionReward:
                     self.facts.identity,
                 )
         return results
-
-    def _story(self, sample: Sample, failure: Mapping[str, str], samples: int) -> str:
-        """Returns a failure in one line, with the sample; unprintable characters are escaped."""
-        among = f"a call with {samples} samples, the first of them" if samples > 1 else "the sample"
-        names = dict.fromkeys(self._columns.get(c, c) for c in self.facts.columns)
-        row = _columns(sample)
-        shown = {"prompt": sample.prompt_text, "response": sample.response_text}
-        shown |= {column: row[column] for column in names if column in row}
-        text = ", ".join(f"{key}={_short(value)}" for key, value in shown.items())
-        return f"{self._called} failed ({failure['failure']}: {failure['detail']}) on {among} {text}"
 
     def _scored(self, samples: Sequence[Sample], results: Sequence[Mapping[str, Any]]) -> Scored:
         values = [result.get("score", self.on_failure) for result in results]
@@ -273,22 +262,6 @@ class FunctionReward:
         )
 
 
-def _columns(sample: Sample) -> dict[str, Any]:
-    """Returns the columns that a function may ask for: the dataset's, and verl's where they are stored elsewhere."""
-    row = {c: value for c, value in sample.columns.items() if c not in ("prompt", "completion", "completion_ids")}
-    row.setdefault("data_source", sample.source)
-    judge = row.get("reward_model")
-    if isinstance(judge, Mapping) and "ground_truth" in judge:
-        row.setdefault("ground_truth", judge["ground_truth"])
-    row["extra_info"] = row.get("extra_info") or {}
-    return row
-
-
 def _plain(text: Any) -> Any:
     """Returns a string, or a list of messages as TRL's functions expect them."""
     return text if isinstance(text, str) else [dict(message) for message in text]
-
-
-def _short(value: Any) -> str:
-    text = repr(value if not isinstance(value, str) or len(value) <= SHOWN else f"{value[:SHOWN]}...")
-    return text if len(text) <= 2 * SHOWN else f"{text[: 2 * SHOWN]}..."

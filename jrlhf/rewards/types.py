@@ -36,6 +36,17 @@ def to_samples(examples: Sequence[Example], texts: Sequence[str], responses: Seq
     return samples
 
 
+def columns_of(sample: Sample) -> dict[str, Any]:
+    """Returns the columns that a function may ask for: the dataset's, and verl's where they are stored elsewhere."""
+    row = {c: value for c, value in sample.columns.items() if c not in ("prompt", "completion", "completion_ids")}
+    row.setdefault("data_source", sample.source)
+    judge = row.get("reward_model")
+    if isinstance(judge, Mapping) and "ground_truth" in judge:
+        row.setdefault("ground_truth", judge["ground_truth"])
+    row["extra_info"] = row.get("extra_info") or {}
+    return row
+
+
 @dataclass(frozen=True)
 class Scored:
     """Scores of a batch of samples, row by row in their order. Every score is finite.

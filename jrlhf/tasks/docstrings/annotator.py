@@ -85,8 +85,7 @@ class Annotator:
             if max(len(chosen), len(rejected)) <= self.data.max_response
         ]
         chosen, rejected, lengths, gaps = zip(*fitting, strict=True) if fitting else ((), (), (), ())
-        columns = ("prompt", "chosen", "rejected", "flipped")  # those of preference datasets, and the mistakes
-        rows = [dict(zip(columns, pair[:4], strict=True)) for pair in pairs]
+        rows = [{key: value for key, value in pair._asdict().items() if key != "gap"} for pair in pairs]
         return Pairs(chosen, rejected, lengths, clear=np.array(gaps) > section.margin, rows=rows)
 
 
