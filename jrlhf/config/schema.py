@@ -51,18 +51,16 @@ class DistributedConfig(Section):
     # auto: by the keys below, by JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or by the cluster that
     # JAX detects (Slurm, TPU, GKE), else one process; off: one process.
     mode: Literal["auto", "off"] = "auto"
-    coordinator: str | None = None  # HOST:PORT of process 0, the same in every process; null: detected
+    # HOST:PORT of process 0, the same in every process; null: detected
+    coordinator: str | None = checked(
+        None, lambda value: re.fullmatch(r".+:\d+", value) is not None, "HOST:PORT, for instance 10.0.0.1:8476"
+    )
     processes: int | None = count(None)  # number of processes; null: detected
     process: int | None = natural(None)  # number of this process, starting at 0; null: detected
     # Seconds in which all must have connected.
     timeout: float = checked(300.0, lambda value: value >= 1, "at least 1", most=LONGEST)
     # Seconds without a sign of life of a process, after which the others end.
     heartbeat: float = checked(100.0, lambda value: value >= 1, "at least 1", most=LONGEST)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.coordinator is not None and re.fullmatch(r".+:\d+", self.coordinator) is None:
-            raise ValueError(f"coordinator={self.coordinator}: it must be HOST:PORT, for instance 10.0.0.1:8476")
 
 
 def _axis(default: int) -> Any:
@@ -88,9 +86,8 @@ class ModelSection(Section):
     layers: int = count(4, most=MOST_LAYERS)  # number of layers
     heads: int = count(4)  # number of attention heads
     kv_heads: int = count(2)  # number of key and value heads; divides heads
-    head_dim: int = checked(
-        32, lambda value: value >= 2 and value % 2 == 0, "even: rotary positions turn pairs"
-    )  # width
+    # width
+    head_dim: int = checked(32, lambda value: value >= 2 and value % 2 == 0, "even: rotary positions turn pairs")
     mlp: int = count(384)  # width of the hidden layer
     max_positions: int = count(64)  # length of the longest sequence in tokens, prompt and response together
     rope_theta: float = positive(10_000.0)  # base of the rotary positions
@@ -257,10 +254,8 @@ class ArithmeticData(DataConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.demonstrations is not None and self.demonstrations > self.problems:
-            raise ValueError(
-                f"demonstrations={self.demonstrations}: it must be at most problems={self.problems}, or null for all"
-            )
+        fewer = self.demonstrations is None or self.demonstrations <= self.problems
+        self.require("demonstrations", fewer, f"at most problems={self.problems}, or null for all")
 
 
 @dataclass(frozen=True)

@@ -346,7 +346,7 @@ def test_an_address_is_complete_or_absent(no_cluster, monkeypatch):
             for name, value in environment.items():
                 patched.setenv(name, value)
             start(DistributedConfig(**config))
-    with pytest.raises(UserError, match="distributed.coordinator=host: it must be HOST:PORT"):
+    with pytest.raises(UserError, match="distributed.coordinator='host': it must be HOST:PORT"):
         load_config(TINY, ["distributed.coordinator=host"])
 
 
