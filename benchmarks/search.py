@@ -44,11 +44,10 @@ LLAMA["34b"] = replace(LLAMA["70b"], layers=48, mlp=22016)  # Code Llama's
 A100 = replace(HARDWARE["a100"], name="a100 under ReaL", **published.ENGINE)
 
 
-def problem(config: str, devices: str, *overrides: str):
-    """(workload, cluster, prices) of a shipped config."""
+def problem(config: str, devices: str, *overrides: str) -> CostModel:
+    """The prices of a shipped config's calls."""
     loaded = load_config(config, overrides)
-    workload = workload_of(loaded, planned_graph(loaded), architectures(loaded))
-    return workload, cluster(devices), CostModel(workload, cluster(devices))
+    return CostModel(workload_of(loaded, planned_graph(loaded), architectures(loaded)), cluster(devices))
 
 
 def cpu(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -71,9 +70,9 @@ def additions() -> float:
 
 
 def per_plan(plans: int, repeats: int) -> dict[str, object]:
-    workload, devices, prices = problem("llama3-8b-ppo", "8xh100")
-    options_of = candidates(workload, devices, prices)
-    simulator = Simulator(workload.graph, prices, workload.models, lockstep=True)
+    prices = problem("llama3-8b-ppo", "8xh100")
+    options_of = candidates(prices)
+    simulator = Simulator(prices.workload.graph, prices, prices.workload.models, lockstep=True)
     choices = [
         [simulator.add(call, option.placement) for option in options_of[name]]
         for call, name in enumerate(simulator.calls)
@@ -94,14 +93,14 @@ def per_plan(plans: int, repeats: int) -> dict[str, object]:
 
 
 def quality(proposals: int, seeds: int) -> dict[str, object]:
-    workload, devices, prices = problem("llama3-8b-ppo", "8xh100")
+    prices = problem("llama3-8b-ppo", "8xh100")
     seconds, search_seconds = [], []
     for seed in range(seeds):
-        spent, result = cpu(lambda seed=seed: search(workload, devices, prices, proposals=proposals, seed=seed))
+        spent, result = cpu(lambda seed=seed: search(prices, proposals=proposals, seed=seed))
         seconds.append(round(spent, 2))
         search_seconds.append(result.best.simulation.seconds)
-    options_of = candidates(workload, devices, prices)
-    simulator = Simulator(workload.graph, prices, workload.models, lockstep=True)
+    options_of = candidates(prices)
+    simulator = Simulator(prices.workload.graph, prices, prices.workload.models, lockstep=True)
     choices = [
         [
             simulator.add(call, option.placement)
@@ -125,8 +124,8 @@ def quality(proposals: int, seeds: int) -> dict[str, object]:
 
 
 def scale(devices: str, proposals: int) -> dict[str, object]:
-    workload, target, prices = problem("llama3-70b-ppo", devices, "ppo.rollout_batch=8192")
-    spent, result = cpu(lambda: search(workload, target, prices, proposals=proposals, seed=0))
+    prices = problem("llama3-70b-ppo", devices, "ppo.rollout_batch=8192")
+    spent, result = cpu(lambda: search(prices, proposals=proposals, seed=0))
     assert isinstance(result, Result)
     rules = {name: plan.simulation.seconds for name, plan in result.rules.items()}
     return {
@@ -142,11 +141,10 @@ def scale(devices: str, proposals: int) -> dict[str, object]:
 
 def placements(actor: str, critic: str, devices: int) -> dict[str, object]:
     """The cheapest division of the models, and seconds of the named ones, of those that fit."""
-    workload, target = published.workload(LLAMA[actor], LLAMA[critic], rows=1024), Cluster(A100, devices)
-    prices = CostModel(workload, target)
+    prices = CostModel(published.workload(LLAMA[actor], LLAMA[critic], rows=1024), Cluster(A100, devices))
     setting: dict[str, object] = {"actor": actor, "critic": critic, "devices": devices}
     try:
-        results = divisions(workload.graph, candidates(workload, target, prices), target, prices.capacity)
+        results = divisions(prices, candidates(prices))
     except UserError as error:
         return setting | {"refused": str(error)}
     if not results:

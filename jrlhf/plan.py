@@ -15,7 +15,6 @@ from pathlib import Path
 from jrlhf.algorithms.registry import planned_graph
 from jrlhf.config import Config, config_names, load_config, mesh_sizes, parse_with_settings
 from jrlhf.errors import UserError, exit_code_of_printing
-from jrlhf.meshes import Graph
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.hardware import cluster as cluster_of
 from jrlhf.meshes.plan import Plan
@@ -24,7 +23,7 @@ from jrlhf.planning.fusion.updates import fused_prices
 from jrlhf.planning.search import Found
 from jrlhf.planning.simulate import simulate
 from jrlhf.planning.time import CostModel
-from jrlhf.planning.workload import Workload, without_budgeted, workload_of
+from jrlhf.planning.workload import without_budgeted
 from jrlhf.ppo.fields import Section
 from jrlhf.run.devices import select
 from jrlhf.run.files import check_writable
@@ -87,14 +86,11 @@ def _run(options: argparse.Namespace) -> None:
 class Planned:
     """A plan of a config on a cluster, and what it takes. `str` gives a table of its calls and a timeline.
 
-    outcome: the plan and its simulation. prices: the seconds and bytes of calls. text: what the command prints.
-    problem: why no run takes the plan; empty if one does.
+    prices: the seconds and bytes of the workload's calls on the cluster. outcome: the plan and its simulation. text:
+    what the command prints. problem: why no run takes the plan; empty if one does.
     """
 
     config: Config
-    graph: Graph
-    workload: Workload
-    cluster: Cluster
     prices: CostModel
     outcome: Found
     text: str
@@ -118,12 +114,13 @@ class Planned:
     def plot(self, path: Path) -> None:
         """Draws the timeline into an SVG, PNG or PDF."""
         show.check_picture(Path(path))
-        title = f"{self.workload.graph.name} on {self.cluster.devices} x {self.cluster.hardware.name}"
-        show.plot(self.outcome.simulation, title, Path(path), show.tables(self.workload, self.plan))
+        workload, cluster = self.prices.workload, self.prices.cluster
+        title = f"{workload.graph.name} on {cluster.devices} x {cluster.hardware.name}"
+        show.plot(self.outcome.simulation, title, Path(path), show.tables(workload, self.plan))
 
     def save(self, path: Path) -> None:
         """Writes the plan as YAML, for `plan: FILE` of a config."""
-        text = plans.plan_yaml(without_budgeted(self.config, self.graph, self.plan))
+        text = plans.plan_yaml(without_budgeted(self.config, self.prices.workload.graph, self.plan))
         try:
             Path(path).write_text(text, encoding="utf-8")
         except OSError as error:
@@ -173,32 +170,27 @@ def make_plan(
             raise UserError(f"{name}={value} has no effect with plan={plan}, which searches for nothing: leave one out")
     if config.algorithm is None and plan is not None:
         raise UserError(f"plan={plan} has no effect with {_unplanned(config)}: leave it out")
-    models = architectures(config)
     graph = planned_graph(config)
-    workload = workload_of(config, graph, models)
-    if mean_response is not None:
-        if not 1 <= mean_response <= workload.response:
-            raise UserError(f"mean_response={mean_response:g} must be from 1 to data.max_response={workload.response}")
-        workload = replace(workload, mean_response=mean_response)
-    here = select(config.device) if cluster is None else []
     if cluster is None:
-        say(f"measured: {auto.measure_here(workload, here, lambda part: say(f'measuring {part}'))}")
-        devices, prices = auto.prices_here(config, workload, here)
+        here = select(config.device)
     else:
         try:
-            devices = cluster_of(cluster)
+            here = cluster_of(cluster)
         except ValueError as error:
             raise UserError(str(error)) from error
-        prices = auto.prices_of(config, workload, devices)
-    if processes is not None and (processes < 1 or devices.devices % processes):
-        raise UserError(f"processes={processes} must divide the {devices.devices} devices: each has equally many")
-    processes = processes or (1 if cluster is None else devices.hosts)
+    setting = auto.Setting(config, graph, architectures(config), here, mean_response)
+    workload = setting.workload
+    if mean_response is not None and not 1 <= mean_response <= workload.response:
+        raise UserError(f"mean_response={mean_response:g} must be from 1 to data.max_response={workload.response}")
+    if not isinstance(here, Cluster):
+        say(f"measured: {auto.measure_here(workload, here, lambda part: say(f'measuring {part}'))}")
+    prices = setting.prices
+    devices = prices.cluster.devices
+    if processes is not None and (processes < 1 or devices % processes):
+        raise UserError(f"processes={processes} must divide the {devices} devices: each has equally many")
+    processes = processes or (1 if cluster is None else prices.cluster.hosts)
     if plan is None:
-        measured = lambda changed, workload, _: auto.prices_here(changed, workload, here)[1]  # noqa: E731
-        price = measured if cluster is None else auto.prices_of
-        result = auto.Setting(config, graph, models, devices, price, mean_response).search(
-            prices,
-            grows=cluster is not None,
+        result = setting.search(
             proposals=proposals,
             seconds=SECONDS if seconds is None and proposals is None else seconds,
             seed=search.seed,
@@ -209,8 +201,9 @@ def make_plan(
         )
         if progress is not None:
             print(file=sys.stderr)
-        prices = fused_prices(prices, workload, result.best.plan)
-        outcome, lines = result.best, [show.describe(workload, devices, prices, result)]
+        outcome = result.best
+        prices = fused_prices(prices, outcome.plan)
+        lines = [show.describe(prices, result)]
         if processes > 1:
             alone = "--processes 1 (processes=1 in Python) shows what slices would gain"
             lines.append(f"{processes} processes run every call on all devices; {alone}")
@@ -221,16 +214,15 @@ def make_plan(
             )
     else:
         if cluster is not None and plan in plans.NAMES:
-            mesh_sizes(config.mesh, devices.devices, simulates=False)
-        priced = plans.plan_of_config(replace(config, plan=plan), workload, devices.devices)
-        prices = fused_prices(prices, workload, priced)
-        outcome = Found(priced, simulate(workload.graph, priced, prices, lockstep=not search.overlap))
-        lines = [show.describe_plan(workload, devices, prices, outcome)]
-    planned = Planned(config, graph, workload, devices, prices, outcome, "\n".join(lines))
-    process_of = [number * processes // devices.devices for number in range(devices.devices)]
+            mesh_sizes(config.mesh, devices, simulates=False)
+        priced = plans.plan_of_config(replace(config, plan=plan), workload, devices)
+        prices = fused_prices(prices, priced)
+        outcome = Found(priced, simulate(graph, priced, prices, lockstep=not search.overlap))
+        lines = [show.describe_plan(prices, outcome)]
+    planned = Planned(config, prices, outcome, "\n".join(lines))
     try:
-        plans.refuse_cross_process(planned.plan, process_of)
-        fit.check_fits(config, workload, planned.plan, prices, prices.backend)
+        plans.refuse_cross_process(planned.plan, [number * processes // devices for number in range(devices)])
+        fit.check_fits(config, planned.plan, prices, outcome.simulation)
     except UserError as error:
         return replace(planned, problem=str(error))
     return planned

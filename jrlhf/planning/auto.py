@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
@@ -35,12 +36,9 @@ def auto_plan(config: Config, graph: Graph, models: Mapping[str, ModelConfig], d
 
     Roles on a shared base all have the config's mesh; rows that a token budget divides have no micro-batches.
     """
-    cluster, prices = prices_here(config, workload_of(config, graph, models), devices)
-    setting = Setting(
-        config, graph, models, cluster, lambda changed, workload, _: prices_here(changed, workload, devices)[1]
-    )
+    setting = Setting(config, graph, models, devices)
     processes = len({device.process_index for device in devices})
-    result = setting.search(prices, grows=False, proposals=PROPOSALS, seed=config.seed, processes=processes)
+    result = setting.search(proposals=PROPOSALS, seed=config.seed, processes=processes)
     plan = without_budgeted(config, graph, result.best.plan)
     data, fsdp, tensor = mesh_sizes(config.mesh, len(devices))
     on_base = setting.workload.on_base
@@ -54,7 +52,7 @@ def auto_plan(config: Config, graph: Graph, models: Mapping[str, ModelConfig], d
 
 @dataclass(frozen=True)
 class Setting:
-    """A config's algorithm on a cluster. price: the prices of a workload's calls under a config on a cluster.
+    """A config's algorithm on devices at hand, or on a cluster that need not be there.
 
     mean_response: tokens of a response in the mean; None: as many as there are at most.
     """
@@ -62,81 +60,73 @@ class Setting:
     config: Config
     graph: Graph
     models: Mapping[str, ModelConfig]
-    cluster: Cluster
-    price: Callable[[Config, Workload, Cluster], CostModel]
+    devices: Sequence[Device] | Cluster
     mean_response: float | None = None
 
-    @property
+    @cached_property
     def workload(self) -> Workload:
         workload = workload_of(self.config, self.graph, self.models)
         return workload if self.mean_response is None else replace(workload, mean_response=self.mean_response)
 
-    def search(self, prices: CostModel, *, grows: bool = True, processes: int = 1, **budget: Any) -> Result:
+    @cached_property
+    def prices(self) -> CostModel:
+        if isinstance(self.devices, Cluster):
+            return prices_of(self.config, self.workload, self.devices)
+        return prices_here(self.config, self.workload, self.devices)
+
+    def search(self, *, processes: int = 1, lockstep: bool = True, hypothetical: bool = False, **budget: Any) -> Result:
         """Searches for the fastest plan. Where none fits, the error names the nearest setting with one.
 
-        Updates are fused where that is faster; a pipeline runs in one process.
-        grows: whether more devices may be suggested. processes: of the run on this cluster.
+        Updates are fused where that is faster; a pipeline runs in one process. processes: of the run.
         """
+        options = {"processes": processes, "hypothetical": hypothetical}
         try:
-            result = search(self.workload, self.cluster, prices, processes=processes, **budget)
-            lockstep = budget.get("lockstep", True)
-            if processes > 1:
-                return result
-            return with_fused(self.workload, self.cluster, prices, result, self._runs, lockstep=lockstep)
+            result = search(self.prices, lockstep=lockstep, **options, **budget)
+            return result if processes > 1 else with_fused(self.prices, result, self._runs, lockstep=lockstep)
         except NoPlan as problem:
-            for text, changed in self._changes(grows):
-                if changed._has_plan(processes, hypothetical=budget.get("hypothetical", False)):
-                    raise UserError(f"{problem}: choose {text}") from problem
-            raise UserError(f"{problem}: choose a smaller model, shorter responses or fewer rows") from problem
+            changes = (text for text, changed in self._changes() if changed._has_plan(**options))
+            text = next(changes, "a smaller model, shorter responses or fewer rows")
+            raise UserError(f"{problem}: choose {text}") from problem
 
     def _runs(self, plan: Plan) -> bool:
         try:
-            validate_plan(plan, self.config, self.workload, self.cluster.devices)
+            validate_plan(plan, self.config, self.workload, self.prices.cluster.devices)
         except UserError:
             return False
         return True
 
-    def _changes(self, grows: bool) -> Iterator[tuple[str, "Setting"]]:
+    def _changes(self) -> Iterator[tuple[str, "Setting"]]:
         """Yields settings that need less memory, the nearest first: one change, several, more devices."""
-        config, workload = self.config, self.workload
-        slots = (workload.slots or workload.rows) // 2
-        sizes = [slots >> halved for halved in range(slots.bit_length())]
-        kinds: list[list[tuple[str, Config]]] = [
-            [
-                (f"compute.remat={remat}", replace(config, compute=replace(config.compute, remat=remat)))
-                for remat in REMATS[: REMATS.index(workload.remat)][::-1]
-            ],
-            [
-                (f"rollout.slots={size}", replace(config, rollout=replace(config.rollout, slots=size)))
-                for size in sizes[:FEWER]
-                if size % self.cluster.devices == 0
-            ],
-            []
-            if config.offloading.optimizer == "host"
-            else [("sleep.optimizer=host", replace(config, sleep=replace(config.offloading, optimizer="host")))],
+        config, workload, count = self.config, self.workload, self.prices.cluster.devices
+        sections = {"compute": config.compute, "rollout": config.rollout, "sleep": config.offloading}
+        sizes = [(workload.slots or workload.rows) >> halved for halved in range(1, FEWER + 1)]
+        kinds = [
+            [("compute", "remat", remat) for remat in REMATS[: REMATS.index(workload.remat)][::-1]],
+            [("rollout", "slots", size) for size in sizes if size and size % count == 0],
+            [("sleep", "optimizer", "host")] if config.offloading.optimizer != "host" else [],
         ]
-        for kind in kinds:
-            yield from ((text, replace(self, config=changed)) for text, changed in kind)
-        texts, leanest = [], config
-        for kind, section in zip(kinds, ("compute", "rollout", "sleep"), strict=True):
-            if kind:
-                texts.append(kind[-1][0])
-                leanest = replace(leanest, **{section: getattr(kind[-1][1], section)})
-        if len(texts) > 1:
-            yield " with ".join(texts), replace(self, config=leanest)
-        for doubled in range(1, GROWN) if grows else ():
-            cluster = replace(self.cluster, devices=self.cluster.devices * 2**doubled)
-            yield f"{cluster.devices} devices", replace(self, cluster=cluster)
-            yield " with ".join([f"{cluster.devices} devices", *texts]), replace(self, config=leanest, cluster=cluster)
+        leanest = [kind[-1] for kind in kinds if kind]
+        clusters = [
+            replace(self.devices, devices=count * 2**doubled)
+            for doubled in range(1, GROWN)
+            if isinstance(self.devices, Cluster)
+        ]
+        trials: list[tuple[Any, list[tuple[str, str, Any]]]] = [
+            *((self.devices, [change]) for kind in kinds for change in kind),
+            *([(self.devices, leanest)] if len(leanest) > 1 else []),
+            *((cluster, changes) for cluster in clusters for changes in ([], leanest)),
+        ]
+        for devices, changes in trials:
+            texts = [] if devices is self.devices else [f"{devices.devices} devices"]
+            texts += [f"{section}.{key}={value}" for section, key, value in changes]
+            changed = {section: replace(sections[section], **{key: value}) for section, key, value in changes}
+            yield " with ".join(texts), replace(self, config=replace(config, **changed), devices=devices)
 
-    def _has_plan(self, processes: int, *, hypothetical: bool) -> bool:
-        workload, cluster = self.workload, self.cluster
-        prices = self.price(self.config, workload, cluster)
+    def _has_plan(self, **options: Any) -> bool:
         try:
-            options = candidates(workload, cluster, prices, hypothetical=hypothetical, processes=processes)
+            return colocates(self.prices, candidates(self.prices, **options))
         except UserError:
             return False
-        return colocates(self.graph, options, cluster.devices, prices.capacity)
 
 
 def measure_here(workload: Workload, devices: Sequence[Device], say: Callable[[str], None]) -> Path:
@@ -146,21 +136,21 @@ def measure_here(workload: Workload, devices: Sequence[Device], say: Callable[[s
     return path
 
 
-def prices_here(config: Config, workload: Workload, devices: Sequence[Device]) -> tuple[Cluster, CostModel]:
-    """Returns the devices as a cluster, and their prices: as measured where there is a profile, else by data sheet."""
+def prices_here(config: Config, workload: Workload, devices: Sequence[Device]) -> CostModel:
+    """Returns the prices of calls on these devices: as measured where there is a profile, else by data sheet."""
     profile, hardware = load(default_path(devices)), hardware_of(devices[0])
     memory = capacity(config, devices) or (HOST_MEMORY * GIB if hardware is None else hardware.memory)
     backend, away = backend_of(config, devices[0]), _away(config, workload)
     if profile is not None:
-        cluster = cluster_of(profile, memory)
-        return cluster, CostModel(workload, cluster, backend=backend, costs=ProfiledCosts(profile, workload), away=away)
+        costs = ProfiledCosts(profile, workload)
+        return CostModel(workload, cluster_of(profile, memory), backend=backend, costs=costs, away=away)
     if hardware is None:
         raise UserError(
             f"nothing is known of what calls cost on {devices[0].device_kind} devices: measure them with "
             "`python -m jrlhf.plan --config C --profile`, or set plan=colocate"
         )
     cluster = Cluster(replace(hardware, memory=memory), len(devices))
-    return cluster, CostModel(workload, cluster, backend=backend, away=away)
+    return CostModel(workload, cluster, backend=backend, away=away)
 
 
 def prices_of(config: Config, workload: Workload, cluster: Cluster) -> CostModel:

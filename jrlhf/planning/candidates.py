@@ -17,7 +17,7 @@ from jrlhf.meshes.graph import LEARNER
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.plan import Placement, Slice
 from jrlhf.planning.memory import GIB
-from jrlhf.planning.time import Price, Prices
+from jrlhf.planning.time import CostModel, Price
 from jrlhf.planning.workload import Workload
 
 TENSOR = 8  # slices of a layer at most, as in ReaL
@@ -123,43 +123,38 @@ def undivided(key: str, rows: int, divisor: int, over: str) -> str:
     return f"{key}={rows} does not divide over {over}: choose a multiple of {divisor}"
 
 
-def candidates(
-    workload: Workload, cluster: Cluster, prices: Prices, *, hypothetical: bool = False, processes: int = 1
-) -> dict[str, list[Candidate]]:
+def candidates(prices: CostModel, *, hypothetical: bool = False, processes: int = 1) -> dict[str, list[Candidate]]:
     """Returns the candidates of every call that has a model, by name.
 
     Roles on a shared base run on all devices, in one mesh: the one in which their calls take the least time in sum.
     """
+    workload, devices = prices.workload, prices.cluster.devices
     result = {
-        call.name: call_candidates(workload, call, cluster, prices, hypothetical=hypothetical, processes=processes)
+        call.name: call_candidates(prices, call, hypothetical=hypothetical, processes=processes)
         for call in workload.calls
     }
+    by_mesh: dict[tuple[int, ...], dict[str, list[Candidate]]] = {}
     shared = [call.name for call in workload.calls if workload.on_base(call.role)]
-    if not shared:
-        return result
-    fastest: dict[tuple[int, ...], dict[str, float]] = {}
     for name in shared:
-        for candidate in reversed(result[name]):
-            if candidate.placement.devices.count == cluster.devices:
-                fastest.setdefault(candidate.placement.stored, {})[name] = candidate.price.seconds
-    total = {mesh: sum(seconds.values()) for mesh, seconds in fastest.items() if len(seconds) == len(shared)}
-    if not total:
+        for candidate in result[name]:
+            if candidate.placement.devices.count == devices:
+                by_mesh.setdefault(candidate.placement.stored, {}).setdefault(name, []).append(candidate)
+    common = {mesh: options for mesh, options in by_mesh.items() if len(options) == len(shared)}
+    if shared and not common:
         raise UserError(
-            f"no mesh of all {cluster.devices} devices suits {', '.join(shared)}, which share the base under their "
-            "adapters: take another number of devices, or train whole models"
+            f"no mesh of all {devices} devices suits {', '.join(shared)}, which share the base under their adapters: "
+            "take another number of devices, or train whole models"
         )
-    best = min(total, key=lambda mesh: total[mesh])
-    for name in shared:
-        result[name] = [
-            candidate
-            for candidate in result[name]
-            if candidate.placement.devices.count == cluster.devices and candidate.placement.stored == best
-        ]
-    return result
+
+    def seconds(mesh: tuple[int, ...]) -> float:
+        return sum(ranked[0].price.seconds for ranked in common[mesh].values())
+
+    # Of equally fast meshes the one with the fewest replicas.
+    return result | common[min(common, key=lambda mesh: (seconds(mesh), mesh))] if shared else result
 
 
 def call_candidates(
-    workload: Workload, call: Call, cluster: Cluster, prices: Prices, *, hypothetical: bool = False, processes: int = 1
+    prices: CostModel, call: Call, *, hypothetical: bool = False, processes: int = 1
 ) -> list[Candidate]:
     """Returns at most `MOST` placements of a call that fit alone, the fastest first.
 
@@ -167,6 +162,7 @@ def call_candidates(
     memory than all faster ones. processes: of the run; several can only run calls on all devices
     (`plans.refuse_cross_process`).
     """
+    workload, cluster = prices.workload, prices.cluster
     ranges = slices(cluster) if processes == 1 else [Slice(0, cluster.devices)]
     by_size: dict[int, list[Slice]] = {}
     for devices in ranges:

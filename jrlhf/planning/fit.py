@@ -21,8 +21,8 @@ from jrlhf.models.remat import REMATS
 from jrlhf.planning.activations import DEFAULT, Backend
 from jrlhf.planning.memory import GIB, Away, PlanMemory, away_parts, keepers, plan_memory
 from jrlhf.planning.plans import NAMES, colocated
-from jrlhf.planning.simulate import simulate
-from jrlhf.planning.time import Prices
+from jrlhf.planning.simulate import Simulation
+from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import RoleModel, Workload, token_budgets, update_section, with_budgets, workload_of
 from jrlhf.run.devices import host_memory
 
@@ -62,16 +62,15 @@ def _check_stage(config: Config, workload: Workload, mesh: Mesh, plan: Plan | No
     )
 
 
-def check_fits(config: Config, workload: Workload, plan: Plan, prices: Prices, backend: Backend) -> None:
+def check_fits(config: Config, plan: Plan, prices: CostModel, result: Simulation) -> None:
     """Refuses a plan whose calls do not fit the devices' memory together, with the nearest settings that do."""
-    result = simulate(workload.graph, plan, prices, iterations=2)
+    workload = prices.workload
     if result.peak <= prices.capacity:
         return
     fullest = max(result.memory, key=lambda group: group.peak)
     here = [name for name, placement in plan.placements.items() if placement.devices.overlaps(fullest.devices)]
     largest = max(here, key=lambda name: prices.call(workload.graph[name], plan[name]).active)
-    away = away_parts(config, workload.graph, keepers(workload))
-    settings = suggest_settings(workload, plan, prices.capacity, backend, away=away)
+    settings = suggest_settings(workload, plan, prices.capacity, prices.backend, away=prices.away)
     remedy = " or ".join(_written(config, setting, workload, plan) for setting in settings[:MOST_NAMED])
     raise UserError(
         f"plan {plan.name} needs {result.peak / GIB:.1f} GiB on each of devices {fullest.devices}, which have "

@@ -17,14 +17,12 @@ from typing import Any
 
 from jrlhf.meshes import Graph
 from jrlhf.meshes.graph import LEARNER, home_of
-from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.planning.candidates import Candidate, NoPlan, candidates, placements, slices
 from jrlhf.planning.memory import GIB
 from jrlhf.planning.moves import stored_alike
 from jrlhf.planning.simulate import Simulation, Simulator, simulate
-from jrlhf.planning.time import Prices
-from jrlhf.planning.workload import Workload
+from jrlhf.planning.time import CostModel
 
 Candidates = Mapping[str, Sequence[Candidate]]
 RULES = ("heuristic", "colocate", "split", "standalone")
@@ -38,11 +36,10 @@ STRANDED = 1.1  # a chain that is slower than the best by this factor at the end
 
 @dataclass(frozen=True)
 class Found:
-    """A plan, its simulation, and the seconds that it loses to the best plan."""
+    """A plan and its simulation."""
 
     plan: Plan
     simulation: Simulation
-    loss: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -64,9 +61,7 @@ class Result:
 
 
 def search(
-    workload: Workload,
-    cluster: Cluster,
-    prices: Prices,
+    prices: CostModel,
     *,
     proposals: int | None = None,
     seconds: float | None = None,
@@ -87,14 +82,15 @@ def search(
     if proposals is None and seconds is None:
         raise ValueError("a budget needs proposals or seconds")
     began = time.monotonic()
-    options = candidates(workload, cluster, prices, hypothetical=hypothetical, processes=processes)
+    workload = prices.workload
+    options = candidates(prices, hypothetical=hypothetical, processes=processes)
     simulator = Simulator(workload.graph, prices, workload.models, lockstep=lockstep)
     choices = [
         [simulator.add(call, candidate.placement) for candidate in options[name]]
         for call, name in enumerate(simulator.calls)
     ]
-    divided = divisions(workload.graph, options, cluster, prices.capacity)
-    symmetric = heuristic(workload, cluster, prices, options)
+    divided = divisions(prices, options)
+    symmetric = heuristic(prices, options)
     rules = {} if symmetric is None else {"heuristic": symmetric}
     rules |= {name: division.plan for name, division in named_divisions(divided).items()}
     fastest = Plan("fastest", {name: ranked[0].placement for name, ranked in options.items()})
@@ -117,19 +113,17 @@ def search(
             f"{chains.proposals} needs {chains.least / GIB:.1f}"
         )
 
-    def compared(plan: Plan) -> Found:
-        simulation = simulate(workload.graph, plan, prices, lockstep=lockstep)
-        return Found(plan, simulation, simulation.seconds - best.simulation.seconds)
+    def simulated(plan: Plan) -> Found:
+        return Found(plan, simulate(workload.graph, plan, prices, lockstep=lockstep))
 
-    plan = simulator.plan(chains.best, "searched")
-    best = Found(plan, simulate(workload.graph, plan, prices, lockstep=lockstep))
+    best = simulated(simulator.plan(chains.best, "searched"))
     others, seen = [], {_look(best.plan)}
     for choice, _ in sorted(chains.elite.items(), key=lambda item: item[1]):
         other = simulator.plan(choice, f"next {len(others) + 1}")
         if _look(other) not in seen and len(others) < RUNNERS_UP:
             seen.add(_look(other))
-            others.append(compared(other))
-    by_rule = {name: compared(rule) for name, rule in rules.items()}
+            others.append(simulated(other))
+    by_rule = {name: simulated(rule) for name, rule in rules.items()}
     fitting = {name: outcome for name, outcome in by_rule.items() if outcome.simulation.peak <= prices.capacity}
     return Result(best, tuple(others), fitting, chains.proposals, spent, tuple(chains.trace))
 
@@ -243,16 +237,16 @@ class Division:
     seconds: float
 
 
-def heuristic(workload: Workload, cluster: Cluster, prices: Prices, options: Candidates) -> Plan | None:
+def heuristic(prices: CostModel, options: Candidates) -> Plan | None:
     """Returns ReaL's symmetric heuristic: calls on all devices, tensor-parallel in a node, data-parallel beyond.
 
     Each call has the widest tensor axis that divides its model, and as few micro-batches as fit; weights are whole in
     every replica or, where that does not fit, sharded over all. None where nothing fits. Roles on a shared base have
     the mesh of their candidates in `options`.
     """
-    choices = {}
+    workload, choices = prices.workload, {}
     for call in workload.calls:
-        tried = placements(workload, call, cluster.devices, cluster.node)
+        tried = placements(workload, call, prices.cluster.devices, prices.cluster.node)
         if workload.on_base(call.role):
             tried = [candidate.placement for candidate in options[call.name]]
         trials = [Candidate(placement, prices.call(call, placement)) for placement in tried]
@@ -274,7 +268,7 @@ def heuristic(workload: Workload, cluster: Cluster, prices: Prices, options: Can
     return None
 
 
-def divisions(graph: Graph, options: Candidates, cluster: Cluster, capacity: float) -> list[Division]:
+def divisions(prices: CostModel, options: Candidates) -> list[Division]:
     """Returns all plans of HybridFlow's Algorithm 1 that fit, the cheapest first.
 
     The algorithm tries every way to divide the models into sets and the devices among the sets. In a set every model
@@ -282,7 +276,7 @@ def divisions(graph: Graph, options: Candidates, cluster: Cluster, capacity: flo
     slowest set's calls, one after the other, in every stage of the iteration; the graph's levels are the stages. Sets
     take neighbouring devices in the order of their size, so that all are aligned.
     """
-    best = _fastest(options)
+    graph, cluster, best = prices.workload.graph, prices.cluster, _fastest(options)
     roles = [role for role in graph.roles if any(call.role == role and call.name in options for call in graph)]
     together = ("actor", "critic", LEARNER) if LEARNER in roles else ()
     counts = sorted({devices.count for devices in slices(cluster)})
@@ -296,7 +290,7 @@ def divisions(graph: Graph, options: Candidates, cluster: Cluster, capacity: flo
             for members, count in zip(sets, sizes, strict=True):
                 key = tuple(members), count
                 if key not in costs:
-                    costs[key] = _set(graph, members, best, count, capacity)
+                    costs[key] = _set(graph, members, best, count, prices.capacity)
                 parts.append(costs[key])
             if any(part is None for part in parts):
                 continue
@@ -311,9 +305,10 @@ def divisions(graph: Graph, options: Candidates, cluster: Cluster, capacity: flo
     return sorted(results, key=lambda division: division.seconds)
 
 
-def colocates(graph: Graph, options: Candidates, devices: int, capacity: float) -> bool:
+def colocates(prices: CostModel, options: Candidates) -> bool:
     """Returns whether all models fit together on all devices. A search begins there, among other plans."""
-    return _set(graph, graph.roles, _fastest(options), devices, capacity) is not None
+    graph = prices.workload.graph
+    return _set(graph, graph.roles, _fastest(options), prices.cluster.devices, prices.capacity) is not None
 
 
 def named_divisions(all_divisions: Sequence[Division]) -> dict[str, Division]:

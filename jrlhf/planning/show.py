@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from jrlhf.errors import UserError
-from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.pipeline import SCHEDULES, bubble
 from jrlhf.meshes.plan import Placement, Plan
 from jrlhf.planning.fusion.updates import FusedUpdates, fused_updates
@@ -21,16 +20,16 @@ MOST_NUMBERED = 400  # operations of a schedule that show their micro-batches
 FORMATS = (".svg", ".png", ".pdf")
 
 
-def describe(workload: Workload, cluster: Cluster, prices: CostModel, result: Result) -> str:
+def describe(prices: CostModel, result: Result) -> str:
     """Returns the best plan of a search, and what other plans lose."""
-    rows = []
-    seconds = result.best.simulation.seconds
+    rows, least = [], result.best.simulation.seconds
     for name, outcome in [*result.rules.items(), *((outcome.plan.name, outcome) for outcome in result.runners_up)]:
         note = _by_slice(outcome.plan) if name in result.rules else differences(outcome.plan, result.best.plan)
-        rows.append((name, _time(outcome.simulation.seconds), f"{100 * outcome.loss / seconds:+.1f} %", note))
+        seconds = outcome.simulation.seconds
+        rows.append((name, _time(seconds), f"{100 * (seconds - least) / least:+.1f} %", note))
     absent = [name for name in RULES if name not in result.rules]
     lines = [
-        describe_plan(workload, cluster, prices, result.best),
+        describe_plan(prices, result.best),
         *([] if result.serial is None else [_fused(result.best, result.serial)]),
         "",
         f"{result.proposals} plans priced in {result.seconds:.1f} s, in whole turns of {TURN}; what the others lose:",
@@ -40,16 +39,16 @@ def describe(workload: Workload, cluster: Cluster, prices: CostModel, result: Re
     return "\n".join(lines)
 
 
-def describe_plan(workload: Workload, cluster: Cluster, prices: CostModel, outcome: Found) -> str:
+def describe_plan(prices: CostModel, outcome: Found) -> str:
     """Returns a plan's calls and timeline, and its bottleneck."""
     lines = [
-        f"plan for {workload.graph.name} on {cluster.devices} x {cluster.hardware.name}: "
+        f"plan for {prices.workload.graph.name} on {prices.cluster.devices} x {prices.cluster.hardware.name}: "
         f"{_time(outcome.simulation.seconds)} an iteration, {outcome.simulation.peak / GIB:.1f} of "
         f"{prices.capacity / GIB:.1f} GiB on the fullest device",
         "",
-        *_calls(workload, outcome, prices),
+        *_calls(prices, outcome),
         "",
-        *_reasons(workload, cluster, outcome, prices),
+        *_reasons(prices, outcome),
         "",
         *timeline(outcome.simulation),
         "",
@@ -76,7 +75,7 @@ def _busy(simulation: Simulation, calls: Collection[str]) -> float:
     return total
 
 
-def _calls(workload: Workload, outcome: Found, prices: CostModel) -> list[str]:
+def _calls(prices: CostModel, outcome: Found) -> list[str]:
     """Returns a table of the calls: devices, layout, mesh, micro-batches, seconds, and GiB of each device."""
     rows = [
         ("call", "devices", "layout", "mesh", "micro-batches", "seconds", "weights from home", "stays", "while it runs")
@@ -87,7 +86,7 @@ def _calls(workload: Workload, outcome: Found, prices: CostModel) -> list[str]:
         if span.kind == "reallocation" and span.iteration == STEADY
     }
     for name, placement in outcome.plan.placements.items():
-        price = prices.call(workload.graph[name], placement)
+        price = prices.call(prices.workload.graph[name], placement)
         sizes = str(placement.devices), placement.layout, _mesh(placement), str(placement.micro_batches)
         moved = _time(moves[name]) if name in moves else "-"
         stays = f"{price.resident / GIB:.2f} GiB" if price.resident else "-"
@@ -96,9 +95,10 @@ def _calls(workload: Workload, outcome: Found, prices: CostModel) -> list[str]:
     return _columns(rows)
 
 
-def _reasons(workload: Workload, cluster: Cluster, outcome: Found, prices: CostModel) -> list[str]:
+def _reasons(prices: CostModel, outcome: Found) -> list[str]:
     """Returns a table of what each call's time is spent on, and its MFU: operations of the model over the peak's."""
-    peak = cluster.hardware.bfloat16 if workload.itemsize == 2 else cluster.hardware.float32
+    workload, hardware = prices.workload, prices.cluster.hardware
+    peak = hardware.bfloat16 if workload.itemsize == 2 else hardware.float32
     rows = [("call", "MFU", "bound by")]
     for name, placement in outcome.plan.placements.items():
         call = workload.graph[name]

@@ -5,7 +5,8 @@ what a compiler overlaps (gathers with products, say) is not taken off. No const
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from math import ceil, prod
 from typing import Any, Protocol
 
@@ -404,80 +405,74 @@ class Prices(Protocol):
 _HANDED_OVER = 5  # numbers a token that one call hands to another: tokens, and what models say about them
 
 
+@dataclass(frozen=True)
 class CostModel:
     """The prices of a workload's calls on a cluster, each computed once.
 
     backend: what compiles the calls. costs: of parts; None: Roofline. away: what is offloaded; what only the call at
-    its role's home needs is then active there, and travels to the host and back.
+    its role's home needs is then active there, and travels to the host and back. fused: parts of the time and active
+    bytes of updates that run together, by the call's name and placement.
     """
 
-    def __init__(
-        self,
-        workload: Workload,
-        cluster: Cluster,
-        *,
-        backend: Backend = DEFAULT,
-        costs: PartCosts | None = None,
-        away: Away | None = None,
-        fused: Mapping[tuple[str, Placement], tuple[CallTime, float]] | None = None,
-    ):
-        self._workload, self._cluster, self.backend, self._away = workload, cluster, backend, away or {}
-        self._costs = costs or Roofline(workload, cluster)
-        on_base = [role for role in workload.models if workload.on_base(role)]
-        self._base = home_of(workload.graph, on_base[0]) if on_base else None  # the base is counted in this call only
-        self._calls: dict[Any, Price] = {}
-        self._fused = fused or {}
-        self._moves: dict[Any, float] = {}
+    workload: Workload
+    cluster: Cluster
+    backend: Backend = DEFAULT
+    costs: PartCosts | None = None
+    away: Away = field(default_factory=dict)
+    fused: Mapping[tuple[str, Placement], tuple[CallTime, float]] = field(default_factory=dict)
+    _calls: dict[Any, Price] = field(default_factory=dict, init=False)
+    _moves: dict[Any, float] = field(default_factory=dict, init=False)
 
     @property
     def capacity(self) -> float:
-        return self._cluster.hardware.memory
+        return self.cluster.hardware.memory
+
+    @cached_property
+    def _base(self) -> Call | None:
+        """The call that the base under adapters is counted in."""
+        on_base = [role for role in self.workload.models if self.workload.on_base(role)]
+        return home_of(self.workload.graph, on_base[0]) if on_base else None
 
     def call(self, call: Call, placement: Placement) -> Price:
         key = call.name, placement
         if key not in self._calls:
             time = self.time(call, placement)
-            sizes = call_bytes(self._workload, call, placement, self.backend)
-            stored = sizes.resident if home_of(self._workload.graph, call.role) == call else {}
+            sizes = call_bytes(self.workload, call, placement, self.backend)
+            stored = sizes.resident if home_of(self.workload.graph, call.role) == call else {}
             asleep = sum(size for part, size in stored.items() if self._sleeps(call, part))
             resident = sum(size for part, size in stored.items() if part != "base" or call == self._base) - asleep
-            seconds = time.seconds + 2 * asleep / self._cluster.hardware.host
-            active = self._fused[key][1] if key in self._fused else sum(sizes.active.values())
+            seconds = time.seconds + 2 * asleep / self.cluster.hardware.host
+            active = self.fused[key][1] if key in self.fused else sum(sizes.active.values())
             self._calls[key] = Price(seconds, resident, active + asleep, sizes.moved)
         return self._calls[key]
 
     def time(self, call: Call, placement: Placement) -> CallTime:
         """Predicts what a call takes, by part."""
-        if (call.name, placement) in self._fused:
-            return self._fused[call.name, placement][0]
-        return call_seconds(self._workload, call, placement, self._cluster, costs=self._costs)
+        if (call.name, placement) in self.fused:
+            return self.fused[call.name, placement][0]
+        return call_seconds(self.workload, call, placement, self.cluster, costs=self.costs)
 
     def stage_seconds(self, call: Call, placement: Placement) -> tuple[float, float]:
         """See the function."""
-        return stage_seconds(self._workload, call, placement, self._cluster, costs=self._costs)
-
-    def with_fused(self, fused: Mapping[tuple[str, Placement], tuple[CallTime, float]]) -> "CostModel":
-        """Returns these prices, with time and active bytes of updates that run together by call and placement."""
-        options: Any = {"backend": self.backend, "costs": self._costs, "away": self._away}
-        return CostModel(self._workload, self._cluster, **options, fused=fused)
+        return stage_seconds(self.workload, call, placement, self.cluster, costs=self.costs)
 
     def _sleeps(self, home: Call, part: str) -> bool:
         """Returns whether a part of a role's state is offloaded during every call but that at the role's home."""
         roles = LEARNED if home.role == LEARNER else (home.role,)
-        places = [parts.get(part) for (role, call), parts in self._away.items() if role in roles and call != home.name]
+        places = [parts.get(part) for (role, call), parts in self.away.items() if role in roles and call != home.name]
         return bool(places) and all(place == "pinned_host" for place in places)
 
     def reallocation(self, role: str, home: Placement, placement: Placement) -> float:
         key = role, home, placement
         if key not in self._moves:
             stored = size = 0.0
-            for model in self._workload.models[role]:
+            for model in self.workload.models[role]:
                 wide = model.trained or model.wide or model.lora is not None
-                stored += model.numbers.trained * (4 if wide else self._workload.itemsize)
-                size += model.numbers.trained * (4 if model.lora is not None else self._workload.itemsize)
-            self._moves[key] = moves.reallocation_seconds(stored, size, home, placement, self._cluster)
+                stored += model.numbers.trained * (4 if wide else self.workload.itemsize)
+                size += model.numbers.trained * (4 if model.lora is not None else self.workload.itemsize)
+            self._moves[key] = moves.reallocation_seconds(stored, size, home, placement, self.cluster)
         return self._moves[key]
 
     def transfer(self, source: Placement, target: Placement) -> float:
-        size = 4.0 * _HANDED_OVER * self._workload.rows * self._workload.length
-        return moves.transfer_seconds(size, source, target, self._cluster)
+        size = 4.0 * _HANDED_OVER * self.workload.rows * self.workload.length
+        return moves.transfer_seconds(size, source, target, self.cluster)

@@ -6,22 +6,20 @@ their table; tables are searched for only where that bound leaves a gain.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from heapq import nsmallest
 from itertools import product
 from math import lcm
 
 from jrlhf.config.check import indivisible
-from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.planning.candidates import placements
 from jrlhf.planning.fusion.problem import Model, fuse
-from jrlhf.planning.fusion.updates import fused_prices, least_prices
+from jrlhf.planning.fusion.updates import fused_prices
 from jrlhf.planning.plans import FUSED
 from jrlhf.planning.search import Found, Result
 from jrlhf.planning.simulate import simulate
 from jrlhf.planning.time import CostModel
-from jrlhf.planning.workload import Workload
 
 _PLANS = 3  # of a search, that are tried with fused updates
 _TABLES = 3  # that are searched for, about two seconds of a core each
@@ -30,56 +28,43 @@ _OF_A_DEPTH = 4  # placements of a call in as many stages
 _GROUPS = 64  # of devices, in the largest table
 
 
-def with_fused(
-    workload: Workload,
-    cluster: Cluster,
-    prices: CostModel,
-    result: Result,
-    runs: Callable[[Plan], bool],
-    *,
-    lockstep: bool = True,
-) -> Result:
+def with_fused(prices: CostModel, result: Result, runs: Callable[[Plan], bool], *, lockstep: bool) -> Result:
     """Returns the result with a plan that fuses the updates as its best one, where that is predicted to be faster.
 
     runs: whether the config's algorithm can run a plan.
     """
     if not all(name in result.best.plan.placements for name in FUSED):
         return result
+    graph, options = prices.workload.graph, cache(partial(_options, prices))
 
-    def found(plan: Plan, price: Callable[[CostModel, Workload, Plan], CostModel]) -> Found:
-        return Found(plan, simulate(workload.graph, plan, price(prices, workload, plan), lockstep=lockstep))
-
-    def faster(one: Found, other: Found) -> bool:
-        return one.simulation.seconds < other.simulation.seconds and one.simulation.peak <= prices.capacity
-
-    @cache
-    def options(name: str, count: int) -> list[_Option]:
-        return _options(workload, cluster, prices, name, count)
+    def faster(plan: Plan, best: Found, *, least: bool) -> Found | None:
+        """Simulates a plan, with the table of its updates or the `least` that one might take; None: not faster."""
+        simulation = simulate(graph, plan, fused_prices(prices, plan, least=least), lockstep=lockstep)
+        better = simulation.seconds < best.simulation.seconds and simulation.peak <= prices.capacity
+        return Found(plan, simulation) if better else None
 
     bounds = []
     for base in (result.best, *result.runners_up)[:_PLANS]:
-        for devices in dict.fromkeys([*(base.plan[name].devices for name in FUSED), Slice(0, cluster.devices)]):
-            others = [name for name, place in base.plan.placements.items() if place.devices.overlaps(devices)]
-            resident = (prices.call(workload.graph[name], base.plan[name]).resident for name in {*others} - {*FUSED})
+        for devices in dict.fromkeys([*(base.plan[name].devices for name in FUSED), Slice(0, prices.cluster.devices)]):
+            resident = sum(
+                prices.call(graph[name], place).resident
+                for name, place in base.plan.placements.items()
+                if name not in FUSED and place.devices.overlaps(devices)
+            )
             first, second = (options(name, devices.count) for name in FUSED)
-            pairs = _pairs(first, second, prices.capacity - sum(resident))
-            for pair in pairs:
+            for pair in _pairs(first, second, prices.capacity - resident):
                 placed = {name: replace(place, devices=devices) for name, place in zip(FUSED, pair, strict=True)}
                 plan = Plan("fused", {**base.plan.placements, **placed})
-                if runs(plan) and faster(bound := found(plan, least_prices), result.best):
+                if runs(plan) and (bound := faster(plan, result.best, least=True)):
                     bounds.append(bound)
     best = result.best
     for bound in nsmallest(_TABLES, bounds, key=lambda one: one.simulation.seconds):
-        if faster(bound, best) and faster(plan := found(bound.plan, fused_prices), best):
-            best = plan
+        if bound.simulation.seconds < best.simulation.seconds:
+            best = faster(bound.plan, best, least=False) or best
     if best is result.best:
         return result
-    others = [replace(result.best, plan=replace(result.best.plan, name="not fused")), *result.runners_up]
-    lost = [replace(one, loss=one.simulation.seconds - best.simulation.seconds) for one in others]
-    rules = {
-        name: replace(one, loss=one.simulation.seconds - best.simulation.seconds) for name, one in result.rules.items()
-    }
-    return replace(result, best=best, runners_up=tuple(lost), rules=rules, serial=lost[0])
+    serial = replace(result.best, plan=replace(result.best.plan, name="not fused"))
+    return replace(result, best=best, runners_up=(serial, *result.runners_up), serial=serial)
 
 
 @dataclass(frozen=True)
@@ -94,24 +79,28 @@ class _Option:
     resident: float
     active: float
 
+    def seconds(self, parts: int) -> float:
+        """Returns the seconds of an iteration in which a minibatch takes so many times a micro-batch on a stage."""
+        return self.fixed + self.updates * parts * (self.model.forward + self.model.backward)
+
     @property
     def work(self) -> float:
         """Seconds of an iteration without waiting."""
-        return self.fixed + self.updates * self.model.micro_batches * (self.model.forward + self.model.backward)
+        return self.seconds(self.model.micro_batches)
 
     @property
     def alone(self) -> float:
         """Seconds of an iteration by 1F1B."""
-        both = self.model.forward + self.model.backward
-        return self.fixed + self.updates * (self.model.micro_batches + self.model.depth - 1) * both
+        return self.seconds(self.model.micro_batches + self.model.depth - 1)
 
 
-def _options(workload: Workload, cluster: Cluster, prices: CostModel, name: str, count: int) -> list[_Option]:
+def _options(prices: CostModel, name: str, count: int) -> list[_Option]:
     """Returns an update's fastest pipelines of every depth, by their work and by their time alone."""
+    workload = prices.workload
     call, by_depth = workload.graph[name], dict[int, list[_Option]]()
     (model,) = workload.models[call.role]
     updates = workload.epochs * workload.minibatches
-    for placed in placements(workload, call, count, cluster.node, hypothetical=True):
+    for placed in placements(workload, call, count, prices.cluster.node, hypothetical=True):
         depth, parts = placed.pipeline, placed.micro_batches
         whole = any(indivisible(model.config, placed.fsdp * depth, placed.tensor))
         if depth == 1 or parts < depth or depth > _GROUPS or whole:

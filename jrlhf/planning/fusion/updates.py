@@ -1,7 +1,7 @@
 """The updates that a plan fuses, the table that trains their models, and its price."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import lcm
 
@@ -32,68 +32,52 @@ def fused_updates(workload: Workload, plan: Plan) -> FusedUpdates | None:
     """Returns the updates that a plan fuses and their table; None: it fuses none. A pure function of both."""
     if not (names := plan.fused):
         return None
-    placements, cluster = [plan[name] for name in names], Cluster(HARDWARE[_REFERENCE], _NODE)
-    calls = [workload.graph[name] for name in names]
-    seconds = [stage_seconds(workload, call, plan[call.name], cluster) for call in calls]
-    sizes = [
-        workload.models[call.role][0].config.embed * _rows(placed)
-        for call, placed in zip(calls, placements, strict=True)
-    ]
-    unit = min(forward for forward, _ in seconds)
+    seconds, sizes, cluster = {}, {}, Cluster(HARDWARE[_REFERENCE], _NODE)
+    for name in names:
+        call, placed = workload.graph[name], plan[name]
+        seconds[name] = stage_seconds(workload, call, placed, cluster)
+        share = 1 / (placed.data * placed.fsdp * placed.tensor * placed.micro_batches)  # of the rows of a minibatch
+        sizes[name] = workload.models[call.role][0].config.embed * share
+    unit, smallest = min(forward for forward, _ in seconds.values()), min(sizes.values())
     models = [
-        Model(
-            placed.pipeline,
-            placed.micro_batches,
-            forward=round(forward / unit, _DIGITS),
-            backward=round(backward / unit, _DIGITS),
-            activations=size / min(sizes),
-        )
-        for placed, (forward, backward), size in zip(placements, seconds, sizes, strict=True)
+        _model(plan[name], round(forward / unit, _DIGITS), round(backward / unit, _DIGITS), sizes[name] / smallest)
+        for name, (forward, backward) in seconds.items()
     ]
-    counts = [lcm(*(placed.pipeline for placed in placements)) // placed.pipeline for placed in placements]
-    numbers = range(counts[0]), range(counts[0], sum(counts))
+    groups = lcm(*(model.depth for model in models))
+    first, second = (groups // model.depth for model in models)
+    numbers = range(first), range(first, first + second)
     return FusedUpdates(_table(*models), dict(zip(names, numbers, strict=True)))
 
 
-def fused_prices(prices: CostModel, workload: Workload, plan: Plan) -> CostModel:
+def fused_prices(prices: CostModel, plan: Plan, *, least: bool = False) -> CostModel:
     """Returns prices by which each of a plan's fused updates takes its share, by its work, of the makespan of their
-    table, and both need the memory of both."""
-    if (fused := fused_updates(workload, plan)) is None:
+    table, and both need the memory of both.
+
+    least: for the shortest table that there might be; none is searched for.
+    """
+    workload = prices.workload
+    if not plan.fused:
         return prices
-    seconds = _operations(prices, workload, plan)
-    owner = {number: name for name, numbers in fused.pipelines.items() for number in numbers}
-    whole = makespan(fused.table, lambda step: seconds[owner[step.model]][step.kind == "backward"])
-    return _priced(prices, workload, plan, whole)
-
-
-def least_prices(prices: CostModel, workload: Workload, plan: Plan) -> CostModel:
-    """Returns the same prices for the shortest table that there might be: none is searched for."""
-    models = [
-        Model(plan[name].pipeline, plan[name].micro_batches, *both)
-        for name, both in _operations(prices, workload, plan).items()
-    ]
-    return _priced(prices, workload, plan, fuse(*models).bound)
-
-
-def _operations(prices: CostModel, workload: Workload, plan: Plan) -> dict[str, tuple[float, float]]:
-    return {name: prices.stage_seconds(workload.graph[name], plan[name]) for name in plan.fused}
-
-
-def _priced(prices: CostModel, workload: Workload, plan: Plan, whole: float) -> CostModel:
-    """whole: seconds of a table."""
-    calls, seconds = [workload.graph[name] for name in plan.fused], _operations(prices, workload, plan)
+    seconds = {name: prices.stage_seconds(workload.graph[name], plan[name]) for name in plan.fused}
+    if least:
+        whole = fuse(*(_model(plan[name], *both) for name, both in seconds.items())).bound
+    else:
+        fused = fused_updates(workload, plan)
+        assert fused is not None
+        owner = {number: name for name, numbers in fused.pipelines.items() for number in numbers}
+        whole = makespan(fused.table, lambda step: seconds[owner[step.model]][step.kind == "backward"])
     work = {name: plan[name].micro_batches * sum(both) for name, both in seconds.items()}
     idle = workload.epochs * workload.minibatches * (whole / sum(work.values()) - 1)
     active = sum(fused_bytes(workload, plan, prices.backend).values())
-    times = {
-        call.name: {**prices.time(call, plan[call.name]).parts, "bubble": idle * work[call.name]} for call in calls
-    }
-    return prices.with_fused({(name, plan[name]): (CallTime(parts), active) for name, parts in times.items()})
+    together = {}
+    for name in plan.fused:
+        parts = {**prices.time(workload.graph[name], plan[name]).parts, "bubble": idle * work[name]}
+        together[name, plan[name]] = CallTime(parts), active
+    return replace(prices, fused=together)
 
 
-def _rows(placement: Placement) -> float:
-    """Returns the rows of a micro-batch on a device, as a share of a minibatch."""
-    return 1 / (placement.data * placement.fsdp * placement.tensor * placement.micro_batches)
+def _model(placement: Placement, forward: float, backward: float, activations: float = 1.0) -> Model:
+    return Model(placement.pipeline, placement.micro_batches, forward, backward, activations)
 
 
 @cache

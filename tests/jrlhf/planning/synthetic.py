@@ -12,7 +12,7 @@ from jrlhf.meshes.plan import Placement, Plan
 from jrlhf.models import ModelConfig
 from jrlhf.models.params import HeadKind
 from jrlhf.planning.simulate import simulate
-from jrlhf.planning.time import CostModel, Price, Prices
+from jrlhf.planning.time import CostModel, Price
 from jrlhf.planning.workload import RoleModel, Workload
 
 PPO = Graph(
@@ -66,8 +66,8 @@ def problem(
     minibatches: int = 8,
     hardware: str = "h100",
     **changes: Any,
-) -> tuple[Workload, Cluster, CostModel]:
-    """PPO with 1024 + 1024 tokens on nodes of eight, and its prices. changes: of the hardware."""
+) -> CostModel:
+    """The prices of PPO with 1024 + 1024 tokens on nodes of eight. changes: of the hardware."""
     models = {
         role: (RoleModel(decoder(critic if head == "scalar" else actor), head, role in ("actor", "critic")),)
         for role, head in HEADS.items()
@@ -76,22 +76,23 @@ def problem(
         PPO, models, rows, 1024, 1024, 1024.0, 1024.0, minibatches=minibatches, dtype=jnp.dtype(jnp.bfloat16)
     )
     cluster = Cluster(replace(HARDWARE[hardware], **changes), devices)
-    return workload, cluster, CostModel(workload, cluster)
+    return CostModel(workload, cluster)
 
 
 LAYOUTS = {"generate": ("generate",), "infer": ("score", "train_tp"), "train": ("train", "train_tp")}
 
 
-def assert_runs(workload: Workload, plan: Plan, cluster: Cluster, prices: Prices) -> None:
+def assert_runs(plan: Plan, prices: CostModel) -> None:
     """Every call with a model has a place among the devices, in a layout of its kind, without pipelines; axes divide
     models and rows; the devices of two calls are the same, apart, or within each other; and all fits."""
+    workload = prices.workload
     calls = {call.name: call for call in workload.graph if call.kind != "compute"}
     assert plan.placements.keys() == calls.keys()
     used = []
     for name, placed in plan.placements.items():
         call, fsdp, tensor = calls[name], placed.fsdp, placed.tensor
         devices = set(range(placed.devices.start, placed.devices.stop))
-        assert devices <= set(range(cluster.devices)) and placed.pipeline == 1, name
+        assert devices <= set(range(prices.cluster.devices)) and placed.pipeline == 1, name
         assert placed.layout in LAYOUTS[call.kind], name
         assert all(not devices & other or devices <= other or other <= devices for other in used), name
         used.append(devices)

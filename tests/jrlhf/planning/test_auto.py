@@ -56,7 +56,7 @@ def test_what_is_found_runs():
 
 def test_prices_are_those_of_the_devices_at_hand():
     config = config_of("device.memory=50")
-    _, prices = prices_here(config, work(config), [Device()] * 8)
+    prices = prices_here(config, work(config), [Device()] * 8)
     assert prices.capacity == 50 * 2**30  # the memory that a run may use
     with pytest.raises(UserError, match="nothing is known of what calls cost on abacus devices: measure"):
         prices_here(config, work(config), [Device("abacus", "cpu")])

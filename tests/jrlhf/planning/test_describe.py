@@ -53,18 +53,18 @@ def test_the_timeline_shows_who_works_when():
 
 
 def test_a_result_is_told_with_all_that_a_user_asks_for():
-    workload, cluster, prices = problem(16, rows=128)
-    result = search(workload, cluster, prices, proposals=1_000)
-    text = describe(workload, cluster, prices, result)
+    prices = problem(16, rows=128)
+    result = search(prices, proposals=1_000)
+    text = describe(prices, result)
     for name, placement in result.best.plan.placements.items():
         assert re.search(rf"{re.escape(name)} +{placement.devices} +{placement.layout} ", text)
     for name in ("heuristic", "colocate", "split", "standalone", "next 1", "next 3"):
         assert re.search(rf"\n  {name} +[\d.]+ m?s +\+[\d.]+ %", text)
     for name, at in result.best.plan.placements.items():  # MFU and shares of what was priced
         [(mfu, first)] = re.findall(rf"\n  {name} +(\d+) % +\w+ (\d+) %", text)
-        time, peak = prices.time(PPO[name], at), cluster.hardware.bfloat16 * at.devices.count
+        time, peak = prices.time(PPO[name], at), prices.cluster.hardware.bfloat16 * at.devices.count
         assert int(first) == round(100 * max(time.parts.values()) / time.seconds)
-        assert int(mfu) == round(100 * operations(workload, PPO[name]) / time.seconds / peak) < 100
+        assert int(mfu) == round(100 * operations(prices.workload, PPO[name]) / time.seconds / peak) < 100
     assert "bottleneck: " in text and "timeline of an iteration" in text
     assert f"plan for ppo on 16 x h100: {result.best.simulation.seconds:.2f} s an iteration" in text
     assert max(len(line) for line in text.splitlines() if line.startswith("  devices")) < 100

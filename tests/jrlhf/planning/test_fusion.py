@@ -21,7 +21,7 @@ from jrlhf.meshes.plan import Placement, Plan, Slice, plan_of
 from jrlhf.planning import auto
 from jrlhf.planning.fusion import Model, Problem, fuse, search
 from jrlhf.planning.fusion.dispatch import Dispatcher, Rules
-from jrlhf.planning.fusion.updates import fused_prices, fused_updates, least_prices
+from jrlhf.planning.fusion.updates import fused_prices, fused_updates
 from jrlhf.planning.memory import call_bytes, plan_memory
 from jrlhf.planning.plans import validate_plan
 from jrlhf.planning.search import Result
@@ -176,7 +176,7 @@ def test_fused_updates_take_the_makespan_of_their_table_and_the_memory_of_both()
     prices = CostModel(workload, cluster)
     calls = [workload.graph[name] for name in plan.placements]
     alone = [prices.time(call, serial[call.name]).parts for call in calls]
-    prices = fused_prices(prices, workload, plan)
+    prices = fused_prices(prices, plan)
     together = [prices.time(call, plan[call.name]).parts for call in calls]
     operations = [prices.stage_seconds(call, plan[call.name]) for call in calls]
     whole = 4 * makespan(fused.table, lambda step: operations[step.model > 0][step.kind == "backward"])
@@ -200,42 +200,42 @@ def test_fused_updates_take_the_makespan_of_their_table_and_the_memory_of_both()
 # ---- updates that a search fuses
 
 
-def searched(**links: Any) -> tuple[auto.Setting, CostModel, Result]:
+def searched(**links: Any) -> tuple[auto.Setting, Result]:
     """A search for 8B models on eight H200 with these links."""
     config = load_config("llama3-8b-ppo")
     graph, models = planned_graph(config), architectures(config)
     cluster = Cluster(replace(HARDWARE["h200"], **links), 8)
-    setting = auto.Setting(config, graph, models, cluster, auto.prices_of)
-    prices = auto.prices_of(config, setting.workload, cluster)
-    return setting, prices, setting.search(prices, proposals=250)
+    setting = auto.Setting(config, graph, models, cluster)
+    return setting, setting.search(proposals=250)
 
 
 def test_a_search_fuses_updates_where_links_are_slow():
-    setting, prices, result = searched(node=1, network=5e9)
-    best, serial, workload = result.best, result.serial, setting.workload
+    setting, result = searched(node=1, network=5e9)
+    best, serial, workload, prices = result.best, result.serial, setting.workload, setting.prices
     assert serial is not None and serial.plan.fused == () and serial in result.runners_up
-    own = fused_prices(prices, workload, best.plan)
+    own = fused_prices(prices, best.plan)
     assert simulate(workload.graph, best.plan, own, lockstep=True) == best.simulation
     assert best.simulation.seconds < serial.simulation.seconds and best.simulation.peak <= prices.capacity
-    assert all(one.loss > 0 for one in (*result.runners_up, *result.rules.values()))
+    others = (*result.runners_up, *result.rules.values())
+    assert all(one.simulation.seconds > best.simulation.seconds for one in others)
     # The bound that ranks plans is one, and one 1F1B after the other is slower.
-    least = simulate(workload.graph, best.plan, least_prices(prices, workload, best.plan), lockstep=True).seconds
+    least = simulate(workload.graph, best.plan, fused_prices(prices, best.plan, least=True), lockstep=True).seconds
     placed = {name: replace(best.plan[name], schedule="1f1b") for name in best.plan.fused}
     alone = simulate(workload.graph, Plan("1f1b", {**best.plan.placements, **placed}), prices, lockstep=True).seconds
     assert least <= best.simulation.seconds < alone
     assert plan_of(best.plan.as_dict()) == best.plan
     validate_plan(best.plan, setting.config, workload, 8)
-    text = describe(workload, setting.cluster, own, result)
+    text = describe(own, result)
     both = sum(own.call(workload.graph[name], best.plan[name]).seconds for name in best.plan.fused)
     assert f"fused updates: {both:.1f} s instead of " in text and "pipeline=8 by fused" in text
 
 
 def test_a_search_leaves_updates_alone_where_links_are_fast():
-    setting, prices, result = searched()
+    setting, result = searched()
     assert result.serial is None and result.best.plan.fused == ()
-    alone = search_plans(setting.workload, setting.cluster, prices, proposals=250)
+    alone = search_plans(setting.prices, proposals=250)
     assert result.best == alone.best and result.runners_up == alone.runners_up
-    several = setting.search(prices, proposals=250, processes=2)  # a pipeline needs one
+    several = setting.search(proposals=250, processes=2)  # a pipeline needs one
     assert several.serial is None
 
 

@@ -13,12 +13,12 @@ from jrlhf.errors import UserError
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.models import LoRAConfig
-from jrlhf.planning.activations import DEFAULT
 from jrlhf.planning.candidates import NoPlan, call_candidates, candidates, placements
 from jrlhf.planning.candidates import slices as slices_of
 from jrlhf.planning.fit import check_fits
 from jrlhf.planning.plans import plan_of_config, plan_yaml, read_plan, refuse_partial_overlap, validate_plan
-from jrlhf.planning.simulate import nested
+from jrlhf.planning.simulate import nested, simulate
+from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import workload_of
 from jrlhf.stages.setup import architectures
 from tests.jrlhf.planning.synthetic import LAYOUTS, PPO, problem
@@ -262,7 +262,8 @@ def test_plans_that_cannot_be_made_say_what_to_do():
 
 # ---- candidates
 
-WORKLOAD, CLUSTER, PRICES = problem(16)
+PRICES = problem(16)
+WORKLOAD, CLUSTER = PRICES.workload, PRICES.cluster
 
 
 def test_slices_are_powers_of_two_in_a_node_and_ranges_of_nodes():
@@ -314,7 +315,7 @@ def test_samples_of_a_prompt_stay_with_their_group_and_slots_divide():
 
 
 def test_options_fit_and_begin_with_the_fastest():
-    options = call_candidates(WORKLOAD, PPO["actor.update"], CLUSTER, PRICES)
+    options = call_candidates(PRICES, PPO["actor.update"])
     seconds = [option.price.seconds for option in options]
     assert seconds == sorted(seconds) and seconds[0] < seconds[-1]
     assert all(option.price.resident + option.price.active <= PRICES.capacity for option in options)
@@ -335,7 +336,7 @@ def test_a_shared_base_is_everywhere_in_one_mesh():
     adapted = {role: (replace(models[0], lora=lora),) for role, models in WORKLOAD.models.items() if role != "reward"}
     workload = replace(WORKLOAD, models={**WORKLOAD.models, **adapted})
     for hypothetical in (False, True):
-        choices = candidates(workload, CLUSTER, PRICES, hypothetical=hypothetical)
+        choices = candidates(replace(PRICES, workload=workload), hypothetical=hypothetical)
         shared = [option.placement for name, options in choices.items() if name != "reward.score" for option in options]
         assert {placement.layout for placement in shared} == {"generate"}
         assert {placement.devices for placement in shared} == {Slice(0, 16)}
@@ -353,15 +354,15 @@ def test_rows_that_no_placement_divides_are_one_sentence():
     ):
         message = f"^{call} runs nowhere, for rows={changes['rows']} does not divide over {sentence}$"
         with pytest.raises(UserError, match=message):
-            call_candidates(replace(WORKLOAD, **changes), PPO[call], CLUSTER, PRICES)
+            call_candidates(CostModel(replace(WORKLOAD, **changes), CLUSTER), PPO[call])
 
 
 def test_a_model_that_fits_nowhere_is_told():
-    workload, cluster, prices = problem(8, "70b", "70b")
+    prices = problem(8, "70b", "70b")
     with pytest.raises(NoPlan, match=r"fits nowhere on 8 device\(s\) of 79 GiB: it needs .* GiB of each$"):
-        call_candidates(workload, PPO["actor.update"], cluster, prices)
-    workload, cluster, prices = problem(32, "70b", "70b")
-    assert call_candidates(workload, PPO["actor.update"], cluster, prices)
+        call_candidates(prices, PPO["actor.update"])
+    prices = problem(32, "70b", "70b")
+    assert call_candidates(prices, PPO["actor.update"])
 
 
 def test_what_overlaps_in_part_or_does_not_fit_is_one_sentence():
@@ -373,7 +374,7 @@ def test_what_overlaps_in_part_or_does_not_fit_is_one_sentence():
     }
     plan = Plan("mine", {call.name: usual[call.kind] for call in PPO if call.kind != "compute"})
     refuse_partial_overlap(moved(plan, "reward.score", Placement(Slice(8, 4), "score", tensor=4)))
-    check_fits(config_of(), WORKLOAD, plan, PRICES, DEFAULT)
+    check_fits(config_of(), plan, PRICES, simulate(PPO, plan, PRICES))
     first = moved(plan, "reward.score", Placement(Slice(0, 8), "score", fsdp=8))
     message = "^devices 0-7 of reward.score and 4-11 of critic.values overlap in part: .* such as 0-11 and 4-11$"
     with pytest.raises(UserError, match=message):
@@ -382,7 +383,6 @@ def test_what_overlaps_in_part_or_does_not_fit_is_one_sentence():
     assert not nested([Slice(0, 8), Slice(4, 8)]) and not nested([Slice(4, 8), Slice(0, 5)])
     two = Placement(Slice(0, 2), "train", fsdp=2)
     message = "^plan mine needs .* GiB on each of devices 0-1, which have 79.1, .* for what stays and the rest for "
+    narrow = moved(moved(plan, "actor.update", two), "critic.update", two)
     with pytest.raises(UserError, match=message):
-        check_fits(
-            config_of(), WORKLOAD, moved(moved(plan, "actor.update", two), "critic.update", two), PRICES, DEFAULT
-        )
+        check_fits(config_of(), narrow, PRICES, simulate(PPO, narrow, PRICES))

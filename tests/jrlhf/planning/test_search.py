@@ -26,9 +26,9 @@ def in_full_or_proof(count: int) -> list:
     return [pytest.param(number, marks=mark) for number, mark in enumerate(marks)]
 
 
-def space(workload, cluster, prices, keep=lambda placement: True, *, lockstep=False):
-    evaluator = Simulator(PPO, prices, workload.models, lockstep=lockstep)
-    options = candidates(workload, cluster, prices)
+def space(prices, keep=lambda placement: True, *, lockstep=False):
+    evaluator = Simulator(PPO, prices, prices.workload.models, lockstep=lockstep)
+    options = candidates(prices)
     choices = [
         [evaluator.add(call, option.placement) for option in options[name] if keep(option.placement)]
         for call, name in enumerate(evaluator.calls)
@@ -80,12 +80,10 @@ def test_branch_and_bound_finds_what_trying_everything_finds(seed, lockstep):
 def test_7b_and_7b_on_8_devices_come_within_a_hundredth_of_the_optimum(rows):
     """At least 99 % for each of 6 seeds in 50,000 proposals, proven by branch and bound on slices of 4 devices or more
     and one micro-batch, as the optimum of 1.1e8 plans in ReaL's own setting is."""
-    workload, cluster, prices = problem(8, rows=rows)
-    winners = [search(workload, cluster, prices, proposals=50_000, seed=seed).best for seed in range(6)]
+    prices = problem(8, rows=rows)
+    winners = [search(prices, proposals=50_000, seed=seed).best for seed in range(6)]
     worst = max(winner.simulation.seconds for winner in winners)
     evaluator, choices = space(
-        workload,
-        cluster,
         prices,
         lambda placement: placement.devices.count >= 4 and placement.micro_batches == 1,
         lockstep=True,
@@ -97,36 +95,36 @@ def test_7b_and_7b_on_8_devices_come_within_a_hundredth_of_the_optimum(rows):
 
 
 def test_within_what_branch_and_bound_can_prove_on_4_devices():
-    workload, cluster, prices = problem(4, rows=32, minibatches=2, memory=160e9)
-    result = search(workload, cluster, prices, proposals=8_000, seed=1, lockstep=False)
-    evaluator, choices = space(workload, cluster, prices, lambda placement: placement.micro_batches == 1)
+    prices = problem(4, rows=32, minibatches=2, memory=160e9)
+    result = search(prices, proposals=8_000, seed=1, lockstep=False)
+    evaluator, choices = space(prices, lambda placement: placement.micro_batches == 1)
     assert optimum(evaluator, choices, below=0.99 * result.best.simulation.seconds).choice is None
 
 
 def test_a_search_is_a_function_of_its_seed_and_gets_no_worse_with_time():
-    workload, cluster, prices = problem(16, rows=128)
-    one, two, other = (search(workload, cluster, prices, proposals=1_000, seed=seed) for seed in (3, 3, 4))
+    prices = problem(16, rows=128)
+    one, two, other = (search(prices, proposals=1_000, seed=seed) for seed in (3, 3, 4))
     assert (one.best, one.trace, one.runners_up) == (two.best, two.trace, two.runners_up)
     assert one.trace != other.trace
-    longer = search(workload, cluster, prices, proposals=2_000, seed=3)
+    longer = search(prices, proposals=2_000, seed=3)
     assert longer.trace[: len(one.trace)] == one.trace
     assert [seconds for _, seconds in longer.trace] == sorted((seconds for _, seconds in longer.trace), reverse=True)
     assert longer.best.simulation.seconds == pytest.approx(longer.trace[-1][1], rel=1e-12)
 
 
 def test_the_best_beats_every_rule_and_runs():
-    workload, cluster, prices = problem(16, rows=128)
+    prices = problem(16, rows=128)
     reports = []
-    result = search(workload, cluster, prices, proposals=3_000, progress=lambda *report: reports.append(report))
+    result = search(prices, proposals=3_000, progress=lambda *report: reports.append(report))
     assert result.rules.keys() == {"heuristic", "colocate", "split", "standalone"}
     for proposal in [*result.rules.values(), *result.runners_up]:
-        assert_runs(workload, proposal.plan, cluster, prices)
-        assert proposal.loss == proposal.simulation.seconds - result.best.simulation.seconds >= -1e-9
-    assert_runs(workload, result.best.plan, cluster, prices)
+        assert_runs(proposal.plan, prices)
+        assert proposal.simulation.seconds >= result.best.simulation.seconds - 1e-9
+    assert_runs(result.best.plan, prices)
     assert reports[-1] == (result.proposals, pytest.approx(result.best.simulation.seconds, rel=1e-12))
-    losses = [proposal.loss for proposal in result.runners_up]
-    assert len(losses) == 3 and losses == sorted(losses)
-    assert result.rules["heuristic"].loss > 0.1 * result.best.simulation.seconds
+    others = [proposal.simulation.seconds for proposal in result.runners_up]
+    assert len(others) == 3 and others == sorted(others)
+    assert result.rules["heuristic"].simulation.seconds > 1.1 * result.best.simulation.seconds
 
 
 def test_progress_and_seconds_may_end_a_search():
@@ -134,25 +132,25 @@ def test_progress_and_seconds_may_end_a_search():
         if proposals > 1000:
             raise StopIteration
 
-    workload, cluster, prices = problem(8)
-    assert 1000 < search(workload, cluster, prices, proposals=10**9, progress=stop).proposals < 2000
-    result = search(workload, cluster, prices, seconds=1e-9)
+    prices = problem(8)
+    assert 1000 < search(prices, proposals=10**9, progress=stop).proposals < 2000
+    result = search(prices, seconds=1e-9)
     assert result.proposals < 1000 and result.best.simulation.seconds > 0
     with pytest.raises(ValueError, match="proposals or seconds"):
-        search(workload, cluster, prices)
+        search(prices)
 
 
 def test_no_best_plan_exceeds_the_memory():
     """Where memory is scarce: each model fits alone, and few combinations do."""
     for memory in (50e9, 64e9):
-        workload, cluster, prices = problem(8, rows=64, memory=memory)
-        result = search(workload, cluster, prices, proposals=1_500, seed=0)
+        prices = problem(8, rows=64, memory=memory)
+        result = search(prices, proposals=1_500, seed=0)
         for proposal in [result.best, *result.runners_up, *result.rules.values()]:
             assert proposal.simulation.peak <= memory
-        assert_runs(workload, result.best.plan, cluster, prices)
-    workload, cluster, prices = problem(8, rows=64, memory=36e9)
+        assert_runs(result.best.plan, prices)
+    prices = problem(8, rows=64, memory=36e9)
     with pytest.raises(UserError, match="no plan was found in which all models fit 34 GiB a device: the leanest of"):
-        search(workload, cluster, prices, proposals=1_000, seed=0)
+        search(prices, proposals=1_000, seed=0)
 
 
 def scarce(number: int):
@@ -163,7 +161,7 @@ def scarce(number: int):
     states = sum({"7b": 165e9, "34b": 809e9}[name] for name in (actor, critic))  # of the leanest plans, about
     for share in (0.99, 0.95, 0.9, 0.8, 0.7):
         try:
-            search(*problem(devices, actor, critic, **sizes, memory=share * states / devices), proposals=10_000)
+            search(problem(devices, actor, critic, **sizes, memory=share * states / devices), proposals=10_000)
         except UserError as error:
             (least,) = re.findall(r"the leanest of \d+ needs ([\d.]+)", str(error))
             memory = 2**30 * float(least) * draw.choice((1.002, 1.01, 1.03, 1.06))
@@ -173,25 +171,23 @@ def scarce(number: int):
 
 @pytest.mark.parametrize("number", in_full_or_proof(20))
 def test_where_memory_is_scarce_six_seeds_come_within_a_hundredth_of_the_optimum(number):
-    workload, cluster, prices = scarce(number)
-    seconds = [
-        search(workload, cluster, prices, proposals=8_000, seed=seed).best.simulation.seconds for seed in range(6)
-    ]
-    evaluator, choices = space(workload, cluster, prices, lockstep=True)
+    prices = scarce(number)
+    seconds = [search(prices, proposals=8_000, seed=seed).best.simulation.seconds for seed in range(6)]
+    evaluator, choices = space(prices, lockstep=True)
     assert math.prod(map(len, choices)) > 1e8
     assert optimum(evaluator, choices, below=0.99 * max(seconds)).choice is None, seconds
 
 
 def test_pipelines_are_proposed_only_when_asked_for():
-    workload, cluster, prices = problem(8, rows=64)
+    prices = problem(8, rows=64)
     for hypothetical in (False, True):
-        options = candidates(workload, cluster, prices, hypothetical=hypothetical)["actor.generate"]
+        options = candidates(prices, hypothetical=hypothetical)["actor.generate"]
         assert any(option.placement.pipeline > 1 for option in options) == hypothetical
 
 
 def test_the_heuristic_is_symmetric():
-    workload, cluster, prices = problem(16)
-    plan = heuristic(workload, cluster, prices, {})
+    prices = problem(16)
+    plan = heuristic(prices, {})
     assert plan is not None
     for name, placement in plan.placements.items():
         assert (placement.devices, placement.tensor, placement.fsdp) == (Slice(0, 16), 8, 1), name
@@ -210,13 +206,13 @@ def test_all_partitions_and_allocations_are_tried():
 
 
 def test_hybridflow_divides_sets_and_devices_by_its_stages():
-    workload, cluster, prices = problem(16)
-    options = candidates(workload, cluster, prices)
-    results = divisions(PPO, options, cluster, prices.capacity)
+    prices = problem(16)
+    options = candidates(prices)
+    results = divisions(prices, options)
     assert [division.seconds for division in results] == sorted(division.seconds for division in results)
     for division in results:
         assert sum(division.counts) == 16
-        assert_runs(workload, division.plan, cluster, prices)
+        assert_runs(division.plan, prices)
         set_of = {role: index for index, members in enumerate(division.sets) for role in members}
         stages = (
             ("actor.generate",),
@@ -243,14 +239,14 @@ def test_rule_plans_have_room_for_the_copies_of_weights_that_they_need(seed):
     draw = random.Random(seed)
     for _ in range(2):
         memory = draw.uniform(34e9, 70e9)
-        workload, cluster, prices = problem(16, draw.choice(("7b", "34b")), rows=draw.choice((64, 128)), memory=memory)
+        prices = problem(16, draw.choice(("7b", "34b")), rows=draw.choice((64, 128)), memory=memory)
         try:
-            options = candidates(workload, cluster, prices)
+            options = candidates(prices)
         except UserError:  # a model alone does not fit
             continue
-        results = divisions(PPO, options, cluster, memory)
+        results = divisions(prices, options)
         plans = [division.plan for division in results]
-        symmetric = heuristic(workload, cluster, prices, options)
+        symmetric = heuristic(prices, options)
         for plan in plans if symmetric is None else [symmetric, *plans]:
             assert simulate(PPO, plan, prices).peak <= memory, plan.name
         everywhere = [[option for option in some if option.placement.devices.count == 16] for some in options.values()]
@@ -269,8 +265,8 @@ def test_colocation_is_best_on_few_devices_and_loses_its_lead_on_many():
     shrinks with the devices; and at 96, which do not divide the rows, a split wins."""
     leads = []
     for devices in (32, 64, 128, 96):
-        workload, cluster, prices = problem(devices, rows=1024, hardware="a100")
-        results = divisions(PPO, candidates(workload, cluster, prices), cluster, prices.capacity)
+        prices = problem(devices, rows=1024, hardware="a100")
+        results = divisions(prices, candidates(prices))
         kinds = named_divisions(results)
         if devices <= 64:
             assert results[0].sets == kinds["colocate"].sets
@@ -281,8 +277,8 @@ def test_colocation_is_best_on_few_devices_and_loses_its_lead_on_many():
 
 @pytest.mark.full
 def test_a_thousand_devices_are_planned_for():
-    workload, cluster, prices = problem(1024, "70b", "70b", rows=8192)
-    result = search(workload, cluster, prices, proposals=50_000, seed=0)
-    assert_runs(workload, result.best.plan, cluster, prices)
+    prices = problem(1024, "70b", "70b", rows=8192)
+    result = search(prices, proposals=50_000, seed=0)
+    assert_runs(result.best.plan, prices)
     assert result.best.simulation.seconds < 0.98 * result.rules["heuristic"].simulation.seconds
     assert result.best.simulation.seconds <= min(rule.simulation.seconds for rule in result.rules.values())

@@ -139,7 +139,7 @@ def test_segments_are_divided_where_a_slice_begins_or_ends():
     assert result == [Slice(0, 4), Slice(4, 4), Slice(8, 4), Slice(20, 2)]
 
 
-@pytest.mark.parametrize("prices", [Moving(), problem(16)[2]])
+@pytest.mark.parametrize("prices", [Moving(), problem(16)])
 def test_the_search_sees_the_same_numbers(prices):
     """Random plans, with slices that overlap in part, with and without a record."""
     draw = random.Random(0)
