@@ -2,5 +2,6 @@
 
 from jrlhf.report.html import render, write_report
 from jrlhf.report.read import read_run
+from jrlhf.report.sections import results
 
-__all__ = ["read_run", "render", "write_report"]
+__all__ = ["read_run", "render", "results", "write_report"]

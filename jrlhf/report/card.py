@@ -22,7 +22,7 @@ from jrlhf.models.hf.files import CARD, PLOT, PROMPTING, SIGNATURE, check_file
 from jrlhf.models.params import HeadKind
 from jrlhf.report.charts import Chart, Series
 from jrlhf.report.read import GOLD, SCORE, Record
-from jrlhf.report.sections import accuracy, figures, items
+from jrlhf.report.sections import accuracy, results
 from jrlhf.roles.pretrained import hub_model
 from jrlhf.run.console import clean, validation_key
 from jrlhf.run.files import to_json
@@ -172,11 +172,8 @@ def _title(facts: Facts) -> str:
 
 def _results(facts: Facts, plot: str) -> list[str]:
     run, scalar = facts.record, facts.head == "scalar"
-    shown = accuracy(run, "reward_model", "Reward model", "right about") if scalar else figures(run)
-    rows = [[one.title, " → ".join(one.values), one.note] for one in shown]
-    parts = [] if scalar else items(run).rows
-    for name, _, *values in parts if len(parts) > 1 else ():
-        rows.append([name, " → ".join(f"{value:.3f}" for value in values if value is not None), "held out"])
+    shown = accuracy(run, "reward_model", "Reward model", "right about") if scalar else results(run)
+    rows = [[title, " → ".join(values), note] for title, values, note in shown]
     picture = [f"![{plot}]({PLOT})", f"{plot[0].upper()}{plot[1:]}."] if plot else []
     table = [_table(["figure", "value", "note"], rows)] if rows else []
     return ["## Results", *table, *picture] if rows or picture else []

@@ -11,7 +11,7 @@ import numpy as np
 from jrlhf.config.stages import TITLES
 from jrlhf.report.charts import COLORS, Chart, Series, number
 from jrlhf.report.read import FAILURES, GOLD, KL, REWARD_KINDS, SCORE, Curve, Named, Record, Sample
-from jrlhf.run.console import duration, validation_key, with_error
+from jrlhf.run.console import duration, validation_key
 
 _UNSET = ("", "0", "null")  # values of a setting that is not used
 _ALL = "all"  # the source of a validation that stands for every prompt
@@ -137,21 +137,30 @@ def figures(run: Record) -> Iterator[Figure]:
     yield from accuracy(run, "reward_model", "Reward model", "right about")
     yield from accuracy(run, "dpo", "Preferences", "the policy prefers the better of")
     old, new = run.both("cost")
+    limit, target = run.algorithm_setting("cost_limit"), run.algorithm_setting("kl_target")
+    bound = "" if limit is None else f"; the limit is {limit:g}"
     if old is not None and new is not None:
-        limit = run.algorithm_setting("cost_limit")
         note = f"{with_error(new, run.both('cost_standard_error')[1])} after {run.title}"
-        note += "" if limit is None else f"; the limit is {limit:g}"
-        yield Figure("Cost, held out", [number(old), number(new)], note)
-    if (score := _last_quarter(run, SCORE)) is not None:
-        yield Figure("Score in training", [number(score)], "mean of the last quarter")
+        yield Figure("Cost, held out", [number(old), number(new)], note + bound)
+    averages = [("Score in training", SCORE, ""), ("Cost in training", "cost/mean", bound)]
+    for title, metric, note in averages:
+        if (mean := _last_quarter(run, metric)) is not None:
+            yield Figure(title, [number(mean)], f"mean of the last quarter{note}")
     if (kl := _last_quarter(run, KL)) is not None:
-        target = run.algorithm_setting("kl_target")
         note = f"; the target is {target:g} ({kl / target - 1:+.0%})" if target else ""
         yield Figure("KL to the reference", [number(kl)], f"nats per response, mean of the last quarter{note}")
     old, new = run.both("distinct")
     if old and new:
         note = f"{new} distinct held-out responses, {old} before {run.title}"
         yield Figure("Variety kept", [f"{new / old:.0%}"], note)
+
+
+def results(run: Record) -> Iterator[Figure]:
+    """Yields the figures, and the items that the measure is made of."""
+    yield from figures(run)
+    parts = items(run).rows
+    for name, _, *values in parts if len(parts) > 1 else ():
+        yield Figure(name, [f"{value:.3f}" for value in values if value is not None], "held out")
 
 
 def accuracy(run: Record, stage: str, title: str, verdict: str) -> Iterator[Figure]:
@@ -165,6 +174,11 @@ def accuracy(run: Record, stage: str, title: str, verdict: str) -> Iterator[Figu
 
 def _finite(curve: Curve) -> list[float]:
     return [value for value in curve[1] if math.isfinite(value)]
+
+
+def with_error(value: float, error: float | None) -> str:
+    """Writes `0.703 ± 0.010`, or `0.703` if the error is not known."""
+    return f"{value:.3f}" if error is None else f"{value:.3f} ± {error:.3f}"
 
 
 def _last_quarter(run: Record, metric: str) -> float | None:

@@ -11,12 +11,12 @@ import shlex
 import sys
 import time
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import rich.box
 import rich.console
@@ -181,20 +181,14 @@ class Console:
             padded = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
             self.line(("  " + "  ".join(padded)).rstrip())
 
-    def summary(self, summary: Mapping[str, Any], run_dir: Path | str) -> None:
-        """Shows what summary.json holds, and where the report is."""
+    def summary(
+        self, figures: Iterable[tuple[str, Sequence[str], str]], phases: Mapping[str, float], run_dir: Path | str
+    ) -> None:
+        """Shows the figures of a run's end, each with a title, values and a note, and where report and model are."""
         self.line("")
-        self._held_out(summary.get("held_out") or {})
-        verdicts = {"reward_model": "reward model: right about", "dpo": "DPO: the policy prefers the better of"}
-        for stage, verdict in verdicts.items():
-            if summary.get(f"{stage}_accuracy") is not None:
-                self.line(f"{verdict} {summary[f'{stage}_accuracy']:.1%} of the held-out pairs")
-        if "kl_last_quarter" in summary:
-            target = "" if summary.get("kl_target") is None else f" (target {summary['kl_target']:g})"
-            self.line(f"KL to the reference in the last quarter: {summary['kl_last_quarter']:.2f} nats{target}")
-        if "cost" in summary:
-            self.line("cost in the last quarter: {last_quarter:.3f} (limit {limit:g})".format(**summary["cost"]))
-        for name, seconds in summary.get("phases", {}).items():
+        for title, values, note in figures:
+            self.line(f"{title}: {' → '.join(values)}  ({note})", style="bold")
+        for name, seconds in phases.items():
             self.line(f"{name}: {duration(seconds)}", style="dim")
         self.line(f"report: {run_dir}/report.html")
         self.line(f"model: {run_dir}/model, in Hugging Face form")
@@ -211,33 +205,6 @@ class Console:
         if stage != "reward_model":
             length = f"{stage}.{'iterations' if stage in ALGORITHMS else 'steps'}=N"
             self.line(f"to train it longer: python -m jrlhf.train --config {run}/config.yaml --resume {length}")
-
-    def _held_out(self, held_out: Mapping[str, Any]) -> None:
-        """Shows the measure, its items and its sources on held-out prompts; with `after`, also their change."""
-        measure = str(held_out.get("measure", "score"))
-        graded = {when: held_out[when] for when in ("before", "after") if held_out.get(when)}
-        if not graded:
-            return
-
-        def cell(results: Mapping[str, Any], name: str) -> str:
-            value = results.get(name)
-            return "" if value is None else with_error(value, results.get(f"{name}_standard_error"))
-
-        def parts(results: Mapping[str, Any]) -> dict[str, float]:
-            sources = {f"of {name}": source["mean"] for name, source in (results.get("sources") or {}).items()}
-            return {**dict(sorted((results.get("items") or {}).items())), **sources}
-
-        # Items have rows of their own: a reward may be named as the measure is.
-        measures = [measure, *["cost"] * any(results.get("cost") is not None for results in graded.values())]
-        rows = [[name, *(cell(results, name) for results in graded.values())] for name in measures]
-        columns = [parts(results) for results in graded.values()]
-        rows += [[name, *(column.get(name, "") for column in columns)] for name in {**columns[0], **columns[-1]}]
-        self._table(f"held-out prompts ({held_out.get('n', '?')})", ["", *graded], rows)
-        if "difference" in held_out:
-            difference, error = held_out["difference"], held_out.get("standard_error") or 0.0
-            ratio = f", {difference / error:.1f} standard errors" if error else ""
-            name = "gold score" if measure == "gold" else measure
-            self.line(f"{name}, after minus before: {difference:+.3f} ± {error:.3f}{ratio}", style="bold")
 
 
 @dataclass
@@ -368,8 +335,3 @@ def _cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) >= 100 else f"{value:.2f}"
     return clean(str(value), 160)
-
-
-def with_error(value: float, error: float | None) -> str:
-    """Writes `0.703 ± 0.010`, or `0.703` if the error is not known."""
-    return f"{value:.3f}" if error is None else f"{value:.3f} ± {error:.3f}"

@@ -48,7 +48,7 @@ class Outcome:
 
 def finish(context: Context, outcome: Outcome) -> dict[str, Any]:
     """Evaluates the policy on held-out prompts, writes models, samples, summary and report; returns the summary."""
-    from jrlhf.report import write_report  # draws with matplotlib, which takes long to load
+    from jrlhf.report import read_run, results, write_report  # draws with matplotlib, which takes long to load
 
     config, run, tokenizer = context.config, context.run, context.task.tokenizer
     run.begin(context.console.line)
@@ -63,7 +63,8 @@ def finish(context: Context, outcome: Outcome) -> dict[str, Any]:
             with jax.set_mesh(outcome.reward.mesh):
                 export(run, config, tokenizer, outcome.reward, facts, head="scalar")
     from_main(lambda: str(write_report(run.path)))
-    context.console.summary(summary, run.shown)
+    if run.writes:
+        context.console.summary(results(read_run(run.path)), summary["phases"], run.shown)
     return summary
 
 
