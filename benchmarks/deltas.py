@@ -22,8 +22,8 @@ from jaxtyping import Float32
 
 from benchmarks.records import RESULTS, provenance, write
 from jrlhf.fleet.shared import delta, patched
-from jrlhf.models.params import weights
-from jrlhf.models.presets import PRESETS
+from jrlhf.models.hf.presets import PRESETS
+from jrlhf.models.weights import weights
 
 MODEL, RATE, BETAS, SIGMAS = "Qwen/Qwen3-1.7B", 1e-6, (0.9, 0.95), (0.02, 0.05)
 UPDATES = 1, 2, 3, 6, 12, 20

@@ -31,8 +31,8 @@ from jrlhf.meshes import TRAIN, make_mesh
 from jrlhf.meshes.layout import TRAIN_TP
 from jrlhf.meshes.plan import LayoutName, Placement, Slice
 from jrlhf.models import LoRAConfig, ModelConfig, SamplingConfig, make_generate
-from jrlhf.models.params import HeadKind
 from jrlhf.models.remat import Remat
+from jrlhf.models.weights import HeadKind
 from jrlhf.planning.activations import Backend
 from jrlhf.planning.memory import call_bytes
 from jrlhf.planning.workload import RoleModel, Workload

@@ -14,7 +14,7 @@ from jrlhf.meshes import Call, Graph
 from jrlhf.meshes.hardware import HARDWARE, Cluster
 from jrlhf.meshes.plan import Placement, Slice
 from jrlhf.models import ModelConfig
-from jrlhf.models.presets import PRESETS
+from jrlhf.models.hf.presets import PRESETS
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import RoleModel, Workload
 

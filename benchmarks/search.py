@@ -31,7 +31,7 @@ from jrlhf.algorithms.registry import planned_graph
 from jrlhf.config import load_config
 from jrlhf.errors import UserError
 from jrlhf.meshes.hardware import HARDWARE, Cluster, cluster
-from jrlhf.models.presets import PRESETS
+from jrlhf.models.hf.presets import PRESETS
 from jrlhf.planning.candidates import candidates
 from jrlhf.planning.search import Result, divisions, named_divisions, search
 from jrlhf.planning.simulate import ITERATIONS, Simulator

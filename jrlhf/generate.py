@@ -30,7 +30,7 @@ from jrlhf.meshes import GENERATE, make_mesh
 from jrlhf.models import ModelConfig, SamplingConfig, Schedule
 from jrlhf.models.generation.continuous import Prompt
 from jrlhf.models.hf import load_adapter
-from jrlhf.models.params import check_tensor
+from jrlhf.models.weights import check_tensor
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.model import Architecture, Compute, Model
 from jrlhf.roles.pretrained import describe, load_weights, locate, own_tokenizer

@@ -2,16 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from jrlhf.meshes.reshard import GROUP_BYTES, grouped, host_transfers_refused
+from jrlhf.meshes.transfer import HOST, is_on_host
 
-MemoryKind = Literal["device", "pinned_host"]
-DEVICE: MemoryKind = "device"
-HOST: MemoryKind = "pinned_host"
+DEVICE = "device"
 
 
 def check_host_memory(mesh: Mesh) -> None:
@@ -45,18 +44,13 @@ def free_host(tree: Any) -> None:
             leaf.delete()
 
 
-def is_on_host(tree: Any) -> bool:
-    """True if an array of the tree is in pinned host memory."""
-    return any(_kind(leaf) == HOST for leaf in jax.tree.leaves(tree))
-
-
 def groups(arrays: Sequence[jax.Array], group_bytes: int = GROUP_BYTES) -> Iterator[list[int]]:
     """Indices of neighbours that together have at most `group_bytes` on a device; a larger array is alone."""
     shards = [array.dtype.itemsize * prod(array.sharding.shard_shape(array.shape)) for array in arrays]
     return grouped(range(len(shards)), shards.__getitem__, group_bytes)
 
 
-def _move(tree: Any, kind: MemoryKind, *, free: bool, group_bytes: int) -> Any:
+def _move(tree: Any, kind: str, *, free: bool, group_bytes: int) -> Any:
     leaves, treedef = jax.tree.flatten(tree)
     places: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):

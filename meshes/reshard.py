@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
-from math import gcd, prod
+from math import prod
 from typing import Any, TypeVar
 
 import jax
@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath, SequenceKey, keystr
 from jax.typing import DTypeLike
 
-from jrlhf.meshes.layout import axis_names
 from jrlhf.meshes.mesh import Device
+from jrlhf.meshes.staging import landing_of, stage_of
 
 GROUP_BYTES = 256 * 2**20
 T = TypeVar("T")
@@ -63,8 +63,11 @@ def reshard(
             for move, arrays in zip(group, route(group, dtype, donate), strict=True):
                 for slot, array in zip(move.slots, arrays, strict=True):
                     results[slot] = array
-                if donate and _is_last(move):
-                    _free(move)
+                is_last = move.indices is None or move.indices.stop == move.source.shape[0]  # piece of its array
+                if donate and is_last:
+                    # Even where no result could reuse its memory, so that jit's donation leaves it alive.
+                    assert isinstance(move.source, jax.Array)
+                    move.source.delete()
     return treedef.unflatten(results)
 
 
@@ -181,17 +184,6 @@ def _pieces(move: Move, dtype: DTypeLike | None, group_bytes: int) -> Iterator[M
         yield replace(move, targets=move.targets[part], indices=move.indices[part], slots=move.slots[part])
 
 
-def _is_last(move: Move) -> bool:
-    """Returns True for the last piece of an array."""
-    return move.indices is None or move.indices.stop == move.source.shape[0]
-
-
-def _free(move: Move) -> None:
-    """Deletes the source, even where no result could reuse its memory, so that jit's donation leaves it alive."""
-    assert isinstance(move.source, jax.Array)
-    move.source.delete()
-
-
 def _one_device_set(group: Sequence[Move]) -> bool:
     source, target = group[0].devices()
     return source == target
@@ -272,72 +264,25 @@ def _across(group: Sequence[Move], dtype: DTypeLike | None, donate: bool) -> lis
 
 def _staged(group: Sequence[Move]) -> list[Move]:
     """The part of the moves that the source's devices carry out."""
-    return [replace(move, targets=tuple(_stage(move, landing) for landing in _landings(move))) for move in group]
+    return [replace(move, targets=_stages(move)) for move in group]
+
+
+def _stages(move: Move) -> tuple[NamedSharding, ...]:
+    source, rank = move.source_sharding, len(move.shape)
+    if isinstance(source, NamedSharding) and move.indices is not None:
+        source = NamedSharding(source.mesh, P(*source.spec[1:]))
+    return tuple(stage_of(source, move.devices()[0], landing, rank) for landing in _landings(move))
 
 
 def _landings(move: Move) -> tuple[NamedSharding, ...]:
     sources, _ = move.devices()
-    return tuple(_landing(target, len(move.shape), len(sources)) for target in move.targets)
-
-
-@lru_cache(maxsize=4096)
-def _landing(target: NamedSharding, rank: int, sources: int) -> NamedSharding:
-    """The partitioning in which an array arrives: `target`, or the finest coarser one that the source has devices for.
-
-    A copy from device to device needs every shard of the destination to exist at the source: otherwise JAX goes
-    through the host. Only an array on one device is sliced there by JAX.
-    """
-    if sources == 1:
-        return target
-    parts, left = [], sources
-    for part in _parts(target, rank):
-        parts.append(gcd(part, left))
-        left //= parts[-1]
-    coarse = _coarsen(target, parts)
-    return target if _parts(coarse, rank) == _parts(target, rank) else coarse
-
-
-def _stage(move: Move, landing: NamedSharding) -> NamedSharding:
-    """The partitioning of `landing` on the source's devices. Where dropping mesh axes is enough, no axis is moved, and
-    the stage costs at most an all-gather."""
-    devices, _ = move.devices()
-    rank = len(move.shape)
-    parts = [1] * rank if len(devices) == 1 else _parts(landing, rank)
-    source = move.source_sharding
-    if isinstance(source, NamedSharding):
-        spec = source.spec if move.indices is None else P(*source.spec[1:])
-        coarse = _coarsen(NamedSharding(source.mesh, spec), parts)
-        if _parts(coarse, rank) == parts:
-            return coarse
-    dims = tuple(f"dim{i}" for i in range(rank))
-    return NamedSharding(Mesh(np.asarray(devices).reshape(*parts, -1), (*dims, "rest")), P(*dims))
+    return tuple(landing_of(target, len(move.shape), len(sources)) for target in move.targets)
 
 
 def _slice(array: jax.Array, target: NamedSharding) -> jax.Array:
     if array.sharding == target:
         return array
     return _within([Move(array, (target,), indices=None, slots=(0,))], None, donate=True)[0][0]
-
-
-def _parts(sharding: NamedSharding, rank: int) -> list[int]:
-    """The number of parts into which each dimension is divided."""
-    parts = [prod(sharding.mesh.shape[axis] for axis in axis_names(entry)) for entry in sharding.spec]
-    return parts + [1] * (rank - len(parts))
-
-
-def _coarsen(sharding: NamedSharding, parts: Sequence[int]) -> NamedSharding:
-    """Reduces every mesh axis to its largest major factor with which each dimension's parts divide `parts`."""
-    mesh = _concrete(sharding)
-    sizes = dict.fromkeys(mesh.shape, 1)
-    for entry, left in zip(sharding.spec, parts, strict=False):
-        for axis in axis_names(entry):
-            sizes[axis] = gcd(mesh.shape[axis], left)
-            left //= sizes[axis]
-            if sizes[axis] < mesh.shape[axis]:  # a more minor axis would move if it stayed
-                break
-    factors = [factor for axis, size in mesh.shape.items() for factor in (sizes[axis], size // sizes[axis])]
-    names = [name for axis in mesh.shape for name in (axis, f"{axis}_dropped")]
-    return NamedSharding(Mesh(np.asarray(mesh.devices).reshape(factors), names), sharding.spec)
 
 
 @contextmanager

@@ -10,6 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from jrlhf.meshes.reshard import reshard
 
+HOST = "pinned_host"  # the memory kind of what is offloaded
+
 
 def transfer(tree: Any, mesh: Mesh) -> Any:
     """Returns `tree` with its arrays on `mesh`, each divided over the mesh axes that divide it now: the same bits.
@@ -30,6 +32,12 @@ def transfer(tree: Any, mesh: Mesh) -> Any:
 def lies_elsewhere(tree: Any, mesh: Mesh) -> bool:
     """True if `transfer` would move anything."""
     return any(_is_away(leaf, mesh) for leaf in jax.tree.leaves(tree))
+
+
+def is_on_host(tree: Any) -> bool:
+    """True if an array of the tree is in pinned host memory: see `offload.py`."""
+    arrays = (leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
+    return any(array.sharding.memory_kind == HOST for array in arrays)
 
 
 def to_devices(tree: Any, shardings: Any) -> Any:
@@ -80,7 +88,7 @@ def _moved(arrays: list[jax.Array], source: Mesh, mesh: Mesh) -> list[jax.Array]
     """Arrays of the mesh `source` on `mesh`. Random keys travel as the integers that they consist of."""
     keys = [jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key) for array in arrays]
     with jax.set_mesh(source):
-        data = [jax.random.key_data(x) if is_key else x for x, is_key in zip(arrays, keys, strict=True)]
+        data: list[Any] = [jax.random.key_data(x) if is_key else x for x, is_key in zip(arrays, keys, strict=True)]
     data = reshard(data, [NamedSharding(mesh, x.sharding.spec) for x in data])
     with jax.set_mesh(mesh):
         return [

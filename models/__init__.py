@@ -1,13 +1,11 @@
 """The Flax decoder: its weights, its heads, generation, and Hugging Face export."""
 
-from jrlhf.models.config import ModelConfig as ModelConfig
-from jrlhf.models.config import RopeScaling as RopeScaling
+from jrlhf.models.config.decoder import ModelConfig as ModelConfig
+from jrlhf.models.config.rope import RopeScaling as RopeScaling
 from jrlhf.models.forward import ForwardOptions as ForwardOptions
 from jrlhf.models.forward import make_logprobs as make_logprobs
 from jrlhf.models.forward import make_logprobs_with_base as make_logprobs_with_base
-from jrlhf.models.forward import make_scores as make_scores
 from jrlhf.models.forward import make_token_sums as make_token_sums
-from jrlhf.models.forward import make_values as make_values
 from jrlhf.models.generation.decoding import Generation as Generation
 from jrlhf.models.generation.engine import Engine as Engine
 from jrlhf.models.generation.engine import make_generate as make_generate
@@ -19,6 +17,7 @@ from jrlhf.models.hf import export_hf as export_hf
 from jrlhf.models.hf import load_adapter as load_adapter
 from jrlhf.models.hf import load_hf as load_hf
 from jrlhf.models.hf import read_config as read_config
+from jrlhf.models.hf.presets import PRESETS as PRESETS
 from jrlhf.models.init import init_lm as init_lm
 from jrlhf.models.init import init_scalar as init_scalar
 from jrlhf.models.init import init_sharded as init_sharded
@@ -29,7 +28,8 @@ from jrlhf.models.lora import lora_shardings as lora_shardings
 from jrlhf.models.lora import merge as merge
 from jrlhf.models.modules import Int8 as Int8
 from jrlhf.models.params import param_shardings as param_shardings
-from jrlhf.models.presets import PRESETS as PRESETS
 from jrlhf.models.quantize import int8_error as int8_error
 from jrlhf.models.quantize import int8_shardings as int8_shardings
 from jrlhf.models.quantize import to_int8 as to_int8
+from jrlhf.models.scalars import make_scores as make_scores
+from jrlhf.models.scalars import make_values as make_values

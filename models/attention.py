@@ -1,6 +1,5 @@
 """Rotary positions and causal attention: of whole sequences, and of one token against a key-value cache."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,7 +12,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from jrlhf.kernels.logprob.common import target_platform
-from jrlhf.models.config import ModelConfig, RopeScaling
+from jrlhf.models.config.decoder import ModelConfig
+from jrlhf.models.config.rope import RopeScaling, scaled
 from jrlhf.models.remat import named
 from jrlhf.models.splash import LANES, splash_attention
 from jrlhf.models.splash import supports as splash_supports
@@ -34,19 +34,6 @@ def rotation(positions: Int[Array, "B T"], head_dim: int, theta: float, scaling:
         frequencies = scaled(frequencies, scaling)
     angles = positions.astype(jnp.float32)[:, :, None] * frequencies[None, None, :]
     return jnp.cos(angles), jnp.sin(angles)
-
-
-def scaled(frequencies: Float[Array, "H//2"], scaling: RopeScaling) -> Float[Array, "H//2"]:
-    """Rotary frequencies, lowered as `RopeScaling` describes."""
-    lowered = frequencies / scaling.factor
-    low, high, original = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_positions
-    if low is None or high is None or original is None:
-        return lowered
-    # The number of turns of a pair within the positions of pretraining: pairs with at most `low` are lowered, those
-    # with at least `high` are not.
-    turns = original * frequencies / (2 * math.pi)
-    share = jnp.clip((turns - low) / (high - low), 0, 1)
-    return (1 - share) * lowered + share * frequencies
 
 
 def layer_rotations(positions: Int[Array, "B T"], config: ModelConfig) -> tuple[Rotation | None, Rotation | None]:

@@ -10,9 +10,9 @@ from functools import partial
 import numpy as np
 from jaxtyping import Int
 
-from jrlhf.models.config import ModelConfig
+from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.lora import LoRAConfig, adapter_weights
-from jrlhf.models.params import HeadKind, weights
+from jrlhf.models.weights import HeadKind, weights
 
 Lengths = Int[np.ndarray, "B"]  # tokens of each row
 

@@ -1,4 +1,4 @@
-"""Training and scoring: log-probabilities, values and scores of given tokens.
+"""Training and scoring: log-probabilities of given tokens. `scalars.py` has values and scores.
 
 Each function is one `jax.shard_map` over all mesh axes, of a `ShardedForward`. It is not jitted: it composes with jit
 and grad. Every factory takes `ForwardOptions`, or their fields as keywords, or both.
@@ -25,12 +25,13 @@ from jrlhf.kernels.logprob.api import Implementation
 from jrlhf.meshes import AXES, GENERATE, Layout, gather
 from jrlhf.models.attention import AttentionImplementation, attention, layer_rotations, of_layer
 from jrlhf.models.collectives import TENSOR, check_rows, lookup, own_rows, place, total, vary
-from jrlhf.models.config import ModelConfig
+from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.lora import LoRAConfig, lora_shardings, with_adapter
 from jrlhf.models.modules import NO_ADAPTERS, Adapters, Block, Norm, dequantised, has_int8, scaled_embeddings
-from jrlhf.models.params import HeadKind, Params, layer_axes, model_axes, param_shardings, spec_tree, split_arguments
+from jrlhf.models.params import Params, layer_axes, model_axes, param_shardings, spec_tree, split_arguments
 from jrlhf.models.quantize import int8_shardings
 from jrlhf.models.remat import Remat, named, policy
+from jrlhf.models.weights import HeadKind
 
 
 @dataclass(frozen=True)
@@ -262,13 +263,6 @@ class ShardedForward:
         """This device's rows -> all rows that share its slice of the vocabulary."""
         return rows if self.layout.tensor_parallel else lax.all_gather(rows, TENSOR, tiled=True)
 
-    @jax.named_scope("head")
-    def scalars(self, params: Params, hidden: Float[Array, "B *T D"]) -> Float[Array, "B *T"]:
-        """The scalar head, in float32."""
-        head = jax.tree.map(self.load, params["value_head"], self.axes["value_head"])
-        exact: Any = {"precision": lax.Precision.HIGHEST}  # else TPUs round to bfloat16 and GPUs to TF32
-        return jnp.einsum("...d,d->...", hidden.astype(jnp.float32), head["kernel"], **exact) + head["bias"]
-
 
 def _at(x: Float[Array, "B T *D"], index: Int[Array, "B S"]) -> Float[Array, "B S *D"]:
     """Each row at its own positions, which must differ from each other; 0 where there is no such position."""
@@ -278,7 +272,6 @@ def _at(x: Float[Array, "B T *D"], index: Int[Array, "B S"]) -> Float[Array, "B 
 
 
 DEFAULTS = ForwardOptions()
-_OF_TOKENS = ("temperature", "implementation", "span")
 
 
 def make_logprobs(
@@ -358,7 +351,9 @@ def make_logprobs_with_base(
     half is adapted: the base's weights are read, dequantized from int8 and compiled once. For scoring only: a gradient
     would reach the base's half in vain, so `remat` is not used.
     """
-    options = replace(_accepted(options, keywords, "remat"), lora=lora, remat="full")
+    if "remat" in keywords:
+        raise TypeError("unexpected keyword argument 'remat': it would have no effect here")
+    options = replace(options, **keywords, lora=lora, remat="full")
     forward = ShardedForward(config, mesh, GENERATE, "lm", options)
 
     def local(params, tokens, starts=None):
@@ -368,42 +363,3 @@ def make_logprobs_with_base(
         return logprobs[:count], entropy[:count], logprobs[count:]
 
     return forward.shard(local)
-
-
-def make_values(
-    config: ModelConfig, mesh: Mesh | AbstractMesh, layout: Layout, options: ForwardOptions = DEFAULTS, **keywords: Any
-) -> Callable[..., Float[Array, "B T+1"]]:
-    """Builds f(params, tokens [B, T]) -> values [B, T + 1], float32.
-
-    values[:, t] is V before token t: the head's output at t - 1, and 0 at t = 0; values[:, T] is V after the last
-    token. Parameters as `init_scalar`; the rest as in `make_logprobs`.
-    """
-    forward = ShardedForward(config, mesh, layout, "scalar", _accepted(options, keywords, *_OF_TOKENS))
-
-    def local(params, tokens):
-        return jnp.pad(forward.scalars(params, forward.hidden(params, tokens)), ((0, 0), (1, 0)))
-
-    return forward.shard(local)
-
-
-def make_scores(
-    config: ModelConfig, mesh: Mesh | AbstractMesh, layout: Layout, options: ForwardOptions = DEFAULTS, **keywords: Any
-) -> Callable[..., Float[Array, "B"]]:
-    """Builds f(params, tokens [B, T], lengths [B]) -> scores [B], float32: the head's output at position length - 1.
-
-    lengths: each row's real tokens, at least 1. Parameters as `init_scalar`; the rest as in `make_logprobs`.
-    """
-    forward = ShardedForward(config, mesh, layout, "scalar", _accepted(options, keywords, *_OF_TOKENS))
-
-    def local(params, tokens, lengths):
-        last = jax.vmap(lambda row, length: row[length - 1])(forward.hidden(params, tokens), lengths)
-        return forward.scalars(params, last)
-
-    return forward.shard(local)
-
-
-def _accepted(options: ForwardOptions, keywords: dict[str, Any], *unused: str) -> ForwardOptions:
-    """The options with these keywords, among them none that the function does not use."""
-    for name in keywords.keys() & set(unused):
-        raise TypeError(f"unexpected keyword argument {name!r}: it would have no effect here")
-    return replace(options, **keywords)

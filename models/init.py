@@ -10,8 +10,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PRNGKeyArray
 
 from jrlhf.meshes import TRAIN
-from jrlhf.models.config import ModelConfig
-from jrlhf.models.params import HeadKind, Params, WeightInfo, made_in_place, nested, param_shardings, weights
+from jrlhf.models.config.decoder import ModelConfig
+from jrlhf.models.params import Params, made_in_place, nested, param_shardings
+from jrlhf.models.weights import HeadKind, WeightInfo, weights
 
 
 def init_lm(config: ModelConfig, key: PRNGKeyArray) -> Params:

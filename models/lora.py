@@ -21,10 +21,12 @@ from jaxtyping import Array, PRNGKeyArray
 
 from jrlhf.meshes import AXES, GENERATE, lies_elsewhere
 from jrlhf.models.collectives import vary
-from jrlhf.models.config import ModelConfig, positive
+from jrlhf.models.config.checks import positive
+from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.init import draw
 from jrlhf.models.modules import Adapters, Int8, dequantised
-from jrlhf.models.params import PROJECTIONS, HeadKind, Init, Params, WeightInfo, nested, stored, weights
+from jrlhf.models.params import Params, nested, stored
+from jrlhf.models.weights import PROJECTIONS, HeadKind, Init, WeightInfo, weights
 
 
 @dataclass(frozen=True)

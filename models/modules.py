@@ -1,6 +1,6 @@
 """The decoder's layers as Flax NNX modules: a thin shell around weights that says how a block computes.
 
-Weights are plain nested dicts (`params.py` lists them). `forward.py` and `generation` put a `Block` around one layer's
+Weights are plain nested dicts (`weights.py` lists them). `forward.py` and `generation` put a `Block` around one layer's
 weights where they compute it; nothing is ever mutated. The same block runs with whole weights and with one device's
 slice of the heads and the mlp: the sizes come from the weights.
 """
@@ -19,7 +19,7 @@ from jaxtyping import Int8 as Integers
 
 from jrlhf.models.attention import Rotation, rotate
 from jrlhf.models.collectives import total, vary
-from jrlhf.models.config import Activation, ModelConfig
+from jrlhf.models.config.decoder import Activation, ModelConfig
 from jrlhf.models.remat import named
 
 # (query [B, T, N, H], key and value [B, T, K, H]) -> (output [B, T, N, H], anything for the caller, such as a cache)
@@ -194,7 +194,7 @@ class Attention(Module):
 
         If they are fewer than the devices, each device holds them all and uses one, which serves all its queries.
         """
-        local_heads, group = self.wq.shape[1], self.config.heads // self.config.kv_heads
+        local_heads, group = self["wq"].shape[1], self.config.heads // self.config.kv_heads
         if weight.shape[axis] * group == local_heads:
             return weight
         head = lax.axis_index("tensor") * local_heads // group

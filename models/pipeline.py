@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 
 from jrlhf.meshes import Layout, transfer
 from jrlhf.meshes.pipeline import SCHEDULES, ScheduleName, Step, Table
-from jrlhf.models.config import ModelConfig
+from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.forward import ForwardOptions, ShardedForward
 from jrlhf.models.lora import base_on
 from jrlhf.models.params import Params

@@ -17,7 +17,8 @@ from jax.tree_util import keystr
 from jaxtyping import Array, Bool, Float
 
 from jrlhf.models.modules import Int8, dequantised, is_int8
-from jrlhf.models.params import INPUTS, Params
+from jrlhf.models.params import Params
+from jrlhf.models.weights import INPUTS
 
 
 def to_int8(params: Params, *, donate: bool = False) -> Params:

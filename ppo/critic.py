@@ -6,23 +6,46 @@ passes would repeat theirs. Here each model runs forward once and backward once.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from jrlhf.ppo.algorithms import PPOConfig
-from jrlhf.ppo.config import PolicyConfig
-from jrlhf.ppo.experience import make_experience, sequence_kl, update_kl
+from jrlhf.ppo.config.algorithms import PPOConfig
+from jrlhf.ppo.config.policy import PolicyConfig
+from jrlhf.ppo.experience import sequence_kl, update_kl
 from jrlhf.ppo.masked import masked_sum, masked_variance
 from jrlhf.ppo.steps import LogprobFn, SumsFn, actor_update
-from jrlhf.ppo.types import Coefficient, Experience, Logprobs, PPOState, Rollout, Scores, TrainState
+from jrlhf.ppo.token_advantages import make_experience
+from jrlhf.ppo.types import Coefficient, Experience, KLState, Logprobs, Rollout, Scores, TrainState, on_mesh_of
 from jrlhf.ppo.updates import Metrics, Pipeline, Updates, check_output, finish, make_step, run_updates
 
 PyTree = Any
 ResponseLogprobFn = Callable[[PyTree, Array, Array], tuple[Float[Array, "B T"], Float[Array, "B T"]]]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PPOState:
+    """The state that `make_ppo_step` updates."""
+
+    actor: TrainState
+    critic: TrainState
+    kl: KLState
+
+    @classmethod
+    def create(cls, actor: TrainState, critic: TrainState, *, kl_coef: float) -> Self:
+        """Returns a fresh state whose KL coefficient starts at `kl_coef`.
+
+        Raises ValueError if actor and critic hold the same arrays: a step would free them twice.
+        """
+        arrays = [{id(leaf) for leaf in jax.tree.leaves(state)} for state in (actor, critic)]
+        if arrays[0] & arrays[1]:
+            raise ValueError("actor and critic hold the same arrays: give one a copy, jax.tree.map(jnp.copy, params)")
+        return cls(actor, critic, KLState(on_mesh_of(actor.params, jnp.asarray(kl_coef, jnp.float32))))
 
 
 class ValueFn(Protocol):

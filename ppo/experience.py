@@ -18,7 +18,7 @@ Shared arguments:
     kl_coef: beta, `state.kl.coef` of a `PPOState`. If the KL is in the loss, the experience carries it there.
 All functions raise ValueError for arrays whose shapes do not fit, and for None where the config needs log-probs.
 
-With `config.corrections` the experience has weights of the policy loss, `losses.importance_weights` of pi_old /
+With `config.corrections` the experience has weights of the policy loss, `off_policy.importance_weights` of pi_old /
 pi_rollout, for a rollout whose numbers or weights differ from the trainer's (verl's rollout_correction). A token or row
 of weight 0 keeps its place in returns, values, whitening and the statistics of its group; verl removes it from the
 response mask first, and with it, from PPO's returns, a score at a masked last token. With `config.whiten_rewards` PPO
@@ -29,51 +29,25 @@ exclude such rows from the loss, but not their scores from the group's statistic
 score, cost or baseline is not finite: it cannot teach, and whitening would carry its NaN to every other row.
 """
 
-from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from functools import partial
-from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
-from jrlhf.meshes.rows import row_axes
-from jrlhf.ppo.advantages import gae, group_advantages, group_spread, returns_to_go
-from jrlhf.ppo.algorithms import GRPOConfig, PPOConfig, ReinforcePPConfig, ReMaxConfig
-from jrlhf.ppo.config import PolicyConfig
-from jrlhf.ppo.losses import LOG_RATIO_LIMIT, importance_weights, kl_estimate
+from jrlhf.ppo.advantages import group_advantages, group_spread
+from jrlhf.ppo.config.algorithms import GRPOConfig
+from jrlhf.ppo.config.policy import PolicyConfig
+from jrlhf.ppo.losses import kl_estimate
 from jrlhf.ppo.masked import (
     last_token_mask,
-    masked_extremes,
     masked_mean,
     masked_sum,
-    masked_variance,
     masked_whiten,
     response_mask,
+    spread,
 )
+from jrlhf.ppo.off_policy import importance_metrics, importance_weights
 from jrlhf.ppo.types import Coefficient, Experience, KLState, Logprobs, Rollout, Scored, Scores
-
-
-def make_experience(
-    rollout: Rollout,
-    scores: Scores,
-    old_logprobs: Logprobs | None,
-    ref_logprobs: Logprobs | None,
-    values: Float[Array, "B T"],
-    *,
-    config: PPOConfig,
-    kl_coef: Coefficient,
-    bootstrap_values: Float[Array, "B"] | None = None,
-) -> Experience:
-    """PPO's experience: advantages and returns by `advantages.gae` from a critic.
-
-    values: the critic's (`[:, t]` before the token at t).
-    bootstrap_values: V after each row's last token. Needed for `truncation="bootstrap"`, read in rows cut off.
-    """
-    experience = rewarded(Scored(rollout, scores, old_logprobs, ref_logprobs, kl_coef), config)
-    experience = with_critic(experience, values, bootstrap_values, config)
-    return with_advantages(experience, experience.advantages, config)
 
 
 def make_group_experience(
@@ -101,71 +75,6 @@ def make_group_experience(
         mask=jnp.any(mask, axis=1),
     )
     return with_advantages(experience, jnp.where(mask, advantages[:, None], 0), config)
-
-
-def make_return_experience(
-    rollout: Rollout,
-    scores: Scores,
-    old_logprobs: Logprobs | None,
-    ref_logprobs: Logprobs | None,
-    baselines: Float[Array, "B"] | None = None,
-    *,
-    config: ReinforcePPConfig | ReMaxConfig,
-    kl_coef: Coefficient,
-) -> Experience:
-    """The experience of REINFORCE++ and ReMax: A_t = `advantages.returns_to_go` - baselines[b].
-
-    baselines: one for all tokens of a row. ReMax needs it: the score of the greedy response to the row's prompt.
-        REINFORCE++ has none.
-    """
-    if baselines is None and isinstance(config, ReMaxConfig):
-        raise ValueError("baselines=None: ReMax needs the greedy responses' scores")
-    _check_shapes(rollout.prompt_lengths.shape, baselines=baselines)
-    scored = Scored(rollout, scores, old_logprobs, ref_logprobs, kl_coef)
-    experience = rewarded(scored, config, other_scores=baselines)
-    mask = experience.response_mask
-    batched = jax.vmap(partial(returns_to_go, discount=config.discount))
-    advantages = batched(_learned_rewards(experience, config), mask)
-    if baselines is not None:
-        advantages = jnp.where(mask, advantages - baselines.astype(jnp.float32)[:, None], 0)
-    return with_advantages(experience, advantages, config)
-
-
-def make_custom_experience(
-    rollout: Rollout,
-    scores: Scores,
-    old_logprobs: Logprobs | None,
-    ref_logprobs: Logprobs | None,
-    *others: Any,
-    advantages: Callable[..., Array | Mapping[str, Array]],
-    config: PolicyConfig,
-    kl_coef: Coefficient,
-) -> Experience:
-    """The experience of a user's own algorithm: A = `advantages(experience, config, *others)`.
-
-    advantages: a function of the experience so far, whose advantages are 0 and which has no values or returns. It
-        returns the advantages of rows [B] or of tokens [B, T], or a mapping with several of an experience's fields,
-        such as a critic's `values` and `returns`. Where the mesh's axes are Explicit, they are Auto inside it.
-    others: further arrays for it, with one entry for each row.
-
-    The results are read at response tokens only; advantages are whitened with `config.whiten_advantages`.
-    """
-    experience = rewarded(Scored(rollout, scores, old_logprobs, ref_logprobs, kl_coef), config)
-    mask, rows = experience.response_mask, row_axes(rollout.tokens)
-
-    def computed(experience: Experience, *others: Any) -> dict[str, Array]:
-        result = advantages(experience, config, *others)
-        named = dict(result) if isinstance(result, Mapping) else {"advantages": result}
-        for name, x in named.items():
-            if x.shape not in (mask.shape, mask.shape[:1]):
-                raise ValueError(f"{name} has shape {x.shape}: it must be {mask.shape[:1]} or {mask.shape}")
-        return {name: _within(experience.response_mask, x.reshape(len(x), -1)) for name, x in named.items()}
-
-    auto: Any = computed
-    if rows is not None:
-        auto = jax.sharding.auto_axes(computed, out_sharding=jax.P(rows))
-    experience = replace(experience, **auto(experience, *others))
-    return with_advantages(experience, experience.advantages, config)
 
 
 def sequence_kl(experience: Experience) -> Float[Array, ""]:
@@ -223,18 +132,18 @@ def experience_metrics(experience: Experience, samples: int | None = None) -> di
     all_rows = jnp.ones_like(learned)
     gap = jnp.where(mask, jnp.abs(experience.logprobs - experience.old_logprobs), 0)
     metrics = {
-        **_spread("critic/score", experience.scores, jnp.isfinite(experience.scores)),
+        **spread("critic/score", experience.scores, jnp.isfinite(experience.scores)),
         "critic/score/nonfinite": jnp.sum(~jnp.isfinite(experience.scores), dtype=jnp.float32),
-        **_spread("critic/rewards", masked_sum(experience.rewards, mask, axis=1), learned),
-        **_spread("critic/advantages", experience.advantages, mask),
+        **spread("critic/rewards", masked_sum(experience.rewards, mask, axis=1), learned),
+        **spread("critic/advantages", experience.advantages, mask),
     }
     for name, x in (("returns", experience.returns), ("values", experience.values)):
         if x is not None:
-            metrics |= _spread(f"critic/{name}", x, mask)
+            metrics |= spread(f"critic/{name}", x, mask)
     metrics |= {
-        **_spread("response_length", experience.response_lengths.astype(jnp.float32), all_rows),
+        **spread("response_length", experience.response_lengths.astype(jnp.float32), all_rows),
         "response_length/clip_ratio": jnp.mean(~experience.finished, dtype=jnp.float32),
-        **_spread("prompt_length", experience.prompt_lengths.astype(jnp.float32), all_rows),
+        **spread("prompt_length", experience.prompt_lengths.astype(jnp.float32), all_rows),
         "objective/entropy": masked_mean(masked_sum(-experience.old_logprobs, mask, axis=1), learned),
         "rollout/logprob_gap_mean": masked_mean(gap, mask),
         "rollout/logprob_gap_max": jnp.max(gap),
@@ -248,42 +157,8 @@ def experience_metrics(experience: Experience, samples: int | None = None) -> di
         metrics["group/zero_std"] = jnp.mean(equal, dtype=jnp.float32)
         metrics["group/score_std"] = jnp.mean(std)
     if experience.importance is not None:
-        metrics |= _importance_metrics(experience, experience.importance)
+        metrics |= importance_metrics(experience, experience.importance)
     return metrics
-
-
-def _importance_metrics(experience: Experience, weights: Array) -> dict[str, Array]:
-    mask = experience.response_mask
-    spread = _spread("rollout_corr/rollout_is", weights, mask)
-    mean = masked_mean(weights, mask)
-    d = jnp.where(mask, experience.old_logprobs - experience.logprobs, 0)
-    return {
-        **{name.replace("is/", "is_"): x for name, x in spread.items()},
-        "rollout_corr/rollout_is_std": jnp.sqrt(masked_variance(weights, mask)),
-        "rollout_corr/rollout_is_eff_sample_size": mean**2 / jnp.maximum(masked_mean(weights**2, mask), 1e-20),
-        "rollout_corr/kl": masked_mean(-d, mask),
-        "rollout_corr/k3_kl": masked_mean(jnp.expm1(jnp.minimum(d, LOG_RATIO_LIMIT)) - d, mask),
-    }
-
-
-def age_metrics(experience: Experience, ages: Int[Array, "B T"]) -> dict[str, Float[Array, ""]]:
-    """Metrics of tokens drawn by weights `ages` versions before those that learn, under verl's names where it has one.
-
-    Of the rows that count: training/off_policy/trajectory_spans, the versions from a row's oldest to its newest token,
-    both included; trajectory_staleness and trajectory_staleness_worst, the ages of its newest and of its oldest token.
-    Of response tokens: training/off_policy/token_staleness. Mean, max and min of all.
-    """
-    mask = experience.response_mask
-    ages = ages.astype(jnp.float32)
-    newest = jnp.min(jnp.where(mask, ages, jnp.inf), axis=1)
-    oldest = jnp.max(jnp.where(mask, ages, -jnp.inf), axis=1)
-    rows = jnp.any(mask, axis=1)
-    return {
-        **_spread("training/off_policy/trajectory_spans", oldest - newest + 1, rows),
-        **_spread("training/off_policy/trajectory_staleness", newest, rows),
-        **_spread("training/off_policy/trajectory_staleness_worst", oldest, rows),
-        **_spread("training/off_policy/token_staleness", ages, mask),
-    }
 
 
 def rewarded(
@@ -302,7 +177,7 @@ def rewarded(
     if ref_logprobs is None and config.needs_reference:
         raise ValueError(f"ref_logprobs=None: they are needed with config.kl_coef={config.kl_coef:g}")
     arrays = {"rollout.logprobs": rollout.logprobs, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
-    _check_shapes((rows, time), **arrays)
+    check_shapes((rows, time), **arrays)
 
     mask = response_mask(rollout.prompt_lengths, rollout.response_lengths, time)
     placed, scores = _placed(scored.scores, mask)
@@ -314,10 +189,10 @@ def rewarded(
     if config.truncation == "mask":
         finite &= rollout.finished
     mask &= finite[:, None]
-    old_logprobs = _within(mask, old_logprobs)
+    old_logprobs = within(mask, old_logprobs)
     rewards = jnp.where(mask, placed, 0)
     if ref_logprobs is not None:
-        ref_logprobs = _within(mask, ref_logprobs)
+        ref_logprobs = within(mask, ref_logprobs)
         if config.kl_in == "reward":
             kl = kl_estimate(old_logprobs, ref_logprobs, config.kl_estimator)
             rewards = jnp.where(mask, placed + kl_sign * scored.kl_coef * kl, 0)
@@ -344,39 +219,12 @@ def rewarded(
 def _placed(scores: Array, mask: Bool[Array, "B T"]) -> tuple[Float[Array, "B T"], Float[Array, "B"]]:
     """Scores of whole responses or of tokens: at the tokens where they count, and of the responses."""
     rows, time = mask.shape
-    _check_shapes((rows,) if scores.ndim < 2 else (rows, time), scores=scores)
+    check_shapes((rows,) if scores.ndim < 2 else (rows, time), scores=scores)
     scores = scores.astype(jnp.float32)
     if scores.ndim < 2:
         return jnp.where(last_token_mask(mask), scores[:, None], 0), scores
     placed = jnp.where(mask, scores, 0)
     return placed, jnp.sum(placed, axis=1)
-
-
-def with_critic(
-    experience: Experience, values: Array, bootstrap_values: Array | None, config: PPOConfig, *, prefix: str = ""
-) -> Experience:
-    """Adds the values of a critic, and the advantages and returns made from them."""
-    if config.truncation == "bootstrap" and bootstrap_values is None:
-        name = f"{prefix}bootstrap_values"
-        raise ValueError(f"truncation='bootstrap' needs {name}: pass them, or choose 'zero' or 'mask'")
-    _check_shapes(experience.tokens.shape, **{f"{prefix}values": values})
-    _check_shapes(experience.scores.shape, **{f"{prefix}bootstrap_values": bootstrap_values})
-    mask = experience.response_mask
-    values = _within(mask, values)
-    after = jnp.zeros_like(experience.scores)
-    if config.truncation == "bootstrap":
-        assert bootstrap_values is not None
-        after = jnp.where(experience.finished, 0, bootstrap_values.astype(jnp.float32))
-    batched = jax.vmap(partial(gae, discount=config.discount, lam=config.gae_lambda))
-    advantages, returns = batched(_learned_rewards(experience, config), values, mask, bootstrap_value=after)
-    return replace(experience, values=values, advantages=advantages, returns=returns)
-
-
-def _learned_rewards(experience: Experience, config: PolicyConfig) -> Float[Array, "B T"]:
-    """The rewards that advantages are computed from."""
-    if not config.whiten_rewards:
-        return experience.rewards
-    return masked_whiten(experience.rewards, experience.response_mask, shift_mean=False)
 
 
 def with_advantages(experience: Experience, advantages: Array, config: PolicyConfig) -> Experience:
@@ -386,15 +234,11 @@ def with_advantages(experience: Experience, advantages: Array, config: PolicyCon
     return replace(experience, advantages=advantages)
 
 
-def _within(mask: Array, x: Array) -> Array:
+def within(mask: Array, x: Array) -> Array:
     return jnp.where(mask, x.astype(jnp.float32), 0)
 
 
-def _spread(name: str, x: Array, mask: Array) -> dict[str, Array]:
-    return {f"{name}/{what}": number for what, number in masked_extremes(x, mask).items()}
-
-
-def _check_shapes(shape: tuple[int, ...], **arrays: Array | None) -> None:
+def check_shapes(shape: tuple[int, ...], **arrays: Array | None) -> None:
     for name, x in arrays.items():
         if x is not None and x.shape != shape:
             raise ValueError(f"{name} has shape {x.shape}, but the rollout's tokens ask for {shape}")

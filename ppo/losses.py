@@ -1,13 +1,12 @@
 """Losses of the policy and KL estimates, of one token. Callers reduce them with a mask and a global denominator."""
 
-import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
-from jrlhf.ppo.config import Aggregation, KLEstimator, PolicyConfig
+from jrlhf.ppo.config.policy import Aggregation, KLEstimator
 from jrlhf.ppo.masked import token_count
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) = 5e8: a larger ratio carries no information, and float32 would soon overflow
@@ -76,74 +75,6 @@ def cispo_loss(
     bounded = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     clipped = bounded != ratio
     return PolicyLoss(-bounded * advantages * logprobs, log_ratio, ratio, clipped, jnp.zeros_like(clipped))
-
-
-def proximal_logprobs(
-    logprobs: Float[Array, "*S"], rollout_logprobs: Float[Array, "*S"], ages: Int[Array, "*S"]
-) -> Float[Array, "*S"]:
-    """The log-probs of the weights one update before these, interpolated: no gradient, no forward pass.
-
-        log pi_prox = log pi_rollout + alpha (log pi - log pi_rollout)        alpha = 1 - 1 / max(age, 1)
-
-    AReaL's "loglinear" (A-3PO, arXiv:2512.06547): alpha = (v_prox - v_rollout) / (v - v_rollout) with v_prox = v - 1,
-    where a token's age is v - v_rollout. A token of age 0 or 1 keeps the rollout's number.
-    """
-    alpha = 1 - 1 / jnp.maximum(ages, 1).astype(jnp.float32)
-    return lax.stop_gradient(rollout_logprobs + alpha * (logprobs - rollout_logprobs))
-
-
-def importance_weights(
-    log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"], config: PolicyConfig
-) -> Float[Array, "B T"]:
-    """The weights of the policy loss for tokens that another policy drew; 0 outside `mask`, without a gradient.
-
-    With rho = exp(log_ratio) = pi_old / pi_rollout of a token, products and means over a response's n tokens:
-
-        w = min(rho, importance_cap)              importance "token": truncated importance sampling (verl's Token-TIS)
-        w = min(prod rho, importance_cap)         importance "sequence" (Seq-TIS)
-        w = 1                                     importance None
-
-    and w = 0 unless each of these that is set holds, bounds included:
-
-        low <= rho <= high                        mask_token (verl's token_k1; with importance "token" its IcePop)
-        low <= prod rho <= high                   mask_sequence (seq_sum_k1: Seq-MIS)
-        low <= (prod rho)^(1/n) <= high           mask_sequence_mean (seq_mean_k1: Geo-RS)
-        mean(rho - 1 - log rho) <= mask_k3        mask_k3 (seq_mean_k3: K3-RS)
-
-    (Names: verl 0.9, docs/algo/rollout_corr.md.) verl's k1 bounds are of 1 / rho: its "low_high" is [1/high, 1/low]
-    here. Log-ratios are clamped to +-20, as in verl. A token of weight 0 counts in all denominators, as in AReaL, so
-    that the others keep their part in the loss; verl removes it from the response mask, which raises theirs.
-
-    Elementwise, in any shape, unless something of a whole response is asked for.
-    """
-    log_ratio = jnp.where(mask, log_ratio, 0)
-
-    def clamped(x: Array) -> Array:
-        return jnp.clip(x, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-
-    def total(x: Array) -> Array:
-        return jnp.sum(x, axis=1, keepdims=True)
-
-    def mean(x: Array) -> Array:
-        return total(x) / token_count(mask, axis=1)[:, None]
-
-    weights = jnp.ones_like(log_ratio)
-    if config.importance is not None:
-        log_weight = log_ratio if config.importance == "token" else total(log_ratio)
-        weights = jnp.minimum(jnp.exp(clamped(log_weight)), config.importance_cap)
-    for bounds, reduce in (
-        (config.mask_token, lambda x: x),
-        (config.mask_sequence, total),
-        (config.mask_sequence_mean, mean),
-    ):
-        if bounds is not None:
-            low, high = (math.log(bound) if bound > 0 else -math.inf for bound in bounds)
-            statistic = reduce(clamped(log_ratio))
-            weights = jnp.where((low <= statistic) & (statistic <= high), weights, 0)
-    if config.mask_k3 is not None:
-        k3 = jnp.expm1(clamped(log_ratio)) - clamped(log_ratio)
-        weights = jnp.where(mean(k3) <= config.mask_k3, weights, 0)
-    return lax.stop_gradient(jnp.where(mask, weights, 0))
 
 
 def kl_estimate(

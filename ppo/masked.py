@@ -40,6 +40,11 @@ def masked_extremes(x: Float[Array, "*S"], mask: Bool[Array, "*S"]) -> dict[str,
     }
 
 
+def spread(name: str, x: Float[Array, "*S"], mask: Bool[Array, "*S"]) -> dict[str, Float[Array, ""]]:
+    """The `masked_extremes` as metrics `name/...`."""
+    return {f"{name}/{what}": number for what, number in masked_extremes(x, mask).items()}
+
+
 def masked_variance(x: Float[Array, "*S"], mask: Bool[Array, "*S"]) -> Float[Array, ""]:
     """Unbiased variance of `x` where `mask`, centred before it is squared; 0 for fewer than two elements."""
     count = jnp.sum(mask)

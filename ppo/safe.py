@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jrlhf.meshes.rows import whole
-from jrlhf.ppo.algorithms import SafeRLHFConfig
-from jrlhf.ppo.experience import rewarded, with_advantages, with_critic
+from jrlhf.ppo.config.algorithms import SafeRLHFConfig
+from jrlhf.ppo.experience import rewarded, with_advantages
+from jrlhf.ppo.token_advantages import with_critic
 from jrlhf.ppo.types import Coefficient, Experience, Logprobs, Rollout, Scored, Scores
 
 
@@ -79,7 +80,7 @@ def make_safe_experience(
     bootstrap_values: Float[Array, "B"] | None = None,
     cost_bootstrap_values: Float[Array, "B"] | None = None,
 ) -> tuple[Experience, Experience]:
-    """Safe RLHF's experiences: one stream of rewards and one of costs, each with its critic and its `advantages.gae`.
+    """Safe RLHF's experiences: one stream of rewards and one of costs, each with its critic and its `gae`.
 
         A = (A_reward - multiplier A_cost) / (1 + multiplier)
 

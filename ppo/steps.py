@@ -11,7 +11,6 @@ argument: weights that are not trained, such as the base under an adapter. It is
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -22,18 +21,18 @@ from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Int
 
 from jrlhf.meshes.rows import interleave
-from jrlhf.ppo.config import PolicyConfig, Ratio
-from jrlhf.ppo.experience import age_metrics
-from jrlhf.ppo.losses import (
-    LOG_RATIO_LIMIT,
-    cispo_loss,
+from jrlhf.ppo.config.policy import PolicyConfig, Ratio
+from jrlhf.ppo.losses import LOG_RATIO_LIMIT, cispo_loss, kl_estimate, loss_weights, policy_loss
+from jrlhf.ppo.masked import token_count
+from jrlhf.ppo.off_policy import (
+    WEIGHT_MEANS,
+    age_metrics,
     importance_weights,
-    kl_estimate,
-    loss_weights,
-    policy_loss,
     proximal_logprobs,
+    weight_shares,
+    weight_terms,
+    without_older,
 )
-from jrlhf.ppo.masked import masked_mean, token_count
 from jrlhf.ppo.types import Experience, SFTBatch, TrainState
 from jrlhf.ppo.updates import Metrics, Pipeline, Updates, check_output, make_step, run_updates
 
@@ -118,7 +117,7 @@ def make_actor_step(
     ("sequence-mean") of log pi / pi_old over its tokens, differentiated directly. (verl's GSPO writes
     sg[s] pi / sg[pi]: the same wherever the tokens of a response share one advantage.) With `old_logprobs="rollout"`
     rho is min(rho, importance_cap), without a gradient beyond the cap. With "interpolate" rho is pi / pi_prox of
-    `losses.proximal_logprobs` and the importance comes from pi_prox / pi_rollout, both in the step's own forward pass.
+    `off_policy.proximal_logprobs` and the importance comes from pi_prox / pi_rollout, both in its own forward pass.
 
     With `config.staleness` the importance of a token is 0 if more than this number of updates lie between the weights
     that drew it and `state.step`. Tokens of weight 0 count in every denominator, in entropy and KL, but not in the
@@ -183,7 +182,7 @@ def actor_update(
         return loss, {name: x / count if name in _TOKEN_MEANS else x for name, x in metrics.items()}
 
     weighed = bool(config.corrections) and config.old_logprobs == "interpolate"  # in the loss, not in the experience
-    optional = {"kl_loss": kl_in_loss, "ptx_loss": bool(config.ptx_coef), **dict.fromkeys(_WEIGHT_MEANS, weighed)}
+    optional = {"kl_loss": kl_in_loss, "ptx_loss": bool(config.ptx_coef), **dict.fromkeys(WEIGHT_MEANS, weighed)}
     names = tuple(name for name in _METRICS if optional.get(name, True))
     target_kl = config.target_kl
     veto = None if target_kl is None else lambda metrics: metrics["approx_kl"] > target_kl
@@ -198,7 +197,7 @@ def actor_update(
             )
         ages = experience.ages(state.step)
         if config.staleness is not None:
-            experience = _without_older(experience, ages, config.staleness)
+            experience = without_older(experience, ages, config.staleness)
         rows, weighted = _actor_rows(experience, texts, kl_in_loss), Partial(weigh, experience.kl_coef)
         if config.old_logprobs == "interpolate":
             rows = rows._replace(ages=ages)
@@ -207,7 +206,7 @@ def actor_update(
         means = {name: value for name, value in run.means.items() if name != "ratio_gap"}
         metrics = {name if "/" in name else f"actor/{name}": value for name, value in means.items()}
         if experience.importance is not None and not weighed:
-            metrics |= _shares(experience.importance, experience.response_mask, config)
+            metrics |= weight_shares(experience.importance, experience.response_mask, config)
         if experience.versions is not None:
             metrics |= age_metrics(experience, ages)
         metrics["actor/initial_ratio_gap"] = run.first["ratio_gap"]
@@ -217,12 +216,8 @@ def actor_update(
 
 
 # Metrics that are means over tokens. The weights of the other two already contain their denominators.
-_WEIGHT_MEANS = tuple(
-    f"rollout_corr/{name}"
-    for name in ("rollout_is_mean", "rollout_is_ratio_fraction_high", "rollout_rs_masked_fraction")
-)
 _TOKEN_MEANS = "entropy", "ppo_kl", "approx_kl", "ratio", "ratio_gap", "kl_loss", "pg_clipfrac", "pg_clipfrac_lower"
-_TOKEN_MEANS += _WEIGHT_MEANS
+_TOKEN_MEANS += WEIGHT_MEANS
 _METRICS = (*_TOKEN_MEANS, "pg_loss", "ptx_loss")
 
 
@@ -244,29 +239,6 @@ def _actor_rows(experience: Experience, texts: SFTBatch | None, kl_in_loss: bool
         None if texts is None else texts.tokens,
         None if texts is None else texts.loss_mask,
     )
-
-
-def _without_older(experience: Experience, ages: Array, staleness: int) -> Experience:
-    """The experience with weight 0 for tokens whose age exceeds the bound."""
-    weights = experience.importance
-    if weights is None:
-        weights = experience.response_mask.astype(jnp.float32)
-    return replace(experience, importance=jnp.where(ages <= staleness, weights, 0))
-
-
-def _shares(weights: Array, mask: Array, config: PolicyConfig) -> Metrics:
-    """The shares of a batch's tokens, and of its rows, that weights truncate or leave out."""
-    _, *terms = _weight_terms(weights, config).items()
-    rows = jnp.any(mask & (weights == 0), axis=1).astype(jnp.float32)
-    masked = masked_mean(rows, jnp.any(mask, axis=1))
-    return {name: masked_mean(x, mask) for name, x in terms} | {"rollout_corr/rollout_rs_seq_masked_fraction": masked}
-
-
-def _weight_terms(weights: Array, config: PolicyConfig) -> dict[str, Array]:
-    """The _WEIGHT_MEANS of each token: its weight, whether it is truncated, whether it is 0."""
-    cap = math.inf if config.importance is None else config.importance_cap
-    terms = (weights, (weights >= cap).astype(jnp.float32), (weights == 0).astype(jnp.float32))
-    return dict(zip(_WEIGHT_MEANS, terms, strict=True))
 
 
 def _weighted(config: PolicyConfig, kl_coef: Array | None, rows: ActorRows) -> TokenRows:
@@ -333,7 +305,7 @@ def _policy_terms(
         ref_logprobs = jnp.where(rows.mask, rows.ref_logprobs, 0)
         metrics["kl_loss"] = kl_estimate(logprobs, ref_logprobs, config.kl_estimator)
     if weights is not None:
-        metrics |= _weight_terms(weights, config)
+        metrics |= weight_terms(weights, config)
     metrics = {name: jnp.where(rows.mask, x, 0) for name, x in metrics.items()}
     loss = metrics["pg_loss"]
     if config.entropy_coef:  # otherwise the entropy's gradient is not computed

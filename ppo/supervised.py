@@ -20,8 +20,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jrlhf.meshes.by_length import ByLength, row_ends
 from jrlhf.meshes.rows import check_divisible, groups, interleave
-from jrlhf.ppo.algorithms import DPOConfig
-from jrlhf.ppo.config import check_one_division
+from jrlhf.ppo.config.algorithms import DPOConfig
+from jrlhf.ppo.config.policy import check_one_division
 from jrlhf.ppo.masked import masked_sum, token_count
 from jrlhf.ppo.steps import LogprobFn
 from jrlhf.ppo.types import SFTBatch, TrainState

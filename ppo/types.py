@@ -81,7 +81,7 @@ class Experience(Rollout):
     rewards: Float[Array, "B T"]  # score at the last response token; minus the KL penalty at each where it is a reward
     advantages: Float[Array, "B T"]  # whitened with `config.whiten_advantages`
     returns: Float[Array, "B T"] | None  # the critic's targets: unwhitened advantages + values
-    importance: Float[Array, "B T"] | None = None  # weights of the policy loss: see `losses.importance_weights`
+    importance: Float[Array, "B T"] | None = None  # weights of the policy loss: see `off_policy.importance_weights`
     kl_coef: Float[Array, ""] | None = None  # beta of the KL in the loss
 
 
@@ -100,7 +100,7 @@ class TrainState:
 
         (A scalar left on one device changes its sharding in the first step, so the second one would recompile.)
         """
-        return cls(params, *_on_mesh_of(params, (optimizer.init(params), jnp.zeros((), jnp.int32))))
+        return cls(params, *on_mesh_of(params, (optimizer.init(params), jnp.zeros((), jnp.int32))))
 
 
 @jax.tree_util.register_dataclass
@@ -113,27 +113,6 @@ class KLState:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class PPOState:
-    """The state that `make_ppo_step` updates."""
-
-    actor: TrainState
-    critic: TrainState
-    kl: KLState
-
-    @classmethod
-    def create(cls, actor: TrainState, critic: TrainState, *, kl_coef: float) -> Self:
-        """Returns a fresh state whose KL coefficient starts at `kl_coef`.
-
-        Raises ValueError if actor and critic hold the same arrays: a step would free them twice.
-        """
-        arrays = [{id(leaf) for leaf in jax.tree.leaves(state)} for state in (actor, critic)]
-        if arrays[0] & arrays[1]:
-            raise ValueError("actor and critic hold the same arrays: give one a copy, jax.tree.map(jnp.copy, params)")
-        return cls(actor, critic, KLState(_on_mesh_of(actor.params, jnp.asarray(kl_coef, jnp.float32))))
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
 class SFTBatch:
     """Text to imitate."""
 
@@ -141,7 +120,7 @@ class SFTBatch:
     loss_mask: Bool[Array, "B T"]  # tokens to learn; index 0 has no log-probability and never counts
 
 
-def _on_mesh_of(params: PyTree, tree: PyTree) -> PyTree:
+def on_mesh_of(params: PyTree, tree: PyTree) -> PyTree:
     """Replicates the leaves of `tree` that are on no mesh over the mesh of `params`, if that has one."""
 
     def sharding(x: Any) -> Any:

@@ -22,7 +22,7 @@ from jrlhf.algorithms.grpo import grpo
 from jrlhf.config import load_config
 from jrlhf.config.check import validate
 from jrlhf.config.stages import TITLES
-from jrlhf.models.presets import PRESETS
+from jrlhf.models.hf.presets import PRESETS
 from jrlhf.planning.plans import read_plan
 
 ROOT = Path(__file__).resolve().parents[1]

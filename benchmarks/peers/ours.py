@@ -16,7 +16,7 @@ from jrlhf.config.stages import OptimizerConfig
 from jrlhf.data.batches import Batch, key_for, put_rows, row_keys
 from jrlhf.meshes import make_mesh
 from jrlhf.models import ModelConfig, SamplingConfig, Schedule, export_hf, init_sharded, load_hf
-from jrlhf.models.params import HeadKind
+from jrlhf.models.weights import HeadKind
 from jrlhf.ppo import GRPOConfig, PPOConfig, Rollout, experience_metrics
 from jrlhf.roles.actor import Actor, Reference
 from jrlhf.roles.compiled import CompiledModel

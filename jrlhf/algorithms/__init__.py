@@ -1,6 +1,6 @@
 """The algorithms, each as the dataflow of one iteration, in a file of its own; and the types of their parameters.
 
-Their mathematics is in `ppo/`; their settings are the classes of `ppo/algorithms.py`, which describe them. A row of
+Their mathematics is in `ppo/`; their settings are described in `ppo/config/algorithms.py`. A row of
 `config/stages.py` names an algorithm's file. A dataflow's parameters name the roles that it needs and the values from
 which it starts: `prompts` are a `Batch`, `kl_coef` is the weight of the KL. A reference that is None is not needed. A
 dataflow returns the experience and the metrics of its updates. `registry.graph_of` traces it to the graph of its calls.
@@ -17,10 +17,10 @@ from jrlhf.rewards.mixture import Rewards as Rewards
 from jrlhf.roles.actor import Actor as Actor
 from jrlhf.roles.actor import Reference as Reference
 from jrlhf.roles.actor import policy_logprobs as policy_logprobs
+from jrlhf.roles.critic import Constraint as Constraint
 from jrlhf.roles.critic import CostCritic as CostCritic
 from jrlhf.roles.critic import Critic as Critic
 from jrlhf.roles.critic import FusedUpdate as FusedUpdate
-from jrlhf.roles.experience import Constraint as Constraint
 from jrlhf.roles.experience import ExperienceMaker as ExperienceMaker
 
 Number = float | Array

@@ -26,13 +26,24 @@ from jrlhf.meshes import Graph
 from jrlhf.models import SamplingConfig
 from jrlhf.ppo import DAPOConfig, PolicyConfig, SafeRLHFConfig
 from jrlhf.roles.early import EarlyActor
-from jrlhf.roles.initial import adamw
+from jrlhf.roles.initial import InitialModels, adamw, scalar_model
 from jrlhf.roles.model import Compute, Model
 from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.role import Offloader, Site
+from jrlhf.run.checkpoints import fingerprint_of
 from jrlhf.run.clock import Clock
 
 Trained = TypeVar("Trained", Actor, Critic, CostCritic)
+
+
+def algorithm_of(config: Config) -> PolicyConfig:
+    """The algorithm's settings, with those that the program fills in."""
+    asynchronous = config.rl.asynchronous
+    staleness = None if asynchronous is None else asynchronous.staleness
+    algorithm = replace(config.rl.algorithm, seed=config.seed, staleness=staleness)
+    if algorithm.aggregation == "constant" and algorithm.aggregation_divisor is None:
+        return replace(algorithm, aggregation_divisor=config.data.max_response)
+    return algorithm
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,27 @@ class RoleFactory:
     sampling: SamplingConfig
     placement: Callable[[str], RolePlacement]
     clock: Clock
+
+    def models(
+        self, initial: InitialModels, policy: Model, rewards: Rewards, graph: Graph
+    ) -> tuple[dict[str, Model], dict[str, str]]:
+        """The models of the policy's roles and the critics, where they are to be stored; digests of frozen ones.
+
+        The policy and the reward model that the run trained are moved last: the others are made from them.
+        """
+        models, identities, home = {}, {}, self.placement
+        if "reference" in graph.roles or "actor.logprobs_with_base" in (call.name for call in graph):
+            reference = initial.reference(policy)
+            identities["reference"] = reference.fingerprint()
+            models["reference"] = reference if reference.params is policy.base else home("reference").store(reference)
+        elif policy.base is not None:
+            identities["base"] = fingerprint_of(policy.base)
+        if self.config.rl.algorithm.has_critic:
+            models["critic"] = home("critic").store(initial.critic(policy, rewards.trained))
+            if "cost_critic" in graph.roles:
+                models["cost_critic"] = home("cost_critic").store(scalar_model(policy))
+        rewards.free_original()
+        return {"actor": home("actor").store(policy)} | models, identities
 
     def roles(
         self,

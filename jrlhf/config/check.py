@@ -16,7 +16,7 @@ from jrlhf.config.schema import (
 )
 from jrlhf.config.stages import ALGORITHMS
 from jrlhf.errors import UserError
-from jrlhf.models.config import ModelConfig
+from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.ppo.fields import default_of, without_effect
 
 

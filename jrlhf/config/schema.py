@@ -22,7 +22,7 @@ from jrlhf.config.stages import (
     SFTConfig,
     Stage,
 )
-from jrlhf.models.config import MOST_LAYERS
+from jrlhf.models.config.decoder import MOST_LAYERS
 from jrlhf.models.generation.schedule import Schedule
 from jrlhf.ppo.fields import LONGEST, Section, between, checked, count, natural, non_negative, only_if, positive
 

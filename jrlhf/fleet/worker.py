@@ -41,7 +41,7 @@ from jrlhf.models import (
     lora_shardings,
     param_shardings,
 )
-from jrlhf.models.config import RopeScaling
+from jrlhf.models.config.rope import RopeScaling
 from jrlhf.models.generation.continuous import Prompt
 from jrlhf.models.params import Params
 from jrlhf.roles.model import Architecture, Compute

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jrlhf.meshes.plan import LayoutName
 from jrlhf.models import ModelConfig
 from jrlhf.models.attention import AttentionImplementation, default_attention
-from jrlhf.models.params import PROJECTIONS
 from jrlhf.models.remat import Remat
+from jrlhf.models.weights import PROJECTIONS
 from jrlhf.planning.workload import RoleModel, Workload
 
 WIDE = 4  # bytes of a float32

@@ -18,7 +18,7 @@ from jrlhf.meshes.pipeline import SCHEDULES, ScheduleName, peak
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.models import LoRAConfig, ModelConfig, Schedule
 from jrlhf.models.lora import adapter_weights
-from jrlhf.models.params import HeadKind, WeightInfo, weights
+from jrlhf.models.weights import HeadKind, WeightInfo, weights
 from jrlhf.planning import activations
 from jrlhf.planning.activations import DEFAULT, WIDE, Arrays, Backend, Gradients, Phase
 from jrlhf.planning.moves import stored_alike

@@ -25,8 +25,8 @@ from jrlhf.models import ModelConfig, SamplingConfig, init_lm, make_generate, pa
 from jrlhf.models.attention import attention, layer_rotations, of_layer
 from jrlhf.models.collectives import TENSOR, lookup, total, vary
 from jrlhf.models.modules import NO_ADAPTERS, Block
-from jrlhf.models.params import HeadKind
 from jrlhf.models.remat import Remat, policy
+from jrlhf.models.weights import HeadKind
 from jrlhf.ppo.updates import apply_update, finish
 
 LAYERS = 4  # of a program: the cost of calling it is divided by as many

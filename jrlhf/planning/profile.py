@@ -24,8 +24,8 @@ from jrlhf.meshes.hardware import Cluster, Hardware
 from jrlhf.meshes.mesh import Device
 from jrlhf.meshes.plan import LayoutName
 from jrlhf.models import ModelConfig
-from jrlhf.models.params import HeadKind
 from jrlhf.models.remat import Remat
+from jrlhf.models.weights import HeadKind
 from jrlhf.planning import microbenchmarks
 from jrlhf.planning.candidates import powers_of_two
 from jrlhf.planning.moves import Group

@@ -17,8 +17,8 @@ from jrlhf.models import LoRAConfig, ModelConfig
 from jrlhf.models.flops import head_weights, layer_weights, lora_weights
 from jrlhf.models.hf import read_adapter_config
 from jrlhf.models.lora import adapter_weights
-from jrlhf.models.params import HeadKind
 from jrlhf.models.remat import Remat
+from jrlhf.models.weights import HeadKind
 
 # The layouts that a kind of call can use; the first is the usual one. A model that only waits is stored as it trains.
 LAYOUTS: dict[str, tuple[LayoutName, ...]] = {

@@ -19,7 +19,7 @@ from jrlhf.config.parse import classes_of, kinds_of
 from jrlhf.config.schema import DatasetsData, RewardConfig
 from jrlhf.config.stages import ALGORITHMS, TITLES
 from jrlhf.models.hf.files import CARD, PLOT, PROMPTING, SIGNATURE, check_file
-from jrlhf.models.params import HeadKind
+from jrlhf.models.weights import HeadKind
 from jrlhf.report.charts import Chart, Series
 from jrlhf.report.read import GOLD, SCORE, Record
 from jrlhf.report.sections import accuracy, results

@@ -5,7 +5,7 @@ If the model is an adapter, each function takes the base as one more argument at
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import jax
@@ -26,9 +26,8 @@ from jrlhf.models import (
 )
 from jrlhf.models.generation.continuous import ContinuousBatch
 from jrlhf.models.generation.decoding import Decoder
-from jrlhf.models.pipeline import PipelinePlacement, Stages
 from jrlhf.ppo import ByLength, PolicyConfig, PPOConfig, make_actor_step, make_critic_step, map_by_length, map_parts
-from jrlhf.ppo.updates import Pipeline, finish
+from jrlhf.ppo.updates import Pipeline
 from jrlhf.roles.model import Architecture, Compute
 
 Function = Callable[..., Any]  # its docstring tells the arguments and results
@@ -39,7 +38,7 @@ _shared = cache
 
 @dataclass(frozen=True)
 class CompiledModel:
-    """The functions of one architecture on one mesh; of a pipeline, what trains on its stages.
+    """The functions of one architecture on one mesh.
 
     Those that score or generate are jitted. The results of `train_*` are to be differentiated inside a jitted step.
     `span`, `temperature`: as in `make_logprobs`.
@@ -48,23 +47,11 @@ class CompiledModel:
     architecture: Architecture
     mesh: Mesh
     compute: Compute
-    pipeline: PipelinePlacement | None = None
 
     @property
-    def pipelines(self) -> tuple[Stages, ...]:
-        """The model in the stages of its training, in each of its pipelines; (): in one piece."""
-        if self.pipeline is None:
-            return ()
-        model, layout = self.architecture, self.architecture.layout(self.compute.train_layout)
-        shared = layout, self.compute.forward(model), self.pipeline.schedule
-        return tuple(Stages(model.config, groups, *shared) for groups in (self.pipeline.groups, *self.pipeline.copies))
-
-    @property
-    def _runs(self) -> Pipeline | None:
-        """Runs updates in stages. Those of a table of several models are handed on: a `JointUpdate` runs them."""
-        if self.pipeline is None or self.pipeline.schedule == "fused":
-            return self.pipeline and (lambda updates: updates)
-        return partial(finish, gradients_fn=self.pipelines[0].gradients)
+    def runs(self) -> Pipeline | None:
+        """Runs updates that are no single program."""
+        return None
 
     def train_logprobs(self, *, temperature: float = 1.0, span: int | None = None) -> Function:
         """(params, tokens) -> (logprobs, entropy). With `span` (params, tokens, starts)."""
@@ -89,7 +76,7 @@ class CompiledModel:
         """(state, experience) -> (state, metrics), jitted: the actor's updates. responses: their most tokens."""
         logprobs = self.train_logprobs(temperature=temperature)
         if not self.compute.fused_loss:
-            return make_actor_step(logprobs, optimizer, algorithm, pipeline=self._runs)
+            return make_actor_step(logprobs, optimizer, algorithm, pipeline=self.runs)
         # Texts that are imitated in addition are trained on from their first token.
         span = None if algorithm.ptx_coef else responses
         options = {"temperature": temperature, "span": span, "entropy_gradient": algorithm.entropy_coef != 0}
@@ -99,11 +86,11 @@ class CompiledModel:
             return sums(params, tokens, data, *others, starts=jnp.argmax(data.computed, axis=1))
 
         sums_fn = sums if span is None else of_responses
-        return make_actor_step(logprobs, optimizer, algorithm, sums_fn=sums_fn, pipeline=self._runs)
+        return make_actor_step(logprobs, optimizer, algorithm, sums_fn=sums_fn, pipeline=self.runs)
 
     def critic_step(self, optimizer: GradientTransformation, ppo: PPOConfig) -> Function:
         """(state, experience) -> (state, metrics), jitted: all of the critic's updates on a batch."""
-        return make_critic_step(self.train_values(), optimizer, ppo, pipeline=self._runs)
+        return make_critic_step(self.train_values(), optimizer, ppo, pipeline=self.runs)
 
     @_shared
     def score_logprobs(self, *, temperature: float, span: int | None = None) -> Function:
@@ -153,10 +140,8 @@ class CompiledModel:
         return ContinuousBatch(decoder, self.mesh, schedule, slots, width)
 
     def _make(self, make: Function, layout: Layout, **keywords: Any) -> Function:
-        model, config, mesh = self.architecture, self.architecture.config, self.mesh
-        if self.pipelines:  # of the last stage, on the mesh of any pipeline
-            config, mesh = self.pipelines[0].tail, mesh.abstract_mesh
-        return make(config, mesh, model.layout(layout), self.compute.forward(model), **keywords)
+        model = self.architecture
+        return make(model.config, self.mesh, model.layout(layout), self.compute.forward(model), **keywords)
 
     def _scoring(self, function: Function, *, arrays: int = 0, reads_lengths: bool = False) -> Function:
         """(params, tokens, lengths, *arrays, *base) -> what `function(params, tokens, *arrays, *base)` returns, jitted.

@@ -1,9 +1,11 @@
-"""Roles with a scalar head: critics, reward models; and the fused update of actor and critic."""
+"""Roles with a scalar head: critics, reward models; the multiplier of a cost; the fused update of actor and critic."""
 
 import copy
 from collections.abc import Mapping
+from functools import partial
 from typing import Self
 
+import jax
 import optax
 from jaxtyping import Array, Float
 
@@ -11,21 +13,24 @@ from jrlhf.meshes.graph import Kind
 from jrlhf.ppo import (
     Experience,
     GRPOConfig,
+    MultiplierState,
     PolicyConfig,
     PPOConfig,
     Rollout,
+    SafeRLHFConfig,
     TrainState,
     make_group_experience,
     make_on_policy_actor_step,
     make_on_policy_step,
     make_return_experience,
+    update_multiplier,
 )
 from jrlhf.roles.actor import Actor
-from jrlhf.roles.experience import align_to_tokens
+from jrlhf.roles.experience import align_to_tokens, sum_rows
 from jrlhf.roles.model import Model
 from jrlhf.roles.placement import RolePlacement, call
 from jrlhf.roles.role import Role, Site, TrainedRole
-from jrlhf.run.clock import timed
+from jrlhf.run.clock import Clock, timed
 
 
 class Critic(TrainedRole):
@@ -73,6 +78,29 @@ class Reward(Role):
         """The learned score of every row, read at its last token. method: the call of the rewards that asks for it."""
         scores = self.compiled(method).score_sequences()
         return scores(self._weights(method), rollout.tokens, rollout.lengths, *self._frozen(method))
+
+
+class Constraint:
+    """The Lagrange multiplier that keeps the mean cost below its limit."""
+
+    state: MultiplierState  # of a bound constraint; `update` replaces it
+
+    def __init__(self, algorithm: SafeRLHFConfig, clock: Clock, placement: RolePlacement | None = None):
+        self.clock, self.placement = clock, placement
+        self._update = jax.jit(partial(update_multiplier, config=algorithm))
+
+    def bind(self, state: MultiplierState) -> Self:
+        """This constraint with the state of an iteration."""
+        bound = copy.copy(self)
+        bound.state = state
+        return bound
+
+    @call("compute", "multiplier")
+    @timed("adv")
+    def update(self, costs: Float[Array, "B"] | Float[Array, "B R"]) -> Float[Array, ""]:
+        """The multiplier after an iteration's costs."""
+        self.state = self._update(self.state, sum_rows(costs))
+        return self.state.value
 
 
 class FusedUpdate:

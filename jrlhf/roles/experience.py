@@ -1,9 +1,8 @@
-"""The arithmetic between the models: from a rollout and its scores to experience, and the multiplier of a cost."""
+"""The arithmetic between the models: from a rollout and its scores to experience."""
 
-import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +10,14 @@ from jaxtyping import Array, Float
 
 from jrlhf.ppo import (
     Experience,
-    MultiplierState,
     PolicyConfig,
     Rollout,
-    SafeRLHFConfig,
     align_scores,
     make_custom_experience,
     make_experience,
     make_group_experience,
     make_return_experience,
     make_safe_experience,
-    update_multiplier,
 )
 from jrlhf.roles.placement import RolePlacement, call
 from jrlhf.run.clock import Clock, timed
@@ -33,33 +29,27 @@ class ExperienceMaker:
     """Makes experience: computes advantages by the algorithm's numbers."""
 
     def __init__(self, algorithm: PolicyConfig, clock: Clock, placement: RolePlacement | None = None):
-        self.clock, self.placement = clock, placement
-        self._jitted = {
-            make: jax.jit(partial(_of_aligned, make, config=algorithm))
-            for make in (make_experience, make_group_experience, make_return_experience, make_safe_experience)
-        }
-        custom = partial(_of_aligned, make_custom_experience, config=algorithm)
-        self._custom = jax.jit(custom, static_argnames="advantages")
+        self.clock, self.placement, self._algorithm = clock, placement, algorithm
 
     @call("compute", "experience")
     @timed("adv")
     def experience(self, rollout: Rollout, scores, old, ref, values, after, kl_coef) -> Experience:
         """Advantages by GAE."""
-        make = self._jitted[make_experience]
-        return make(rollout, scores, old, ref, values, kl_coef=kl_coef, bootstrap_values=after)
+        critic = {"kl_coef": kl_coef, "bootstrap_values": after}
+        return self._made(make_experience, rollout, scores, old, ref, values, **critic)
 
     @call("compute", "experience")
     @timed("adv")
     def group_experience(self, rollout: Rollout, scores, old, ref, kl_coef) -> Experience:
         """Advantages among the responses to one prompt."""
-        return self._jitted[make_group_experience](rollout, scores, old, ref, kl_coef=kl_coef)
+        return self._made(make_group_experience, rollout, scores, old, ref, kl_coef=kl_coef)
 
     @call("compute", "experience")
     @timed("adv")
     def return_experience(self, rollout: Rollout, scores, old, ref, kl_coef, baselines=None) -> Experience:
         """Returns of tokens, minus a baseline of the prompt."""
-        baselines = None if baselines is None else _sum_rows(baselines)
-        return self._jitted[make_return_experience](rollout, scores, old, ref, baselines, kl_coef=kl_coef)
+        baselines = None if baselines is None else sum_rows(baselines)
+        return self._made(make_return_experience, rollout, scores, old, ref, baselines, kl_coef=kl_coef)
 
     @call("compute", "experience")
     @timed("adv")
@@ -70,7 +60,8 @@ class ExperienceMaker:
 
         advantages: as in `make_custom_experience`; the same object in every iteration, or it is compiled anew.
         """
-        return self._custom(rollout, scores, old, ref, *others, advantages=advantages, kl_coef=kl_coef)
+        options = {"advantages": advantages, "kl_coef": kl_coef}
+        return self._made(make_custom_experience, rollout, scores, old, ref, *others, **options)
 
     @call("compute", "experience", "cost_experience")
     @timed("adv")
@@ -78,42 +69,12 @@ class ExperienceMaker:
         self, rollout: Rollout, scores, costs, old, ref, values, after, cost_values, cost_after, kl_coef, multiplier
     ) -> tuple[Experience, Experience]:
         """Advantages of reward and cost, weighted by the multiplier; and the cost critic's experience."""
-        return self._jitted[make_safe_experience](
-            rollout,
-            scores,
-            align_to_tokens(rollout, costs),
-            old,
-            ref,
-            values,
-            cost_values,
-            kl_coef=kl_coef,
-            multiplier=multiplier,
-            bootstrap_values=after,
-            cost_bootstrap_values=cost_after,
-        )
+        critics = {"bootstrap_values": after, "cost_bootstrap_values": cost_after}
+        streams = rollout, scores, align_to_tokens(rollout, costs), old, ref, values, cost_values
+        return self._made(make_safe_experience, *streams, kl_coef=kl_coef, multiplier=multiplier, **critics)
 
-
-class Constraint:
-    """The Lagrange multiplier that keeps the mean cost below its limit."""
-
-    state: MultiplierState  # of a bound constraint; `update` replaces it
-
-    def __init__(self, algorithm: SafeRLHFConfig, clock: Clock, placement: RolePlacement | None = None):
-        self.clock, self.placement = clock, placement
-        self._update = jax.jit(partial(update_multiplier, config=algorithm))
-
-    def bind(self, state: MultiplierState) -> Self:
-        """This constraint with the state of an iteration."""
-        bound = copy.copy(self)
-        bound.state = state
-        return bound
-
-    @call("compute", "multiplier")
-    @timed("adv")
-    def update(self, costs: Float[Array, "B"] | Float[Array, "B R"]) -> Float[Array, ""]:
-        """The multiplier after an iteration's costs."""
-        self.state = self._update(self.state, _sum_rows(costs))
-        return self.state.value
+    def _made(self, make: Callable, *arguments: Any, **options: Any) -> Any:
+        return _of_aligned(make, *arguments, config=self._algorithm, **options)
 
 
 @jax.jit
@@ -124,12 +85,13 @@ def align_to_tokens(rollout: Rollout, scores: Array) -> Array:
     return align_scores(scores, rollout.prompt_lengths, rollout.tokens.shape[1])
 
 
+@partial(jax.jit, static_argnums=0, static_argnames=("config", "advantages"))
 def _of_aligned(make: Callable, rollout: Rollout, scores: Array, *others: Any, **options: Any) -> Any:
     """Calls `make` with scores as the rewards give them, aligned to tokens."""
     return make(rollout, align_to_tokens(rollout, scores), *others, **options)
 
 
 @jax.jit
-def _sum_rows(scores: Float[Array, "B"] | Float[Array, "B R"]) -> Float[Array, "B"]:
+def sum_rows(scores: Float[Array, "B"] | Float[Array, "B R"]) -> Float[Array, "B"]:
     """One number per row: the sum of its tokens' scores."""
     return scores if scores.ndim == 1 else jnp.sum(scores, axis=1)

@@ -23,7 +23,8 @@ from jrlhf.models import (
     scalar_from,
     to_int8,
 )
-from jrlhf.models.params import HeadKind, Params
+from jrlhf.models.params import Params
+from jrlhf.models.weights import HeadKind
 from jrlhf.roles.model import Architecture, Compute, Model
 from jrlhf.roles.pretrained import (
     actor_adapter,

@@ -16,9 +16,8 @@ from jax.sharding import Mesh
 
 from jrlhf.meshes import GENERATE, TRAIN_TP, Layout, lies_elsewhere, transfer
 from jrlhf.meshes.graph import Kind
-from jrlhf.meshes.offload import is_on_host
+from jrlhf.meshes.transfer import is_on_host
 from jrlhf.models.params import Params
-from jrlhf.models.pipeline import PipelinePlacement
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.model import Architecture, Compute, Model, relocate, weights_at
 from jrlhf.run.clock import Clock
@@ -131,20 +130,18 @@ class CallPlacement:
 
     layout: the layout of its model's weights; None: the usual one of calls of its kind.
     parts: the number of parts in which a device computes its rows.
-    pipeline: the stages that compute in the place of one mesh; `mesh` is that of the last one, where rows are read.
     joint: (bound role, its updates) -> pending metrics, of an update that another role's runs with.
     """
 
     mesh: Mesh
     layout: Layout | None = None
     parts: int = 1
-    pipeline: PipelinePlacement | None = None
     joint: Callable[..., Any] | None = None
 
     @property
     def stored(self) -> "CallPlacement":
         """The placement of the weights between calls."""
-        return self if self.pipeline is None else CallPlacement(self.pipeline.whole, self.layout)
+        return self
 
     def compiled(self, architecture: Architecture, compute: Compute) -> CompiledModel:
         """The compiled functions of a model's calls here."""
@@ -153,7 +150,7 @@ class CallPlacement:
         if self.layout == TRAIN_TP:
             compute = replace(compute, train_layout=TRAIN_TP, score_layout=TRAIN_TP)
         compute = compute if self.parts == 1 else replace(compute, score_parts=self.parts)
-        return CompiledModel(architecture, self.mesh, compute, self.pipeline)
+        return CompiledModel(architecture, self.mesh, compute)
 
 
 @dataclass(frozen=True)

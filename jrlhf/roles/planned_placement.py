@@ -12,7 +12,7 @@ from jrlhf.meshes.mesh import Device
 from jrlhf.meshes.plan import Placement, Plan
 from jrlhf.models.pipeline import PipelinePlacement
 from jrlhf.planning.fusion.updates import FusedUpdates
-from jrlhf.roles.joint import JointUpdate
+from jrlhf.roles.pipelined import JointUpdate, PipelinedPlacement
 from jrlhf.roles.placement import CallPlacement, RolePlacement, TransferCache
 
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (TRAIN, TRAIN_TP, GENERATE, SCORE)}
@@ -45,7 +45,7 @@ def place_roles(
         first, *copies = (tuple(meshes[group] for group in order) for order in orders)
         pipeline = PipelinePlacement(first, whole, placement.schedule, tuple(copies))
         begin = joint if placement.schedule == "fused" else None
-        return CallPlacement(first[-1], layout, parts * len(orders), pipeline, begin)
+        return PipelinedPlacement(first[-1], layout, parts * len(orders), begin, pipeline=pipeline)
 
     calls = {name: placed(name, placement) for name, placement in plan.placements.items()}
     trained = home_of(graph, "actor", plan)

@@ -21,7 +21,8 @@ from jrlhf.meshes import GENERATE, TRAIN, Layout, reshard
 from jrlhf.models import PRESETS, LoRAConfig, ModelConfig, init_lm, lora_shardings, param_shardings
 from jrlhf.models.hf import HFConfig, check_hf, load_adapter, load_hf, read_config
 from jrlhf.models.hf.files import CARD
-from jrlhf.models.params import HeadKind, Params
+from jrlhf.models.params import Params
+from jrlhf.models.weights import HeadKind
 from jrlhf.planning.workload import adapter_of
 from jrlhf.run.directory import HUB
 from jrlhf.storage.models import fetch

@@ -17,7 +17,8 @@ from jaxtyping import Array
 
 from jrlhf.config.schema import SleepConfig
 from jrlhf.meshes.graph import Kind
-from jrlhf.meshes.offload import free_host, is_on_host, offload, onload
+from jrlhf.meshes.offload import free_host, offload, onload
+from jrlhf.meshes.transfer import is_on_host
 from jrlhf.models.lora import base_on
 from jrlhf.models.params import Params
 from jrlhf.planning.memory import weights_sleep

@@ -25,7 +25,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Shaped, UInt32
 
 from jrlhf.errors import UserError
-from jrlhf.meshes.offload import groups, is_on_host, onload
+from jrlhf.meshes.offload import groups, onload
+from jrlhf.meshes.transfer import is_on_host
 from jrlhf.run.files import Closing, sha256
 from jrlhf.run.processes import any_process, from_main, is_main
 

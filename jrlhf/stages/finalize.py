@@ -13,7 +13,7 @@ import numpy as np
 from jrlhf.config.schema import Config
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.models.hf import export_adapter, export_hf
-from jrlhf.models.params import HeadKind
+from jrlhf.models.weights import HeadKind
 from jrlhf.ppo import SafeRLHFConfig
 from jrlhf.rewards.mixture import Rewards
 from jrlhf.rewards.text_model import ENDS

@@ -12,9 +12,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jrlhf.algorithms.factory import RoleFactory
+from jrlhf.algorithms.factory import RoleFactory, algorithm_of
 from jrlhf.algorithms.registry import dataflow_identity, dataflow_of, graph_of
-from jrlhf.config.schema import Config
 from jrlhf.data.batches import (
     Batch,
     batch_indices,
@@ -30,7 +29,7 @@ from jrlhf.data.batches import (
 from jrlhf.data.encode import Prompts
 from jrlhf.fleet.asynchronous import AsynchronousRollouts
 from jrlhf.fleet.state import FleetState
-from jrlhf.meshes import Graph, to_devices, to_host, transfer
+from jrlhf.meshes import to_devices, to_host, transfer
 from jrlhf.ppo import (
     Experience,
     KLState,
@@ -44,10 +43,8 @@ from jrlhf.ppo import (
 )
 from jrlhf.ppo.shaping import RunningMoments
 from jrlhf.rewards.mixture import Rewards
-from jrlhf.roles.initial import scalar_model
 from jrlhf.roles.model import Model
 from jrlhf.roles.placement import Pending, RolePlacement
-from jrlhf.run.checkpoints import fingerprint_of
 from jrlhf.run.metrics import verl_figures
 from jrlhf.stages.context import Context
 from jrlhf.stages.evaluate import validate
@@ -77,8 +74,8 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
     name, algorithm, validation = config.algorithm, algorithm_of(config), config.validation
     assert name is not None and task.prompts is not None
     graph, dataflow, prompts = graph_of(config), dataflow_of(config), task.prompts
-    models, identities = initial_models(context, policy, rewards, graph)
     factory = RoleFactory(config, algorithm, context.compute, context.sampling, context.placement, clock)
+    models, identities = factory.models(context.initial, policy, rewards, graph)
     fleet = None
 
     def draw(mesh: Mesh, number: int) -> Batch:
@@ -156,39 +153,6 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         state = run_stage(context, name, section.iterations, init, advance, save_every=section.save_every, meta=meta)
     trained = models["actor"].holding(state.trained["actor"].params)
     return RolePlacement.of(context.mesh).store(trained)
-
-
-def algorithm_of(config: Config) -> PolicyConfig:
-    """The algorithm's settings, with those that the program fills in."""
-    asynchronous = config.rl.asynchronous
-    staleness = None if asynchronous is None else asynchronous.staleness
-    algorithm = replace(config.rl.algorithm, seed=config.seed, staleness=staleness)
-    if algorithm.aggregation == "constant" and algorithm.aggregation_divisor is None:
-        return replace(algorithm, aggregation_divisor=config.data.max_response)
-    return algorithm
-
-
-def initial_models(
-    context: Context, policy: Model, rewards: Rewards, graph: Graph
-) -> tuple[dict[str, Model], dict[str, str]]:
-    """The models of the policy's roles and the critics, where they are to be stored; digests of those that are frozen.
-
-    The policy and the reward model that the run trained are moved last: the others are made from them.
-    """
-    initial, placement = context.initial, context.placement
-    models, identities = {}, {}
-    if "reference" in graph.roles or "actor.logprobs_with_base" in (call.name for call in graph):
-        reference = initial.reference(policy)
-        identities["reference"] = reference.fingerprint()
-        models["reference"] = reference if reference.params is policy.base else placement("reference").store(reference)
-    elif policy.base is not None:
-        identities["base"] = fingerprint_of(policy.base)
-    if context.config.rl.algorithm.has_critic:
-        models["critic"] = placement("critic").store(initial.critic(policy, rewards.trained))
-        if "cost_critic" in graph.roles:
-            models["cost_critic"] = placement("cost_critic").store(scalar_model(policy))
-    rewards.free_original()
-    return {"actor": placement("actor").store(policy)} | models, identities
 
 
 def take_batch(context: Context, prompts: Prompts, mesh: Mesh, number: int) -> Batch:

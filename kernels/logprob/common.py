@@ -70,29 +70,6 @@ def cap(products: Float[Array, "..."], head: Head) -> Float[Array, "..."]:
     return products if head.softcap is None else head.softcap * jnp.tanh(products / head.softcap)
 
 
-def absorb(
-    statistics: Statistics, logits: Array, hits: Array, *, columns: Callable[[Array], Array] | None = None
-) -> Statistics:
-    """The statistics with one more block of logits in them, whose second axis is the vocabulary's.
-
-    hits: where a column is the token's target. columns: adds a column axis to a statistic; None: they have one, of
-        size 1.
-    """
-    maximum, total, weighted, label = statistics
-    by_token = {"axis": 1, "keepdims": columns is None}
-    current = jnp.maximum(maximum, jnp.max(logits, **by_token))
-    shift = maximum - current
-    scale = jnp.exp(shift)
-    shifted = logits - (current if columns is None else columns(current))
-    weights = jnp.exp(shifted)
-    return Statistics(
-        current,
-        total * scale + jnp.sum(weights, **by_token),
-        (weighted + total * shift) * scale + jnp.sum(weights * shifted, **by_token),
-        label + jnp.sum(jnp.where(hits, logits, 0.0), **by_token),
-    )
-
-
 def merge(statistics: Statistics, axis_name: str | None) -> Statistics:
     """Merges the vocabulary slices of the devices along `axis_name`; the result is the same on all of them."""
     if axis_name is None:

@@ -20,12 +20,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from jrlhf.kernels.logprob.blocks import absorb
 from jrlhf.kernels.logprob.common import (
     MASKED,
     Head,
     Normaliser,
     Statistics,
-    absorb,
     cap,
     gradient_of_products,
     target_platform,

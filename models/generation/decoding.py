@@ -31,7 +31,7 @@ from jrlhf.models.attention import (
     transposes_keys,
 )
 from jrlhf.models.collectives import TENSOR, check_rows, lookup, total
-from jrlhf.models.config import ModelConfig
+from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.generation.sampling import SamplingConfig, is_stop, sample
 from jrlhf.models.lora import LoRAConfig, lora_shardings, with_adapter
 from jrlhf.models.modules import (

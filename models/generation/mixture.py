@@ -18,7 +18,7 @@ from jrlhf.kernels.logprob import token_logprobs
 from jrlhf.meshes import GENERATE
 from jrlhf.models.attention import attention, layer_rotations, of_layer
 from jrlhf.models.collectives import TENSOR
-from jrlhf.models.config import ModelConfig
+from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.forward import ForwardOptions, ShardedForward
 from jrlhf.models.lora import lora_shardings, with_adapter
 from jrlhf.models.modules import NO_ADAPTERS, Block, Norm, dequantised

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
 from jrlhf.meshes import to_devices
-from jrlhf.models.config import ModelConfig
+from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.hf.files import (
     ADAPTER_FILES,
     CARD,
@@ -34,7 +34,8 @@ from jrlhf.models.hf.files import (
 )
 from jrlhf.models.hf.values import is_one_of
 from jrlhf.models.lora import LoRAConfig, adapted, lora_shardings
-from jrlhf.models.params import PROJECTIONS, HeadKind, Params, WeightInfo, leaf_at, nested
+from jrlhf.models.params import Params, leaf_at, nested
+from jrlhf.models.weights import PROJECTIONS, HeadKind, WeightInfo
 
 _CONFIG, _WEIGHTS = ADAPTER_FILES
 _PREFIX = "base_model.model."

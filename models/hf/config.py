@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from jrlhf.models.config import MOST_LAYERS, ModelConfig, RopeScaling
+from jrlhf.models.config.decoder import MOST_LAYERS, ModelConfig
+from jrlhf.models.config.rope import RopeScaling
 from jrlhf.models.hf.files import read_object
 from jrlhf.models.hf.values import Json, Values, integer, number, object_at, refuse_others
-from jrlhf.models.params import HeadKind
+from jrlhf.models.weights import HeadKind
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}

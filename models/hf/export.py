@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 
-from jrlhf.models.config import ModelConfig
+from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.hf.config import hf_config
 from jrlhf.models.hf.files import (
     ADAPTER_FILES,
@@ -33,7 +33,8 @@ from jrlhf.models.hf.files import (
 from jrlhf.models.hf.names import TensorView, weight_table
 from jrlhf.models.lora import LoRAConfig, headed, merge_layers
 from jrlhf.models.modules import has_int8, is_int8
-from jrlhf.models.params import HeadKind, Params, leaf_at
+from jrlhf.models.params import Params, leaf_at
+from jrlhf.models.weights import HeadKind
 
 SHARD_BYTES = 5_000_000_000
 TOKENIZER_FILES = (

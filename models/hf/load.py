@@ -24,7 +24,8 @@ from jrlhf.meshes import TRAIN, Layout
 from jrlhf.models.hf.config import HFConfig, read_config
 from jrlhf.models.hf.files import DTYPES, NOT_FINITE, Tensor, find_tensors
 from jrlhf.models.hf.names import HEAD_TENSORS, TensorView, TreePath, is_buffer, weight_table, without_prefix
-from jrlhf.models.params import HeadKind, Params, leaf_at, made_in_place, nested, param_shardings
+from jrlhf.models.params import Params, leaf_at, made_in_place, nested, param_shardings
+from jrlhf.models.weights import HeadKind
 
 Progress = Callable[[int, int], None]
 Report = Callable[[Sequence[TensorView], int | None], None]

@@ -11,9 +11,9 @@ from math import prod
 
 import numpy as np
 
-from jrlhf.models.config import ModelConfig
-from jrlhf.models.params import HeadKind, WeightInfo, weights
-from jrlhf.models.params import Path as TreePath
+from jrlhf.models.config.decoder import ModelConfig
+from jrlhf.models.weights import HeadKind, WeightInfo, weights
+from jrlhf.models.weights import Path as TreePath
 
 # Tensors of files that are no weights: rotary frequencies and causal masks, which older versions saved.
 _BUFFERS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias")

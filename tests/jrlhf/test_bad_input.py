@@ -17,7 +17,7 @@ from jrlhf.config.schema import Config
 from jrlhf.errors import UserError, exit_code
 from jrlhf.models import LoRAConfig, ModelConfig, init_lora
 from jrlhf.models.hf import export_adapter, read_config
-from jrlhf.models.params import HeadKind
+from jrlhf.models.weights import HeadKind
 from jrlhf.run.directory import open_run
 from jrlhf.run.metrics import read_metrics
 from jrlhf.stages.setup import load_task, select_mesh

@@ -14,7 +14,7 @@ from jrlhf.config.descriptions import descriptions
 from jrlhf.config.schema import DatasetsData
 from jrlhf.config.stages import ALGORITHMS
 from jrlhf.errors import UserError
-from jrlhf.models.presets import PRESETS
+from jrlhf.models.hf.presets import PRESETS
 from jrlhf.new_config import Answers, complete, settings_for, write
 from jrlhf.rewards.builtin import NAMES
 from jrlhf.roles.pretrained import fresh_model

@@ -12,7 +12,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jrlhf.meshes import make_mesh
-from jrlhf.meshes.offload import check_host_memory, free_host, groups, is_on_host, offload, onload
+from jrlhf.meshes.offload import check_host_memory, free_host, groups, offload, onload
+from jrlhf.meshes.transfer import is_on_host
 from tests.support.live import live_bytes
 
 

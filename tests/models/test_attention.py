@@ -20,8 +20,8 @@ from jrlhf.models.attention import (
     prefilled_cache,
     rotate,
     rotation,
-    scaled,
 )
+from jrlhf.models.config.rope import scaled
 
 B, T, N, K, H = 3, 7, 4, 2, 8
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jrlhf.meshes import make_mesh
 from jrlhf.ppo import GRPOConfig, PPOConfig, Rollout, make_custom_experience, make_experience, make_group_experience
-from jrlhf.ppo.advantages import gae
+from jrlhf.ppo.token_advantages import gae
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
 

@@ -11,7 +11,7 @@ import pytest
 
 from jrlhf.meshes.rows import draw_minibatch
 from jrlhf.ppo import PPOConfig, PPOState, TrainState, make_actor_step, make_critic_step, make_ppo_step
-from jrlhf.ppo.advantages import gae
+from jrlhf.ppo.token_advantages import gae
 
 ROWS, TIME, RATE = 16, 9, 0.5
 CONFIG = PPOConfig(epochs=2, minibatches=2, dual_clip=1.5, clip_high=0.3, entropy_coef=0.05, kl_target=0.5, seed=11)

@@ -8,6 +8,7 @@ from typing import Any, cast
 import jax.numpy as jnp
 import pytest
 
+from jrlhf.algorithms.factory import RoleFactory, algorithm_of
 from jrlhf.algorithms.registry import dataflow_of, graph_of
 from jrlhf.algorithms.roles import ROLES
 from jrlhf.config.parse import build
@@ -19,7 +20,6 @@ from jrlhf.roles.initial import InitialModels
 from jrlhf.roles.model import Architecture, Compute, Model
 from jrlhf.roles.placement import Pending, call
 from jrlhf.run.console import Console
-from jrlhf.stages.rl import algorithm_of, initial_models
 
 EXPECTED = {
     "ppo": [{"actor.generate"}, {"reward.score", "actor.logprobs", "reference.logprobs", "critic.values"}],
@@ -72,9 +72,10 @@ def assert_models_of(config: Config) -> None:
     policy = Model(Architecture(sizes), {"matrix": jnp.ones((2, 2))})
     here = SimpleNamespace(store=lambda model: model)
     initial = InitialModels(config, cast(Any, None), Compute(jnp.dtype(jnp.float32)), Console(enabled=False))
-    context = SimpleNamespace(config=config, placement=lambda role: here, initial=initial)
+    unused: Any = None
+    factory = RoleFactory(config, algorithm_of(config), unused, unused, lambda role: cast(Any, here), unused)
     rewards = SimpleNamespace(free_original=lambda: None, trained=None)
-    models, identities = initial_models(cast(Any, context), policy, cast(Any, rewards), graph_of(config))
+    models, identities = factory.models(initial, policy, cast(Any, rewards), graph_of(config))
     referenced = config.rl.algorithm.needs_reference
     assert models.keys() == {"actor", *(["reference"] if referenced else [])} and models["actor"] is policy
     assert set(identities) == ({"reference"} if referenced else set())

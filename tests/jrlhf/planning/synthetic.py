@@ -10,7 +10,7 @@ from jrlhf.meshes import Call, Graph
 from jrlhf.meshes.hardware import HARDWARE, Cluster
 from jrlhf.meshes.plan import Placement, Plan
 from jrlhf.models import ModelConfig
-from jrlhf.models.params import HeadKind
+from jrlhf.models.weights import HeadKind
 from jrlhf.planning.simulate import simulate
 from jrlhf.planning.time import CostModel, Price
 from jrlhf.planning.workload import RoleModel, Workload

@@ -16,7 +16,7 @@ from jrlhf.meshes.hardware import HARDWARE, Cluster, cluster
 from jrlhf.meshes.plan import LayoutName, Placement, Slice
 from jrlhf.models import LoRAConfig, ModelConfig
 from jrlhf.models.flops import generation_seconds, training_operations
-from jrlhf.models.presets import PRESETS
+from jrlhf.models.hf.presets import PRESETS
 from jrlhf.planning import microbenchmarks as measure
 from jrlhf.planning import profile as profiles
 from jrlhf.planning.memory import call_bytes

@@ -22,7 +22,7 @@ from jrlhf.config import Config
 from jrlhf.config.schema import SleepConfig
 from jrlhf.data.batches import put_rows
 from jrlhf.meshes import GENERATE, make_mesh
-from jrlhf.meshes.offload import is_on_host
+from jrlhf.meshes.transfer import is_on_host
 from jrlhf.models import (
     LoRAConfig,
     SamplingConfig,

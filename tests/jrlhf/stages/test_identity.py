@@ -8,7 +8,7 @@ import pytest
 
 from jrlhf.errors import UserError
 from jrlhf.models import ModelConfig
-from jrlhf.models.config import RopeScaling
+from jrlhf.models.config.rope import RopeScaling
 from jrlhf.rewards.user_code import imported_modules
 from jrlhf.run.directory import Run
 from jrlhf.stages.identity import Identity, note_failure, numbers

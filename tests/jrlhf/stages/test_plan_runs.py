@@ -10,6 +10,7 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
+from jrlhf.algorithms.factory import RoleFactory
 from jrlhf.algorithms.registry import graph_of
 from jrlhf.config.parse import build
 from jrlhf.config.schema import Config
@@ -295,18 +296,18 @@ def test_a_run_goes_on_under_another_plan_from_the_same_bits(make, monkeypatch):
 
 @RUN
 def test_a_split_run_asleep_is_the_one_awake_and_keeps_its_own_reward_model_once(make, monkeypatch):
-    starts = rl.initial_models
+    starts = RoleFactory.models
     places = []
 
-    def watched(context, policy, rewards, graph):
+    def watched(factory, initial, policy, rewards, graph):
         trained = rewards.trained
-        result = starts(context, policy, rewards, graph)
+        result = starts(factory, initial, policy, rewards, graph)
         assert rewards.trained is rewards.token_parts[TRAINED].model
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(trained.params))
         places.append({device.id for leaf in jax.tree.leaves(rewards.trained.params) for device in leaf.devices()})
         return result
 
-    monkeypatch.setattr(rl, "initial_models", watched)
+    monkeypatch.setattr(RoleFactory, "models", watched)
     asleep = dict.fromkeys(("optimizer", "actor", "critic", "reference", "reward"), "host") | {"ahead": True}
     awake = run(make("awake", "ppo", "split", before=("reward_model",)))
     resting = run(make("asleep", "ppo", "split", before=("reward_model",), sleep=asleep))

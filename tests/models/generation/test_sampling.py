@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jrlhf.models import SamplingConfig
-from jrlhf.models.generation.sampling import gumbel, largest, restrict, sample, threefry2x32
+from jrlhf.models.generation.sampling import gumbel, largest, sample, threefry2x32
+from jrlhf.models.generation.truncation import restrict
 
 V = 12
 ROWS = 8192  # of every draw, so that each operation is compiled once

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from jrlhf.models import ModelConfig
-from jrlhf.models.config import RopeScaling
+from jrlhf.models.config.rope import RopeScaling
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 200,

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from jrlhf.models.config import RopeScaling
+from jrlhf.models.config.rope import RopeScaling
 from jrlhf.models.hf import hf_config, read_config
-from jrlhf.models.presets import PRESETS
+from jrlhf.models.hf.presets import PRESETS
 
 # config.json and generation_config.json as their hub repositories have them.
 PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text())

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 from jrlhf.meshes import GENERATE, SCORE, TRAIN, TRAIN_TP, make_mesh
 from jrlhf.models import export_hf, param_shardings
 from jrlhf.models.hf import load_hf, read_config
-from jrlhf.models.params import HeadKind
+from jrlhf.models.weights import HeadKind
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -1,23 +1,25 @@
-"""The updates of actor and critic in one table of operations, on the same devices.
+"""Updates in the stages of a pipeline, and those of actor and critic in one table of operations, on the same devices.
 
-An algorithm calls one update after the other. The first one only begins, and its metrics are pending; once both have
-begun they take turns, a minibatch of each at a time, until each has ended. A model whose updates have ended, because it
-has fewer of them or stopped early, is left out of the table.
+With such a table, an algorithm calls one update after the other. The first one only begins, and its metrics are
+pending; once both have begun they take turns, a minibatch of each at a time, until each has ended. A model whose
+updates have ended, because it has fewer of them or stopped early, is left out of the table.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from jrlhf.meshes import transfer
+from jrlhf.meshes import Layout, transfer
 from jrlhf.meshes.pipeline import Table
-from jrlhf.models.pipeline import Gradients, Stages, Task, run
-from jrlhf.ppo.updates import Updates
-from jrlhf.roles.placement import Pending
+from jrlhf.models.pipeline import Gradients, PipelinePlacement, Stages, Task, run
+from jrlhf.ppo.updates import Pipeline, Updates, finish
+from jrlhf.roles.compiled import CompiledModel, Function
+from jrlhf.roles.model import Architecture, Compute
+from jrlhf.roles.placement import CallPlacement, Pending
 
 Metrics = dict[str, jax.Array]
 
@@ -33,6 +35,46 @@ class PendingMetrics(Pending[Metrics]):
 
     def __ror__(self, other: Metrics) -> "PendingMetrics":
         return PendingMetrics(lambda: other | self.result())
+
+
+@dataclass(frozen=True)
+class PipelinedModel(CompiledModel):
+    """The functions that train a model in the stages of a pipeline: those of the last stage, on its mesh."""
+
+    pipeline: PipelinePlacement = field(kw_only=True)
+
+    @property
+    def pipelines(self) -> tuple[Stages, ...]:
+        """The model in the stages of each of its pipelines."""
+        model, layout = self.architecture, self.architecture.layout(self.compute.train_layout)
+        shared = layout, self.compute.forward(model), self.pipeline.schedule
+        return tuple(Stages(model.config, groups, *shared) for groups in (self.pipeline.groups, *self.pipeline.copies))
+
+    @property
+    def runs(self) -> Pipeline:
+        """Runs updates in stages. Those of a table of several models are handed on: a `JointUpdate` runs them."""
+        if self.pipeline.schedule == "fused":
+            return lambda updates: updates
+        return partial(finish, gradients_fn=self.pipelines[0].gradients)
+
+    def _make(self, make: Function, layout: Layout, **keywords: Any) -> Function:
+        model = self.architecture
+        config, mesh = self.pipelines[0].tail, self.mesh.abstract_mesh  # of any pipeline
+        return make(config, mesh, model.layout(layout), self.compute.forward(model), **keywords)
+
+
+@dataclass(frozen=True)
+class PipelinedPlacement(CallPlacement):
+    """The stages that compute in the place of one mesh; `mesh` is that of the last one, where rows are read."""
+
+    pipeline: PipelinePlacement = field(kw_only=True)
+
+    @property
+    def stored(self) -> CallPlacement:
+        return CallPlacement(self.pipeline.whole, self.layout)
+
+    def compiled(self, architecture: Architecture, compute: Compute) -> PipelinedModel:
+        return PipelinedModel(**vars(super().compiled(architecture, compute)), pipeline=self.pipeline)
 
 
 @dataclass(frozen=True)
@@ -66,13 +108,13 @@ class JointUpdate:
 
         self._metrics.pop(placement.role, None)
         self._begun[placement.role] = _Begun(updates, model.pipelines, model.mesh, keep)
-        finish = partial(role.clock.run, "update", self._finish)
+        end = partial(role.clock.run, "update", self._finish)
         if len(self._begun) == len(self._pipelines):
-            finish()
+            end()
 
         def metrics() -> Metrics:
             if placement.role in self._begun:  # the other role's update was never called
-                finish()
+                end()
             return self._metrics[placement.role]
 
         return PendingMetrics(metrics)

@@ -1,4 +1,4 @@
-"""The settings of each algorithm; what all share is in `config.py`.
+"""The settings of each algorithm; what all share is in `policy.py`.
 
 A class's docstring gives the paper, the objective, the differences from the paper, and the source of the defaults.
 """
@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from jrlhf.ppo.config import (
+from jrlhf.ppo.config.policy import (
     POSITIVE,
     Aggregation,
     Baseline,

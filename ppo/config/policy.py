@@ -90,7 +90,7 @@ class PolicyConfig(Section):
     """The denominator of the ratio. "recompute": the trainer computes it with the weights that sampled. "rollout": what
     the rollout recorded, which saves a pass; the ratio then also corrects the difference between the two programs and
     is truncated at importance_cap. "interpolate": no pass either; the denominator lies between the log-probs of the
-    rollout and those of the present weights, by the token's age in versions (`losses.proximal_logprobs`)."""
+    rollout and those of the present weights, by the token's age in versions (`off_policy.proximal_logprobs`)."""
     # Weight tokens or sequences by min(pi_old / pi_rollout, importance_cap); null: no weights.
     importance: Literal["token", "sequence"] | None = None
     # Upper bound of these weights.

@@ -1,6 +1,6 @@
 """The architectures of common checkpoints, by their name on the Hugging Face hub.
 
-For what needs shapes and no weights: dry runs, memory plans, tests. `hf/presets.json` has the keys of each checkpoint's
+For what needs shapes and no weights: dry runs, memory plans, tests. `presets.json` has the keys of each checkpoint's
 published config.json that differ from the family's defaults; loading a checkpoint reads its own file.
 """
 
@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from jrlhf.models.config import ModelConfig
+from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.hf.config import model_of
 
 
 def _presets() -> dict[str, ModelConfig]:
-    rows = json.loads((Path(__file__).parent / "hf" / "presets.json").read_text(encoding="utf-8"))
+    rows = json.loads((Path(__file__).parent / "presets.json").read_text(encoding="utf-8"))
     return {name: model_of(row, row["model_type"]) for row in rows for name in row["names"]}
 
 

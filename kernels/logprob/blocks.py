@@ -1,0 +1,31 @@
+"""Shared by the Pallas kernels, which walk over blocks of the vocabulary."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jrlhf.kernels.logprob.common import Statistics
+
+
+def absorb(
+    statistics: Statistics, logits: Array, hits: Array, *, columns: Callable[[Array], Array] | None = None
+) -> Statistics:
+    """The statistics with one more block of logits in them, whose second axis is the vocabulary's.
+
+    hits: where a column is the token's target. columns: adds a column axis to a statistic; None: they have one, of
+        size 1.
+    """
+    maximum, total, weighted, label = statistics
+    by_token = {"axis": 1, "keepdims": columns is None}
+    current = jnp.maximum(maximum, jnp.max(logits, **by_token))
+    shift = maximum - current
+    scale = jnp.exp(shift)
+    shifted = logits - (current if columns is None else columns(current))
+    weights = jnp.exp(shifted)
+    return Statistics(
+        current,
+        total * scale + jnp.sum(weights, **by_token),
+        (weighted + total * shift) * scale + jnp.sum(weights * shifted, **by_token),
+        label + jnp.sum(jnp.where(hits, logits, 0.0), **by_token),
+    )

@@ -1,0 +1,53 @@
+"""Checks of a decoder's numbers, for settings that anyone may write."""
+
+import sys
+from dataclasses import fields
+from typing import Any
+
+_CHOICES = {"activation": ("silu", "gelu_tanh"), "norm": ("rms", "layer"), "positions": ("rotary", "learned")}
+
+
+def check_decoder(config: Any) -> None:
+    """Raises a ValueError that names the first number or switch of a `ModelConfig` that no decoder can have."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.type in (int, "int") and not is_count(value):
+            raise ValueError(f"model {field.name}={value!r} must be a positive integer")
+    for name in ("rope_theta", "norm_eps", "initializer_range"):
+        if not positive(getattr(config, name)):
+            raise ValueError(f"model {name}={getattr(config, name)!r} must be positive")
+    for name in ("softcap", "attention_softcap", "local_rope_theta", "query_scale", "embed_scale"):
+        value = getattr(config, name)
+        if value is not None and not positive(value):
+            raise ValueError(f"model {name}={value!r} must be positive, or null for none")
+    for name, choices in _CHOICES.items():
+        if getattr(config, name) not in choices:
+            raise ValueError(f"model {name}={getattr(config, name)!r}: known are {', '.join(choices)}")
+    if config.heads % config.kv_heads:
+        raise ValueError(f"model kv_heads={config.kv_heads} must divide heads={config.heads}")
+    if config.positions == "rotary" and config.head_dim % 2:
+        raise ValueError(f"model head_dim={config.head_dim} must be even: rotary positions turn pairs")
+    if config.norm == "layer" and config.norm_offset:
+        raise ValueError("model norm_offset=True needs norm='rms': a LayerNorm multiplies by its scale alone")
+    if config.window is not None and not is_count(config.window):
+        raise ValueError(f"model window={config.window!r} must be a positive integer, or null for none")
+    if not isinstance(config.local_layers, tuple) or not all(isinstance(flag, bool) for flag in config.local_layers):
+        raise ValueError(f"model local_layers={config.local_layers!r} must be a tuple of booleans")
+    if config.local_layers and len(config.local_layers) != config.layers:
+        raise ValueError(
+            f"model local_layers has {len(config.local_layers)} flags for layers={config.layers}: it needs one a layer"
+        )
+    if config.window is None and (config.local_layers or config.local_rope_theta is not None):
+        raise ValueError("model local_layers and local_rope_theta need a window: without one no layer is local")
+    if config.positions == "learned" and (config.rope_scaling is not None or config.local_rope_theta is not None):
+        raise ValueError("model rope_scaling and local_rope_theta need positions='rotary'")
+
+
+def positive(value: float) -> bool:
+    """True if a number is positive, and finite as a float."""
+    return 0 < value <= sys.float_info.max
+
+
+def is_count(value: object) -> bool:
+    """True for a positive integer, but not for True."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

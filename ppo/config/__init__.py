@@ -1,0 +1,1 @@
+"""The settings of the algorithms: `policy.py` has those that all share, `algorithms.py` a class for each algorithm."""

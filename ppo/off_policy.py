@@ -1,0 +1,147 @@
+"""Tokens that other weights drew than those that learn: their weights in the policy loss, their ages, their metrics."""
+
+import math
+from dataclasses import replace
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jrlhf.ppo.config.policy import PolicyConfig
+from jrlhf.ppo.losses import LOG_RATIO_LIMIT
+from jrlhf.ppo.masked import masked_mean, masked_variance, spread, token_count
+from jrlhf.ppo.types import Experience
+
+Metrics = dict[str, Float[Array, ""]]
+
+
+def proximal_logprobs(
+    logprobs: Float[Array, "*S"], rollout_logprobs: Float[Array, "*S"], ages: Int[Array, "*S"]
+) -> Float[Array, "*S"]:
+    """The log-probs of the weights one update before these, interpolated: no gradient, no forward pass.
+
+        log pi_prox = log pi_rollout + alpha (log pi - log pi_rollout)        alpha = 1 - 1 / max(age, 1)
+
+    AReaL's "loglinear" (A-3PO, arXiv:2512.06547): alpha = (v_prox - v_rollout) / (v - v_rollout) with v_prox = v - 1,
+    where a token's age is v - v_rollout. A token of age 0 or 1 keeps the rollout's number.
+    """
+    alpha = 1 - 1 / jnp.maximum(ages, 1).astype(jnp.float32)
+    return lax.stop_gradient(rollout_logprobs + alpha * (logprobs - rollout_logprobs))
+
+
+def importance_weights(
+    log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"], config: PolicyConfig
+) -> Float[Array, "B T"]:
+    """The weights of the policy loss for tokens that another policy drew; 0 outside `mask`, without a gradient.
+
+    With rho = exp(log_ratio) = pi_old / pi_rollout of a token, products and means over a response's n tokens:
+
+        w = min(rho, importance_cap)              importance "token": truncated importance sampling (verl's Token-TIS)
+        w = min(prod rho, importance_cap)         importance "sequence" (Seq-TIS)
+        w = 1                                     importance None
+
+    and w = 0 unless each of these that is set holds, bounds included:
+
+        low <= rho <= high                        mask_token (verl's token_k1; with importance "token" its IcePop)
+        low <= prod rho <= high                   mask_sequence (seq_sum_k1: Seq-MIS)
+        low <= (prod rho)^(1/n) <= high           mask_sequence_mean (seq_mean_k1: Geo-RS)
+        mean(rho - 1 - log rho) <= mask_k3        mask_k3 (seq_mean_k3: K3-RS)
+
+    (Names: verl 0.9, docs/algo/rollout_corr.md.) verl's k1 bounds are of 1 / rho: its "low_high" is [1/high, 1/low]
+    here. Log-ratios are clamped to +-20, as in verl. A token of weight 0 counts in all denominators, as in AReaL, so
+    that the others keep their part in the loss; verl removes it from the response mask, which raises theirs.
+
+    Elementwise, in any shape, unless something of a whole response is asked for.
+    """
+    log_ratio = jnp.where(mask, log_ratio, 0)
+
+    def clamped(x: Array) -> Array:
+        return jnp.clip(x, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+    def total(x: Array) -> Array:
+        return jnp.sum(x, axis=1, keepdims=True)
+
+    def mean(x: Array) -> Array:
+        return total(x) / token_count(mask, axis=1)[:, None]
+
+    weights = jnp.ones_like(log_ratio)
+    if config.importance is not None:
+        log_weight = log_ratio if config.importance == "token" else total(log_ratio)
+        weights = jnp.minimum(jnp.exp(clamped(log_weight)), config.importance_cap)
+    for bounds, reduce in (
+        (config.mask_token, lambda x: x),
+        (config.mask_sequence, total),
+        (config.mask_sequence_mean, mean),
+    ):
+        if bounds is not None:
+            low, high = (math.log(bound) if bound > 0 else -math.inf for bound in bounds)
+            statistic = reduce(clamped(log_ratio))
+            weights = jnp.where((low <= statistic) & (statistic <= high), weights, 0)
+    if config.mask_k3 is not None:
+        k3 = jnp.expm1(clamped(log_ratio)) - clamped(log_ratio)
+        weights = jnp.where(mean(k3) <= config.mask_k3, weights, 0)
+    return lax.stop_gradient(jnp.where(mask, weights, 0))
+
+
+# The metrics of weights, as `weight_terms` gives them.
+WEIGHT_MEANS = tuple(
+    f"rollout_corr/{name}"
+    for name in ("rollout_is_mean", "rollout_is_ratio_fraction_high", "rollout_rs_masked_fraction")
+)
+
+
+def without_older(experience: Experience, ages: Array, staleness: int) -> Experience:
+    """The experience with weight 0 for tokens whose age exceeds the bound."""
+    weights = experience.importance
+    if weights is None:
+        weights = experience.response_mask.astype(jnp.float32)
+    return replace(experience, importance=jnp.where(ages <= staleness, weights, 0))
+
+
+def weight_shares(weights: Array, mask: Array, config: PolicyConfig) -> Metrics:
+    """The shares of a batch's tokens, and of its rows, that weights truncate or leave out."""
+    _, *terms = weight_terms(weights, config).items()
+    rows = jnp.any(mask & (weights == 0), axis=1).astype(jnp.float32)
+    masked = masked_mean(rows, jnp.any(mask, axis=1))
+    return {name: masked_mean(x, mask) for name, x in terms} | {"rollout_corr/rollout_rs_seq_masked_fraction": masked}
+
+
+def weight_terms(weights: Array, config: PolicyConfig) -> dict[str, Array]:
+    """The WEIGHT_MEANS of each token: its weight, whether it is truncated, whether it is 0."""
+    cap = math.inf if config.importance is None else config.importance_cap
+    terms = (weights, (weights >= cap).astype(jnp.float32), (weights == 0).astype(jnp.float32))
+    return dict(zip(WEIGHT_MEANS, terms, strict=True))
+
+
+def importance_metrics(experience: Experience, weights: Array) -> Metrics:
+    """Metrics of an experience's weights; see `experience_metrics`."""
+    mask = experience.response_mask
+    mean = masked_mean(weights, mask)
+    d = jnp.where(mask, experience.old_logprobs - experience.logprobs, 0)
+    return {
+        **{name.replace("is/", "is_"): x for name, x in spread("rollout_corr/rollout_is", weights, mask).items()},
+        "rollout_corr/rollout_is_std": jnp.sqrt(masked_variance(weights, mask)),
+        "rollout_corr/rollout_is_eff_sample_size": mean**2 / jnp.maximum(masked_mean(weights**2, mask), 1e-20),
+        "rollout_corr/kl": masked_mean(-d, mask),
+        "rollout_corr/k3_kl": masked_mean(jnp.expm1(jnp.minimum(d, LOG_RATIO_LIMIT)) - d, mask),
+    }
+
+
+def age_metrics(experience: Experience, ages: Int[Array, "B T"]) -> dict[str, Float[Array, ""]]:
+    """Metrics of tokens drawn by weights `ages` versions before those that learn, under verl's names where it has one.
+
+    Of the rows that count: training/off_policy/trajectory_spans, the versions from a row's oldest to its newest token,
+    both included; trajectory_staleness and trajectory_staleness_worst, the ages of its newest and of its oldest token.
+    Of response tokens: training/off_policy/token_staleness. Mean, max and min of all.
+    """
+    mask = experience.response_mask
+    ages = ages.astype(jnp.float32)
+    newest = jnp.min(jnp.where(mask, ages, jnp.inf), axis=1)
+    oldest = jnp.max(jnp.where(mask, ages, -jnp.inf), axis=1)
+    rows = jnp.any(mask, axis=1)
+    return {
+        **spread("training/off_policy/trajectory_spans", oldest - newest + 1, rows),
+        **spread("training/off_policy/trajectory_staleness", newest, rows),
+        **spread("training/off_policy/trajectory_staleness_worst", oldest, rows),
+        **spread("training/off_policy/token_staleness", ages, mask),
+    }
