@@ -10,6 +10,7 @@ from jax import Array
 
 from jrlhf.algorithms.dynamic_sampling import DynamicSampler as DynamicSampler
 from jrlhf.algorithms.pair_actor import PairActor as PairActor
+from jrlhf.algorithms.pair_actor import PairReference as PairReference
 from jrlhf.data.batches import Batch as Batch
 from jrlhf.ppo import Experience as Experience
 from jrlhf.ppo import Scored as Scored

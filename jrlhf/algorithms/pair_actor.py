@@ -1,4 +1,4 @@
-"""The policy that learns from preference pairs. It generates nothing."""
+"""The policy that learns from preference pairs, and its reference. They generate nothing."""
 
 import jax
 import optax
@@ -7,7 +7,8 @@ from jaxtyping import Array, Float
 from jrlhf.ppo import DPOConfig, PairBatch, make_dpo_step, with_reference
 from jrlhf.roles.model import Model
 from jrlhf.roles.placement import call
-from jrlhf.roles.role import Site, TrainedRole
+from jrlhf.roles.role import Role, Site, TrainedRole
+from jrlhf.run.clock import timed
 
 
 class PairActor(TrainedRole):
@@ -27,6 +28,21 @@ class PairActor(TrainedRole):
     def update(self, pairs: PairBatch, ref: Float[Array, "2*B T"]) -> dict[str, Array]:
         """Trains on one batch of pairs, given the reference's log-probs of their tokens."""
         return self._train("update_actor", self._update, add_reference(pairs, ref))
+
+
+class PairReference(Role):
+    """The frozen policy to which the policy of DPO is tied."""
+
+    def __init__(self, model: Model, site: Site):
+        super().__init__(model, site)
+        self._logprobs = self.compiled("logprobs").score_logprobs(temperature=1.0)
+
+    @call("infer", "ref")
+    @timed("ref")
+    def logprobs(self, pairs: PairBatch) -> Float[Array, "2*B T"]:
+        """Log-probs of the pairs' tokens."""
+        logprobs, _ = self._logprobs(self._weights("logprobs"), pairs.tokens, pairs.lengths, *self._frozen("logprobs"))
+        return logprobs
 
 
 add_reference = jax.jit(with_reference)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from importlib import import_module
 
-from jrlhf.algorithms import PairActor, Reference
+from jrlhf.algorithms import PairActor, PairReference
 from jrlhf.algorithms.custom import custom_dataflow, custom_graph
 from jrlhf.algorithms.on_policy import on_policy
 from jrlhf.algorithms.roles import ROLES, known_facts
@@ -68,7 +68,7 @@ def stage_graph(config: Config, stage: str) -> Graph:
     if stage == config.algorithm:
         return graph_of(config)
     if stage == "dpo":
-        return trace(shipped_dataflow("dpo"), {"actor": PairActor, "reference": Reference})
+        return trace(shipped_dataflow("dpo"), {"actor": PairActor, "reference": PairReference})
     return {"sft": SFT, "reward_model": REWARD_MODEL}[stage]
 
 

@@ -13,7 +13,7 @@ from jrlhf.data.batches import Batch
 from jrlhf.meshes import transfer
 from jrlhf.models import SamplingConfig, Schedule
 from jrlhf.models.params import Params
-from jrlhf.ppo import Experience, PairBatch, PolicyConfig, Rollout, SFTBatch, TrainState
+from jrlhf.ppo import Experience, PolicyConfig, Rollout, SFTBatch, TrainState
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.model import Model, generation_weights
 from jrlhf.roles.placement import call
@@ -129,25 +129,17 @@ class Actor(TrainedRole):
 
 
 class Reference(Role):
-    """The frozen policy to which the actor is tied.
+    """The frozen policy to which the actor is tied. responses: maximum response length."""
 
-    responses: maximum response length; only response log-probs are computed. None: all tokens (preference pairs).
-    """
-
-    def __init__(self, model: Model, site: Site, *, temperature: float, responses: int | None):
+    def __init__(self, model: Model, site: Site, *, temperature: float, responses: int):
         super().__init__(model, site)
-        self._reads_responses = responses is not None
         self._logprobs = self.compiled("logprobs").score_logprobs(temperature=temperature, span=responses)
 
     @call("infer", "ref", rows="each")
     @timed("ref")
-    def logprobs(self, rows: Rollout | PairBatch) -> Float[Array, "B T"]:
-        """Log-probs of the pairs' tokens, or of the responses' tokens; then those elsewhere are undefined."""
-        if self._reads_responses != isinstance(rows, Rollout):
-            of = "responses" if self._reads_responses else "pairs"
-            raise TypeError(f"a reference of {of} cannot read a {type(rows).__name__}")
-        tokens = _responses(rows) if isinstance(rows, Rollout) else (rows.tokens, rows.lengths)
-        logprobs, _ = self._logprobs(self._weights("logprobs"), *tokens, *self._frozen("logprobs"))
+    def logprobs(self, rollout: Rollout) -> Float[Array, "B T"]:
+        """Log-probs of the responses' tokens. Elsewhere they are undefined."""
+        logprobs, _ = self._logprobs(self._weights("logprobs"), *_responses(rollout), *self._frozen("logprobs"))
         return logprobs
 
     def is_base_of(self, actor: Actor) -> bool:

@@ -1,12 +1,16 @@
-"""Watching a stage's loop: traces of chosen iterations, and compilations in a loop that should compile nothing."""
+"""Watching a stage's loop: traces of chosen iterations, memory, hangs, compilations where nothing should compile."""
 
+import faulthandler
 import logging
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 import jax
+from jax.sharding import Mesh
 
 from jrlhf.config.schema import Config
 from jrlhf.run.processes import is_main
@@ -33,6 +37,24 @@ def traced(config: Config, run_dir: Path, stage: str, step: int, iteration: Call
             return iteration()
         with jax.profiler.trace(run_dir / PROFILE / f"{stage}-{step}"):
             return jax.block_until_ready(iteration())
+
+
+def peak_memory(mesh: Mesh) -> dict[str, float]:
+    """The peak memory of the devices of this process so far. Empty if they do not report it, as CPUs do not."""
+    statistics = [device.memory_stats() for device in mesh.local_devices]
+    peaks = [stats["peak_bytes_in_use"] for stats in statistics if stats and "peak_bytes_in_use" in stats]
+    return {"perf/max_memory_allocated_gb": max(peaks) / 1e9} if peaks else {}
+
+
+@contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """Ends the process, with a trace of all threads, if the block takes longer, so that no hang goes unnoticed."""
+    assert sys.__stderr__ is not None
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)  # a notebook's stderr has no descriptor
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 class CompilationWatch(logging.Handler):

@@ -8,12 +8,11 @@ import jax
 import numpy as np
 
 from jrlhf.algorithms.dpo import dpo
-from jrlhf.algorithms.pair_actor import PairActor, add_reference
+from jrlhf.algorithms.pair_actor import PairActor, PairReference, add_reference
 from jrlhf.data.batches import batch_indices, epoch_of, whole_batches
 from jrlhf.data.task import Pairs
 from jrlhf.meshes import to_host
 from jrlhf.ppo import PairBatch, TrainState, pair_terms
-from jrlhf.roles.actor import Reference
 from jrlhf.roles.initial import adamw
 from jrlhf.roles.model import Model
 from jrlhf.roles.role import Site
@@ -30,7 +29,7 @@ def train_dpo(context: Context, policy: Model) -> Model:
     reference_model = context.initial.reference(policy)
     site = Site(context.mesh, context.compute, clock)
     built = PairActor(policy, site, optimizer=optimizer, algorithm=config.algorithm)
-    reference = Reference(reference_model, site, temperature=1.0, responses=None)
+    reference = PairReference(reference_model, site)
     measure = jax.jit(partial(pair_terms, config=config.algorithm))
     apart = context.config.roles.reference is not None
 

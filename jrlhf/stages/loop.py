@@ -1,7 +1,5 @@
 """The loop that every stage runs: restore, advance, log, save, until it is done or asked to stop."""
 
-import faulthandler
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,12 +7,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import Mesh
 
 from jrlhf.errors import Preempted, RunFailure, UserError
 from jrlhf.run.checkpoints import Checkpoints, like
 from jrlhf.run.metrics import MetricsLog, StageRecords
-from jrlhf.run.profiler import CompilationWatch, traced
+from jrlhf.run.profiler import CompilationWatch, deadline, peak_memory, traced
 from jrlhf.stages.context import Context
 from jrlhf.stages.learning import Learning
 
@@ -79,7 +76,9 @@ def run_stage(
                     compiled, causes = compilations.take()
                 run.check_present()
                 samples, calls = metrics.pop(SAMPLES, ()), metrics.pop(CALLS, ())
-                metrics |= {"perf/compilations": len(compiled), "training/global_step": step + 1} | memory(context.mesh)
+                metrics |= {"perf/compilations": len(compiled), "training/global_step": step + 1} | peak_memory(
+                    context.mesh
+                )
                 metrics |= learning.measure(state, metrics, step + 1) | dict(waited.popitem() for _ in list(waited))
                 if step - start >= SETTLED and compiled:
                     console.warn(f"{name} step {step + 1} compiled {', '.join(compiled)} again: {' '.join(causes)}")
@@ -106,24 +105,6 @@ def run_stage(
                     raise Preempted(f"{name} stopped at step {step + 1} of {steps}; its state is saved")
             checkpoints.wait()
     return state
-
-
-def memory(mesh: Mesh) -> dict[str, float]:
-    """The peak memory of the devices of this process so far. Empty if they do not report it, as CPUs do not."""
-    statistics = [device.memory_stats() for device in mesh.local_devices]
-    peaks = [stats["peak_bytes_in_use"] for stats in statistics if stats and "peak_bytes_in_use" in stats]
-    return {"perf/max_memory_allocated_gb": max(peaks) / 1e9} if peaks else {}
-
-
-@contextmanager
-def deadline(seconds: float) -> Iterator[None]:
-    """Ends the process, with a trace of all threads, if the block takes longer, so that no hang goes unnoticed."""
-    assert sys.__stderr__ is not None
-    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)  # a notebook's stderr has no descriptor
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 @contextmanager

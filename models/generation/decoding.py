@@ -114,10 +114,10 @@ class Decoder:
     config: ModelConfig
     mesh: Mesh | AbstractMesh
     sampling: SamplingConfig
-    samples: int
-    dtype: Any
-    attention: AttentionImplementation | None
-    lora: LoRAConfig | None
+    samples: int = 1
+    dtype: Any = jnp.float32
+    attention: AttentionImplementation | None = None
+    lora: LoRAConfig | None = None
 
     def __post_init__(self) -> None:
         for stop in self.sampling.stop_ids:

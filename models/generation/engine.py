@@ -45,12 +45,16 @@ def make_generate(
     Rows come back divided over all mesh axes. The function is not jitted. A batch that does not fit on the mesh, or is
     longer than the model's positions, is refused by a ValueError.
     """
-    decoder = Decoder(config, mesh, sampling, samples, dtype, attention, lora)
+    return _whole_rollouts(Decoder(config, mesh, sampling, samples, dtype, attention, lora))
+
+
+def _whole_rollouts(decoder: Decoder) -> Callable[..., Generation]:
+    """The function of `make_generate`."""
+    limit, repeat = decoder.sampling.max_new_tokens, partial(jnp.repeat, repeats=decoder.samples, axis=0)
 
     def on_device(
         weights: Params, prompts: Int[Array, "u P"], prompt_lengths: Int[Array, "u"], keys: PRNGKeyArray
     ) -> Generation:
-        limit, repeat = sampling.max_new_tokens, partial(jnp.repeat, repeats=samples, axis=0)
         own_prompts, own_lengths = own_rows(repeat(prompts)), own_rows(repeat(prompt_lengths))
         start = first_rows(own_prompts, own_lengths, keys)
         caches = jax.tree.map(repeat, decoder.prefill(weights, prompts, prompts.shape[1] + limit))
@@ -60,10 +64,10 @@ def make_generate(
     mapped = decoder.on_mesh(on_device, (SHARED, SHARED, OWN), OWN)
 
     def generate(*arguments: Any) -> Generation:
-        params, adapter, (prompts, prompt_lengths, row_keys) = split_arguments(arguments, lora)
+        params, adapter, (prompts, prompt_lengths, row_keys) = split_arguments(arguments, decoder.lora)
         decoder.check(prompts, len(row_keys))
-        prompts, prompt_lengths = (place(x, mesh, SHARED) for x in (prompts, prompt_lengths))
-        return mapped(params, adapter, prompts, prompt_lengths, place(row_keys, mesh, OWN))
+        prompts, prompt_lengths = (place(x, decoder.mesh, SHARED) for x in (prompts, prompt_lengths))
+        return mapped(params, adapter, prompts, prompt_lengths, place(row_keys, decoder.mesh, OWN))
 
     return generate
 
@@ -84,16 +88,11 @@ class Engine:
         mesh: Mesh,
         sampling: SamplingConfig,
         schedule: Schedule | None = None,
-        *,
-        samples: int = 1,
-        dtype: Any = jnp.float32,
-        attention: AttentionImplementation | None = None,
-        lora: LoRAConfig | None = None,
+        **options: Any,
     ):
-        self._schedule, self._samples, self._limit = schedule or Schedule(), samples, sampling.max_new_tokens
-        generate = make_generate(config, mesh, sampling, samples=samples, dtype=dtype, attention=attention, lora=lora)
-        self._whole = jax.jit(generate)
-        decoder = Decoder(config, mesh, sampling, samples, dtype, attention, lora)
+        decoder = Decoder(config, mesh, sampling, **options)
+        self._schedule, self._samples, self._limit = schedule or Schedule(), decoder.samples, sampling.max_new_tokens
+        self._whole = jax.jit(_whole_rollouts(decoder))
         self._in_chunks = ChunkedRollouts(decoder, mesh, self._schedule)
 
     def __call__(self, *arguments: Any, watch: Watch | None = None) -> Generation:

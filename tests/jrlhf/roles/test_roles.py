@@ -170,9 +170,6 @@ def test_an_adapter_and_the_base_that_is_its_reference_are_scored_in_one_pass():
         np.testing.assert_allclose(ref, reference.logprobs(rollout), rtol=1e-5, atol=1e-5)
         assert np.abs(np.asarray(old) - ref).max() > 0.01
 
-        with pytest.raises(TypeError, match="a reference of pairs cannot read a Rollout"):
-            Reference(bare, site, temperature=0.7, responses=None).logprobs(rollout)
-
         # A reference with weights of its own has a pass of its own.
         copies = bare.holding(jax.tree.map(jnp.copy, base))
         other = Reference(copies, site, temperature=0.7, responses=RESPONSE)

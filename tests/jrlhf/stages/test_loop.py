@@ -128,7 +128,7 @@ def test_a_compilation_after_the_first_iterations_is_told_with_its_cause(tmp_pat
 
 
 def test_a_hang_ends_the_process_and_shows_where_it_was():
-    code = "import time\nfrom jrlhf.stages.loop import deadline\nwith deadline(0.2):\n    time.sleep(60)"
+    code = "import time\nfrom jrlhf.run.profiler import deadline\nwith deadline(0.2):\n    time.sleep(60)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     assert ended.returncode == 1 and "Timeout" in ended.stderr and "line 4" in ended.stderr
 
