@@ -28,16 +28,18 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "proofs"
 PARTS = {
     "oracle": "values and gradients against verl and TRL",
-    "memory": "predicted against compiled memory, all programs of the matrix; runs whose models sleep; searches where "
-    "memory is scarce, against optima",
+    "memory": "predicted against compiled memory, all programs of the matrix; roles and runs whose models sleep; "
+    "searches where memory is scarce, against optima",
     "kills": "runs killed at random moments and resumed to the same bits; every file of a checkpoint damaged; "
     "runs with numbers that float32 cannot bear",
     "failures": "random kills, hangs, signals, full disks and changed files: the same bits, or refused in a sentence",
     "families": "all families against transformers and PEFT, through whole runs and through pipelines",
     "runs": "whole runs of every algorithm, plan and option, killed and resumed to the same bits",
     "processes": "runs of two processes against runs of one",
-    "notebooks": "all notebooks from top to bottom, and their installation beside an old and a fitting JAX",
-    "inputs": "5,400 malformed inputs, read in one process, and 120 commands: one sentence and exit code 2, or a run",
+    "notebooks": "all notebooks and the tutorial on rewards from top to bottom; the installation of notebooks beside "
+    "an old and a fitting JAX",
+    "inputs": "5,400 malformed inputs, read in one process, and 120 commands: one sentence and exit code 2, or a run; "
+    "every combination of answers to `jrlhf init`",
 }
 PACKAGES = ("jax", "flax", "optax", "numpy", "orbax-checkpoint")
 

@@ -113,7 +113,7 @@ def test_the_versions_to_install_are_in_the_bounds_of_the_project():
             assert bounds and all(version in bound.specifier for bound in bounds)
 
 
-@pytest.mark.full
+@pytest.mark.proof("notebooks")
 def test_the_quickstart_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("JRLHF_NOTEBOOK_OVERRIDES", TINY)
     notebook = Notebook("quickstart", tmp_path)

@@ -263,7 +263,7 @@ def close(completions, answer, scale=2.0):
 """
 
 
-@pytest.mark.full
+@pytest.mark.proof("runs")
 @pytest.mark.usefixtures("quick_programs")
 def test_functions_train_as_files_do_and_are_asked_for_again(tmp_path):
     (tmp_path / "own.py").write_text(DATAFLOW + REWARD)

@@ -38,7 +38,7 @@ def test_every_combination_is_a_right_config_or_refused(tmp_path):
         check_combinations(algorithm, tmp_path / algorithm, [[*DEVICES][number % len(DEVICES)]])
 
 
-@pytest.mark.full
+@pytest.mark.proof("inputs")
 @pytest.mark.parametrize("algorithm", (*ALGORITHMS, "dpo"))
 def test_every_combination_fits_every_number_of_devices(algorithm, tmp_path):
     check_combinations(algorithm, tmp_path, [*DEVICES])

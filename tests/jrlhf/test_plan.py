@@ -83,10 +83,11 @@ def test_a_plan_that_does_not_fit_is_printed_and_refused(capsys):
 
 
 CONFIGS = {"llama3-8b-ppo": "ppo", "llama3-70b-ppo": "ppo", "qwen3-8b-lora": "ppo"}
+PROOF = pytest.mark.proof("memory")
 CLUSTERS = ("{}xh100", "{}xa100", "{}xh200")
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(3, 12))])
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=PROOF) for seed in range(3, 12))])
 def test_who_follows_the_remedy_has_a_plan(seed, capsys):
     """One sentence suffices: with what it names the same command finds a plan, or prices the given one as it fits."""
     draw, followed = random.Random(seed), 0

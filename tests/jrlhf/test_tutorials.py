@@ -118,7 +118,7 @@ def test_the_run_beside_a_peers_is_checked_by_its_dry_run(peer: str, tmp_path: P
         assert record["rewards/correct/failures"] == record["rewards/brief/failures"] == 0
 
 
-@pytest.mark.full
+@pytest.mark.proof("notebooks")
 @pytest.mark.usefixtures("quick_programs")
 def test_the_tutorial_on_rewards_runs(tmp_path: Path, monkeypatch, capsys):
     """Every block and every command, at a tiny size."""

@@ -67,15 +67,10 @@ def expected(reference):
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
                 ("values", (1, 1, 1), TRAIN, "full", AxisType.Explicit),
-                ("values", (1, 2, 4), TRAIN_TP, "full", AxisType.Explicit),
-                ("plain", (1, 2, 4), TRAIN, "gather", AxisType.Auto),
-                ("scores", (1, 4, 2), TRAIN, "gather", AxisType.Explicit),
                 ("values", (1, 8, 1), TRAIN, "full", AxisType.Auto),
                 ("scores", (1, 1, 8), TRAIN_TP, "gather", AxisType.Explicit),
                 ("plain", (2, 2, 2), TRAIN_TP, "full", AxisType.Auto),
-                ("gemma", (2, 2, 2), TRAIN, "full", AxisType.Explicit),
                 ("llama", (2, 1, 4), TRAIN_TP, "gather", AxisType.Explicit),
-                ("gpt2", (2, 2, 2), TRAIN, "gather", AxisType.Explicit),
             )
         ),
     ],

@@ -18,7 +18,6 @@ SIZES = [
     "evaluation.prompts=16",
     "checkpoints.keep=4",
 ]
-RUN = pytest.mark.proof("runs")
 # (config, stage, what is set besides): draws of DAPO, greedy baselines, texts beside rollouts, costs and multiplier.
 RUNS = {
     "dapo": (
@@ -47,8 +46,8 @@ RUNS = {
 }
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["remax", *(pytest.param(x, marks=RUN) for x in RUNS if x != "remax")])
+@pytest.mark.proof("runs")
+@pytest.mark.parametrize("name", RUNS)
 def test_a_resumed_run_ends_in_the_same_bits(name, tmp_path):
     config, stage, own = RUNS[name]
     sizes = [f"{stage}.iterations=4", f"{stage}.rollout_batch=32", f"{stage}.save_every=1"]

@@ -104,7 +104,7 @@ def test_a_prompt_ends_where_both_answers_begin(settings):
         assert task.tokenizer.decode(rejected[length:]).startswith("I do not know")
 
 
-@pytest.mark.full
+@pytest.mark.proof("runs")
 def test_adapters_learn_and_the_base_is_the_reference(tmp_path, settings, make_model):
     actor = make_model(tmp_path / "actor", seed=3, layers=1)
     sections = {"model": {"path": str(actor)}, "lora": {"rank": 4}, "rewards": [], "stages": ["dpo"]}
