@@ -93,7 +93,8 @@ def template(text: str | None) -> Callable[[Path], object]:
     return edit("tokenizer_config.json", chat_template=text)
 
 
-# What else can be wrong with the files is refused in tests/models/hf and tests/jrlhf/data.
+# What else can be wrong with the files is refused in tests/models/hf and tests/jrlhf/data; with rewards, in
+# tests/jrlhf/rewards/test_functions.py.
 DAMAGES = [
     (truncate, "is cut short"),
     (edit("config.json", intermediate_size=64), "where config.json asks for"),
@@ -102,11 +103,6 @@ DAMAGES = [
     (without("config.json"), "holds no model"),
     (lambda directory: (directory / "config.json").write_text("{"), "config.json"),
     (edit("config.json", model_type="mamba"), "model_type 'mamba' is not supported"),
-    (edit("config.json", quantization_config={"quant_method": "awq"}), "quantization_config (awq)"),
-    (edit("config.json", rope_scaling={"rope_type": "yarn", "factor": 2.0}), "yarn"),
-    (edit("config.json", hidden_act="relu2"), "relu2"),
-    (edit("config.json", hidden_size="16"), "hidden_size '16' must be an integer"),
-    (edit("config.json", architectures=["Qwen2ForTokenClassification"]), "Qwen2ForTokenClassification"),
     (edit("config.json", max_position_embeddings=32), "has max_positions=32"),
     (edit("config.json", vocab_size=320), "take the tokenizer that the model was trained with"),
     (without("tokenizer.json"), "has no tokenizer.json"),
@@ -137,26 +133,6 @@ def test_a_path_that_holds_no_model(refused, tmp_path, user):
     assert "holds no model" in refused(**SFT, model={"path": str(file)})
     assert "does not exist" in refused(**SFT, model={"path": str(tmp_path / "nowhere")})
     assert "holds a reward model" in refused(**SFT, model={"path": str(user / "reward")}, data={"max_prompt": 96})
-
-
-CONTENTS = [
-    ("", "has no rows"),
-    ('{"question": "a", "answer": "b"}\n\n[1]\n', "line 3 holds a list"),
-    ('{"question": "a", "answer": "b"}\n{"question": null, "answer": "b"}\n', "line 2: question is null"),
-    ('{"question": "a", "answer": 3}\n', "line 1: answer is a int"),
-    ('{"question": "a", "answer": "b"}\n{"question": "c"}\n', "line 2 has no column 'answer'"),
-    ('{"query": "a", "answer": "b"}\n', "are query, answer"),
-    ('{"question": [], "answer": "b"}\n', "question has no messages"),
-    ('{"question": [{"role": "root", "content": "a"}], "answer": "b"}\n', "the role 'root'"),
-]
-
-
-def test_a_dataset_that_cannot_be_read(refused, tmp_path):
-    file = tmp_path / "rows.jsonl"
-    dataset = {"path": str(file), "columns": {"prompt": "question", "completion": "answer"}}
-    for content, message in CONTENTS:
-        file.write_text(content)
-        assert message in refused(**SFT, data={"sft": dataset, "heldout_rows": 0}), content
 
 
 SECTIONS = [
@@ -226,17 +202,10 @@ UNUSABLE = [
     ({"model": "USER/gone"}, "does not exist"),
     ({"model": "USER/reward", "function": "numeric_answer"}, "give one"),
     ({}, "give one"),
-    ({"function": "numeric_anwser"}, "none of the built-in rewards"),
-    ({"function": "USER/gone.py:f"}, "there is no file"),
-    ({"function": "USER/rewards.py:gone"}, "gone"),
     ({"function": "USER/rewards.py"}, "write others as"),
-    ({"function": "no_such_module_of_mine:f"}, "no_such_module_of_mine"),
-    ({"function": "HERE/broken.py:f"}, "broken.py"),
     ({"function": "HERE/late.py:f"}, "no licence"),
-    ({"function": "HERE/number.py:f"}, "f"),
     ({"function": "USER/rewards.py:compute_score"}, "ground_truth"),
     ({"function": "USER/rewards.py:compute_score", "columns": {"ground_truth": "anwser"}}, "anwser"),
-    ({"function": "USER/rewards.py:short_text", "options": {"colour": 1}}, "colour"),
     ({"function": "USER/rewards.py:short", "workers": 0}, "workers=0"),
     ({"function": "USER/rewards.py:short", "on_failure": float("nan")}, "on_failure"),
     ({"function": "USER/rewards.py:short", "name": "a b"}, "name"),
@@ -245,9 +214,7 @@ UNUSABLE = [
 
 def test_a_reward_that_cannot_be_used(refused, tmp_path, user):
     """Found before the first stage, not when it is needed."""
-    (tmp_path / "broken.py").write_text("def f(completions):\n    return [1.0 for _ in completions\n")
     (tmp_path / "late.py").write_text("raise RuntimeError('no licence')\n")
-    (tmp_path / "number.py").write_text("f = 3\n")
     for reward, message in UNUSABLE:
         text = json.dumps({"name": "mine", **reward}).replace("USER", str(user)).replace("HERE", str(tmp_path))
         sections = {"stages": ["sft", "reward_model", "ppo"], "rewards": [json.loads(text)]}
@@ -334,7 +301,7 @@ def judge(completions, kind, **columns):
 
 @pytest.mark.full
 @pytest.mark.usefixtures("quick_programs")
-@pytest.mark.parametrize("kind", ["hang", "crash", "exception", "none", "nan", "infinite", "type", "length"])
+@pytest.mark.parametrize("kind", ["hang"])
 def test_a_reward_that_fails_while_the_run_goes_on(tmp_path, settings, capsys, kind):
     """The sentence shows the sample; with on_failure the run ends well, and says how many failed."""
     (tmp_path / "faulty.py").write_text(FAULTY)

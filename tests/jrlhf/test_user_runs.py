@@ -15,10 +15,12 @@ from jrlhf.config import Config, load_config
 from jrlhf.config.parse import build
 from jrlhf.data.tokenizer_files import load_tokenizer
 from jrlhf.errors import UserError
+from jrlhf.meshes.hardware import Peak
 from jrlhf.models.hf import load_adapter, load_hf, read_config
 from jrlhf.roles.pretrained import check_weights
 from jrlhf.run.files import read_jsonl
 from jrlhf.run.metrics import MetricsLog, read_metrics
+from jrlhf.stages import mfu
 from jrlhf.stages.setup import select_mesh
 from jrlhf.train import main
 from tests.support.hub import serving
@@ -31,7 +33,10 @@ pytestmark = [pytest.mark.full, pytest.mark.usefixtures("quick_programs")]
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory, settings, user):
-    """(run directory, summary): all stages, four roles of three families and sizes, four rewards, validation."""
+    """(run directory, summary): all stages, four roles of three families and sizes, four rewards, validation.
+
+    The run is told the peak of its devices.
+    """
     functions = user / "rewards.py"
     rewards = [
         {"name": "preference", "model": str(user / "reward"), "batch": 8},
@@ -47,8 +52,11 @@ def everything(tmp_path_factory, settings, user):
         reward_model={"weight": WEIGHTS["reward_model"]},
         rewards=[reward | {"weight": WEIGHTS[reward["name"]]} for reward in rewards],
         evaluation={"every": 2, "k": 2},
+        profile={"iterations": [3]},
     )
-    return Path(config["run_dir"], "everything"), main(build(Config, config))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mfu, "peak_of", lambda device: Peak(1e9, 1e10, 1e10))
+        return Path(config["run_dir"], "everything"), main(build(Config, config))
 
 
 def test_a_run_on_directories_and_datasets_leaves_what_is_promised(everything, user):
@@ -110,6 +118,36 @@ def test_validation_is_done_every_second_iteration_and_by_source(everything):
     assert {sample["source"] for sample in validated} == {"a", "b"}
     ends = [sample for sample in read_jsonl(path / "samples.jsonl") if sample["stage"] == "evaluation"]
     assert len(ends) == 8 and all("<|im_start|>user\nWhat is" in sample["prompt"] for sample in ends)
+
+
+def test_an_iteration_tells_how_well_it_used_its_devices(everything):
+    path, _ = everything
+    names = {f"perf/{name}" for name in ("mfu/actor", "mfu/critic", "mfu/actor_infer", "mfu/ref", "roofline/gen")}
+    for record in read_metrics(path):
+        shares = {name: record[name] for name in record if name.startswith(("perf/mfu", "perf/roofline"))}
+        assert set(shares) == (names if record["stage"] == "ppo" else set())
+        assert all(share > 0 for share in shares.values())
+        # A name of verl's, a time after the last iteration, and that of threads beside the calls.
+        others = "timing_s/testing", "timing_s/save_checkpoint", "timing_s/reward_functions"
+        times = {
+            name: seconds for name, seconds in record.items() if name.startswith("timing_s/") and name not in others
+        }
+        assert sum(times.values()) <= 2 * times.get("timing_s/step", math.inf)
+    assert [entry.name for entry in (path / "profile").iterdir()] == ["ppo-3"]
+
+
+def test_an_export_is_pushed_to_the_hub(everything, tmp_path):
+    path, _ = everything
+    command = [sys.executable, "-m", "jrlhf.export", str(path), "--out", str(tmp_path), "--push", "mine"]
+    with serving() as hub:
+        environment = hub.environment(tmp_path / "home")
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0 and done.stdout.splitlines()[-1] == f"{hub.address}/someone/mine", done.stderr
+        files = hub.repositories["models/someone/mine"].branches["main"]
+        assert files == {file.name: file.read_bytes() for file in (path / "model").iterdir()}
+        command.append("--adapter")
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 2 and "trains no adapter: leave it out" in done.stderr
 
 
 def test_the_exported_models_load_again(everything, user):
@@ -284,6 +322,7 @@ def test_a_run_that_a_reward_stopped_goes_on_in_the_same_bits(tmp_path, settings
 # --- Parts of the whole ---
 
 
+@pytest.mark.proof("runs")
 def test_stages_by_themselves(everything, tmp_path, settings, user):
     """Supervised learning alone is the same as in a whole run; a reward model alone learns from the actor as it is."""
     config = settings(name="alone", run_dir=str(tmp_path), stages=["sft"], rewards=[])

@@ -56,14 +56,8 @@ EVENTS |= {"actor.update": "update_actor"}
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
 
-@pytest.mark.parametrize("temperature", [0.5, pytest.param(0.9, marks=pytest.mark.full)])
-def test_an_iteration_keeps_the_invariants(request, temperature):
-    if temperature == 0.5:
-        iterations, clock = request.getfixturevalue("awake").iterations, request.getfixturevalue("awake").clock
-    else:
-        setup = Setup(make_mesh(1, 2, 2, devices=jax.devices()[:4]), temperature=temperature)
-        iterations, clock = [Iteration.of(setup, step) for step in range(2)], setup.clock
-    first, second = iterations[:2]
+def test_an_iteration_keeps_the_invariants(awake):
+    first, second = awake.iterations[:2]
     assert first.figures()["objective/kl"] == 0.0 != second.figures()["objective/kl"]
     assert first.metrics["actor/initial_ratio_gap"] < 1e-5
     assert first.figures()["rollout/logprob_gap_max"] < 1e-4
@@ -75,7 +69,7 @@ def test_an_iteration_keeps_the_invariants(request, temperature):
     assert before["actor"] == before["reference"] and before["critic"] == before["reward"]
     assert {name for name in before if before[name] != after[name]} == {"actor", "critic"}
     assert first.step == 1
-    assert set(clock.take()) == {f"timing_s/{name}" for name in (*CALLS, "step")}
+    assert set(awake.clock.take()) == {f"timing_s/{name}" for name in (*CALLS, "step")}
 
 
 def test_two_critics_are_timed_apart(monkeypatch):
@@ -92,7 +86,7 @@ def test_two_critics_are_timed_apart(monkeypatch):
         assert set(critic.clock.take()) == {f"timing_s/{timed}", f"timing_s/update_{name}", "timing_s/step"}
 
 
-@pytest.mark.full
+@pytest.mark.proof("runs")
 def test_a_single_update_may_share_the_passes_that_made_its_experience():
     ends = []
     for shared_passes in (False, True):
@@ -126,7 +120,7 @@ def test_the_generation_copy_lives_only_while_generating(sleepers, awake):
     assert after != before and live_bytes() == before
 
 
-@pytest.mark.full
+@pytest.mark.proof("runs")
 def test_calls_that_are_not_waited_for_give_the_same_bits():
     ends = []
     for blocking in (True, False):
@@ -353,7 +347,7 @@ def test_three_iterations_asleep_are_those_awake_and_every_byte_is_in_its_place(
     assert {f"timing_s/{name}" for name in (*CALLS, "sleep", "step")} == set(watch.take())
 
 
-@pytest.mark.full
+@pytest.mark.proof("memory")
 @pytest.mark.parametrize("part", SleepConfig.SWITCHES)
 def test_each_part_sleeps_by_itself(part, sleepers, awake):
     watch, size = sleepers.begin(replace(SleepConfig(), **{part: "host"}))
@@ -366,7 +360,7 @@ def test_each_part_sleeps_by_itself(part, sleepers, awake):
     assert generating[0] - generating[1] == bytes_by_kind()["pinned_host"] == sum(size.values())
 
 
-@pytest.mark.full
+@pytest.mark.proof("memory")
 def test_what_the_next_call_needs_is_on_its_way_while_one_runs(sleepers, awake):
     graph = trace(ppo, ROLES, {"actor.recomputes": True, "reference.is_base_of": False})
     watch, size = sleepers.begin(ALL, Prefetch(graph))
@@ -385,7 +379,7 @@ def test_what_the_next_call_needs_is_on_its_way_while_one_runs(sleepers, awake):
             assert before["device"] - now["device"] == sum(size.values()) - here[name], name
 
 
-@pytest.mark.full
+@pytest.mark.proof("memory")
 def test_shared_passes_asleep_are_those_awake(sleepers):
     results = []
     for config in (SleepConfig(), ALL):
