@@ -3,7 +3,6 @@
 import contextlib
 import datetime
 import errno
-import fcntl
 import importlib.metadata
 import json
 import os
@@ -20,13 +19,12 @@ from jrlhf.config import Config, config_yaml
 from jrlhf.config.places import expanded, is_address
 from jrlhf.errors import Preempted, RunFailure, UserError
 from jrlhf.models.hf.files import PROMPTING
-from jrlhf.run.files import Closing, append_jsonl, cache_directory, write_atomic, write_error
+from jrlhf.run.files import Closing, append_jsonl, cache_directory, lock_file, write_atomic, write_error
 from jrlhf.run.processes import from_main, is_main
 from jrlhf.run.resume import changes
 
 CONFIG, PLAN, ENVIRONMENT, SAMPLES = "config.yaml", "plan.yaml", "environment.txt", "samples.jsonl"
 SUMMARY, TOKENIZER, SEEDS, HUB = "summary.json", "tokenizer.json", "seeds", "hub.txt"
-NO_LOCKS = errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL  # of some network and FUSE file systems
 _LOCK = ".lock"
 _FULL = {errno.ENOSPC: "No space left on device", errno.EDQUOT: "quota exceeded", errno.EFBIG: "File too large"}
 
@@ -50,20 +48,12 @@ class Run(Closing):
 
     def lock(self) -> None:
         """Locks the directory. The lock lives as long as its file is open in this process."""
-        lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        lock, ours = lock_file(self.path / _LOCK)
+        if ours is False:
             holder = os.read(lock, 100).decode(errors="replace").strip()
             os.close(lock)
             user = f"process {holder}" if holder else "another process"
-            raise UserError(
-                f"{self.path} is in use by {user}: wait until it ends, or give this run another name="
-            ) from None
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                os.close(lock)
-                raise
+            raise UserError(f"{self.path} is in use by {user}: wait until it ends, or give this run another name=")
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
         self._lock = lock

@@ -4,6 +4,7 @@ A text with a seal is known to be what was written: a changed bit is noticed.
 """
 
 import errno
+import fcntl
 import hashlib
 import json
 import math
@@ -19,6 +20,7 @@ import numpy as np
 
 from jrlhf.errors import UserError
 
+_NO_LOCKS = errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL  # of some network and FUSE file systems
 _SEAL = re.compile(r'\{"sha256": "(\w{64})", |# sha256 (\w{64})\n')
 
 
@@ -64,6 +66,24 @@ def write_atomic(path: Path | str, data: str | bytes) -> None:
         os.close(directory)
 
 
+def lock_file(path: Path) -> tuple[int, bool | None]:
+    """Opens a file and locks it for as long as it is open; returns (its descriptor, whether the lock is ours).
+
+    None in place of the second: the file system has no locks.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return descriptor, False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            os.close(descriptor)
+            raise
+        return descriptor, None
+    return descriptor, True
+
+
 def encode(value: Any) -> str:
     """Returns JSON from which `decode` makes an equal value, arrays of numbers included, bit for bit."""
     return json.dumps(value, default=lambda array: {"ndarray": array.dtype.name, "values": array.tolist()})
@@ -76,8 +96,8 @@ def decode(text: str | bytes) -> Any:
     return json.loads(text, object_hook=array)
 
 
-def sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def sha256(content: str | bytes) -> str:
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
 
 
 def seal(text: str) -> str:

@@ -6,7 +6,6 @@ longer, removes it and tries again. A holder that was cut off finds another clai
 writes.
 """
 
-import fcntl
 import json
 import os
 import platform
@@ -19,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jrlhf.errors import UserError
-from jrlhf.run.directory import NO_LOCKS
-from jrlhf.run.files import Closing
+from jrlhf.run.files import Closing, lock_file
 from jrlhf.storage.store import Store, StoreError
 
 NAME = ".mirror/claim.json"
@@ -68,7 +66,10 @@ class Claim(Closing):
                 continue
             if seen is None:
                 seen = holder
-                self._tell_wait(tell, holder, lease)
+                tell(
+                    f"{self._store.address} was in use by {_process(holder)}: waiting up to "
+                    f"storage.lease={lease:g} seconds for its signs of life"
+                )
             time.sleep(self._lease / (4 * _SIGNS))
         if taken_over:  # whoever waited with us may have deleted our claim for the old one
             time.sleep(self._lease / (4 * _SIGNS))
@@ -82,25 +83,12 @@ class Claim(Closing):
     def _lock_here(self) -> list[str]:
         """Locks the lock file and adds the token to it; returns the tokens of processes that have surely ended."""
         self._lock.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        locked = True
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise self._in_use("another process of this machine") from error
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-            locked = False
+        self._descriptor, ours = lock_file(self._lock)
+        if ours is False:
+            raise self._in_use("another process of this machine")
         tokens = os.read(self._descriptor, 10_000).decode(errors="replace").split()
         os.write(self._descriptor, f"{self._own['token']}\n".encode())
-        return tokens if locked else []
-
-    def _tell_wait(self, tell: Callable[[str], None], holder: dict[str, Any], lease: float) -> None:
-        tell(
-            f"{self._store.address} was in use by {_process(holder)}: waiting up to storage.lease={lease:g} seconds "
-            "for its signs of life"
-        )
+        return tokens if ours else []
 
     def check(self) -> None:
         """Raises StoreError if this run does not hold the address any more. Call it before what must not be undone."""

@@ -25,7 +25,7 @@ from jrlhf.config.places import is_address
 from jrlhf.errors import Preempted, RunFailure, UserError
 from jrlhf.run.checkpoints import saved_steps
 from jrlhf.run.directory import CONFIG, Run, check_directory, refuse_other, run_path, writable
-from jrlhf.run.files import Closing, write_atomic
+from jrlhf.run.files import Closing, sha256, write_atomic
 from jrlhf.run.processes import any_process, from_main, is_main, several
 from jrlhf.run.tracking import PROMETHEUS
 from jrlhf.storage.claim import Claim
@@ -111,7 +111,7 @@ class Mirror(Closing):
         for name in (name for name in names if "/" not in name):
             if (data := self._store.read(name)) is not None:
                 write_atomic(self._path / name, data)
-                self._copied[name] = _signature(self._path / name), _checksum(data)
+                self._copied[name] = _signature(self._path / name), sha256(data)
         for marker in filter(None, (_MARKER.fullmatch(name) for name in names)):
             self._stored.setdefault(marker[1], {})[int(marker[2])] = 0
         local = self._path / CHECKPOINTS
@@ -294,7 +294,7 @@ class Mirror(Closing):
         if signature == before:
             return
         data = file.read_bytes() if file.stat().st_size < _WHOLE else None
-        if (checksum := _checksum_of(file) if data is None else _checksum(data)) != last:
+        if (checksum := _checksum_of(file) if data is None else sha256(data)) != last:
             config = file.with_name("config.json").relative_to(self._path).as_posix()
             if "/" in name and name != config and config not in self._changing and (self._path / config).exists():
                 self._store.delete(config)
@@ -380,10 +380,6 @@ def _link(source: str, target: str) -> None:
 def _signature(file: Path) -> tuple[int, int, int]:
     status = file.stat()
     return status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _checksum(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 def _checksum_of(file: Path) -> str:

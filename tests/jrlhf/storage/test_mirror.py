@@ -1,6 +1,7 @@
 """Runs at an address, in fsspec's store in memory: its state after every write, and what a resume makes of it."""
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -389,7 +390,7 @@ def test_a_claim_lasts_for_the_longer_lease_and_locks_of_other_machines_say_noth
             with pytest.raises(UserError, match="in use by process"), claim("b", 0.1) as other:
                 other.take(print)
         with monkeypatch.context() as patch:
-            patch.setattr(claim_module.fcntl, "flock", no_locks)
+            patch.setattr(fcntl, "flock", no_locks)
             with pytest.raises(UserError, match="in use by process"), claim("a", 0.1) as other:
                 other.take(print)
         holder.check()
