@@ -17,11 +17,11 @@ from huggingface_hub.repocard import metadata_load
 from jrlhf.config import Config, config_yaml
 from jrlhf.config.parse import classes_of, kinds_of
 from jrlhf.config.schema import DatasetsData, RewardConfig
-from jrlhf.config.stages import ALGORITHMS, TITLES
+from jrlhf.config.stages import ALGORITHMS
 from jrlhf.models.hf.files import CARD, PLOT, PROMPTING, SIGNATURE, check_file
 from jrlhf.models.weights import HeadKind
 from jrlhf.report.charts import Chart, Series
-from jrlhf.report.read import GOLD, SCORE, Record
+from jrlhf.report.read import GOLD, SCORE, STAGES, Record
 from jrlhf.report.sections import accuracy, results
 from jrlhf.roles.pretrained import hub_model
 from jrlhf.run.console import clean, validation_key
@@ -29,7 +29,6 @@ from jrlhf.run.files import to_json
 from jrlhf.run.resume import defines_results
 
 HUB = "https://huggingface.co"
-_NAMES = {"sft": "SFT", "reward_model": "reward model", **TITLES}
 _LEFT_OUT = "(left out)"
 _PLACES = ("path", "critic", "reference", "model", "adapter", "function", "dataflow")  # settings
 _NAMES_OF_PARTS = ("name", "split")  # settings that the tables show, too
@@ -159,7 +158,7 @@ def _done(facts: Facts) -> list[str]:
 
 def _title(facts: Facts) -> str:
     path = facts.config.model.path
-    trained = " and ".join(_NAMES[stage] for stage in _done(facts) if stage != "reward_model")
+    trained = " and ".join(STAGES[stage] for stage in _done(facts) if stage != "reward_model")
     base = "A language model" if path is None else _text(_short(path, facts))
     if facts.head == "scalar":
         return "A reward model" if path is None else f"A reward model of {base}"
@@ -211,7 +210,7 @@ def _recipe(facts: Facts) -> list[str]:
         unit, length = "iterations" if stage in ALGORITHMS else "steps", config.length(stage)
         done = facts.step if stage == facts.stage and facts.head == "lm" else length
         count = f"{done} {unit}" if done == length else f"{done} of {length} {unit}"
-        lines.append(f"{len(lines) + 1}. {_NAMES[stage]}: {count}")
+        lines.append(f"{len(lines) + 1}. {STAGES[stage]}: {count}")
     settings = yaml.safe_dump(_settings(facts), sort_keys=False, allow_unicode=True, width=1000).rstrip()
     fence = _ticks(settings, 3)
     text = (

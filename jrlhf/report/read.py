@@ -19,6 +19,7 @@ from jrlhf.run.metrics import METRICS, TIMELINE, read_metrics
 REWARD_KINDS = {"rewards": "reward", "costs": "cost"}  # prefix of the metrics -> the word for one of them
 FAILURES = "failures/"
 SCORE, GOLD, KL = "critic/score/mean", "gold/score", "objective/kl"
+STAGES = {"sft": "SFT", "reward_model": "reward model", **TITLES}  # usual names
 
 Metrics = dict[str, Any]
 Sample = dict[str, Any]
@@ -99,10 +100,6 @@ class Record:
         records = self.iterations if stage is None else self.metrics.get(stage, [])
         points = [(float(record["step"]), record[metric]) for record in records if metric in record]
         return [step for step, _ in points], [math.nan if value is None else float(value) for _, value in points]
-
-    def lowest(self, *metrics: str) -> float:
-        """Returns the smallest value of some metrics; 0 if the run has none of them."""
-        return min((value for metric in metrics for value in self.curve(metric)[1]), default=0.0)
 
     def names(self, prefix: str) -> list[str]:
         """Returns the algorithm's metrics that begin with `prefix`, in the order of their first occurrence."""

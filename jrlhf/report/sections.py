@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jrlhf.config.stages import TITLES
 from jrlhf.report.charts import COLORS, Chart, Series, number
-from jrlhf.report.read import FAILURES, GOLD, KL, REWARD_KINDS, SCORE, Curve, Named, Record, Sample
+from jrlhf.report.read import FAILURES, GOLD, KL, REWARD_KINDS, SCORE, STAGES, Curve, Named, Record, Sample
 from jrlhf.run.console import duration, validation_key
 
 _UNSET = ("", "0", "null")  # values of a setting that is not used
@@ -45,14 +44,13 @@ def chips(run: Record) -> list[str]:
     def setting(key: str) -> str:
         return "" if run.settings.get(key) in _UNSET else run.settings.get(key, "")
 
-    stages = {"sft": "SFT", "reward_model": "reward model", **TITLES}
     words = ["finished" if run.summary else ""]
     begun = [stage for stage in ("sft", "reward_model", run.algorithm) if run.metrics.get(stage)]
     if begun and not run.summary:
         last = begun[-1]
         total = run.setting(f"{last}.iterations" if last == run.algorithm else f"{last}.steps")
         words.append(f"unfinished: {last} {run.metrics[last][-1]['step']}" + (f" of {total:.0f}" if total else ""))
-    words.append(" → ".join(stages.get(stage, stage) for stage in run.metrics))
+    words.append(" → ".join(STAGES.get(stage, stage) for stage in run.metrics))
     path, rank, adapter, base = map(setting, ("model.path", "lora.rank", "lora.path", "lora.base"))
     words.append(PurePosixPath(path).name or path)
     if rank:

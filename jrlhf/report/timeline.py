@@ -88,7 +88,7 @@ def timeline(run: Record) -> tuple[str, list[Lane]]:
 
     def lane(name: str, note: str, chosen: list[Span], busy: float) -> Lane:
         bars = [Bar(span.start / length, (span.end - span.start) / length, colors[span.name]) for span in chosen]
-        return Lane(name, note, bars, (_milliseconds(busy), _share(busy / length)))
+        return Lane(name, note, bars, (_milliseconds(busy), f"{busy / length:.1%}"))
 
     lanes = [
         lane(name, _CALLS.get(name, ""), [span for span in spans if span.name == name], busy)
@@ -104,7 +104,7 @@ def timeline(run: Record) -> tuple[str, list[Lane]]:
             busy = _sum(_lasting([span for span in calls if span.is_on(group)]))
             on_slices.append(lane(f"devices {group}", "in the colours of the calls", own, busy))
         lanes = on_slices + lanes
-        text += f" Calls on separate devices overlap for {_share(_sum(_lasting(calls, 2)) / length)} of it."
+        text += f" Calls on separate devices overlap for {_sum(_lasting(calls, 2)) / length:.1%} of it."
     return text, lanes
 
 
@@ -167,10 +167,6 @@ def _summary(run: Record, record: Metrics, seconds: dict[str, float], count: int
 
 def _milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
-
-
-def _share(share: float) -> str:
-    return f"{share:.1%}" if share < 0.0095 else f"{share:.0%}"
 
 
 def placement(run: Record) -> tuple[str, list[Lane]]:
