@@ -15,6 +15,7 @@ from jrlhf.run.console import duration, validation_key
 _UNSET = ("", "0", "null")  # values of a setting that is not used
 _ALL = "all"  # the source of a validation that stands for every prompt
 _LATEST = 12  # samples shown of training and of validation
+Row = tuple[str, int | None, Any, Any]  # name, number of held-out prompts, results before and after
 Part = tuple[str, list[Chart], list[Chart]]  # text, charts, small charts
 
 
@@ -156,7 +157,7 @@ def figures(run: Record) -> Iterator[Figure]:
 def results(run: Record) -> Iterator[Figure]:
     """Yields the figures, and the items that the measure is made of."""
     yield from figures(run)
-    parts = items(run).rows
+    parts = items(run)
     for name, _, *values in parts if len(parts) > 1 else ():
         yield Figure(name, [f"{value:.3f}" for value in values if value is not None], "held out")
 
@@ -241,36 +242,23 @@ def words(run: Record, name: str) -> str:
     return name.replace("_", " ") if run.measure == "gold" else name
 
 
-class Comparison(NamedTuple):
-    """A table of results on held-out prompts. rows: (name, number of prompts, before, after)."""
-
-    heading: str
-    rows: Sequence[tuple[str, int | None, Any, Any]]
-
-    @property
-    def both(self) -> bool:
-        return all(after is not None for *_, after in self.rows)
-
-
-def items(run: Record) -> Comparison:
+def items(run: Record) -> list[Row]:
     """Returns the measure's items."""
     old, new = (value or {} for value in run.both("items"))
-    rows = [(words(run, name), None, value, new.get(name)) for name, value in old.items()]
-    return _comparison("item" if run.measure == "gold" else "reward", rows)
+    return _compared([(words(run, name), None, value, new.get(name)) for name, value in old.items()])
 
 
-def sources(run: Record) -> Comparison:
+def sources(run: Record) -> list[Row]:
     """Returns the measure for the prompts of each source."""
     old, new = (value or {} for value in run.both("sources"))
-    means = [(name, source, new.get(name, {})) for name, source in old.items()]
-    return _comparison(
-        "source", [(name or "unnamed", one.get("n"), one.get("mean"), after.get("mean")) for name, one, after in means]
-    )
+    means = [(name or "unnamed", one, new.get(name, {})) for name, one in old.items()]
+    return _compared([(name, one.get("n"), one.get("mean"), after.get("mean")) for name, one, after in means])
 
 
-def _comparison(name: str, rows: Sequence[tuple[str, int | None, Any, Any]]) -> Comparison:
+def _compared(rows: list[Row]) -> list[Row]:
+    """Returns the rows that have both results, or else those that have the first."""
     rows = [row for row in rows if row[2] is not None]
-    return Comparison(f"{name}, on held-out prompts", [row for row in rows if row[3] is not None] or rows)
+    return [row for row in rows if row[3] is not None] or rows
 
 
 def gold_items(run: Record) -> list[Chart]:
