@@ -25,7 +25,7 @@ from jrlhf.ppo.config.policy import check_one_division
 from jrlhf.ppo.masked import masked_sum, token_count
 from jrlhf.ppo.steps import LogprobFn
 from jrlhf.ppo.types import SFTBatch, TrainState
-from jrlhf.ppo.updates import LossFn, Metrics, Pipeline, Updates, apply_update, check_output, make_step
+from jrlhf.ppo.updates import Metrics, Pipeline, Update, Updates, apply_update, check_output, make_step
 
 PyTree = Any
 Step = Callable[..., tuple[TrainState, Metrics]]
@@ -113,10 +113,12 @@ def make_sft_step(
     def step(state: TrainState, batch: SFTBatch, *frozen: PyTree) -> Updates:
         check_divisible(batch.tokens, 1, micro_batches)
         mask = batch.loss_mask & (jnp.arange(batch.tokens.shape[1]) > 0)[None, :]
-        rows, names = replace(batch, loss_mask=mask), ("loss", "entropy")
-        given: Any = {"others": (token_count(mask),), "frozen": frozen, "staged": pipeline is not None}
+        rows = replace(batch, loss_mask=mask)
         parts = micro_batches if micro_batch_tokens is None else ByLength(row_ends(mask), micro_batch_tokens)
-        return _update_once("sft", loss_fn, optimizer, state, rows, parts, names, jnp.any(mask), **given)
+        given: Any = {"micro_batches": parts, "metric_names": ("loss", "entropy"), "counted": jnp.any(mask)}
+        given |= {"others": (token_count(mask),), "frozen": frozen, "staged": pipeline is not None}
+        update = yield from apply_update(loss_fn, optimizer, state.params, state.opt_state, rows, **given)
+        return _result("sft", state, update)
 
     return make_step(step, pipeline)
 
@@ -188,47 +190,19 @@ def _pair_step(
     def step(state: TrainState, batch: PreferenceBatch, *frozen: PyTree) -> Updates:
         check_divisible(batch.chosen, 1, micro_batches)
         parts, count = micro_batches, jnp.asarray(batch.chosen.shape[0])
-        given: Any = {"others": (count,), "frozen": frozen, "staged": pipeline is not None}
         if micro_batch_tokens is not None:  # a budget for both sequences of a pair
             longer = jnp.maximum(batch.chosen_lengths, batch.rejected_lengths)
             parts = ByLength(longer, max(1, micro_batch_tokens // 2))
-        return _update_once(prefix, loss_fn, optimizer, state, batch, parts, names, **given)
+        given: Any = {"micro_batches": parts, "metric_names": names, "others": (count,), "frozen": frozen}
+        given |= {"staged": pipeline is not None}
+        update = yield from apply_update(loss_fn, optimizer, state.params, state.opt_state, batch, **given)
+        return _result(prefix, state, update)
 
     return make_step(step, pipeline)
 
 
-def _update_once(
-    prefix: str,
-    loss_fn: LossFn,
-    optimizer: optax.GradientTransformation,
-    state: TrainState,
-    rows: PyTree,
-    micro_batches: int | ByLength,
-    names: tuple[str, ...],
-    counted: Bool[Array, ""] | None = None,
-    *,
-    others: tuple[PyTree, ...] = (),
-    frozen: tuple[PyTree, ...] = (),
-    staged: bool = False,
-) -> Updates:
-    """A step of one update, whose result is the next state and its metrics. Names without a "/" get the prefix.
-
-    prefix/grad_norm is added, and for an update that was not applied prefix/skipped_updates, and
-    prefix/nonfinite_updates if it was not because something was not finite.
-    """
-    update = yield from apply_update(
-        loss_fn,
-        optimizer,
-        state.params,
-        state.opt_state,
-        rows,
-        micro_batches=micro_batches,
-        metric_names=names,
-        counted=counted,
-        others=others,
-        frozen=frozen,
-        staged=staged,
-    )
+def _result(prefix: str, state: TrainState, update: Update) -> tuple[TrainState, Metrics]:
+    """The next state and the metrics of a step of one update; their names get the prefix unless they have one."""
     metrics = {name if "/" in name else f"{prefix}/{name}": value for name, value in update.metrics.items()}
     metrics[f"{prefix}/skipped_updates"] = (~update.sound).astype(jnp.float32)
     metrics[f"{prefix}/nonfinite_updates"] = (~update.finite).astype(jnp.float32)
