@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jrlhf.kernels.logprob.common import target_platform
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.config.rope import RopeScaling, scaled
+from jrlhf.models.flash import LANES, AttentionImplementation, computes, splash_attention
 from jrlhf.models.remat import named
-from jrlhf.models.splash import LANES, splash_attention
-from jrlhf.models.splash import supports as splash_supports
 
-AttentionImplementation = Literal["xla", "cudnn", "splash"]
 Rotation = tuple[Float[Array, "B T H//2"], Float[Array, "B T H//2"]]
 
 
@@ -151,26 +149,6 @@ def default_attention(
     if platform == "tpu" and dtype == jnp.bfloat16 and computes("splash", head_dim, softcap) and length >= LANES:
         return "splash"
     return "xla"
-
-
-def computes(implementation: AttentionImplementation, head_dim: int, softcap: float | None) -> bool:
-    """True if an implementation supports heads of this size and, if there is one, the softcap."""
-    if implementation == "cudnn":
-        return head_dim % 8 == 0 and head_dim <= largest_cudnn_head() and softcap is None
-    return implementation == "xla" or splash_supports(head_dim)
-
-
-def largest_cudnn_head() -> int:
-    """The largest head dimension of cuDNN's flash attention on the GPUs of this process: 256 from Hopper on, 128 on
-    Ampere and Ada, 0 where there is none, as on AMD's. A program for GPUs that are not here is one for Hopper's.
-    """
-    if jax.default_backend() != "gpu":
-        return 256
-    device = jax.local_devices()[0]
-    if "cuda" not in device.client.platform_version:
-        return 0
-    generation = int(device.compute_capability.partition(".")[0])
-    return 256 if generation >= 9 else 128 if generation >= 8 else 0
 
 
 # ---- the key-value cache: explicit argument and result of a decode step

@@ -23,9 +23,10 @@ from jaxtyping import Array, Float, Int
 from jrlhf.kernels.logprob import Terms, token_logprobs, token_sums
 from jrlhf.kernels.logprob.api import Implementation
 from jrlhf.meshes import AXES, GENERATE, Layout, gather
-from jrlhf.models.attention import AttentionImplementation, attention, layer_rotations, of_layer
+from jrlhf.models.attention import attention, layer_rotations, of_layer
 from jrlhf.models.collectives import TENSOR, check_rows, lookup, own_rows, place, total, vary
 from jrlhf.models.config.decoder import ModelConfig
+from jrlhf.models.flash import AttentionImplementation
 from jrlhf.models.lora import LoRAConfig, lora_shardings, with_adapter
 from jrlhf.models.modules import NO_ADAPTERS, Adapters, Block, Norm, dequantised, has_int8, scaled_embeddings
 from jrlhf.models.params import Params, layer_axes, model_axes, param_shardings, spec_tree, split_arguments

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 
 from jrlhf.meshes.plan import LayoutName
 from jrlhf.models import ModelConfig
-from jrlhf.models.attention import AttentionImplementation, default_attention
+from jrlhf.models.attention import default_attention
+from jrlhf.models.flash import AttentionImplementation
 from jrlhf.models.remat import Remat
 from jrlhf.models.weights import PROJECTIONS
 from jrlhf.planning.workload import RoleModel, Workload

@@ -11,7 +11,7 @@ from jrlhf.kernels.logprob.api import Implementation
 from jrlhf.meshes import GENERATE, SCORE, TRAIN, Layout, reshard
 from jrlhf.meshes.offload import offload, onload
 from jrlhf.models import ForwardOptions, LoRAConfig, ModelConfig, lora_shardings, param_shardings
-from jrlhf.models.attention import AttentionImplementation
+from jrlhf.models.flash import AttentionImplementation
 from jrlhf.models.params import Params
 from jrlhf.models.remat import Remat
 from jrlhf.roles.pretrained import cast_matrices

@@ -30,7 +30,7 @@ from jrlhf.meshes.mesh import Device
 from jrlhf.meshes.offload import check_host_memory
 from jrlhf.meshes.plan import Plan, plan_of
 from jrlhf.models import ModelConfig
-from jrlhf.models.attention import computes
+from jrlhf.models.flash import computes
 from jrlhf.models.hf.files import PROMPTING
 from jrlhf.planning.auto import auto_plan
 from jrlhf.planning.fit import check_memory

@@ -19,7 +19,6 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jrlhf.meshes import AXES, GENERATE
 from jrlhf.models.attention import (
-    AttentionImplementation,
     LayerCache,
     Rotation,
     append,
@@ -32,6 +31,7 @@ from jrlhf.models.attention import (
 )
 from jrlhf.models.collectives import TENSOR, check_rows, lookup, total
 from jrlhf.models.config.decoder import ModelConfig
+from jrlhf.models.flash import AttentionImplementation
 from jrlhf.models.generation.sampling import SamplingConfig, is_stop, sample
 from jrlhf.models.lora import LoRAConfig, lora_shardings, with_adapter
 from jrlhf.models.modules import (

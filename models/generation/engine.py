@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Int, PRNGKeyArray
 
-from jrlhf.models.attention import AttentionImplementation
 from jrlhf.models.collectives import own_rows, place
 from jrlhf.models.config.decoder import ModelConfig
+from jrlhf.models.flash import AttentionImplementation
 from jrlhf.models.generation.chunks import ChunkedRollouts, Watch
 from jrlhf.models.generation.decoding import OWN, SHARED, Decoder, Generation, Results, assemble, first_rows
 from jrlhf.models.generation.sampling import SamplingConfig

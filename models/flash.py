@@ -1,14 +1,15 @@
-"""Splash attention, JAX's Pallas kernels for TPUs, adapted to a `jax.shard_map` that checks its types.
+"""Attention that never stores scores: what cuDNN and splash support, and splash, JAX's Pallas kernels for TPUs.
 
-The kernels do not say over which mesh axes their results vary, which a checking `shard_map` demands. So they run in an
-inner `shard_map` over no further axis, which does not check. There a derivative would be wrong if an operand were the
-same on several devices: nothing would sum its gradient over them. Hence all operands are cast, outside, to vary as
-their union does; the casts' transposes are those sums; and kernels and pullback meet only what differs everywhere.
+Splash is adapted to a `jax.shard_map` that checks its types. The kernels do not say over which mesh axes their results
+vary, which a checking `shard_map` demands. So they run in an inner `shard_map` over no further axis, which does not
+check. There a derivative would be wrong if an operand were the same on several devices: nothing would sum its gradient
+over them. Hence all operands are cast, outside, to vary as their union does; the casts' transposes are those sums; and
+kernels and pullback meet only what differs everywhere.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +19,30 @@ from jaxtyping import Array, Float
 from jrlhf.kernels.logprob.common import varying
 from jrlhf.models.collectives import vary
 
+AttentionImplementation = Literal["xla", "cudnn", "splash"]
 Interpret = bool | pltpu.InterpretParams
 LANES = 128
 _BLOCK = 512
+
+
+def computes(implementation: AttentionImplementation, head_dim: int, softcap: float | None) -> bool:
+    """True if an implementation supports heads of this size and, if there is one, the softcap."""
+    if implementation == "cudnn":
+        return head_dim % 8 == 0 and head_dim <= _largest_cudnn_head() and softcap is None
+    return implementation == "xla" or _splash_supports(head_dim)
+
+
+def _largest_cudnn_head() -> int:
+    """The largest head dimension of cuDNN's flash attention on the GPUs of this process: 256 from Hopper on, 128 on
+    Ampere and Ada, 0 where there is none, as on AMD's. A program for GPUs that are not here is one for Hopper's.
+    """
+    if jax.default_backend() != "gpu":
+        return 256
+    device = jax.local_devices()[0]
+    if "cuda" not in device.client.platform_version:
+        return 0
+    generation = int(device.compute_capability.partition(".")[0])
+    return 256 if generation >= 9 else 128 if generation >= 8 else 0
 
 
 def splash_attention(
@@ -38,7 +60,7 @@ def splash_attention(
     interpret: runs the kernels on another platform.
     """
     length, head_dim = query.shape[1], query.shape[3]
-    if not supports(head_dim):
+    if not _splash_supports(head_dim):
         raise ValueError(
             f"splash attention needs head_dim=64 or a multiple of 128, not {head_dim}: use attention='xla'"
         )
@@ -51,7 +73,7 @@ def splash_attention(
     return _attend(partial(_kernel, query.shape[2], size, softcap, window, interpret))(*operands)[:, :length]
 
 
-def supports(head_dim: int) -> bool:
+def _splash_supports(head_dim: int) -> bool:
     return head_dim == 64 or head_dim % LANES == 0
 
 

@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jrlhf.meshes import TRAIN, make_mesh
 from jrlhf.models import ModelConfig, make_logprobs
 from jrlhf.models.attention import attention
-from jrlhf.models.splash import splash_attention
+from jrlhf.models.flash import splash_attention
 from tests.models.shared import shapes_on, stacked_by_scan
 
 B, N, H = 2, 4, 64
