@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from jrlhf.config.check import mesh_sizes
 from jrlhf.config.schema import Config
@@ -12,7 +12,7 @@ from jrlhf.errors import UserError
 from jrlhf.meshes import Graph
 from jrlhf.meshes.hardware import Cluster, hardware_of
 from jrlhf.meshes.mesh import Device
-from jrlhf.meshes.plan import LayoutName, Plan
+from jrlhf.meshes.plan import Plan
 from jrlhf.models import ModelConfig
 from jrlhf.models.remat import REMATS
 from jrlhf.planning.activations import Backend
@@ -132,7 +132,7 @@ class Setting:
 def measure_here(workload: Workload, devices: Sequence[Device], say: Callable[[str], None]) -> Path:
     """Measures what the devices' profile lacks for a workload; returns the profile's file."""
     path = default_path(devices)
-    save(measure(workload, devices, layouts=get_args(LayoutName), profile=load(path), say=say), path)
+    save(measure(workload, devices, profile=load(path), say=say), path)
     return path
 
 

@@ -22,7 +22,6 @@ from jrlhf.config.check import indivisible
 from jrlhf.errors import UserError
 from jrlhf.meshes.hardware import Cluster, Hardware
 from jrlhf.meshes.mesh import Device
-from jrlhf.meshes.plan import LayoutName
 from jrlhf.models import ModelConfig
 from jrlhf.models.remat import Remat
 from jrlhf.models.weights import HeadKind
@@ -181,15 +180,13 @@ def measure(
     devices: Sequence[Device],
     *,
     remats: Sequence[Remat] = (),
-    layouts: Collection[LayoutName] = ("train", "score", "generate"),
     profile: Profile | None = None,
     repeats: int = 9,
     say: Callable[[str], None] = lambda line: None,
 ) -> Profile:
     """Measures what the workload's calls consist of, except for what is in `profile`.
 
-    remats: further remat policies to measure training with. layouts: those that calls may have. say: is called with the
-    name of each curve that is measured.
+    remats: further remat policies to measure training with. say: is called with each measured curve's name.
     """
     setup = devices[0].device_kind, len(devices), jax.__version__
     if profile is not None and (profile.device, profile.count, profile.version) == setup:
@@ -199,7 +196,7 @@ def measure(
         programs = [microbenchmarks.busy(devices[:size]) for size in sizes]
         curves, busy = {}, dict(zip(sizes, microbenchmarks.seconds(programs, repeats), strict=True))
     nothing = microbenchmarks.copy(devices, 1)
-    for name, programs in wanted_curves(workload, devices, tuple({workload.remat, *remats}), layouts):
+    for name, programs in wanted_curves(workload, devices, {workload.remat, *remats}):
         curve = dict(curves.get(name, ()))
         missing = {size: make for size, make in programs.items() if size not in curve}
         if missing:
@@ -212,7 +209,7 @@ def measure(
 
 
 def wanted_curves(
-    workload: Workload, devices: Sequence[Device], remats: Sequence[Remat], layouts: Collection[LayoutName]
+    workload: Workload, devices: Sequence[Device], remats: Collection[Remat]
 ) -> Iterator[tuple[str, _Programs]]:
     """Yields the name of each curve that the workload's calls ask for, with its programs."""
     models = [model for models in workload.models.values() for model in models]
@@ -233,12 +230,9 @@ def wanted_curves(
             if not _divides(config, slices):
                 continue
             part, rows = microbenchmarks.sliced(config, slices), most * slices
-            # Whole layers are computed where they are gathered, else slices.
-            whole = slices == 1 or "train_tp" in layouts
-            passes: list[tuple[bool, Remat, int]] = []  # whether it trains, its remat policy, tokens of a row
-            if whole or any(model.lora is not None for model in models):
-                passes.append((False, "full", workload.length))
-            if whole and any(model.trained for model in models if model.config == config):
+            # Whether it trains, its remat policy, tokens of a row.
+            passes: list[tuple[bool, Remat, int]] = [(False, "full", workload.length)]
+            if any(model.trained for model in models if model.config == config):
                 passes.extend((True, remat, workload.length) for remat in remats)
             if config in generators:
                 passes.append((False, "full", workload.prompt))

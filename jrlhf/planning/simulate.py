@@ -91,19 +91,10 @@ def simulate(
     roles = {graph[name].role for name in plan.placements}
     simulator = Simulator(graph, prices, roles, iterations, lockstep=lockstep)
     choice, spans = simulator.choice(plan), []
-    steady, _, brought = simulator.run(choice, record=spans)
-    here = {name: plan[name].devices for name in plan.placements}
-    groups = segments(here.values())
-    busiest = max(sum(span.seconds for span in spans if span.occupies(group)) for group in groups) / iterations
-    priced = {name: prices.call(graph[name], placement) for name, placement in plan.placements.items()}
-    copied = {simulator.calls[call] for call in brought}
-    needs = {name: price.active + price.moved * (name in copied) for name, price in priced.items()}
-    memory = []
-    for group in groups:
-        used = [name for name, devices in here.items() if devices.overlaps(group)]
-        memory.append(Memory(group, sum(priced[name].resident for name in used), max(needs[name] for name in used)))
-    total = max(span.end for span in spans if span.kind == "call")
-    return Simulation(max(steady, busiest), total, tuple(spans), tuple(memory))
+    seconds, brought = simulator.run(choice, record=spans)
+    groups, sizes = segments(place.devices for place in plan.placements.values()), simulator.memory(choice, brought)
+    memory = tuple(Memory(group, *size) for group, size in zip(groups, sizes, strict=True))
+    return Simulation(seconds, max(span.end for span in spans if span.kind == "call"), tuple(spans), memory)
 
 
 # ---- what a graph and slices say about order
@@ -238,24 +229,26 @@ class Simulator:
 
     def evaluate(self, choice: Sequence[int]) -> tuple[float, float, bool]:
         """Returns seconds of an iteration, bytes of the fullest device at its peak, and whether slices are nested."""
-        slices, (seconds, work, brought) = self._slices(choice), self.run(choice)
+        seconds, brought = self.run(choice)
+        peak = max([resident + active for resident, active in self.memory(choice, brought)])
+        return seconds, peak, self._slices(choice).nested
+
+    def memory(self, choice: Sequence[int], brought: Sequence[int]) -> list[tuple[float, float]]:
+        """Returns (resident, active) bytes of a device of each segment; brought: as `run` returns them."""
+        resident = [values[option] for values, option in zip(self.resident, choice, strict=True)]
         active = [values[option] for values, option in zip(self.active, choice, strict=True)]
         for call in brought:
             active[call] += self.moved[call][choice[call]]
-        busiest = max([sum([length for length, a, b in work if a in used or b in used]) for used in slices.used])
-        resident = [values[option] for values, option in zip(self.resident, choice, strict=True)]
-        peak = max(
-            [sum([resident[call] for call in calls]) + max([active[call] for call in calls]) for calls in slices.calls]
-        )
-        return (seconds if seconds > busiest else busiest), peak, slices.nested
+        return [
+            (sum([resident[call] for call in calls]), max([active[call] for call in calls]))
+            for calls in self._slices(choice).calls
+        ]
 
-    def run(
-        self, choice: Sequence[int], record: list[Span] | None = None
-    ) -> tuple[float, list[tuple[float, int, int]], list[int]]:
+    def run(self, choice: Sequence[int], record: list[Span] | None = None) -> tuple[float, list[int]]:
         """Simulates all iterations.
 
-        Returns the rate of the slowest call that ends iterations; the work of one iteration as (seconds, group, other
-        group); and the numbers of the calls whose weights are brought from elsewhere. record: is extended by all work.
+        Returns the seconds of one, and the numbers of the calls whose weights are brought from elsewhere. record: is
+        extended by all work.
         """
         slices, count = self._slices(choice), len(self._readers)
         group = slices.group
@@ -299,7 +292,8 @@ class Simulator:
         ends = self._schedule(seconds, runs_on, fetch, direct, moved, slices, record)
         turns = self.iterations - 1
         rate = max([(ends[turns * count + number] - ends[number]) / turns for number in self.order.last])
-        return rate, work, brought
+        busiest = max([sum([length for length, a, b in work if a in used or b in used]) for used in slices.used])
+        return (rate if rate > busiest else busiest), brought
 
     def _schedule(
         self,
