@@ -15,6 +15,7 @@ import numpy as np
 from jrlhf.meshes import Call
 from jrlhf.meshes.graph import LEARNED, LEARNER, home_of
 from jrlhf.meshes.hardware import Cluster
+from jrlhf.meshes.pipeline import SCHEDULES, makespan
 from jrlhf.meshes.plan import Placement
 from jrlhf.models.flops import forward_operations, training_operations
 from jrlhf.models.remat import Remat
@@ -286,6 +287,17 @@ class _Divided:
             total["bubble"] = (stages - 1) / parts * sum(part.values()) * turns
         return total
 
+    def bubble(self, forward: float, both: float) -> float:
+        """Predicts how long a device waits in an update: as long as its schedule's table takes beyond its work."""
+        parts = self.placement.micro_batches
+        table = SCHEDULES[self.placement.schedule](self.placement.pipeline, parts)
+        (pipeline,) = table.pipelines
+        chunks = len(pipeline.devices) // table.devices
+        costs = {"forward": forward / chunks, "backward": (both - forward) / chunks}
+        if pipeline.split:  # see `repeated`
+            costs |= {"weight": both / 2, "backward": both / 2 - forward}
+        return makespan(table, lambda step: costs[step.kind]) - parts * both
+
     def gathers(self, train: bool, tables: int) -> float:
         """Predicts gathering weights where they are used, twice in training, and scattering their gradients."""
         (fsdp, tensor), gather = self.gathered, self.costs.gather
@@ -317,19 +329,29 @@ class _Divided:
         """Predicts a micro-batch through the fullest stage: the forward operation, and both.
 
         The last stage, which has the head, computes in its backward operation only; all others compute their forward
-        pass twice.
+        pass twice. Where weight gradients are operations of their own, both halves of a backward compute it.
         """
         whole = self.placement.pipeline == 1 or not self.workload.recomputed_stages
         forward, both = (self.stage(self.trained_tokens, train, head=whole) for train in (False, True))
         if whole:
             return forward, both
+        last, split = self.stage(self.trained_tokens, True), 1 + self.repeated(forward, both)
+        both, last = ({name: split * seconds for name, seconds in parts.items()} for parts in (both, last))
         _add(both, {name: seconds for name, seconds in forward.items() if name != "stages"})
-        return forward, max(both, self.stage(self.trained_tokens, True), key=lambda parts: sum(parts.values()))
+        return forward, max(both, last, key=lambda parts: sum(parts.values()))
+
+    def repeated(self, forward: Parts, both: Parts) -> float:
+        """Returns the share of a stage's passes that a split backward operation repeats: all but weight gradients,
+        which take about as long as a forward pass, for the gradient of each layer's input is needed again."""
+        return 1 - sum(forward.values()) / sum(both.values()) if self.placement.schedule == "zb-h1" else 0.0
 
     def train(self) -> Parts:
         workload, placement = self.workload, self.placement
         parts, updates = placement.micro_batches, workload.epochs * workload.minibatches
-        total = self.piped(self.trained()[1], parts, updates * parts)
+        forward, both = self.trained()
+        total = self.piped(both, parts, updates * parts)
+        if placement.schedule in ("interleaved", "zb-h1"):
+            total["bubble"] = updates * self.bubble(sum(forward.values()), sum(both.values()))
         if placement.data > 1 and self.model.lora is None:
             # Every micro-batch sums its gradients over `data`; a pipeline sums once, after its last part.
             total["gathers"] += updates * (parts if placement.pipeline == 1 else 1) * self.sums()

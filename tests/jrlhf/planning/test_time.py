@@ -2,19 +2,23 @@
 
 import json
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from benchmarks import plans, published
 from benchmarks.hlo import collectives
 from benchmarks.records import RESULTS
 from jrlhf.errors import UserError
+from jrlhf.meshes import AXES, TRAIN, make_mesh
 from jrlhf.meshes.hardware import HARDWARE, Cluster, cluster
+from jrlhf.meshes.pipeline import SCHEDULES, needs_of
 from jrlhf.meshes.plan import Placement, Slice
-from jrlhf.models import LoRAConfig, ModelConfig
+from jrlhf.models import ForwardOptions, LoRAConfig, ModelConfig, init_lm, param_shardings, pipeline
 from jrlhf.models.flops import generation_seconds, training_operations
 from jrlhf.models.hf.presets import PRESETS
 from jrlhf.planning import microbenchmarks as measure
@@ -30,7 +34,7 @@ from jrlhf.planning.moves import (
     transfer_seconds,
 )
 from jrlhf.planning.profile import Profile, ProfiledCosts, interpolate, load, save
-from jrlhf.planning.time import CallTime, CostModel, call_seconds
+from jrlhf.planning.time import CallTime, CostModel, call_seconds, stage_seconds
 from jrlhf.planning.workload import RoleModel, Workload
 
 SMALL, LARGE = PRESETS["meta-llama/Meta-Llama-3-8B"], PRESETS["meta-llama/Meta-Llama-3-70B"]
@@ -186,6 +190,68 @@ def test_a_pipeline_waits_for_its_first_and_last_part():
         time = priced(place("train_tp", data=4, pipeline=4, micro_batches=parts))
         working = sum(seconds for name, seconds in time.parts.items() if name not in ("bubble", "optimizer", "gathers"))
         assert time.parts["bubble"] == pytest.approx((4 - 1) / parts * working)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zb-h1"])
+def test_an_update_in_stages_takes_as_long_as_its_table(schedule):
+    """Walks the table: each device takes its next operation once what that needs has ended."""
+    stages, parts = 4, 8
+    placed = replace(place("train", pipeline=stages, micro_batches=parts), schedule=schedule)
+    work = published.workload(minibatches=1, recomputed_stages=True)
+    call, on = work.graph["critic.update"], Cluster(LINKED.hardware, stages)
+    forward, backward = stage_seconds(work, call, placed, on)
+    seconds = {"forward": forward, "backward": backward}
+    if schedule == "interleaved":
+        seconds = {kind: half / 2 for kind, half in seconds.items()}
+    if schedule == "zb-h1":  # a whole pass, and one without gradients of weights
+        whole = (forward + backward) / 2
+        seconds |= {"weight": whole, "backward": whole - forward}
+    table = SCHEDULES[schedule](stages, parts)
+    orders, ends, free = [list(order) for order in table.orders], {}, [0.0] * stages
+    while any(orders):
+        for device, order in enumerate(orders):
+            while order and all(need in ends for need in needs_of(table.pipelines, order[0])):
+                step = order.pop(0)
+                start = max([free[device], *(ends[need] for need in needs_of(table.pipelines, step))])
+                free[device] = ends[step] = start + seconds[step.kind]
+    parts_of = call_seconds(work, call, placed, on).parts
+    assert sum(parts_of.values()) - parts_of["optimizer"] == pytest.approx(max(free))
+    assert parts_of["bubble"] == pytest.approx(max(free) - parts * (forward + backward))
+
+
+class Rows(NamedTuple):
+    tokens: Any
+
+
+def test_a_split_backward_operation_computes_nearly_all_of_it_twice():
+    """XLA counts the operations of a middle stage."""
+    model = ModelConfig(64, 64, 6, heads=4, kv_heads=4, head_dim=16, mlp=192, max_positions=64)
+    widths = {"prompt": 16, "response": 16, "mean_prompt": 16.0, "mean_response": 16.0, "rows": 24, "minibatches": 1}
+    fast = Cluster(replace(IDEAL.hardware, bandwidth=1e30), 3)
+    for remat in ("full", "products"):
+        work = published.workload(model, **widths, remat=remat, recomputed_stages=True)
+        split, joint = (
+            sum(stage_seconds(work, work.graph["critic.update"], replace(placed, schedule=schedule), fast))
+            for placed in [place("train", pipeline=3, micro_batches=3)]
+            for schedule in ("zb-h1", "1f1b")
+        )
+        groups = tuple(make_mesh(1, 1, 1, devices=[device]) for device in jax.devices()[:3])
+        stages, mesh = pipeline.Stages(model, groups, TRAIN, ForwardOptions(remat=remat)), groups[1]
+        shardings = param_shardings(stages.part(1), mesh, TRAIN)["layers"]
+        weights = {"layers": jax.device_put(init_lm(stages.part(1), jax.random.key(0))["layers"], shardings)}
+        rows = Rows(jax.device_put(np.zeros((3, 8, 32), np.int32), NamedSharding(mesh, P())))
+        hidden = jax.device_put(np.zeros((8, 32, 64), np.float32), NamedSharding(mesh, P(AXES)))
+        function = pipeline._stage(stages, 1)
+        with jax.set_mesh(mesh):
+            given = weights, {"hidden": hidden}, rows, 0, ()
+            programs = (
+                pipeline._forward.lower(function, *given),
+                pipeline._gradient_of_input.lower(function, *given, hidden),
+                pipeline._gradients.lower(function, pipeline._zeros(weights), *given, hidden),
+            )
+        counts: Any = [program.compile().cost_analysis() for program in programs]
+        forward, half, whole = (count["flops"] for count in counts)
+        assert split / joint == pytest.approx((forward + half + whole) / (forward + whole), rel=0.03)
 
 
 def test_epochs_and_minibatches():
