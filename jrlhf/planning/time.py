@@ -180,14 +180,8 @@ def call_seconds(
     total: Parts = {}
     for model in workload.models[call.role]:
         divided = _Divided(workload, model, workload.rows_of(call), placement, cluster.node, costs)
-        match call.kind:
-            case "generate":
-                parts = divided.generate()
-            case "infer":
-                parts = divided.infer()
-            case "train":
-                parts = divided.train()
-        _add(total, parts | costs.call())
+        predict = {"generate": divided.generate, "infer": divided.infer, "train": divided.train}[call.kind]
+        _add(total, predict() | costs.call())
     return CallTime(total)
 
 
@@ -293,9 +287,8 @@ class _Divided:
         table = SCHEDULES[self.placement.schedule](self.placement.pipeline, parts)
         (pipeline,) = table.pipelines
         chunks = len(pipeline.devices) // table.devices
-        costs = {"forward": forward / chunks, "backward": (both - forward) / chunks}
-        if pipeline.split:  # see `repeated`
-            costs |= {"weight": both / 2, "backward": both / 2 - forward}
+        weight = (both - forward) / (1 + self.repeated) if pipeline.split else 0.0
+        costs = {"forward": forward / chunks, "backward": (both - forward - weight) / chunks, "weight": weight}
         return makespan(table, lambda step: costs[step.kind]) - parts * both
 
     def gathers(self, train: bool, tables: int) -> float:
@@ -335,15 +328,20 @@ class _Divided:
         forward, both = (self.stage(self.trained_tokens, train, head=whole) for train in (False, True))
         if whole:
             return forward, both
-        last, split = self.stage(self.trained_tokens, True), 1 + self.repeated(forward, both)
-        both, last = ({name: split * seconds for name, seconds in parts.items()} for parts in (both, last))
+        last, times = self.stage(self.trained_tokens, True), 1 + self.repeated
+        both, last = ({name: times * seconds for name, seconds in parts.items()} for parts in (both, last))
         _add(both, {name: seconds for name, seconds in forward.items() if name != "stages"})
         return forward, max(both, last, key=lambda parts: sum(parts.values()))
 
-    def repeated(self, forward: Parts, both: Parts) -> float:
-        """Returns the share of a stage's passes that a split backward operation repeats: all but weight gradients,
-        which take about as long as a forward pass, for the gradient of each layer's input is needed again."""
-        return 1 - sum(forward.values()) / sum(both.values()) if self.placement.schedule == "zb-h1" else 0.0
+    @property
+    def repeated(self) -> float:
+        """The share of a stage's passes that both halves of a split backward operation compute: all but the weight
+        gradients, which take about as long as a forward pass, for the gradient of each layer's input is needed again.
+        """
+        if self.placement.schedule != "zb-h1":
+            return 0.0
+        forward, both = (sum(self.stage(self.trained_tokens, train, head=False).values()) for train in (False, True))
+        return 1.0 if self.model.lora is not None else 1 - forward / both
 
     def train(self) -> Parts:
         workload, placement = self.workload, self.placement

@@ -198,7 +198,7 @@ def test_an_update_in_stages_takes_as_long_as_its_table(schedule):
     stages, parts = 4, 8
     placed = replace(place("train", pipeline=stages, micro_batches=parts), schedule=schedule)
     work = published.workload(minibatches=1, recomputed_stages=True)
-    call, on = work.graph["critic.update"], Cluster(LINKED.hardware, stages)
+    call, on = work.graph["critic.update"], Cluster(IDEAL.hardware, stages)
     forward, backward = stage_seconds(work, call, placed, on)
     seconds = {"forward": forward, "backward": backward}
     if schedule == "interleaved":
@@ -323,6 +323,14 @@ def test_an_adapter_trains_without_its_bases_gradient():
     whole, small = call_seconds(work, call, placed, H100), call_seconds(adapted, call, placed, H100)
     assert 0.70 < small.parts["operations"] / whole.parts["operations"] < 0.78  # three of four forwards
     assert small.parts["optimizer"] < 0.05 * whole.parts["optimizer"]
+    # Both halves of its backward operation are the same passes.
+    critic, staged = published.GRAPH["critic.update"], place("generate", pipeline=4, micro_batches=8)
+    adapted = replace(adapted, models={**adapted.models, "critic": (replace(adapter, head="scalar"),)})
+    adapted = replace(adapted, recomputed_stages=True)
+    joint, split = (
+        stage_seconds(adapted, critic, replace(staged, schedule=schedule), IDEAL)[1] for schedule in ("1f1b", "zb-h1")
+    )
+    assert split == pytest.approx(2 * joint)
     # It is stored as generation needs it, whole on the devices of an fsdp axis, and each updates all of it.
     divided = call_seconds(adapted, call, place("generate", data=2, fsdp=8), H100)
     assert divided.parts["optimizer"] == small.parts["optimizer"]
