@@ -33,7 +33,7 @@ def describe(prices: CostModel, result: Result) -> str:
         *([] if result.serial is None else [_fused(result.best, result.serial)]),
         "",
         f"{result.proposals} plans priced in {result.seconds:.1f} s, in whole turns of {TURN}; what the others lose:",
-        *(_columns(rows) if rows else ()),
+        *(in_columns(rows) if rows else ()),
         *([f"  none that runs and fits: {', '.join(absent)}"] if absent else ()),
     ]
     return "\n".join(lines)
@@ -92,7 +92,7 @@ def _calls(prices: CostModel, outcome: Found) -> list[str]:
         stays = f"{price.resident / GIB:.2f} GiB" if price.resident else "-"
         runs = f"{(price.active + price.moved * (name in moves)) / GIB:.2f} GiB"
         rows.append((name, *sizes, _time(price.seconds), moved, stays, runs))
-    return _columns(rows)
+    return in_columns(rows)
 
 
 def _reasons(prices: CostModel, outcome: Found) -> list[str]:
@@ -109,7 +109,7 @@ def _reasons(prices: CostModel, outcome: Found) -> list[str]:
         available = time.seconds * placement.devices.count * peak
         rows.append((name, f"{100 * operations(workload, call) / available:.0f} %", shares))
     mean, most = workload.mean_prompt + workload.mean_response, workload.length
-    return [f"where the time goes, for rows of {mean:.0f} tokens in the mean and {most} at most:", *_columns(rows)]
+    return [f"where the time goes, for rows of {mean:.0f} tokens in the mean and {most} at most:", *in_columns(rows)]
 
 
 def _mesh(placement: Placement) -> str:
@@ -201,11 +201,12 @@ def _time(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.2f} ms"
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
-    return [
-        "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Pads the cells of each column to one width, except for the last cell of a row."""
+    longest = max(map(len, rows))
+    widths = [max((len(row[column]) for row in rows if column < len(row) - 1), default=0) for column in range(longest)]
+    padded = ([f"{cell:<{width}}" for cell, width in zip(row[:-1], widths, strict=False)] for row in rows)
+    return ["  " + "  ".join([*cells, row[-1]]).rstrip() for cells, row in zip(padded, rows, strict=True)]
 
 
 def check_picture(path: Path) -> None:

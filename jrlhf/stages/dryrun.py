@@ -1,6 +1,6 @@
 """`--dry-run`: predicts states, calls and plan of a run. States are exact; nothing is compiled, trained or written."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from textwrap import indent
@@ -17,6 +17,7 @@ from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.models import ModelConfig, param_shardings
 from jrlhf.planning.fit import backend_of, capacity, memory_of
 from jrlhf.planning.fusion.updates import fused_updates
+from jrlhf.planning.show import in_columns
 from jrlhf.planning.workload import Workload, workload_of
 from jrlhf.roles.planned_placement import LAYOUTS, place_roles
 from jrlhf.roles.pretrained import abstract_weights, is_here
@@ -77,7 +78,7 @@ class _DryRun:
         graph = stage_graph(self.config, self.config.stages[-1])
         roles = memory_of(self.config, graph, self.mesh, self.models, self.plan).roles
         rows = [(role, f"{sum(parts.values()) / MIB:.3f}", _parts(parts)) for role, parts in roles.items()]
-        return ["memory of a device where a role lives, MiB, of what it keeps there:", *_in_columns(rows)]
+        return ["memory of a device where a role lives, MiB, of what it keeps there:", *in_columns(rows)]
 
     def calls(self) -> list[str]:
         """A table of the calls: all memory of a device during each, and the memory that the call alone needs."""
@@ -92,7 +93,7 @@ class _DryRun:
         room = "" if limit is None else f", which has {limit / MIB:.0f}"
         compiled = {"cpu": "CPUs", "gpu": "GPUs", "tpu": "TPUs"}[backend.platform]
         head = f"memory of one device while a call runs, MiB{room}; predicted, as XLA compiles for {compiled}:"
-        return [head, *_in_columns(rows)]
+        return [head, *in_columns(rows)]
 
     def plan_rows(self) -> list[str]:
         """The plan of an iteration of the algorithm, if there is one; its rewards; and the cost of resharding."""
@@ -106,7 +107,7 @@ class _DryRun:
             source = getattr(part, str(part.kind))
             rows.append((f"{role}.{part.name}", "", f"{part.kind} {source}, weight {part.weight:g}"))
         head = f"plan of an iteration of {config.algorithm}, {plan.name}, on {self.mesh.size} device(s):"
-        lines = [head, *_in_columns(rows)]
+        lines = [head, *in_columns(rows)]
         if (tile := config.compute.score_rows) is not None:
             early = ", ".join(_scored_early(config, graph, plan))
             lines.append(f"  scored {tile} rows at a time while others decode, with the bits of a later time: {early}")
@@ -130,7 +131,7 @@ class _DryRun:
         graph = stage_graph(self.config, "dpo")
         workload = workload_of(self.config, graph, self.models)
         sizes = " x ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
-        return [f"plan of a step of dpo on {sizes}:", *_in_columns([_row(call, workload) for call in graph])]
+        return [f"plan of a step of dpo on {sizes}:", *in_columns([_row(call, workload) for call in graph])]
 
 
 def _scored_early(config: Config, graph: Graph, plan: Plan) -> list[str]:
@@ -175,11 +176,3 @@ def _row(call: Call, workload: Workload, plan: Plan | None = None) -> tuple[str,
 
 def _layout(layout: Layout) -> str:
     return f"layout {layout.name:<9} rows over {', '.join(layout.batch)}"
-
-
-def _in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Pads the cells of each column to one width, except for the last cell of a row."""
-    longest = max(map(len, rows))
-    widths = [max((len(row[column]) for row in rows if column < len(row) - 1), default=0) for column in range(longest)]
-    padded = ([f"{cell:<{width}}" for cell, width in zip(row[:-1], widths, strict=False)] for row in rows)
-    return ["  " + "  ".join([*cells, row[-1]]) for cells, row in zip(padded, rows, strict=True)]
