@@ -92,38 +92,29 @@ def _violations(config: Config, device_count: int, models: Mapping[str, ModelCon
 
 
 def _stages(config: Config) -> Iterator[str]:
-    stages = config.stages
+    stages, given = config.stages, f"stages={_list(config.stages)}"
     if not stages:
         yield "stages=[]: name at least one of sft, reward_model, dpo or an algorithm, such as ppo"
     repeated = [stage for stage in stages if stages.count(stage) > 1]
     if repeated:
-        yield f"stages={_list(stages)}: {repeated[0]} is named more than once, keep one"
+        yield f"{given}: {repeated[0]} is named more than once, keep one"
     algorithms = [stage for stage in stages if stage == "dpo" or stage in ALGORITHMS]
     if len(algorithms) > 1:
-        yield f"stages={_list(stages)}: a run has one algorithm, keep {' or '.join(algorithms)}"
+        yield f"{given}: a run has one algorithm, keep {' or '.join(algorithms)}"
     if "reward_model" in stages and "dpo" in stages:
         yield (
-            f"stages={_list(stages)}: dpo learns from the pairs themselves and uses no reward model, leave "
-            "reward_model out, or name another algorithm"
+            f"{given}: dpo learns from the pairs themselves and uses no reward model, leave reward_model out, or name "
+            "another algorithm"
         )
     order = ("sft", "dpo") if algorithms == ["dpo"] else ("sft", "reward_model", *(algorithms or ["ppo"]))
     if list(stages) != sorted(stages, key=order.index):
-        yield (
-            f"stages={_list(stages)}: each starts from the result of those before it, write them in the order "
-            f"{', '.join(order)}"
-        )
+        yield f"{given}: each starts from the result of those before it, write them in the order {', '.join(order)}"
     if config.model.path is None and stages[0] != "sft":
-        yield (
-            f"stages={_list(stages)}: {stages[0]} would start from random weights, name sft before it or give "
-            "model.path"
-        )
+        yield f"{given}: {stages[0]} would start from random weights, name sft before it or give model.path"
     if algorithms not in ([], ["dpo"]) and "reward_model" not in stages and not config.rewards:
-        yield (
-            f"stages={_list(stages)}: {algorithms[0]} has nothing to optimise, name reward_model before it or give "
-            "rewards"
-        )
+        yield f"{given}: {algorithms[0]} has nothing to optimise, name reward_model before it or give rewards"
     if "dpo" in stages and config.rewards:
-        yield f"rewards have no effect with stages={_list(stages)}: leave them out, or name an algorithm, such as ppo"
+        yield f"rewards have no effect with {given}: leave them out, or name an algorithm, such as ppo"
     if config.algorithm == "safe_rlhf" and not config.costs:
         yield "stage safe_rlhf has nothing to keep below safe_rlhf.algorithm.cost_limit: give costs"
     if config.algorithm not in ("safe_rlhf", None) and config.costs:
@@ -197,11 +188,8 @@ def _void_settings(config: Config) -> Iterator[tuple[bool, str, str]]:
         yield True, "sampling.batch", f"{name}.rollout_batch"
         yield not algorithm.has_critic, "roles.critic lora.critic sleep.critic", f"{name}, which has none"
         yield not algorithm.needs_reference, "roles.reference", f"{policy}.kl_coef=0"
-        why = (
-            f"ratio={algorithm.ratio}"
-            if algorithm.ratio != "token"
-            else "old_logprobs=interpolate and its rows' weights"
-        )
+        by_age = algorithm.ratio == "token"
+        why = "old_logprobs=interpolate and its rows' weights" if by_age else f"ratio={algorithm.ratio}"
         yield algorithm.couples_tokens, "compute.fused_loss", f"{policy}.{why}"
         # ReMax's baselines are scores of responses that are cut off, too; a user's dataflow may read them.
         masked = algorithm.truncation == "mask" and name != "remax" and config.rl.dataflow is None
@@ -256,13 +244,12 @@ def _profile(config: Config, profile: ProfileConfig) -> Iterator[str]:
 
 
 def _model(config: Config, role: str, model: ModelConfig, fsdp: int, tensor: int, device_count: int) -> Iterator[str]:
-    data = config.data
-    name = "model" if role == "actor" else f"the {role}"
-    if data.max_prompt + data.max_response > model.max_positions and not role.startswith("reward "):
+    data, name = config.data, "model" if role == "actor" else f"the {role}"
+    longest = data.max_prompt + data.max_response
+    if longest > model.max_positions and not role.startswith("reward "):
         yield (
-            f"data.max_prompt={data.max_prompt} and data.max_response={data.max_response} need "
-            f"{data.max_prompt + data.max_response} positions, and {name} has max_positions={model.max_positions}: "
-            "lower them, or choose a model with more"
+            f"data.max_prompt={data.max_prompt} and data.max_response={data.max_response} need {longest} positions, "
+            f"and {name} has max_positions={model.max_positions}: lower them, or choose a model with more"
         )
     for key, written, size, axis, parts in indivisible(model, fsdp, tensor):
         choices = ", ".join(str(divisor) for divisor in divisors(size) if divisor <= device_count)

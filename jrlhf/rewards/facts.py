@@ -24,7 +24,7 @@ class Facts:
     spec: str  # module and function, with the whole path of a file
     style: Literal["trl", "verl"]
     asynchronous: bool
-    names: Sequence[str]  # of its parameters
+    texts: Sequence[str]  # what it takes of each sample's texts and tokens
     open_ended: bool  # it takes `**`
     columns: Sequence[str]  # the parameters that take a column of the dataset
     required: Sequence[str]  # those of them without a default

@@ -207,17 +207,12 @@ class FunctionReward:
             "completion_ids": lambda sample: [int(token) for token in sample.response_ids],
             "solution_str": lambda sample: sample.response_text,
         }
-        names = GIVEN[facts.style]
-        arguments = {
-            name: [text(sample) for sample in samples]
-            for name, text in texts.items()
-            if name in names and (facts.open_ended or name in facts.names)
-        }
+        arguments = {name: [texts[name](sample) for sample in samples] for name in facts.texts}
         present = dict.fromkeys(column for row in rows for column in row)
         parameters: list[str] = [*facts.columns, *self._columns]
         if facts.open_ended:
             others = present if facts.style == "trl" else ("data_source", "ground_truth", "extra_info")
-            closed = {*self._config.options, *names}
+            closed = {*self._config.options, *GIVEN[facts.style]}
             parameters += [name for name in others if name.isidentifier() and name not in closed]
         for parameter in parameters:
             column = self._columns.get(parameter, parameter)

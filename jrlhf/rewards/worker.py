@@ -35,12 +35,11 @@ from jrlhf.errors import UserError
 from jrlhf.rewards.user_code import UserCode, explain, load, received
 from jrlhf.run.child import channel_to_parent, receive, send
 
-GIVEN = {  # what the program passes by itself, by the call's style; all other parameters are columns
-    "trl": ("prompts", "completions", "completion_ids", "log_extra", "log_metric"),
-    "verl": ("solution_str",),
-}
+TEXTS = {"trl": ("prompts", "completions", "completion_ids"), "verl": ("solution_str",)}  # by the style of the call
+HOOKS = {"trl": ("log_extra", "log_metric"), "verl": ()}  # functions that log further numbers
+# What the program passes by itself; all other parameters are columns.
+GIVEN = {style: (*TEXTS[style], *HOOKS[style]) for style in TEXTS}
 LARGEST = (2 - 2**-23) * 2.0**127  # of float32, in which scores are trained on
-HOOKS = ("log_extra", "log_metric")  # TRL's: further numbers to log
 
 
 def main(descriptor: int) -> None:
@@ -150,7 +149,7 @@ def _prepare(code: UserCode, called: str, options: Mapping[str, Any]) -> Functio
     facts = {
         "style": style,
         "asynchronous": any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None)))),  # noqa: B004
-        "names": list(named),
+        "texts": [name for name in TEXTS[style] if open_ended or name in named],
         "open_ended": open_ended,
         "columns": [p.name for p in columns],
         "required": [p.name for p in columns if p.default is p.empty],
@@ -158,7 +157,7 @@ def _prepare(code: UserCode, called: str, options: Mapping[str, Any]) -> Functio
         "sha256": sha256,
         "modules": modules,
     }
-    hooks = tuple(h for h in HOOKS if style == "trl" and h not in options and (open_ended or h in named))
+    hooks = tuple(name for name in HOOKS[style] if open_ended or name in named)
     return Function(partial(function, **options), hooks, facts)
 
 
