@@ -8,7 +8,7 @@ from jrlhf.config.schema import RewardConfig
 from jrlhf.data.read import fingerprint
 from jrlhf.errors import UserError
 from jrlhf.rewards import builtin
-from jrlhf.rewards.types import Sample, columns_of
+from jrlhf.rewards.types import Sample
 from jrlhf.rewards.worker import GIVEN
 
 SHOWN = 300  # characters of a text in a message
@@ -86,8 +86,8 @@ class Facts:
     def story(self, sample: Sample, failure: Mapping[str, str], samples: int) -> str:
         """Returns a failure of a call in one line, with its first sample; unprintable characters are escaped."""
         among = f"a call with {samples} samples, the first of them" if samples > 1 else "the sample"
-        row, names = columns_of(sample), dict.fromkeys(self.config.columns.get(c, c) for c in self.columns)
-        shown = {"prompt": sample.prompt_text, "response": sample.response_text}
+        row, names = sample.columns, dict.fromkeys(self.config.columns.get(c, c) for c in self.columns)
+        shown = {"prompt": sample.prompt_text, "response": sample.response.text}
         shown |= {column: row[column] for column in names if column in row}
         text = ", ".join(f"{key}={_short(value)}" for key, value in shown.items())
         return f"{self.called} failed ({failure['failure']}: {failure['detail']}) on {among} {text}"

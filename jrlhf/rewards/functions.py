@@ -17,7 +17,7 @@ from jrlhf.config.schema import RewardConfig
 from jrlhf.errors import UserError
 from jrlhf.rewards import builtin
 from jrlhf.rewards.facts import Facts
-from jrlhf.rewards.types import Sample, Scored, columns_of, on_last_token
+from jrlhf.rewards.types import Sample, Scored, on_last_token
 from jrlhf.rewards.user_code import as_it_is, resolve, shipped
 from jrlhf.rewards.worker import GIVEN, InProcess
 from jrlhf.run.child import Worker
@@ -185,7 +185,7 @@ class FunctionReward:
         else:
             calls = [{name: value for name, (value,) in self._arguments([sample]).items()} for sample in samples]
             arguments = calls if self.facts.asynchronous else calls[0]
-        lengths = [len(sample.response_ids) for sample in samples]
+        lengths = [len(sample.response.ids) for sample in samples]
         return self._pickle({"arguments": arguments, "lengths": lengths, "seed": seed}, "the dataset's columns")
 
     def _pickle(self, message: Any, content: str) -> bytes:
@@ -200,12 +200,12 @@ class FunctionReward:
         A row without a column that others have gives None. A function with `**` takes all columns in TRL's style, and
         verl's three in verl's.
         """
-        facts, rows = self.facts, [columns_of(sample) for sample in samples]
+        facts, rows = self.facts, [sample.columns for sample in samples]
         texts: dict[str, Callable[[Sample], Any]] = {
-            "prompts": lambda sample: _plain(sample.prompt),
+            "prompts": lambda sample: _plain(sample.example.prompt),
             "completions": lambda sample: _plain(sample.completion),
-            "completion_ids": lambda sample: [int(token) for token in sample.response_ids],
-            "solution_str": lambda sample: sample.response_text,
+            "completion_ids": lambda sample: [int(token) for token in sample.response.ids],
+            "solution_str": lambda sample: sample.response.text,
         }
         arguments = {name: [texts[name](sample) for sample in samples] for name in facts.texts}
         present = dict.fromkeys(column for row in rows for column in row)
@@ -246,7 +246,7 @@ class FunctionReward:
         names = dict.fromkeys(name for row in extras for name in row)
         tokens = None
         if any(isinstance(value, list) for value in values):
-            lengths = [len(sample.response_ids) for sample in samples]
+            lengths = [len(sample.response.ids) for sample in samples]
             rows = zip(values, lengths, strict=True)
             tokens = [np.array(x) if isinstance(x, list) else on_last_token(x, length) for x, length in rows]
         return Scored(

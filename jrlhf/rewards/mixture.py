@@ -190,7 +190,7 @@ class Rewards:
         def join() -> Asked:
             parts = [part.result() for part in answers]
             samples = [sample for own, _ in parts for sample in own]
-            lengths = [len(sample.response_ids) for sample in samples]
+            lengths = [len(sample.response.ids) for sample in samples]
             return samples, {name: joined([scored[name] for _, scored in parts], lengths) for name in parts[0][1]}
 
         return self._thread.submit(join)
@@ -264,7 +264,7 @@ class Rewards:
     def _summed(self, samples: Sequence[Sample], scored: Mapping[str, Scored]) -> tuple[Scored, dict[str, Scored]]:
         """Returns the weighted sum, and the scores of the parts in the order of the config."""
         weighted = [(part.weight, scored[name]) for name, part in self.text_parts.items()]
-        total = weighted_sum(weighted, [len(sample.response_ids) for sample in samples])
+        total = weighted_sum(weighted, [len(sample.response.ids) for sample in samples])
         return total, {name: scored[name] for name in self.text_parts}
 
     def _note(self, metrics: Mapping[str, float | Array]) -> None:

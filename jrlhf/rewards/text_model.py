@@ -81,7 +81,7 @@ class TextReward:
             return Scored(scores)
         if self._on_failure is None:
             raise RewardFailure(
-                f"{self._called} ({self._key}) gave {scores[bad[0]]} to {samples[bad[0]].response_text[:200]!r}: use "
+                f"{self._called} ({self._key}) gave {scores[bad[0]]} to {samples[bad[0]].response.text[:200]!r}: use "
                 "another model, or give on_failure a score to go on with"
             )
         scores[bad] = self._on_failure
@@ -98,10 +98,10 @@ class TextReward:
         try:
             ids = encode_answered(
                 self._tokenizer,
-                sample.prompt,
+                sample.example.prompt,
                 sample.completion,
-                tools=tools_of(sample.columns),
-                finished=sample.finished,
+                tools=tools_of(sample.example.columns),
+                finished=sample.response.finished,
                 cut=self._cut,
             )
         except UserError as error:

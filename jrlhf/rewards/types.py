@@ -13,38 +13,33 @@ from jrlhf.data.types import Example, Response, Text
 
 @dataclass(frozen=True)
 class Sample:
-    """One response to one prompt, in every form that a reward may need."""
+    """One response to one prompt."""
 
-    prompt: Text  # as in the dataset
+    example: Example  # the dataset's row
     prompt_text: str  # as the policy read it, its chat template included
-    completion: Text  # the response in the form of the prompt: plain text, or one assistant message in a tuple
-    response_text: str  # decoded, without special tokens
-    response_ids: Sequence[int]  # eos included
-    finished: bool  # False where the length limit cut it off
-    source: str = ""  # of the dataset's row (`Example`), as the columns
-    columns: Mapping[str, Any] = field(default_factory=dict)
+    response: Response
+
+    @property
+    def completion(self) -> Text:
+        """The response in the form of the prompt: plain text, or one assistant message in a tuple."""
+        text = self.response.text
+        return text if isinstance(self.example.prompt, str) else ({"role": "assistant", "content": text},)
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """What a function may ask for: the dataset's columns, and verl's where they are stored elsewhere."""
+        example, texts = self.example, ("prompt", "completion", "completion_ids")
+        row = {column: value for column, value in example.columns.items() if column not in texts}
+        row.setdefault("data_source", example.source)
+        judge = row.get("reward_model")
+        if isinstance(judge, Mapping) and "ground_truth" in judge:
+            row.setdefault("ground_truth", judge["ground_truth"])
+        row["extra_info"] = row.get("extra_info") or {}
+        return row
 
 
 def to_samples(examples: Sequence[Example], texts: Sequence[str], responses: Sequence[Response]) -> list[Sample]:
-    """Returns responses with all that a reward may need to know about their prompts."""
-    samples = []
-    for example, text, response in zip(examples, texts, responses, strict=True):
-        plain = isinstance(example.prompt, str)
-        completion = response.text if plain else ({"role": "assistant", "content": response.text},)
-        own = response.text, response.ids, response.finished
-        samples.append(Sample(example.prompt, text, completion, *own, example.source, example.columns))
-    return samples
-
-
-def columns_of(sample: Sample) -> dict[str, Any]:
-    """Returns the columns that a function may ask for: the dataset's, and verl's where they are stored elsewhere."""
-    row = {c: value for c, value in sample.columns.items() if c not in ("prompt", "completion", "completion_ids")}
-    row.setdefault("data_source", sample.source)
-    judge = row.get("reward_model")
-    if isinstance(judge, Mapping) and "ground_truth" in judge:
-        row.setdefault("ground_truth", judge["ground_truth"])
-    row["extra_info"] = row.get("extra_info") or {}
-    return row
+    return [Sample(*row) for row in zip(examples, texts, responses, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from jrlhf.config.schema import RewardConfig
+from jrlhf.data.types import Example, Response
 from jrlhf.rewards.functions import FunctionReward
 from jrlhf.rewards.python_code import PREFIX
 from jrlhf.rewards.types import Sample
@@ -22,16 +23,9 @@ def make_reward(spec: str, name: str = "judge", seed: int = 0, log: Path | None 
 
 def make_sample(row: int = 0, response: str | None = None, tokens: int = 3, **columns) -> Sample:
     text = f"response {row}" if response is None else response
-    return Sample(
-        prompt=f"prompt {row}",
-        prompt_text=f"<user>prompt {row}",
-        completion=text,
-        response_text=text,
-        response_ids=list(range(10 * row, 10 * row + tokens)),
-        finished=True,
-        source="here",
-        columns=columns,
-    )
+    ids = tuple(range(10 * row, 10 * row + tokens))
+    example = Example(prompt=f"prompt {row}", source="here", columns=columns)
+    return Sample(example, f"<user>prompt {row}", Response(ids, text, True))
 
 
 def pids(reward: FunctionReward) -> list[int]:

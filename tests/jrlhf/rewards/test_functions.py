@@ -3,14 +3,15 @@
 import json
 import math
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from jrlhf.data.types import Example, Response
 from jrlhf.errors import UserError
 from jrlhf.rewards.functions import RewardFailure
+from jrlhf.rewards.types import Sample
 
 from .conftest import make_reward, make_sample, pids
 
@@ -41,7 +42,7 @@ def test_trl_functions_score_rows_in_order_whatever_the_number_of_workers(start)
         return [len(p) + len(c[0]["content"]) for p, c in zip(prompts, completions)]
     """
     talk = ({"role": "system", "content": "s"}, {"role": "user", "content": "u"})
-    sample = replace(make_sample(), prompt=talk, completion=({"role": "assistant", "content": "abc"},))
+    sample = Sample(Example(prompt=talk), "", Response((1, 2, 3), "abc", True))
     assert start(source).score([sample]).scores == [5]
 
 

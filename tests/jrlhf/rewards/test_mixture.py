@@ -73,7 +73,7 @@ def test_scoring_is_dispatched_while_functions_are_at_work():
     def function(samples: Sequence[Sample], step: int, first: int = 0) -> Scored:
         assert calls.dispatched.wait(10), "the critic's values were not asked for before this returned"
         threads.append(threading.current_thread())
-        return Scored(np.array([len(sample.response_text) for sample in samples], float))
+        return Scored(np.array([len(sample.response.text) for sample in samples], float))
 
     def model(samples: Sequence[Sample], step: int) -> Scored:
         calls.names.append("model")

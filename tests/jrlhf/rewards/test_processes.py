@@ -268,12 +268,13 @@ import os, sys
 from pathlib import Path
 from jrlhf.config.schema import RewardConfig
 from jrlhf.rewards.functions import FunctionReward
+from jrlhf.data.types import Example, Response
 from jrlhf.rewards.types import Sample
 activities = ["sleep", "deaf", "program", "lock"]
 config = RewardConfig(function=sys.argv[1], workers=5, deadline=3.0, on_failure=0.0)
 with FunctionReward(config, log=Path(os.devnull)) as reward:  # the first worker gets no sample
     print(*[worker.pid for _, worker in sorted(reward._pool.items())], flush=True)
-    reward.score([Sample("p", "p", name, name, [1], True) for name in activities])
+    reward.score([Sample(Example("p"), "p", Response((1,), name, True)) for name in activities])
 """
 
 

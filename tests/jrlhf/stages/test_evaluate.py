@@ -24,7 +24,7 @@ PROMPTS = Prompts(((3,),) * 3, ("p",) * 3, examples=(Example("p"),) * 3)
 
 
 def words(samples, step) -> Scored:
-    return Scored(np.array([len(sample.response_text.split()) for sample in samples], float))
+    return Scored(np.array([len(sample.response.text.split()) for sample in samples], float))
 
 
 def failing(samples, step) -> Scored:

@@ -15,7 +15,7 @@ from jrlhf.config.schema import Config, RewardConfig
 from jrlhf.data.batches import put_rows
 from jrlhf.data.encode import Encoding
 from jrlhf.data.tokenizer_files import load_tokenizer
-from jrlhf.data.types import Example
+from jrlhf.data.types import Example, Response
 from jrlhf.meshes import make_mesh
 from jrlhf.models.hf import load_hf
 from jrlhf.rewards.text_model import TextReward
@@ -124,12 +124,10 @@ def test_a_sequence_classifier_of_transformers_scores_alike(tmp_path, tokenizers
     answers = ["3", "It is 3, because 1 and 2 are 3.", "I do not know", "é 日本", "It is 3, " * 9]
     samples, expected = [], []
     for answer in answers:
-        prompt, completion = (
-            ({"role": "user", "content": "What is 1 plus 2?"},),
-            ({"role": "assistant", "content": answer},),
-        )
-        samples.append(Sample(prompt, "", completion, answer, (), True))
-        ids = tokenizer.apply_chat_template([*prompt, *completion], return_tensors="pt", return_dict=False)
+        sample = Sample(Example(({"role": "user", "content": "What is 1 plus 2?"},)), "", Response((), answer, True))
+        samples.append(sample)
+        talk = [*sample.example.prompt, *sample.completion]
+        ids = tokenizer.apply_chat_template(talk, return_tensors="pt", return_dict=False)
         with torch.no_grad():
             expected.append(theirs(ids).logits.item())
     mesh = make_mesh(1, 4, 2)
