@@ -9,7 +9,6 @@ from jrlhf.config.schema import Config, DocstringsData
 from jrlhf.data.encode import Prompts, Sequences
 from jrlhf.data.read import fingerprint
 from jrlhf.data.task import Grades, SFTData, Task
-from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Example
 from jrlhf.errors import UserError
 from jrlhf.tasks import sequences
@@ -38,7 +37,20 @@ def load_task(config: Config) -> Task:
                 f"data.max_prompt={data.max_prompt} and data.max_response={data.max_response} leave "
                 f"{len(split.examples)} {name} examples and drop {split.dropped}: raise them"
             )
-    rubric = Rubric.from_corpus(corpus.train)
+    rubric, vocabulary = Rubric.from_corpus(corpus.train), renaming_words(train.examples)
+
+    def renamed(rows: np.ndarray, step: int) -> Sequences:
+        """Returns the examples' token ids. In a share of them shared words are replaced, by new ones at each step.
+
+        An example that would no longer fit keeps its own words.
+        """
+        rng, chosen = np.random.default_rng((config.seed, step)), [train.examples[row] for row in rows]
+        changed = [rename(example, vocabulary, rng) if rng.random() < data.renaming else example for example in chosen]
+        return sequences(
+            texts if fits(*texts, data) else (train.prompts[row], train.responses[row])
+            for texts, row in zip(encode_examples(tokenizer, changed), rows, strict=True)
+        )
+
     texts = [example.prompt + example.summary for example in (*train.examples, *heldout.examples)]
     return Task(
         tokenizer=tokenizer,
@@ -49,7 +61,7 @@ def load_task(config: Config) -> Task:
         ),
         sft=SFTData(
             count=len(train.examples),
-            batch=partial(_renamed, data, config.seed, tokenizer, train, renaming_words(train.examples)),
+            batch=renamed,
             heldout=sequences(zip(heldout.prompts, heldout.responses, strict=True)),
         ),
         pairs=Annotator(data, config.seed, tokenizer, rubric, train, heldout).collect,
@@ -63,30 +75,6 @@ def load_task(config: Config) -> Task:
 def _prompts(split: Split) -> Prompts:
     rows = tuple(Example(e.prompt, e.summary, columns={"signature": e.signature}) for e in split.examples)
     return Prompts(split.prompts, tuple(e.prompt for e in split.examples), examples=rows, filtered=split.dropped)
-
-
-def _renamed(
-    data: DocstringsData,
-    seed: int,
-    tokenizer: Tokenizer,
-    train: Split,
-    vocabulary: Sequence[str],
-    rows: np.ndarray,
-    step: int,
-) -> Sequences:
-    """Returns the examples' token ids. In a share of them shared words are replaced, by new ones at each step.
-
-    An example that would no longer fit keeps its own words.
-    """
-    rng = np.random.default_rng((seed, step))
-    changed = [
-        rename(train.examples[row], vocabulary, rng) if rng.random() < data.renaming else train.examples[row]
-        for row in rows
-    ]
-    return sequences(
-        texts if fits(*texts, data) else (train.prompts[row], train.responses[row])
-        for texts, row in zip(encode_examples(tokenizer, changed), rows, strict=True)
-    )
 
 
 def _gold(rubric: Rubric, examples: Sequence[Example], texts: Sequence[str]) -> Grades:
