@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jrlhf.config.parse import Override, parsed, section_in
+from jrlhf.config.parse import Override, parsed, section_with
 from jrlhf.config.stages import ALGORITHMS
 
 _ANNOTATOR = ("prompts", "samples_per_prompt", "foreign_lines", "margin", "heldout_prompts", "label_flip")
@@ -23,7 +23,7 @@ MOVED = {
 
 def modernize(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns a parsed config with new keys in place of old ones, and the notices on these as a field of `Config`."""
-    mapping = dict(given)
+    mapping = _copied(given)
     stages = parsed(mapping.get("stages"), "stages")
     stages = list(stages) if isinstance(stages, list | tuple) else ["ppo"]
     learner = next((stage for stage in stages if stage in (*ALGORITHMS, "dpo")), None)
@@ -31,21 +31,21 @@ def modernize(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
     moved = []
     for pattern, new in MOVED.items():
         section, _, name = pattern.replace("RL", rl).partition(".")
-        if section not in mapping or (name == "rollout_batch" and learner in ALGORITHMS):
-            continue
-        old_section = parsed(mapping[section], section)
+        old_section = parsed(mapping.get(section), section)
         if not isinstance(old_section, dict) or name not in old_section:
             continue
-        mapping[section] = {key: value for key, value in old_section.items() if key != name}
-        *path, last = new.split(".")
-        target = mapping
-        for part in path:
-            target[part] = dict(inner) if isinstance(inner := section_in(target, part), dict) else {}
-            target = target[part]
-        if last not in target or isinstance(old_section[name], Override):
-            target[last] = old_section[name]
+        if name == "rollout_batch" and learner in ALGORITHMS:
+            continue
+        mapping[section], value = old_section, old_section.pop(name)
+        target, last = section_with(mapping, new, f"{section}.{name}")
+        if last not in target or isinstance(value, Override):
+            target[last] = value
         if name != "rollout_batch" or learner == "dpo":
             moved.append(f"{section}.{name} is now {new}")
     if mapping.get("arithmetic") == {}:
         del mapping["arithmetic"]
     return mapping, {"notices": (f"old keys were read: {', '.join(moved)}",) if moved else ()}
+
+
+def _copied(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in mapping.items()}

@@ -398,6 +398,8 @@ def test_old_and_new_keys_together(tmp_path):
     assert config.sampling.temperature == 0.7 and config.sampling.top_k == 3
     assert load_config(path, ["ppo.temperature=0.9"]).sampling.temperature == 0.9  # the command line wins
     assert config.notices == ("old keys were read: ppo.temperature is now sampling.temperature",)
+    with pytest.raises(UserError, match="^sft.renaming: data=3 is no section, it has no renaming$"):
+        load_config(write(tmp_path, "data: 3\nsft: {renaming: 0.1}"))
     assert isinstance(config.data, DocstringsData) and not isinstance(config.data, DatasetsData)
     unused = load_config(write(tmp_path, "stages: [sft, ppo]\nreward_model: {steps: 9}"))
     assert unused.notices == ("section reward_model has no effect with stages=[sft, ppo]",)
