@@ -104,8 +104,7 @@ class Rewards:
     @property
     def identities(self) -> dict[str, str]:
         """One word for each reward: a run that goes on with another one would not be the same run."""
-        parts = {**self.token_parts, **self.text_parts}
-        return {name: part.identity for name, part in parts.items()}
+        return {name: part.identity for name, part in {**self.token_parts, **self.text_parts}.items()}
 
     def free_original(self) -> None:
         """Frees the trained reward model where it was trained, once all that starts from it is made."""

@@ -49,8 +49,7 @@ class Scored:
     token_scores: where the reward scored tokens: one array per sample, as long as its `response_ids`, adding up to its
         score. None where it scored whole responses.
     extras: further numbers by name; NaN for a row that has none.
-    failures: numbers of failed samples by kind (`jrlhf.rewards.functions` lists the kinds); their scores are
-        replacements.
+    failures: numbers of failed samples by kind (docs/data-and-rewards.md); their scores are replacements.
     """
 
     scores: Float[np.ndarray, "B"]
