@@ -46,7 +46,7 @@ def to_samples(examples: Sequence[Example], texts: Sequence[str], responses: Seq
 class Scored:
     """Scores of a batch of samples, row by row in their order. Every score is finite.
 
-    token_scores: where the reward scored tokens: one array per sample, as long as its `response_ids`, adding up to its
+    token_scores: where the reward scored tokens: one array per sample, as long as its response, adding up to its
         score. None where it scored whole responses.
     extras: further numbers by name; NaN for a row that has none.
     failures: numbers of failed samples by kind (docs/data-and-rewards.md); their scores are replacements.
