@@ -22,6 +22,7 @@ from jrlhf.stages.setup import architectures
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "configs" / "launch"
+END = "END-OF-CALL"  # of what a stand-in notes
 JOBSETS = ("gke", "gke-gpu")
 
 
@@ -178,15 +179,15 @@ def test_the_commands_of_launch_templates_suit_their_devices(monkeypatch: pytest
 
 
 def stand_in(folder: Path, name: str, script: str) -> None:
-    """A command that notes its arguments in `called`, NUL after each and a line end as the last, and runs `script`."""
+    """A command that notes its arguments in `called`, NUL after each and END as the last, and runs `script`."""
     folder.mkdir(exist_ok=True)
-    note = f"printf '%s\\0' {name} \"$@\" $'\\n' >>{shlex.quote(str(folder / 'called'))}\n"  # in one piece
+    note = f"printf '%s\\0' {name} \"$@\" {END} >>{shlex.quote(str(folder / 'called'))}\n"  # one write: no line end
     (folder / name).write_text(f"#!/bin/bash\n{note}{script}\n")
     (folder / name).chmod(0o755)
 
 
 def calls(folder: Path, name: str) -> list[list[str]]:
-    lines = (folder / "called").read_text().split("\0\n\0") if (folder / "called").exists() else []
+    lines = (folder / "called").read_text().split(f"\0{END}\0") if (folder / "called").exists() else []
     return [line.split("\0")[1:] for line in lines if line.split("\0")[0] == name]
 
 
