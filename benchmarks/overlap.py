@@ -23,9 +23,9 @@ from jrlhf.config import load_config
 from jrlhf.fleet import processes
 from jrlhf.fleet.fleet import Fleet
 from jrlhf.fleet.predict import predict
+from jrlhf.fleet.processes import LocalWorker
 from jrlhf.fleet.schedule import Rules
 from jrlhf.fleet.simulate import Setting, measured
-from jrlhf.run.child import Worker
 from jrlhf.train import main as train
 
 STEP = 0.1  # seconds of a decode step
@@ -60,12 +60,12 @@ def seconds_of_a_step(staleness: int, directory: str) -> list[float]:
         publish(self, weights, expected)
 
     Fleet.publish = padded
-    processes.Worker = lambda module, *rest: Worker("benchmarks.sleeps", *rest)
+    processes.LocalWorker = lambda module, *rest: LocalWorker("benchmarks.sleeps", *rest)
     os.environ[sleeps.SECONDS] = str(STEP * CHUNK)
     try:
         train(config)
     finally:
-        Fleet.publish, processes.Worker = publish, Worker
+        Fleet.publish, processes.LocalWorker = publish, LocalWorker
     return np.diff(begins[FIRST:]).tolist()
 
 
