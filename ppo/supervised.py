@@ -115,8 +115,8 @@ def make_sft_step(
         mask = batch.loss_mask & (jnp.arange(batch.tokens.shape[1]) > 0)[None, :]
         rows = replace(batch, loss_mask=mask)
         parts = micro_batches if micro_batch_tokens is None else ByLength(row_ends(mask), micro_batch_tokens)
-        given: Any = {"micro_batches": parts, "metric_names": ("loss", "entropy"), "counted": jnp.any(mask)}
-        given |= {"others": (token_count(mask),), "frozen": frozen, "staged": pipeline is not None}
+        given: Any = {"others": (token_count(mask),), "frozen": frozen, "staged": pipeline is not None}
+        given |= {"micro_batches": parts, "metric_names": ("loss", "entropy"), "counted": jnp.any(mask)}
         update = yield from apply_update(loss_fn, optimizer, state.params, state.opt_state, rows, **given)
         return _result("sft", state, update)
 
