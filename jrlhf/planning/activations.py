@@ -102,10 +102,11 @@ class Arrays:
 
     hidden [B, T, D]. query [B, T, N H], key [B, T, K H], mlp [B, T, F]: of a layer, sliced where it is tensor-parallel.
     scores [B, N, T, T] float32. statistics [B, N, T] float32 of an attention that stores no scores. gathered: a layer's
-    matrices. table [V, D] float32: the device's slice of the vocabulary; lookup: of it what must be gathered or
-    cast. dequantised: all layers' matrices, of an int8 base. sharing: the hidden states of all devices that
-    share a table. logits: of one tile. low: bytes of a number in the compute dtype over those of a float32.
-    projections: of `gathered`, what makes queries, keys and values. library: whether a CPU's library makes norms.
+    matrices; matrix: one of its mlp's. table [V, D] float32: the device's slice of the vocabulary; lookup: of it what
+    must be gathered or cast. dequantised: all layers' matrices, of an int8 base. sharing: the hidden states of all
+    devices that share a table. logits: of one tile. low: bytes of a number in the compute dtype over those of a
+    float32. projections: of `gathered`, what makes queries, keys and values. library: whether a CPU's library makes
+    norms.
     """
 
     def __init__(
@@ -129,9 +130,10 @@ class Arrays:
             backend.platform, dtype, model.head_dim, model.attention_softcap, length
         )
         heads, kv_heads = model.heads / width, max(model.kv_heads / width, 1)
-        self.sliced, self.fsdp, self.library = width > 1, fsdp, tokens >= self.counts.library
+        self.sliced, self.fsdp, self.tensor, self.library = width > 1, fsdp, tensor, tokens >= self.counts.library
         matrices = model.embed * model.head_dim * (2 * heads + 2 * kv_heads)
-        matrices += (3 if model.gated_mlp else 2) * model.embed * model.mlp / width
+        matrix = model.embed * model.mlp / width
+        matrices += (3 if model.gated_mlp else 2) * matrix
         vocab = model.padded_vocab / tensor
         # The tile of the log-prob kernel (`kernels.logprob.api`): even parts of the tokens, in multiples of 16.
         tile = max(256, 2**21 // int(vocab)) if backend.platform == "cpu" else 1024
@@ -143,7 +145,7 @@ class Arrays:
         self.mlp = tokens * model.mlp / width * size
         self.scores = WIDE * rows * heads * length**2 if attention == "xla" else 0.0
         self.statistics = 0.0 if attention == "xla" else WIDE * tokens * heads
-        self.gathered = 0.0 if layout == "generate" else matrices * size
+        self.gathered, self.matrix = (0.0, 0.0) if layout == "generate" else (matrices * size, matrix * size)
         self.projections = 0.0 if layout == "generate" else model.embed * model.head_dim * (heads + 2 * kv_heads) * size
         # The tables of a shared base are stored as they are used, and have no gradients.
         self.table = 0.0 if role.shared else WIDE * vocab * model.embed
@@ -205,7 +207,11 @@ def infer_phase(sizes: Arrays, transposed: float, cast: float) -> Phase:
         "gathered layers": sizes.gathered - (sizes.projections if counts.packed else 0.0),
         "cast layers": counts.cast * cast,
     }
-    products = forward_products(sizes, counts.mlp[0])
+    if copies := copies_ahead(sizes):
+        attention = min(attention, attention | {"attention scores": sizes.scores + copies}, key=_total)
+    # A CPU's library computes an mlp that is between two norms as one.
+    fused = sizes.library and sizes.model.post_norms and not sizes.sliced and not sizes.adapted
+    products = 0.0 if fused else forward_products(sizes, counts.mlp[0])
     # Inputs are dead once attention's output is added to them, but their place must be free while there are scores, and
     # while all rows that share a table are embedded.
     before = max(attention["attention scores"], sizes.sharing + sizes.hidden if sizes.sharing > sizes.hidden else 0.0)
@@ -220,6 +226,12 @@ def infer_phase(sizes: Arrays, transposed: float, cast: float) -> Phase:
     # A tied head's table is the embedding's, in the order that is needed.
     shard = 0.0 if lm and sizes.model.tie_embeddings else counts.reordered * sizes.lookup / sizes.fsdp
     embedding = {"gathered embedding": sizes.lookup + shard, "embeddings": sizes.sharing}
+    relaid: Phase = {}
+    if counts.packed:
+        # The shard is dead when rows are embedded, and the residual stream comes after that.
+        embedding = {"gathered embedding": sizes.lookup + max(shard, sizes.sharing), "activations": 0.0}
+        # A layer's matrices are gathered first, those of the mlp in another order, next to normed inputs.
+        relaid = {"gathered layers": sizes.gathered + sizes.matrix, "activations": 2 * sizes.hidden}
     logits = {
         "log-prob tiles": (counts.logits[0] if sizes.tiled else 1) * sizes.logits,
         "gathered head": table,
@@ -230,23 +242,39 @@ def infer_phase(sizes: Arrays, transposed: float, cast: float) -> Phase:
     single = {} if sizes.tiled else {"log-prob tiles": (counts.logits[1] + capped) * sizes.logits, "gathered head": 0.0}
     # The residual stream, a product of the base, the adapter's, and their sum.
     output = {"activations": 4 * sizes.hidden} if sizes.adapted and counts.packed else {}
-    return _largest(through, embedding, attention, mlp, output, logits if lm else {}, single if lm else {})
+    return _largest(through, embedding, relaid, attention, mlp, output, *((logits, single) if lm else ()))
 
 
 def forward_products(sizes: Arrays, count: float) -> float:
-    """Returns the bytes of an mlp's arrays in the forward pass, `count` of them where it has a gate.
-
-    None where a CPU's library computes an mlp that is between two norms as one.
-    """
+    """Returns the bytes of an mlp's arrays in the forward pass, `count` of them where it has a gate."""
     counts = sizes.counts
-    if sizes.library and sizes.model.post_norms and not sizes.sliced and not sizes.adapted:
-        return 0.0
     return (count + counts.adapters * sizes.adapted - counts.ungated[0] * (not sizes.model.gated_mlp)) * sizes.mlp
+
+
+def copies_ahead(sizes: Arrays) -> float:
+    """Returns the bytes below the first scores where a CPU's arrays are placed in the order of their lifetimes; else 0.
+
+    XLA places arrays in the order of their sizes and again in that of their lifetimes, and takes what needs less. By
+    size, the scores of a layer take three places at the bottom. By lifetime, queries, keys and their copies are below
+    the first scores; where they are as large as these, the later scores fit into what the copies leave. Compiled
+    programs do so with learned positions on tensor-parallel devices, and with four or more heads to a key on one.
+    """
+    model = sizes.model
+    if not sizes.counts.packed or sizes.adapted or sizes.sliced:
+        return 0.0
+    if model.positions == "learned":
+        return 3 * sizes.query + sizes.hidden if sizes.tensor > 1 and 3 * sizes.query >= sizes.scores else 0.0
+    grouped = model.heads >= 4 * model.kv_heads and sizes.tensor == 1 and not model.post_norms
+    return 2 * (sizes.query + sizes.key) if grouped and 2 * sizes.query >= sizes.scores else 0.0
+
+
+def _total(phase: Phase) -> float:
+    return sum(phase.values())
 
 
 def _largest(through: Phase, *phases: Phase) -> Phase:
     """Returns the largest of the phases, each with what lives through all of them."""
-    return max(({**through, **phase} for phase in phases), key=lambda phase: sum(phase.values()))
+    return max(({**through, **phase} for phase in phases), key=_total)
 
 
 @dataclass(frozen=True)
@@ -329,7 +357,7 @@ def train_phase(sizes: Arrays, remat: Remat, gradients: Gradients, micro_batches
     }
     step = {"optimizer step": counts.optimizer * gradients.tiled, "relaid states": gradients.relaid}
     model_phase = _largest(through, forward, backward, attention, logits if lm else {}, scatter)
-    return max(model_phase, step, key=lambda phase: sum(phase.values()))
+    return max(model_phase, step, key=_total)
 
 
 def merged_phase(sizes: Arrays, *, recomputed: bool) -> Phase:
