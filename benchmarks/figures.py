@@ -21,7 +21,7 @@ AXES, SHAPE = ("embed", "mlp"), (8, 8)  # of the weight in the figures
 WIDTH, CELL, GAP, LEFT = 760, 110, 34, 170  # of a figure, of a weight, between weights, of the first weight
 HELD, RECEIVED, UNUSED = "#1f6fb2", "#e9a23b", "#c8543a"
 Box = tuple[tuple[int, int], tuple[int, int]]  # [start, stop) of rows and of columns
-PLAN = ("--config", "llama3-8b-ppo", "--cluster", "16xh100", "--plan", "split", "--processes", "1", "mesh.fsdp=-1")
+PLAN = ("--config", "llama3-8b-ppo", "--cluster", "16xh100", "--plan", "split", "mesh.fsdp=-1")
 
 
 def mesh() -> Mesh:

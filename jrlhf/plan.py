@@ -204,9 +204,6 @@ def make_plan(
         outcome = result.best
         prices = fused_prices(prices, outcome.plan)
         lines = [show.describe(prices, result)]
-        if processes > 1:
-            alone = "--processes 1 (processes=1 in Python) shows what slices would gain"
-            lines.append(f"{processes} processes run every call on all devices; {alone}")
         for name in [call.name for call in workload.calls if workload.on_base(call.role)][:1]:
             data, fsdp, tensor = outcome.plan[name].stored
             lines.append(

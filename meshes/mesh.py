@@ -1,6 +1,7 @@
 """The device mesh. This is the only place where its axes are named."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import jax
@@ -51,3 +52,11 @@ def make_mesh(
         )
     # Mesh and not jax.make_mesh: the caller's device order is kept, also for a slice of the devices.
     return Mesh(np.asarray(devices).reshape(tuple(sizes.values())), AXES, axis_types=(axis_type,) * len(AXES))
+
+
+@lru_cache(maxsize=1024)
+def absent_processes(mesh: Mesh) -> list[Device]:
+    """The first device of each process that has none in `mesh`."""
+    present = {device.process_index for device in mesh.devices.flat}
+    first = {device.process_index: device for device in reversed(jax.devices())}
+    return [first[process] for process in sorted(first) if process not in present]

@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath, SequenceKey, keystr
 from jax.typing import DTypeLike
 
+from jrlhf.meshes.exchange import exchange, landing_of, stage_of
 from jrlhf.meshes.mesh import Device
-from jrlhf.meshes.staging import landing_of, stage_of
 
 GROUP_BYTES = 256 * 2**20
 T = TypeVar("T")
@@ -256,10 +256,19 @@ def _concrete(sharding: NamedSharding) -> Mesh:
 
 
 def _across(group: Sequence[Move], dtype: DTypeLike | None, donate: bool) -> list[tuple[jax.Array, ...]]:
-    staged = _within(_staged(group), dtype, donate)
-    with jax.set_mesh(_concrete(group[0].targets[0])):
-        landed = jax.device_put(staged, [_landings(move) for move in group])
+    staged, landings = _within(_staged(group), dtype, donate), [_landings(move) for move in group]
+    if _is_local(group[0]):
+        with jax.set_mesh(_concrete(group[0].targets[0])):
+            landed = jax.device_put(staged, landings)
+    else:
+        arrays, treedef = jax.tree.flatten(staged)
+        landed = treedef.unflatten(exchange(arrays, treedef.flatten_up_to(landings)))
     return [tuple(map(_slice, arrays, move.targets)) for move, arrays in zip(group, landed, strict=True)]
+
+
+def _is_local(move: Move) -> bool:
+    """True if all devices of source and destination belong to this process."""
+    return move.source_sharding.is_fully_addressable and move.targets[0].is_fully_addressable
 
 
 def _staged(group: Sequence[Move]) -> list[Move]:
@@ -276,6 +285,8 @@ def _stages(move: Move) -> tuple[NamedSharding, ...]:
 
 def _landings(move: Move) -> tuple[NamedSharding, ...]:
     sources, _ = move.devices()
+    if len(sources) == 1 and _is_local(move):  # only such an array is sliced by `jax.device_put`
+        return move.targets
     return tuple(landing_of(target, len(move.shape), len(sources)) for target in move.targets)
 
 

@@ -1,5 +1,6 @@
 """Moves arrays between meshes, and between the devices and the host of every process."""
 
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
+from jrlhf.meshes.mesh import absent_processes
 from jrlhf.meshes.reshard import reshard
 
 HOST = "pinned_host"  # the memory kind of what is offloaded
@@ -50,7 +52,7 @@ def to_devices(tree: Any, shardings: Any) -> Any:
     """
     if isinstance(shardings, Sharding):
         shardings = jax.tree.map(lambda _: shardings, tree)
-    if all(sharding.is_fully_addressable for sharding in jax.tree.leaves(shardings)):
+    if jax.process_count() == 1:
         return jax.device_put(tree, shardings)
     return jax.tree.map(_place, tree, shardings)
 
@@ -61,16 +63,16 @@ def to_host(tree: Any) -> Any:
 
 
 def gathered(tree: Any) -> Any:
-    """Returns `tree` in a form that `jax.device_get` can fetch completely in this process, and starts the copies to the
-    host. Arrays divided over several processes are replicated by a compiled all-gather, without waiting for it.
+    """Returns `tree` in a form that `jax.device_get` can fetch completely in every process, and starts the copies to
+    the host. Arrays of which a process lacks a part are brought to a device of each, without waiting for them.
 
     All processes must call this, in one order. The result may be fetched at any time and in any thread.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    remote = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array) and not _is_local(leaf)]
+    remote = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array) and not _is_everywhere(leaf)]
     if remote:
         arrays = [leaves[index] for index in remote]
-        whole = reshard(arrays, [NamedSharding(array.sharding.mesh, P()) for array in arrays])
+        whole = reshard(arrays, [NamedSharding(_to_all_processes(array.sharding.mesh), P()) for array in arrays])
         for index, array in zip(remote, whole, strict=True):
             leaves[index] = array
     # JAX lists an array's shards at the first request, and fails where two threads ask at once: so make the list here.
@@ -97,14 +99,24 @@ def _moved(arrays: list[jax.Array], source: Mesh, mesh: Mesh) -> list[jax.Array]
         ]
 
 
-def _is_local(array: jax.Array) -> bool:
-    return array.is_fully_addressable or array.is_fully_replicated
+def _is_everywhere(array: jax.Array) -> bool:
+    """True if every process has the whole array."""
+    if jax.process_count() == 1 or not isinstance(array.sharding, NamedSharding):
+        return array.is_fully_addressable or array.is_fully_replicated
+    return array.is_fully_replicated and not absent_processes(array.sharding.mesh)
+
+
+@lru_cache(maxsize=1024)
+def _to_all_processes(mesh: Mesh) -> Mesh:
+    """`mesh` itself if it has devices of every process; or a mesh of its devices and one of each absent process."""
+    absent = absent_processes(mesh)
+    return Mesh(np.asarray([*mesh.devices.flat, *absent]), ("device",)) if absent else mesh
 
 
 def _place(x: Any, sharding: Sharding) -> jax.Array:
     if jnp.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key):
         return jax.random.wrap_key_data(_place(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
-    if isinstance(x, jax.Array) and not _is_local(x):
+    if isinstance(x, jax.Array) and not _is_everywhere(x):
         return reshard(x, sharding)
     host = np.asarray(x)
     # As `jax.device_put` does: float64 becomes float32.

@@ -145,7 +145,7 @@ def base_on(base: Params, mesh: Mesh) -> Params:
         wanted = sharding.addressable_devices_indices_map(leaf.shape)
         assert all(parts[device][0] == index for device, index in wanted.items()), "a device has another part"
         own = [parts[device][1] for device in wanted]
-        return jax.make_array_from_single_device_arrays(leaf.shape, sharding, own)
+        return jax.make_array_from_single_device_arrays(leaf.shape, sharding, own, dtype=leaf.dtype)
 
     return jax.tree.map(view, base) if lies_elsewhere(base, mesh) else base
 

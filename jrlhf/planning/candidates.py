@@ -159,11 +159,11 @@ def call_candidates(
     """Returns at most `MOST` placements of a call that fit alone, the fastest first.
 
     On slices of each size, or in each mesh of a shared base, the fastest are kept, and slower ones that need less
-    memory than all faster ones. processes: of the run; several can only run calls on all devices
+    memory than all faster ones. processes: of the run; the slices of several divide all devices
     (`plans.refuse_cross_process`).
     """
     workload, cluster = prices.workload, prices.cluster
-    ranges = slices(cluster) if processes == 1 else [Slice(0, cluster.devices)]
+    ranges = [one for one in slices(cluster) if processes == 1 or cluster.devices % one.count == 0]
     by_size: dict[int, list[Slice]] = {}
     for devices in ranges:
         by_size.setdefault(devices.count, []).append(devices)

@@ -344,36 +344,23 @@ def _check_rows(named: str, config: Config, workload: Workload, call: Call, plac
 
 
 def refuse_cross_process(plan: Plan, process_of: Sequence[int]) -> None:
-    """Refuses a plan that several processes cannot run: all calls must be on one slice with devices of each process.
-
-    JAX moves arrays between devices of different processes only inside a program that all of those run. From one set of
-    devices to another an array is copied outside of any program, for which JAX needs a transfer server next to every
-    process (jax_cross_host_transfer_socket_address) and processes that hold arrays of which they have no shard.
+    """Refuses a plan that several processes cannot run: pipelines need one process, and slices must divide all devices.
 
     process_of: the number of each device's process, in the plan's order of the devices.
     """
-    processes = sorted(set(process_of))
-    if len(processes) == 1:
+    processes, all_devices = len(set(process_of)), len(process_of)
+    if processes == 1:
         return
-    remedy = "use plan=colocate, or run in one process"
-    first, slice_of_first = None, None
     for call, placement in plan.placements.items():
         devices = placement.devices
         if placement.pipeline > 1:
             raise UserError(
                 f"plan {plan.name} runs {call} in pipeline={placement.pipeline} stages, which need one process, and "
-                f"there are {len(processes)}: use fsdp or tensor instead, or run in one process"
+                f"there are {processes}: use fsdp or tensor instead, or run in one process"
             )
-        present = set(process_of[devices.start : devices.stop])
-        if absent := [process for process in processes if process not in present]:
+        if all_devices % devices.count:  # a checkpoint divides what a slice has over all processes
+            count = max(part for part in range(1, devices.count) if all_devices % part == 0)
             raise UserError(
-                f"plan {plan.name} runs {call} on devices {devices}, of which process {absent[0]} of {len(processes)} "
-                f"has none, and JAX cannot bring arrays to or from there between two programs: {remedy}"
-            )
-        if first is None:
-            first, slice_of_first = call, devices
-        elif devices != slice_of_first:
-            raise UserError(
-                f"plan {plan.name} runs {first} on devices {slice_of_first} and {call} on {devices}, and JAX cannot "
-                f"bring arrays from one to the other where they belong to {len(processes)} processes: {remedy}"
+                f"plan {plan.name} runs {call} on devices {devices}, and with {processes} processes the number of a "
+                f"call's devices must divide {all_devices}: choose {count} of them"
             )

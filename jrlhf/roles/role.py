@@ -136,8 +136,10 @@ class TrainedRole(Role):
 
     def create(self, params: Params) -> TrainState:
         """The state from which training starts, where it is stored between calls."""
+        # Compiled, because operations by themselves need devices of this process.
+        optimizer = optax.GradientTransformation(jax.jit(self.optimizer.init), self.optimizer.update)
         with jax.set_mesh(self.placement.home.mesh):
-            return self.offloader.offload(TrainState.create(params, self.optimizer))
+            return self.offloader.offload(TrainState.create(params, optimizer))
 
     def bind(self, state: TrainState) -> Self:
         """This role with a state of its own, for one iteration. The state is used up; `.state` is the present one."""

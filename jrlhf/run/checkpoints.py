@@ -25,8 +25,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Shaped, UInt32
 
 from jrlhf.errors import UserError
-from jrlhf.meshes.offload import groups, onload
-from jrlhf.meshes.transfer import is_on_host
+from jrlhf.meshes import reshard, to_host
+from jrlhf.meshes.offload import DEVICE, groups, offload, onload
+from jrlhf.meshes.spread import spread, spread_sharding
+from jrlhf.meshes.transfer import HOST, is_on_host
 from jrlhf.run.files import Closing, sha256
 from jrlhf.run.processes import any_process, from_main, is_main
 
@@ -82,7 +84,7 @@ class Checkpoints(Closing):
         description = {"meta": meta, "leaves": _kinds(leaves), "fingerprints": fingerprints(leaves)}
         content = json.dumps(description, allow_nan=False)
         sealed = {"content": content, "sha256": sha256(content)}
-        items = {_STATE: ocp.args.StandardSave(leaves), _META: ocp.args.JsonSave(sealed)}
+        items = {_STATE: ocp.args.StandardSave(spread(leaves)), _META: ocp.args.JsonSave(sealed)}
         self._saving(lambda: self._manager.save(step, args=ocp.args.Composite(**items)))
 
     def restore_latest(self, target: Tree) -> tuple[int, Tree, dict[str, Any]] | None:
@@ -191,15 +193,29 @@ def _restore(path: Path, target: Any, prefix: str = "") -> tuple[dict[str, Any],
                     f"there and {wanted.get(name, 'absent')} here; resume with the version of the program that wrote it"
                 )
         abstract = like(leaves, next(filter(None, map(_mesh, leaves.values())), None))
-        placed = ocp.checkpoint_utils.construct_restore_args(abstract)
-        args = ocp.args.PyTreeRestore(abstract, restore_args=placed, partial_restore=True)
+        saved_as = jax.tree.map(_spread, abstract)
+        placed = ocp.checkpoint_utils.construct_restore_args(saved_as)
+        args = ocp.args.PyTreeRestore(saved_as, restore_args=placed, partial_restore=True)
         arrays = _read(lambda: states.restore(path / _STATE, args=args))
-    restored = {name: arrays[name] for name in leaves}
+    restored = _brought({name: arrays[name] for name in leaves}, abstract)
     wrong = [name for name, value in fingerprints(restored).items() if description["fingerprints"][name] != value]
     if wrong:
         others = f" and {len(wrong) - 1} other arrays are" if len(wrong) > 1 else " is"
         raise _Damaged(f"{wrong[0]}{others} not what was saved")
     return description["meta"], jax.tree.unflatten(jax.tree.structure(target), restored.values())
+
+
+def _spread(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """A leaf as it is saved. Orbax writes and reads arrays of which each process has a part."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=spread_sharding(leaf))
+
+
+def _brought(arrays: dict[str, Array], target: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:
+    """The arrays where the target has them."""
+    away = {name: target[name].sharding for name, array in arrays.items() if array.sharding != target[name].sharding}
+    moved = reshard({name: arrays[name] for name in away}, {n: s.with_memory_kind(DEVICE) for n, s in away.items()})
+    asleep = offload({name: array for name, array in moved.items() if away[name].memory_kind == HOST})
+    return arrays | moved | asleep
 
 
 def _set_aside(path: Path) -> str:
@@ -230,7 +246,7 @@ def _by_mesh(leaves: dict[str, Array]) -> dict[str, Any]:
     for mesh in dict.fromkeys(map(_mesh, leaves.values())):
         own = {name: leaf for name, leaf in leaves.items() if _mesh(leaf) == mesh}
         with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-            numbers |= jax.device_get(_fingerprints(own))
+            numbers |= to_host(_fingerprints(own))
     return numbers
 
 

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
+from jrlhf.run.processes import several, to_main
+
 SMALL = 16 << 20  # bytes
 
 
@@ -92,11 +94,28 @@ class Clock:
         until = time.perf_counter() + self.deadline
         for call in self._pending:
             call.result(max(0.0, until - time.perf_counter()))
+        self._ask_others()
         seconds: dict[str, float] = {}
         for span in self.spans():
             seconds[span.name] = seconds.get(span.name, 0.0) + span.end - span.start
         seconds = {f"timing_s/{name}": value for name, value in (seconds | self._parallel).items()}
         return seconds | {"timing_s/step": time.perf_counter() - self._started}
+
+    def _ask_others(self) -> None:
+        """Takes over the times of calls on devices of other processes, in process 0. All processes make all calls."""
+        if not several():
+            return
+        witness = [min(device.process_index for device in call.devices) for call in self._calls]
+        if not any(witness):
+            return
+        own = [
+            (call.started - self._started, call.inputs - self._started, call.ready - self._started)
+            for call in self._calls
+        ]
+        for process, times in enumerate(to_main(own)):
+            for call, seen_by, seconds in zip(self._calls, witness, times, strict=True):
+                if seen_by == process:
+                    call.started, call.inputs, call.ready = (self._started + second for second in seconds)
 
     def spans(self) -> list[Span]:
         """Returns the calls that have ended since `start`, in the order in which they were made."""

@@ -249,6 +249,23 @@ def from_main(function: Callable[[], T], *, seconds: float = 3600.0) -> T:
     return value
 
 
+def to_main(value: Any) -> list[Any]:
+    """Returns the values of all processes in process 0, and an empty list in the others, which do not wait.
+
+    All processes must call this, from their main thread and in one order. The values go through the coordinator as
+    JSON (`encode`).
+    """
+    client, key = multihost.get_jax_distributed_client(), f"jrlhf/{next(_numbers)}"
+    if not is_main():
+        client.key_value_set_bytes(f"{key}/{jax.process_index()}", encode(value).encode())
+        return []
+    values = [value]
+    for process in range(1, jax.process_count()):
+        values.append(decode(client.blocking_key_value_get_bytes(f"{key}/{process}", 3_600_000)))
+        client.key_value_delete(f"{key}/{process}")
+    return values
+
+
 def any_process(flag: bool) -> bool:
     """Tests whether the flag is set in any process; all processes must call this, in one order."""
     return bool(np.any(multihost_utils.process_allgather(np.bool_(flag)))) if several() else flag

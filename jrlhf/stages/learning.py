@@ -3,11 +3,11 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import optax
 
 from jrlhf.config.schema import Config
 from jrlhf.config.stages import OptimizerConfig
+from jrlhf.meshes import to_host
 from jrlhf.ppo import TrainState
 from jrlhf.roles.initial import learning_rate
 
@@ -70,4 +70,4 @@ def _applied(stage: str, state: Any) -> dict[str, int]:
     """The number of updates that each role's optimizer has made. A stage without roles trains one of its own name."""
     trained = {stage: state} if isinstance(state, TrainState) else getattr(state, "trained", {})
     counts = {role: optax.tree.get_all_with_path(own.opt_state, "count")[0][1] for role, own in trained.items()}
-    return {role: int(count) for role, count in jax.device_get(counts).items()}
+    return {role: int(count) for role, count in to_host(counts).items()}

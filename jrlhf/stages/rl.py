@@ -101,7 +101,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
 
     def advance(state: RLState, step: int) -> tuple[RLState, dict[str, Any]]:
         clock.start()
-        draws, kl_coef = int(state.draws), state.kl.coef
+        draws, kl_coef = int(to_host(state.draws)), state.kl.coef
         texts = take_texts(context, step, updating) if algorithm.ptx_coef > 0 else None
         roles = built.bind(state.trained, moments=state.moments, draws=draws, multiplier=state.multiplier, texts=texts)
         validated, samples = {}, []
@@ -128,7 +128,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         metrics |= {"objective/kl_coef": kl_coef} if algorithm.needs_reference else {}
         metrics |= {} if roles.pool is None else roles.pool.metrics()
         metrics |= {} if costs is None else costs.metrics()
-        metrics = jax.device_get(metrics)
+        metrics = to_host(metrics)
         for scored in (rewards, costs):
             if scored is not None:
                 scored.check(metrics)

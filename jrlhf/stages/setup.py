@@ -231,11 +231,13 @@ def select_plan(
                 return last
         return auto_plan(config, graph, models, devices)
 
-    if several() and config.compute.score_rows is not None:
-        raise UserError(
-            f"compute.score_rows={config.compute.score_rows} is for runs of one process, and this one has "
-            f"{jax.process_count()}: leave it out"
-        )
+    alone = {
+        "compute.score_rows": config.compute.score_rows,
+        f"{config.algorithm}.asynchronous": config.rl.asynchronous,
+    }
+    for key, setting in alone.items():
+        if several() and setting is not None:
+            raise UserError(f"{key} is for runs of one process, and this one has {jax.process_count()}: leave it out")
     workload = workload_of(config, graph, models)
     plan = plan_of(from_main(lambda: plan_of_config(config, workload, len(devices), search).as_dict()))
     refuse_cross_process(plan, [device.process_index for device in devices])

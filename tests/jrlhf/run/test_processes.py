@@ -46,7 +46,8 @@ from jrlhf.config.schema import DeviceConfig, DistributedConfig
 from jrlhf.run.devices import select
 from jrlhf.errors import UserError
 from jrlhf.stages.setup import architectures, select_plan
-from jrlhf.meshes import gathered, make_mesh, to_devices, to_host
+from jrlhf.meshes import gathered, make_mesh, reshard, to_devices, to_host
+from jrlhf.meshes.spread import spread
 from jrlhf.run.processes import any_process, from_main, is_main
 
 devices = select(DeviceConfig(platform="cpu", simulated=2), DistributedConfig(timeout=60))
@@ -76,13 +77,24 @@ thread = threading.Thread(target=lambda: fetched.append(jax.device_get(whole)))
 thread.start(); thread.join()
 results["doubled"] = [fetched[0]["x"].tolist(), to_host(doubled)["x"].tolist(), int(fetched[0]["n"])]
 keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(3), i))(np.arange(4))
-spread = to_devices(keys, NamedSharding(mesh, P(("fsdp", "tensor"))))
+divided = to_devices(keys, NamedSharding(mesh, P(("fsdp", "tensor"))))
 own = P(("fsdp", "tensor"))
 draw = jax.jit(jax.shard_map(jax.vmap(jax.random.bits), mesh=mesh, in_specs=own, out_specs=own))
-results["drawn"] = to_host(draw(spread)).tolist()
-moved = to_devices(spread, NamedSharding(mesh, P("fsdp")))  # from devices to devices
-results["moved"] = to_host(draw(jax.jit(lambda k: k, out_shardings=spread.sharding)(moved))).tolist()
+results["drawn"] = to_host(draw(divided)).tolist()
+moved = to_devices(divided, NamedSharding(mesh, P("fsdp")))  # from devices to devices
+results["moved"] = to_host(draw(jax.jit(lambda k: k, out_shardings=divided.sharding)(moved))).tolist()
 results["expected"] = np.asarray(jax.vmap(jax.random.bits)(keys)).tolist()
+parts = {name: make_mesh(1, -1, 1, devices=own) for name, own in {
+    "first": devices[:2], "second": devices[2:], "middle": devices[1:3], "last": devices[3:]}.items()} | {"all": mesh}
+results["slices"] = {}
+for pair in ("first second", "all second", "second all", "middle second", "last first", "first last", "all last"):
+    source, target = (parts[name] for name in pair.split())
+    given = to_devices(host, {"x": NamedSharding(source, P(None, "fsdp")), "n": NamedSharding(source, P())})
+    moved = reshard(given, {"x": NamedSharding(target, P("fsdp", "tensor")), "n": NamedSharding(target, P())})
+    saved = spread(moved)
+    own = [shard.data.shape for shard in saved["x"].addressable_shards]
+    arrived = to_host([moved["x"], moved["n"], saved["x"]])
+    results["slices"][pair] = [*(array.tolist() for array in arrived), own]
 tiny, directory = sys.argv[1:]
 config = load_config(tiny, [f"plan={directory}/{number}.yaml", "mesh.fsdp=2"])
 results["plan"] = select_plan(config, architectures(config), devices).as_dict()
@@ -190,7 +202,8 @@ def test_processes_agree_and_share_arrays(tmp_path: Path):
     placed = {call.name: {"layout": layouts[call.kind], "devices": "0-3", "fsdp": 4} for call in calls}
     (tmp_path / "0.yaml").write_text(yaml.safe_dump({"calls": placed}))  # process 1 has none
     launched = launch(2, tmp_path, "-c", AGREE, TINY, str(tmp_path))
-    first, second = (json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in launched.processes)
+    outputs = [process.communicate(timeout=120)[0] for process in launched.processes]  # Gloo prints into them, too
+    first, second = (json.loads(re.findall(r"^\{.*", output, re.M)[-1]) for output in outputs)
     launched.assert_codes(20, 0, 0)
     assert first.pop("called") == [0] and second.pop("called") == []
     expected = np.arange(24.0, dtype=np.float32).reshape(4, 6).T[:, ::-1]
@@ -205,6 +218,9 @@ def test_processes_agree_and_share_arrays(tmp_path: Path):
     assert first["any"] == [False, True, True]
     assert first["doubled"] == [(2 * expected).tolist()] * 2 + [14]
     assert first["drawn"] == first["moved"] == first["expected"]
+    for moved, number, saved, shards in first["slices"].values():
+        assert moved == saved == expected.tolist() and number == 7
+        assert len(shards) == 2 and np.prod(shards[0]) < 24  # each process has a part of what is saved
     assert first["plan"]["calls"] == placed
 
 
@@ -246,6 +262,29 @@ def test_a_run_that_one_process_is_asked_to_stop_goes_on_to_the_same_bits(runs: 
     assert records(runs / "stopped") == records(runs / "two")
     weights, expected = (load_file(runs / name / "model" / "model.safetensors") for name in ("stopped", "two"))
     assert all(np.array_equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.proof("processes")
+def test_calls_on_slices_of_several_processes(tmp_path: Path):
+    """Actor and reference in one process, critic and reward model in the other: the same run, also after a kill."""
+    one, two = train_one_and_two(tmp_path, *SMALL, "plan=split")
+    assert_same_run(one, two, "model", "reward_model")
+    calls = [
+        call for record in read_jsonl(two / "timeline.jsonl") if record["stage"] == "ppo" for call in record["calls"]
+    ]
+    busy = {call["devices"]: call["end"] - call["start"] for call in calls}
+    assert busy.keys() == {"0-3", "4-7"} and min(busy.values()) > 0.001  # process 0 writes the times of both
+
+    launched = train(2, tmp_path, "killed", *SMALL, "plan=split", "distributed.heartbeat=10")
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    launched.wait_until(lambda: metrics.exists() and metrics.read_text().count('"stage": "ppo"') == 2, 400)
+    launched.processes[1].kill()
+    assert launched.processes[0].wait(60) == 1 and "process 1 of 2" in launched.text(0)
+    train(2, tmp_path, "killed", *SMALL, "plan=split", "--resume").assert_codes(400, 0, 0)
+    assert records(tmp_path / "killed") == records(two)
+    # Another plan, in other processes, takes the state bit for bit.
+    train(4, tmp_path, "killed", *SMALL, "plan=standalone", "--resume", "ppo.iterations=4").assert_codes(600, *[0] * 4)
+    assert records(tmp_path / "killed")[-1]["step"] == 4
 
 
 @pytest.mark.parametrize(
@@ -373,14 +412,12 @@ def test_plans_that_processes_cannot_run_are_refused():
         return Plan("split", placed)
 
     one, two = [0] * 8, [number // 4 for number in range(8)]
-    apart = plan(generate=(0, 4), update=(4, 4))
-    refuse_cross_process(apart, one)
-    refuse_cross_process(plan(generate=(0, 8), update=(0, 8)), two)
-    refuse_cross_process(plan(generate=(2, 4), update=(2, 4)), two)  # both processes are in it
-    with pytest.raises(UserError, match=r"plan split runs generate on devices 0-3, of which process 1 of 2 has none"):
+    for apart in (plan(generate=(0, 4), update=(4, 4)), plan(generate=(0, 8), update=(2, 4))):
+        refuse_cross_process(apart, one)
         refuse_cross_process(apart, two)
-    with pytest.raises(UserError, match=r"runs generate on devices 0-7 and update on 2-5, and JAX cannot bring arrays"):
-        refuse_cross_process(plan(generate=(0, 8), update=(2, 4)), two)
+    refuse_cross_process(plan(generate=(0, 8), update=(0, 6)), one)
+    with pytest.raises(UserError, match=r"runs update on devices 0-5, and .* must divide 8: choose 4 of them"):
+        refuse_cross_process(plan(generate=(0, 8), update=(0, 6)), two)
     staged = Plan("mine", {"update": Placement(Slice(0, 8), "train", fsdp=4, pipeline=2, micro_batches=2)})
     refuse_cross_process(staged, one)
     with pytest.raises(UserError, match=r"update in pipeline=2 stages, which need one process, and there are 2"):

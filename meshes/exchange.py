@@ -1,0 +1,184 @@
+"""The way of an array to other devices: partitioned at the source, so that every shard can be copied as it is.
+
+`jax.device_put` copies them between devices of one process. Between processes `exchange` does: all devices that send or
+receive run one program, in which every device of the destination gets its shard from one device that has it. A process
+without a device on either side runs nothing, but must make the same calls, as for every program of several processes.
+"""
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from functools import lru_cache
+from math import gcd, prod
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
+
+from jrlhf.meshes.layout import axis_names
+from jrlhf.meshes.mesh import Device
+
+Permutation = tuple[tuple[int, int], ...]  # (sender, receiver) of each copy, by position among the devices
+_AXIS = "device"
+
+
+# ---- partitionings on the way
+
+
+@lru_cache(maxsize=4096)
+def landing_of(target: NamedSharding, rank: int, sources: int) -> NamedSharding:
+    """The partitioning in which an array arrives: `target`, or the finest coarser one that the source has devices for.
+
+    A copy from device to device needs every shard of the destination to exist at the source: otherwise JAX goes
+    through the host.
+    """
+    parts, left = [], sources
+    for part in _divisions(target, rank):
+        parts.append(gcd(part, left))
+        left //= parts[-1]
+    coarse = _coarsen(target, parts)
+    return target if _divisions(coarse, rank) == _divisions(target, rank) else coarse
+
+
+def stage_of(source: Sharding, devices: Sequence[Device], landing: NamedSharding, rank: int) -> NamedSharding:
+    """The partitioning of `landing` on the source's `devices`, of an array that is there as `source` says. Where
+    dropping mesh axes is enough, no axis is moved, and the stage costs at most an all-gather."""
+    parts = [1] * rank if len(devices) == 1 else _divisions(landing, rank)
+    if isinstance(source, NamedSharding):
+        coarse = _coarsen(source, parts)
+        if _divisions(coarse, rank) == parts:
+            return coarse
+    dims = tuple(f"dim{i}" for i in range(rank))
+    return NamedSharding(Mesh(np.asarray(devices).reshape(*parts, -1), (*dims, "rest")), P(*dims))
+
+
+def _divisions(sharding: NamedSharding, rank: int) -> list[int]:
+    """The number of parts into which each dimension is divided."""
+    parts = [prod(sharding.mesh.shape[axis] for axis in axis_names(entry)) for entry in sharding.spec]
+    return parts + [1] * (rank - len(parts))
+
+
+def _coarsen(sharding: NamedSharding, parts: Sequence[int]) -> NamedSharding:
+    """Reduces every mesh axis to its largest major factor with which each dimension's parts divide `parts`."""
+    mesh = sharding.mesh
+    assert isinstance(mesh, Mesh), "an array's mesh has devices"
+    sizes = dict.fromkeys(mesh.shape, 1)
+    for entry, left in zip(sharding.spec, parts, strict=False):
+        for axis in axis_names(entry):
+            sizes[axis] = gcd(mesh.shape[axis], left)
+            left //= sizes[axis]
+            if sizes[axis] < mesh.shape[axis]:  # a more minor axis would move if it stayed
+                break
+    factors = [factor for axis, size in mesh.shape.items() for factor in (sizes[axis], size // sizes[axis])]
+    names = [name for axis in mesh.shape for name in (axis, f"{axis}_dropped")]
+    return NamedSharding(Mesh(np.asarray(mesh.devices).reshape(factors), names), sharding.spec)
+
+
+# ---- copies between processes
+
+
+def exchange(arrays: Sequence[jax.Array], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
+    """Returns the arrays as `shardings` place them on other devices: the same bits; the sources are not freed.
+
+    All arrays must be on the same devices, and all shardings too. Every shard of the destination must be one at the
+    source. On each device there are temporarily as many bytes as the arrays have there, or would have.
+    """
+    sources = [_parts(array.sharding, array.shape) for array in arrays]
+    targets = [_parts(target, array.shape) for array, target in zip(arrays, shardings, strict=True)]
+    devices = tuple(sorted({*sources[0], *targets[0]}, key=lambda device: device.id))
+    union = Mesh(np.asarray(devices), (_AXIS,))
+    schedules = tuple(
+        permutations([source.get(device) for device in devices], [target.get(device) for device in devices])
+        for source, target in zip(sources, targets, strict=True)
+    )
+    with jax.set_mesh(union):
+        moved = _program(union, schedules)(*(_joined(array, union) for array in arrays))
+    return [
+        jax.make_array_from_single_device_arrays(
+            array.shape, target, _parted(x, target, array.shape), dtype=array.dtype
+        )
+        for array, target, x in zip(arrays, shardings, moved, strict=True)
+    ]
+
+
+def permutations(sent: Sequence[Hashable | None], wanted: Sequence[Hashable | None]) -> tuple[Permutation, ...]:
+    """Returns the rounds of copies by which each device gets what it wants, each a partial permutation of the devices.
+
+    sent, wanted: by device, which shard it has, and which one it gets; None: no shard. A device that has what it wants
+    receives nothing. Of several devices with a shard, each sends it to about as many others.
+    """
+    owners, receivers = defaultdict[Hashable, list[int]](list), defaultdict[Hashable, list[int]](list)
+    for device, shard in enumerate(sent):
+        owners[shard].append(device)
+    for device, shard in enumerate(wanted):
+        if shard is not None and shard != sent[device]:
+            receivers[shard].append(device)
+    rounds = defaultdict[int, list[tuple[int, int]]](list)
+    for shard, those in receivers.items():
+        for i, receiver in enumerate(those):
+            turn, owner = divmod(i, len(owners[shard]))
+            rounds[turn].append((owners[shard][owner], receiver))
+    return tuple(tuple(rounds[turn]) for turn in sorted(rounds))
+
+
+@lru_cache(maxsize=4096)
+def _program(union: Mesh, schedules: tuple[tuple[Permutation, ...], ...]):
+    """A jitted program, cached: arrays of one shard a device -> the same, as each schedule copies them."""
+
+    def move(*shards: jax.Array) -> list[jax.Array]:
+        return [_received(x, rounds, union.size) for x, rounds in zip(shards, schedules, strict=True)]
+
+    return jax.jit(jax.shard_map(move, mesh=union, in_specs=P(_AXIS), out_specs=P(_AXIS)))
+
+
+def _received(x: jax.Array, rounds: tuple[Permutation, ...], devices: int) -> jax.Array:
+    result, number = x, lax.axis_index(_AXIS)
+    for pairs in rounds:
+        receives = np.isin(np.arange(devices), [receiver for _, receiver in pairs])
+        result = jnp.where(jnp.asarray(receives)[number], lax.ppermute(x, _AXIS, pairs), result)
+    return result
+
+
+def _parts(sharding: Sharding, shape: tuple[int, ...]) -> dict[Device, tuple[int, ...]]:
+    """By device, where the shard that it has begins."""
+    indices = sharding.devices_indices_map(shape)
+    return {device: tuple(part.start or 0 for part in index) for device, index in indices.items()}
+
+
+def _joined(array: jax.Array, union: Mesh) -> jax.Array:
+    """One array of all shards, one a device along axis 0; devices that have none get zeros."""
+    shape = array.sharding.shard_shape(array.shape) or (1,)
+    shards = {shard.device: _shaped(shard.data, shape, shard.device) for shard in array.addressable_shards}
+    for device in union.local_devices:
+        if device not in shards:
+            shards[device] = _blank(device, shape, array.dtype)
+    whole = (shape[0] * union.size, *shape[1:])
+    sharding = NamedSharding(union, P(_AXIS))
+    return jax.make_array_from_single_device_arrays(whole, sharding, list(shards.values()), dtype=array.dtype)
+
+
+def _parted(joined: jax.Array, target: NamedSharding, shape: tuple[int, ...]) -> list[jax.Array]:
+    """The shards of the destination's devices in this process, of an array of this shape."""
+    shards = {shard.device: shard.data for shard in joined.addressable_shards}
+    part = target.shard_shape(shape)
+    return [_shaped(shards[device], part, device) for device in target.addressable_devices]
+
+
+def _blank(device: Device, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    """Zeros that are made on the device."""
+    with jax.set_mesh(Mesh(np.asarray([device]), (_AXIS,))):
+        return _zeros(shape, dtype)
+
+
+def _shaped(x: jax.Array, shape: tuple[int, ...], device: Device) -> jax.Array:
+    """An array of one device: itself, or where its shape is another, a copy."""
+    if x.shape == shape:
+        return x
+    with jax.set_mesh(Mesh(np.asarray([device]), (_AXIS,))):
+        return _reshape(x, shape)
+
+
+_zeros = jax.jit(jnp.zeros, static_argnums=(0, 1))
+_reshape = jax.jit(jnp.reshape, static_argnums=1)
