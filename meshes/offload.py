@@ -1,11 +1,12 @@
 """Moves arrays between device memory and pinned host memory. Their partitioning stays as it is."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from math import prod
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jrlhf.meshes.reshard import GROUP_BYTES, grouped, host_transfers_refused
 from jrlhf.meshes.transfer import HOST, is_on_host
@@ -59,10 +60,7 @@ def _move(tree: Any, kind: str, *, free: bool, group_bytes: int) -> Any:
     slots = list(places.values())
     sources = [leaves[shared[0]] for shared in slots]
     for group in groups(sources, group_bytes):
-        with host_transfers_refused():
-            moved = jax.device_put(
-                [sources[i] for i in group], [sources[i].sharding.with_memory_kind(kind) for i in group]
-            )
+        moved = [_put(sources[i], kind) for i in group]
         for i, array in zip(group, moved, strict=True):
             for slot in slots[i]:
                 leaves[slot] = array
@@ -73,10 +71,21 @@ def _move(tree: Any, kind: str, *, free: bool, group_bytes: int) -> Any:
     return treedef.unflatten(leaves)
 
 
+def _put(array: jax.Array, kind: str) -> jax.Array:
+    sharding = array.sharding.with_memory_kind(kind)
+    with nullcontext() if sharding.is_fully_addressable else jax.set_mesh(_mesh_of(array)), host_transfers_refused():
+        return jax.device_put(array, sharding)  # of several processes JAX runs a program, on the mesh of the context
+
+
+def _mesh_of(array: jax.Array) -> Mesh:
+    assert isinstance(array.sharding, NamedSharding) and isinstance(array.sharding.mesh, Mesh)
+    return array.sharding.mesh
+
+
 def _memory(array: jax.Array) -> tuple[Any, ...]:
-    """A key that is equal for arrays that share their memory."""
-    shards = ((shard.device.id, shard.data.unsafe_buffer_pointer()) for shard in array.addressable_shards)
-    return (array.shape, array.dtype, array.sharding, *shards)
+    """A key that is equal for arrays that share their memory. Those of other processes have none here."""
+    shards = [(shard.device.id, shard.data.unsafe_buffer_pointer()) for shard in array.addressable_shards]
+    return (array.shape, array.dtype, array.sharding, *(shards or [id(array)]))
 
 
 def _kind(leaf: Any) -> str | None:
