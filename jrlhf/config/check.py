@@ -62,6 +62,16 @@ def uncorrected(config: Config) -> str | None:
     )
 
 
+def unrepeatable(config: Config) -> str | None:
+    """Returns a warning if no run repeats another one: arrival decides."""
+    if config.algorithm is None or config.rl.asynchronous is None or config.rl.asynchronous.clock == "virtual":
+        return None
+    return (
+        f"{config.algorithm}.asynchronous.clock=wall: which rows form a batch, and which weights draw them, follows "
+        "from what arrives first, so neither another run with this seed nor a resumed one has the same bits"
+    )
+
+
 def _violations(config: Config, device_count: int, models: Mapping[str, ModelConfig]) -> Iterator[str]:
     """Yields a sentence for each violation; later checks may rely on earlier ones."""
     yield from _stages(config)
@@ -216,6 +226,8 @@ def _fleet(config: Config) -> Iterator[str]:
             f"fleet.workers={fleet.workers} exceeds {name}.asynchronous.logical_workers={config.logical_workers}, and "
             "a process draws for at least one of those: lower the former or raise the latter"
         )
+    elif fleet.engine == "ray" and config.rl.asynchronous.clock == "wall":
+        yield f"fleet.engine=ray draws by the virtual clock, and not by {name}.asynchronous.clock=wall: leave one out"
     if fleet.devices and len(fleet.devices) != fleet.workers:
         yield (
             f"fleet.devices names the GPUs of {len(fleet.devices)} process(es), and fleet.workers={fleet.workers}: "
@@ -387,6 +399,11 @@ def _algorithm(config: Config, name: str) -> Iterator[str]:
             yield (
                 f"{name}.asynchronous.update_steps={steps} with {name}.iterations={section.iterations} and "
                 f"data.max_response={config.data.max_response} is more than the virtual clock counts: lower it"
+            )
+        if section.asynchronous.clock == "wall" and section.asynchronous.on_new_weights == "finish":
+            yield (
+                f"{name}.asynchronous.clock=wall takes new weights between two chunks, and on_new_weights=finish waits "
+                "for rows: set keep_cache or prefill_again"
             )
     if buffer is not None and buffer > config.data.max_response:
         yield f"{name}.scores.overlong_buffer={buffer:g} exceeds data.max_response={config.data.max_response}: lower it"

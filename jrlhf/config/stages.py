@@ -100,12 +100,16 @@ class DPOStageConfig(PairsStageConfig):
     algorithm: algorithms.DPOConfig = algorithms.DPOConfig()
 
 
+_VIRTUAL = only_if(lambda section: section.clock == "virtual", "{path}.clock=wall")
+
+
 @dataclass(frozen=True)
 class AsynchronousConfig(Section):
     """Rollouts on devices of their own (`plan: disaggregated`), which go on while the actor is trained.
 
     Which tokens an update learns from follows from counts alone: a virtual clock takes 1 for a decode step and
-    `update_steps` for an update. So a run has the same bits on any hardware, and again after a kill.
+    `update_steps` for an update. So a run has the same bits on any hardware, and again after a kill, unless `clock` is
+    "wall".
     """
 
     # Versions by which the weights that drew a token may be older than those that learn from it; 0: a synchronous run.
@@ -114,9 +118,13 @@ class AsynchronousConfig(Section):
     """What rows do that are half drawn when new weights arrive. "keep_cache": they go on with the new weights and the
     keys and values of the old ones (PipelineRL, arXiv:2509.19128). "prefill_again": their caches are computed again
     (AReaL, arXiv:2505.24298). "finish": they are finished with the old weights, and no row starts meanwhile."""
-    update_steps: int = count(128)  # time of one update on the virtual clock, in decode steps
+    clock: Literal["virtual", "wall"] = "virtual"
+    """What decides which rows form a batch, and between which chunks weights change. "virtual": counts of tokens, so
+    the bits are the same again. "wall": what arrives first, so no process waits for another one, and no run repeats."""
+    # Time of one update on the virtual clock, in decode steps.
+    update_steps: int = count(128, **_VIRTUAL)
     # Time from the last token of a prompt's responses to their scores, in decode steps as well.
-    reward_steps: int = natural(0, most=10**6)
+    reward_steps: int = natural(0, most=10**6, **_VIRTUAL)
     # Batches of decode slots, each with the same share of the slots. Results depend on it, and not on the processes
     # that decode. null: fleet.workers, else 1.
     logical_workers: int | None = count(None, most=1024)

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jrlhf.config.schema import Config
@@ -50,6 +52,7 @@ class AsynchronousRollouts(Closing):
         section, options, samples = config.rl, config.rl.asynchronous, config.samples
         assert options is not None
         self._mesh, self._clock, self._tokenizer = actor.placement["generate"].mesh, actor.clock, tokenizer
+        self._wall, self._given = options.clock == "wall", None
         self._rewards = [own for own in rewards if own is not None]
         self._base: Identity = {}  # of the frozen weights under an adapter, once it is computed
         self._answers = dict[int, dict[str, Answers]]()  # by group and kind of reward
@@ -62,30 +65,38 @@ class AsynchronousRollouts(Closing):
             def batch() -> ContinuousBatch:
                 return compiled.continuous(sampling, config.rollout, samples, slots, width)
 
+            shares = {0: count}  # number of a process -> of its logical workers
             if config.fleet is None:
-                workers = SliceWorkers([batch() for _ in range(count)])
+                lanes = [SliceWorkers([batch() for _ in range(count)])]
             else:
                 model, numbers = actor.architecture, {"samples": samples, "slots": slots, "width": width}
                 setup = describe(self._mesh, model, actor.compute, sampling, config.rollout, **numbers)
-                workers = ProcessWorkers(batch(), count, setup, config.fleet, run_path(config), tell)
+                shares = dict(enumerate(map(len, np.array_split(range(count), config.fleet.workers or 1))))
+                template = batch()
+                del template.state  # its memory
+                lanes = [
+                    ProcessWorkers(template, own, setup, config.fleet, run_path(config), tell)
+                    for own in ([{number: share} for number, share in shares.items()] if self._wall else [shares])
+                ]
             scored = replace(actor.compute.forward(actor.architecture), temperature=sampling.temperature)
             recompute = Recompute(
                 actor.architecture.config,
                 self._mesh,
                 scored,
-                workers=count,
+                workers=max(shares.values()) if self._wall else count,
                 length=width + sampling.max_new_tokens,
                 keeps=options.on_new_weights == "keep_cache",
                 warn=tell if options.logprob_check == "warn" else None,
             )
             self._fleet = Fleet(
-                workers,
+                lanes,
                 self._mesh,
                 Rules(groups, options.staleness, options.update_steps),
                 options.on_new_weights,
                 self._ask,
                 samples=samples,
                 limit=sampling.max_new_tokens,
+                clock=options.clock,
                 reward=options.reward_steps,
                 recompute=recompute,
                 compares=options.logprob_check != "off",
@@ -96,8 +107,15 @@ class AsynchronousRollouts(Closing):
         self._fleet.close()
 
     @property
-    def state(self) -> FleetState:
-        """See `Fleet.state`."""
+    def state(self) -> FleetState | None:
+        """The state after an iteration, as `Fleet.state`. With the wall clock one that cannot be saved: see `saved`."""
+        return self._given if self._wall else self._state()
+
+    def saved(self, state: Any) -> Any:
+        """What is saved of a run's state after an iteration. With the wall clock the fleet's state is taken for it."""
+        return replace(state, fleet=self._state()) if self._wall and self._fleet.started else state
+
+    def _state(self) -> FleetState:
         with jax.set_mesh(self._mesh):
             return self._fleet.state
 
@@ -114,6 +132,10 @@ class AsynchronousRollouts(Closing):
             published = self._published(actor)
             with jax.set_mesh(self._mesh):
                 self._fleet.start(state, *published)
+            if self._wall:
+                self._given = FleetState(None, state.started, state.times)
+                for leaf in jax.tree.leaves(state.times):  # so that nobody saves what the fleet has left behind
+                    leaf.delete()
 
     def collect(self, step: int) -> Batch:
         """The next batch, with its rollout and what functions say of it."""

@@ -1,15 +1,16 @@
-"""Draws groups by the rules of an asynchronous run, ordered by the virtual clock.
+"""Draws groups by the rules of an asynchronous run.
 
-Logical workers have decode slots. Their number, slots and mesh decide what is drawn and when; where they run does not.
-Which chunks come before which update follows from counts alone, so a run has the same bits on any hardware, and again
-after a kill.
+Logical workers have decode slots. Those of a lane decode their chunks together; lanes do not wait for each other. With
+the virtual clock all workers are one lane, and counts say which chunks come before which update: a run has the same
+bits on any hardware, and again after a kill. With the wall clock each process is a lane, and arrival decides.
 """
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,65 +20,47 @@ from jax.sharding import PartitionSpec as P
 from jrlhf.errors import RunFailure
 from jrlhf.fleet.identity import Identity, differences
 from jrlhf.fleet.recompute import Compared, Recompute, Row, Tracked
-from jrlhf.fleet.schedule import Groups, OnNewWeights, Rules, first_batch, may_start, may_swap
-from jrlhf.fleet.state import Collected, Drawn, FleetState, Times, collected, drawn_rows, pack, unpack
+from jrlhf.fleet.schedule import Clock, Groups, OnNewWeights, Rules, first_batch, may_start, may_swap
+from jrlhf.fleet.slices import Workers
+from jrlhf.fleet.state import Collected, Drawn, DrawnRows, FleetState, Times, collected, drawn_rows, pack, unpack
 from jrlhf.meshes import to_devices, to_host
 from jrlhf.models.generation.continuous import Decoding, Progress, Prompt, Weights
 
 
-class Workers(Protocol):
-    """The decode slots of all logical workers, wherever they are."""
+class _Update(NamedTuple):
+    """Weights that were published. saved: those, if a state needs them."""
 
-    own_devices: bool  # True: rows decode in other processes, and this one may wait for them in a thread
+    version: int
+    handle: Any
+    expected: Identity  # as the trainer computes it from its own
+    saved: Weights | None
+
+
+_Swap = tuple[_Update, Mapping[int, Prompt] | None]  # and prompts of the rows whose caches are computed again
+
+
+@dataclass
+class _Lane:
+    """Workers that decode their chunks together and draw with one version.
+
+    first: number of its first logical worker. drew: the updates whose tokens are not all compared, the one that draws
+    as the last one. retired: of those that draw no more, with the rows so far. tracked: rows that go on from them.
+    chunk: what it decodes. since: when its last one ended. waited: seconds between chunks.
+    """
+
+    workers: Workers
+    first: int
+    drew: list[_Update] = field(default_factory=list)
+    retired: list[tuple[_Update, list[Row]]] = field(default_factory=list)
+    tracked: Tracked | None = None
+    chunk: Future | None = None
+    since: float = 0.0
+    waited: float = 0.0
 
     @property
-    def rooms(self) -> list[int]:
-        """For each worker, the number of prompts for all of whose rows it has free slots."""
-        ...
-
-    @property
-    def running(self) -> int:
-        """The number of rows that decode."""
-        ...
-
-    def fresh(self) -> list[Decoding]:
-        """Returns the states in which no slot is taken, in the form of `saved`."""
-        ...
-
-    def states(self) -> list[Decoding]:
-        """Returns the states in the form of `saved`. The next chunk uses them up."""
-        ...
-
-    def start(self, states: Sequence[Decoding]) -> None:
-        """Goes on from these states. `take` must be called before `decode`."""
-        ...
-
-    def put(self, weights: Weights) -> Any:
-        """Begins to hand weights over; returns what `take` is given."""
-        ...
-
-    def weights(self, handle: Any) -> Weights:
-        """Returns what `put` was given, on the devices of the trainer's process: themselves, or a copy."""
-        ...
-
-    def take(self, weights: Any, again: Mapping[int, Prompt] | None) -> list[tuple[Identity | None, Identity]]:
-        """Draws with these weights from now on. Returns identities of the weights before and of these.
-
-        again: prompts of the rows that decode, by number, to compute their caches again.
-        """
-        ...
-
-    def decode(self, prompts: Sequence[Sequence[Prompt]]) -> list[Progress]:
-        """Gives slots to these prompts of each worker and decodes a chunk."""
-        ...
-
-    def metrics(self) -> dict[str, float]:
-        """Returns what it took to hand weights over since the last call."""
-        ...
-
-    def close(self) -> None:
-        """Ends what was started."""
-        ...
+    def version(self) -> int:
+        """The version that draws."""
+        return self.drew[-1].version
 
 
 class Fleet:
@@ -86,14 +69,15 @@ class Fleet:
     Between `collect` and the next call it draws on for as long as the update takes: in a thread, if the workers have
     devices of another process; otherwise at the beginning of the next call, when the trainer's programs are enqueued.
 
-    mesh: where `state` is. on_complete: is called with each group as soon as it is complete, from that thread, too.
+    lanes: with the virtual clock, one. mesh: where `state` is.
+    on_complete: is called with each group as soon as it is complete, from that thread, too.
     samples: rows of a group. limit: tokens of a row. reward: time from a group's last token to its score.
     recompute: what compares log-probabilities, if `compares`; None: nothing does, and no state has rows for it.
     """
 
     def __init__(
         self,
-        workers: Workers,
+        lanes: Sequence[Workers],
         mesh: Mesh,
         rules: Rules,
         on_new_weights: OnNewWeights,
@@ -101,11 +85,14 @@ class Fleet:
         *,
         samples: int,
         limit: int,
+        clock: Clock = "virtual",
         reward: int = 0,
         recompute: Recompute | None = None,
         compares: bool = True,
     ):
-        self._workers, self.mesh, self._rules, self._reward = workers, mesh, rules, reward
+        firsts = np.cumsum([0, *(len(workers.rooms) for workers in lanes)])
+        self._lanes = [_Lane(workers, int(first)) for workers, first in zip(lanes, firsts, strict=False)]
+        self.mesh, self._rules, self._reward, self._wall = mesh, rules, reward, clock == "wall"
         self._on_new_weights: OnNewWeights = on_new_weights
         self._on_complete, self._samples, self._limit = on_complete, samples, limit
         self._groups, self._drawn = Groups[int](), dict[int, Drawn]()
@@ -114,34 +101,40 @@ class Fleet:
         self._times = Times(0, 0, 0, 0, 0)
         self._taken = False  # whether this version has learned from a batch
         self.started = False
-        self._weights: Weights | None = None  # with "finish": those that draw, which may be older than the trainer's
-        self._expected: Identity = {}  # of the weights that draw
-        self._newest: tuple[Any, Weights, Identity] | None = None  # published, and not taken yet
+        self._newest: _Update | None = None
         self._proofs: list[tuple[int, Identity, Identity]] = []  # version, identity of what draws, what it must be
-        self._recompute, self._tracked, self._compared = recompute, None, Compared()
+        self._recompute, self._compared = recompute, Compared()
         self._compares = recompute is not None and compares
-        # The version that draws, as the last one, and those before it whose tokens are not all compared; with handles.
-        self._drew: list[tuple[int, Any]] = []
         self._ready = 0  # time at which the batch in training was complete
-        self._waits = {"trainer": 0, "rollouts": 0}
-        self._thread = ThreadPoolExecutor(1, "fleet") if workers.own_devices else None
+        self._waits: dict[str, float] = {}
+        self._threads = ThreadPoolExecutor(1 + len(lanes), "fleet") if lanes[0].own_devices else None
         self._ahead: Callable[[], None] = lambda: None  # waits for what is drawn during the update
 
     # ---- what a run keeps
 
     def fresh(self, weights: Weights, expected: Identity) -> FleetState:
         """The state before anything is drawn, with the first weights."""
-        self._hold(weights, expected)
-        self._tracked = None if self._recompute is None else self._recompute.fresh()
-        return self._state(self._workers.fresh())
+        self._newest = _Update(0, None, expected, self._saved(weights))
+        self._lanes[0].drew = [self._newest]
+        self._lanes[0].tracked = None if self._recompute is None else self._recompute.fresh()
+        return self._state([state for lane in self._lanes for state in lane.workers.fresh()])
 
     @property
     def state(self) -> FleetState:
-        """The state as arrays on devices, which the next chunk uses up. Raises RunFailure as `collect` does."""
-        decoding = self._workers.states()
+        """The state as arrays on devices, which the next chunk uses up. Raises RunFailure as `collect` does.
+
+        With the wall clock all lanes end their chunks for it, and take the newest weights.
+        """
+        while any(lane.chunk is not None for lane in self._lanes):
+            self._note_first()
+        decoding = []
+        for lane in self._lanes:
+            self._swap(lane)
+            decoding.append(lane.workers.states())
+            self._retire(lane, drawn_rows(decoding[-1]) if self._compares and len(lane.drew) > 1 else {})
         self._check()
-        self._compare_retired(decoding)
-        return self._state(decoding)
+        self._compare_retired()
+        return self._state([state for own in decoding for state in own])
 
     def _state(self, decoding: list[Decoding]) -> FleetState:
         places = int(self._rules.batch * (self._rules.staleness + 1))  # no more groups are ever under way: `may_start`
@@ -149,32 +142,49 @@ class Fleet:
         started = pack(self._groups, self._drawn, self._worker, places, blank)
         host = started, jax.tree.map(np.int32, self._times)
         started, times = to_devices(host, NamedSharding(self.mesh, P()))
-        lagging = None if self._weights is None else (self._weights, self._expected)
         slots = decoding[0] if len(decoding) == 1 else tuple(decoding)
-        return FleetState(slots, started, times, lagging, self._tracked)
+        present = self._lanes[0].drew[-1]
+        lagging = None if present.saved is None else (present.saved, present.expected)
+        # With the wall clock lanes depend on the processes, and rows that go on are not tracked after a resume.
+        return FleetState(slots, started, times, lagging, None if self._wall else self._lanes[0].tracked)
 
     def start(self, state: FleetState, weights: Weights, expected: Identity) -> None:
         """Goes on from a state, with the trainer's present weights and their identity."""
         started, times = to_host((state.started, state.times))
         self._times = jax.tree.map(int, times)
         self._groups, self._drawn, self._worker = unpack(started)
-        # Rows that went on while nothing was compared are not there.
-        self._tracked = state.tracked if self._recompute is None or self._compares else self._recompute.fresh()
-        self._workers.start(state.decoding if isinstance(state.decoding, tuple) else [state.decoding])
-        if self._times.version < self._times.published:
-            self._newest = self._workers.put(weights), weights, expected
+        published, decoding = self._times.published, state.decoding
+        decoding = decoding if isinstance(decoding, tuple) else (decoding,)
+        put = self._lanes[0].workers.put
+        self._newest = drawing = _Update(published, put(weights), expected, self._saved(weights))
+        if self._times.version < published:
             lagging, expected = state.weights
-            weights = lagging[0] or weights[0], lagging[1]
-        self._take(self._times.version, self._workers.put(weights), weights, expected)
+            lagging = lagging[0] or weights[0], lagging[1]
+            drawing = _Update(self._times.version, put(lagging), expected, self._saved(lagging))
+
+        def begin(lane: _Lane) -> None:
+            own = slice(lane.first, lane.first + len(lane.workers.rooms))
+            lane.workers.start(decoding[own])
+            lane.drew = []
+            self._take(lane, drawing)
+            lane.since = time.monotonic()
+
+        for lane in self._lanes:
+            # Rows that went on while nothing was compared are not there.
+            there = self._recompute is None or (self._compares and not self._wall)
+            lane.tracked = state.tracked if there or self._recompute is None else self._recompute.fresh()
+        for began in [self._submit(begin, lane) for lane in self._lanes]:
+            began.result()
         self.started = True
         for _, number in self._groups.complete:
             self._complete(number)
 
     def close(self) -> None:
         """Ends the workers."""
-        self._workers.close()
-        if self._thread is not None:
-            self._thread.shutdown()
+        for lane in self._lanes:
+            lane.workers.close()
+        if self._threads is not None:
+            self._threads.shutdown()
 
     # ---- what an iteration does
 
@@ -196,22 +206,28 @@ class Fleet:
         Raises RunFailure if other weights may have drawn it, or the right ones wrongly.
         """
         self._ahead()
-        self._compared = self._compared if self._taken else Compared()
+        began = time.monotonic()
+        if not self._taken:
+            self._compared, self._waits = Compared(), {}
         self._times = replace(self._times, spare=self._times.spare + self._taken)
         self._taken = True
         while (batch := first_batch(self._groups.complete, self._rules)) is None:
             self._advance()
         self._ready, numbers = batch
         rows = collected(numbers, self._drawn, self._times.version)
-        drew, view = list(self._drew), self._rows(numbers)
+        views = [(lane, list(lane.drew), self._rows(self._numbers_of(lane, numbers), {})) for lane in self._lanes]
         self._groups.remove(numbers)
         for number in numbers:
             del self._drawn[number], self._prompts[number], self._worker[number]
         self._check()
-        start = partial(self._draw_until, self._end)
-        self._ahead = cache(start) if self._thread is None else self._thread.submit(start).result
-        for version, handle in drew:
-            self._compared += self._compare(version, handle, view)[0]
+        if self._wall:
+            self._compare_retired()
+            waited = time.monotonic() - began
+            self._waits["async/trainer_wait_seconds"] = self._waits.get("async/trainer_wait_seconds", 0.0) + waited
+        self._ahead = self._draw_ahead()
+        for lane, drew, view in views:
+            for update in drew:
+                self._compared += self._compare(lane, update, view)[0]
         return rows
 
     def publish(self, weights: Weights, expected: Identity) -> None:
@@ -220,21 +236,38 @@ class Fleet:
         expected: the identity of these weights, as the trainer computes it from its own. A batch that other weights may
         have drawn is not given out: the next `state` or `collect` raises RunFailure.
         """
-        newest = self._workers.put(weights), weights, expected
+        if self._wall and self._threads is None:  # JAX did not wait for the update
+            leaves = jax.tree.leaves(weights)
+            self._draw_until(lambda: all(leaf.is_ready() for leaf in leaves))
+        handle = self._lanes[0].workers.put(weights)
         self._ahead()
         times, end, self._taken = self._times, self._end, False
-        self._waits = {"trainer": max(0, self._ready - times.trainer), "rollouts": max(0, end - times.rollouts)}
+        self._newest = _Update(times.published + 1, handle, expected, self._saved(weights))
+        if self._wall:
+            self._times = replace(times, published=times.published + 1, version=times.published + 1)
+            if self._threads is not None:
+                self._dispatch()
+            return
+        waits = {"trainer": max(0, self._ready - times.trainer), "rollouts": max(0, end - times.rollouts)}
+        self._waits = {f"async/{side}_wait": float(steps) for side, steps in waits.items()}
         rollouts = max(times.rollouts, end)
         self._times = replace(times, published=times.published + 1, rollouts=rollouts, trainer=end)
-        self._newest = newest
-        self._swap()
+        for lane in self._lanes:
+            self._swap(lane)
 
     def metrics(self) -> dict[str, float]:
-        """Returns how long each side waited for the other, in decode steps, counts of rows and groups, what it took to
-        hand weights over, and how far the log-probabilities of tokens are from those that were computed again."""
-        metrics = {f"async/{side}_wait": float(steps) for side, steps in self._waits.items()}
-        running, waiting = float(self._workers.running), float(len(self._groups.complete))
-        metrics |= {"async/running_rows": running, "async/waiting_groups": waiting} | self._workers.metrics()
+        """Returns how long each side waited for the other, in decode steps or in seconds, counts of rows and groups,
+        what it took to hand weights over, and how far the log-probabilities of tokens are from those that were computed
+        again."""
+        metrics = dict(self._waits)
+        if self._wall:
+            metrics["async/rollouts_wait_seconds"] = float(np.mean([lane.waited for lane in self._lanes]))
+            for lane in self._lanes:
+                lane.waited = 0.0
+        metrics["async/running_rows"] = float(sum(lane.workers.running for lane in self._lanes))
+        metrics["async/waiting_groups"] = float(len(self._groups.complete))
+        for own in [lane.workers.metrics() for lane in self._lanes]:
+            metrics |= {name: metrics.get(name, 0.0) + value for name, value in own.items()}
         if self._recompute is None or not self._compares:
             return metrics
         compared, alarms = self._compared, self._recompute.alarms
@@ -244,32 +277,43 @@ class Fleet:
 
     # ---- identity
 
-    def _take(
-        self,
-        version: int,
-        handle: Any,
-        weights: Weights,
-        expected: Identity,
-        again: Mapping[int, Prompt] | None = None,
-    ) -> None:
-        """Draws with these weights from now on. Notes what `_check` and `_compare_retired` compare."""
-        for old, new in self._workers.take(handle, again):
-            if old is not None:  # the old ones must not have changed meanwhile
-                self._proofs.append((self._times.version, old, self._expected))
-            self._proofs.append((version, new, expected))
-        self._drew.append((version, handle))
-        self._hold(weights, expected)
-        self._times = replace(self._times, version=version)
+    def _update(self, lane: _Lane) -> _Swap | None:
+        """The arguments of `_take`, if there are newer weights and the lane may take them, which it has to do then."""
+        if self._newest is None or not self._may_swap(lane):
+            return None
+        self._times, again = replace(self._times, version=self._newest.version), None
+        if self._on_new_weights == "prefill_again" and lane.workers.running:
+            again = {number: self._prompts[number] for number in self._numbers_of(lane, self._groups.unfinished)}
+        return self._newest, again
 
-    def _hold(self, weights: Weights, expected: Identity) -> None:
+    def _swap(self, lane: _Lane) -> None:
+        """Takes the newest weights, if there are newer ones and they may be taken."""
+        if update := self._update(lane):
+            self._retire(lane, self._take(lane, *update))
+            if self._on_new_weights == "finish" and self._threads is None:
+                self._compare_retired()  # all rows are done, and the memory of these weights is needed
+
+    def _take(self, lane: _Lane, update: _Update, again: Mapping[int, Prompt] | None = None) -> DrawnRows | None:
+        """Draws with these weights from now on. Notes what `_check` compares; returns what `_retire` needs."""
+        drawn = {} if self._on_new_weights == "finish" else None  # then no row is half drawn
+        if self._wall and lane.drew:
+            drawn = lane.workers.drawn()
+        for old, new in lane.workers.take(update.handle, again):
+            if old is not None and lane.drew:  # the old ones must not have changed meanwhile
+                self._proofs.append((lane.version, old, lane.drew[-1].expected))
+            self._proofs.append((update.version, new, update.expected))
+        lane.drew.append(update)
+        return drawn
+
+    def _saved(self, weights: Weights) -> Weights | None:
+        """The weights, as far as a state needs them: with "finish" older ones than the trainer's may draw."""
         base, adapter = weights
-        own = ({} if adapter else base), adapter  # a base never changes
-        self._weights, self._expected = own if self._on_new_weights == "finish" else None, expected
+        return (({} if adapter else base), adapter) if self._on_new_weights == "finish" else None  # a base is the same
 
     def _check(self) -> None:
         """Compares the weights that drew with what they must be."""
-        proofs, self._proofs = self._proofs, []
-        for version, *identities in proofs:
+        while self._proofs:  # lanes add to them
+            version, *identities = self._proofs.pop(0)
             drawing, expected = to_host(identities)
             if wrong := differences(drawing, expected):
                 raise RunFailure(
@@ -279,12 +323,15 @@ class Fleet:
 
     # ---- log-probabilities
 
-    def _rows(self, numbers: Iterable[int], decoding: Sequence[Decoding] = ()) -> list[Row]:
-        """The rows of these groups, as far as they are drawn. decoding: the slots of those that are not done."""
-        if not self._compares:
-            return []
-        rows, running = [], drawn_rows(decoding)
-        for number in numbers:
+    def _numbers_of(self, lane: _Lane, numbers: Iterable[int]) -> list[int]:
+        """Those of these groups that a lane draws."""
+        own = range(lane.first, lane.first + len(lane.workers.rooms))
+        return [number for number in numbers if self._worker[number] in own]
+
+    def _rows(self, numbers: Iterable[int], running: DrawnRows) -> list[Row]:
+        """The rows of these groups, as far as they are drawn. running: those that are not done."""
+        rows: list[Row] = []
+        for number in numbers if self._compares else ():
             prompt, drawn = self._prompts[number], self._drawn[number]
             for sample in range(self._samples):
                 row, own = number * self._samples + sample, slice(drawn.lengths[sample])
@@ -294,67 +341,130 @@ class Fleet:
                 rows.append(Row(row, self._worker[number], ids, tokens, logprobs, versions, row in running))
         return rows
 
-    def _compare(self, version: int, handle: Any, rows: Sequence[Row]) -> tuple[Compared, Tracked | None]:
+    def _compare(self, lane: _Lane, update: _Update, rows: Sequence[Row]) -> tuple[Compared, Tracked | None]:
         """See `Recompute.compare`."""
-        if self._recompute is None or self._tracked is None or not any(version in row.versions for row in rows):
-            return Compared(), self._tracked
-        return self._recompute.compare(version, self._workers.weights(handle), rows, self._tracked)
+        if self._recompute is None or lane.tracked is None or not any(update.version in row.versions for row in rows):
+            return Compared(), lane.tracked
+        weights = self._lanes[0].workers.weights(update.handle)
+        return self._recompute.compare(update.version, weights, rows, lane.tracked)
 
-    def _compare_retired(self, decoding: Sequence[Decoding]) -> None:
-        """Compares what the versions before the present one drew, and lets them go: they draw no more."""
-        retired, self._drew = self._drew[:-1], self._drew[-1:]
-        rows = self._rows(self._drawn, decoding)
-        for version, handle in retired:
-            _, self._tracked = self._compare(version, handle, rows)
+    def _retire(self, lane: _Lane, running: DrawnRows | None) -> None:
+        """Notes what the versions before the present one drew: they draw no more. None: the next state will tell."""
+        if running is None or len(lane.drew) < 2:
+            return
+        rows = self._rows(self._numbers_of(lane, self._drawn), running)
+        lane.retired += [(update, rows) for update in lane.drew[:-1]]
+        lane.drew = lane.drew[-1:]
+
+    def _compare_retired(self) -> None:
+        """Compares what was noted, and lets those versions go."""
+        for lane in self._lanes:
+            while lane.retired:
+                _, lane.tracked = self._compare(lane, *lane.retired.pop(0))
 
     # ---- between two chunks
 
     @property
     def _end(self) -> int:
-        """The time at which the update with the present batch ends."""
+        """The virtual time at which the update with the present batch ends."""
         return max(self._times.trainer, self._ready) + int(self._rules.update)
 
-    def _draw_until(self, end: int) -> None:
-        while self._times.rollouts < end and (self._may_swap or self._workers.running or self._may_start()):
-            self._advance()
+    def _draw_ahead(self) -> Callable[[], None]:
+        """Begins to draw during the update, as long as that takes; returns what waits for the end of it."""
+        if not self._wall:
+            end = self._end
+            start = partial(self._draw_until, lambda: self._times.rollouts >= end)
+            return cache(start) if self._threads is None else self._threads.submit(start).result
+        if self._threads is None:  # `publish` draws until the weights are there
+            return lambda: None
+        ended = Future[None]()
+        drawing = self._threads.submit(self._draw_until, ended.done, ended)
+
+        def stop() -> None:
+            if not ended.done():
+                ended.set_result(None)
+            drawing.result()
+
+        return stop
+
+    def _draw_until(self, ended: Callable[[], bool], end: Future | None = None) -> None:
+        while not ended() and (self._may_start() or any(map(self._goes_on, self._lanes))):
+            self._advance(end)
+
+    def _goes_on(self, lane: _Lane) -> bool:
+        return lane.chunk is not None or self._may_swap(lane) or lane.workers.running > 0
 
     def _may_start(self) -> bool:
         spare = self._times.spare * self._rules.batch
-        return may_start(self._rules, self._groups.started - spare, self._times.version)
+        started = self._groups.started
+        return started in self._prompts and may_start(self._rules, started - spare, self._times.version)
 
-    @property
-    def _may_swap(self) -> bool:
-        return self._newest is not None and may_swap(self._on_new_weights, self._workers.running)
+    def _may_swap(self, lane: _Lane) -> bool:
+        newer = self._newest is not None and lane.version < self._newest.version
+        return newer and may_swap(self._on_new_weights, lane.workers.running)
 
-    def _swap(self) -> None:
-        """Takes the newest weights, if there are newer ones and they may be taken."""
-        if self._newest is None or not self._may_swap:
-            return
-        newest, self._newest, again = self._newest, None, None
-        if self._on_new_weights == "prefill_again" and self._workers.running:
-            again = {number: self._prompts[number] for number in self._groups.unfinished}
-        self._take(self._times.published, *newest, again)
-        if self._on_new_weights == "finish" and self._thread is None:
-            self._compare_retired(())  # all rows are done, and the memory of these weights is needed
+    def _advance(self, end: Future | None = None) -> None:
+        """Lets the lanes decode, and notes what those drew that are done first, unless `end` comes before."""
+        self._dispatch()
+        self._note_first(end)
 
-    def _advance(self) -> None:
-        """Takes new weights, fills the free slots, where it may, and decodes a chunk."""
-        self._swap()
-        rooms = self._workers.rooms
-        entering: list[list[Prompt]] = [[] for _ in rooms]
-        while max(rooms) > 0 and self._may_start():
-            number, worker = self._groups.start(self._samples), rooms.index(max(rooms))
-            self._drawn[number], self._worker[number] = Drawn.blank(self._samples, limit=self._limit), worker
-            entering[worker].append(self._prompts[number])
-            rooms[worker] -= 1
-        progress = self._workers.decode(entering)
-        steps = max(row.end - row.start for row in progress)
-        now = self._times.rollouts + steps
+    def _dispatch(self) -> None:
+        """Lets each idle lane take new weights, fills the free slots, where it may, and begins a chunk."""
+        idle = [lane for lane in self._lanes if lane.chunk is None]
+        for lane in idle if self._threads is None else ():
+            self._swap(lane)
+        updates = [self._update(lane) for lane in idle]
+        for lane, update, entering in zip(idle, updates, self._entering(idle), strict=True):
+            if update or lane.workers.running or any(entering):
+                lane.waited += time.monotonic() - lane.since
+                lane.chunk = self._submit(self._decode, lane, update, entering)
+
+    def _entering(self, lanes: Sequence[_Lane]) -> list[list[list[Prompt]]]:
+        """The prompts that may start, for each lane and worker: the next one is drawn where most slots are free."""
+        rooms = {(at, own): room for at, lane in enumerate(lanes) for own, room in enumerate(lane.workers.rooms)}
+        entering: list[list[list[Prompt]]] = [[[] for _ in lane.workers.rooms] for lane in lanes]
+        while rooms and max(rooms.values()) > 0 and self._may_start():
+            at, own = max(rooms, key=lambda worker: rooms[worker])
+            number = self._groups.start(self._samples)
+            self._drawn[number] = Drawn.blank(self._samples, limit=self._limit)
+            self._worker[number] = lanes[at].first + own
+            entering[at][own].append(self._prompts[number])
+            rooms[at, own] -= 1
+        return entering
+
+    def _decode(
+        self, lane: _Lane, update: _Swap | None, entering: list[list[Prompt]]
+    ) -> tuple[DrawnRows | None, list[Progress]]:
+        """What a lane does in a thread of its own, if there are threads."""
+        drawn = self._take(lane, *update) if update else None
+        progress = lane.workers.decode(entering)
+        lane.since = time.monotonic()
+        return drawn, progress
+
+    def _submit(self, call: Callable[..., Any], *arguments: Any) -> Future:
+        if self._threads is not None:
+            return self._threads.submit(call, *arguments)
+        done = Future[Any]()
+        done.set_result(call(*arguments))
+        return done
+
+    def _note_first(self, end: Future | None = None) -> None:
+        """Waits for a lane, or for `end`, and notes what lanes drew that are done."""
+        wait([own for own in (end, *(lane.chunk for lane in self._lanes)) if own], return_when=FIRST_COMPLETED)
+        for lane in self._lanes:
+            if lane.chunk is not None and lane.chunk.done():
+                (running, progress), lane.chunk = lane.chunk.result(), None
+                self._retire(lane, running)
+                self._note(lane, progress)
+
+    def _note(self, lane: _Lane, progress: Sequence[Progress]) -> None:
+        """Notes what a lane drew in a chunk. Time goes on by its steps: with the wall clock, it is an order."""
+        now = self._times.rollouts + max((row.end - row.start for row in progress), default=0)
         self._times = replace(self._times, rollouts=now)
         for row in progress:
             number, sample = divmod(row.row, self._samples)
             drawn = self._drawn[number]
-            drawn.versions[sample, row.start : row.end] = self._times.version
+            drawn.versions[sample, row.start : row.end] = lane.version
             if row.response is not None:
                 drawn.tokens[sample], drawn.logprobs[sample], drawn.finished[sample] = row.response
                 drawn.lengths[sample] = row.end

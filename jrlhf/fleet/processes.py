@@ -6,10 +6,11 @@ one ends or hangs, another repeats the commands since the last recorded state, a
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from jrlhf.errors import RunFailure, UserError
 from jrlhf.fleet.identity import Identity
 from jrlhf.fleet.ray_worker import RayWorker, check_package
 from jrlhf.fleet.shared import AVAILABLE, SharedArrays, delta, read
-from jrlhf.fleet.state import saved
+from jrlhf.fleet.state import DrawnRows, drawn_rows, saved
 from jrlhf.fleet.worker import program
 from jrlhf.meshes import to_devices, to_host
 from jrlhf.models.generation.continuous import ContinuousBatch, Decoding, Progress, Prompt, Weights
@@ -76,19 +77,29 @@ class LocalWorker(Worker):
 
 @dataclass(frozen=True)
 class Update:
-    """Weights that were put. changes: since the update before, whose number is one less; None: all are to be sent."""
+    """Weights that were put. changes: since the update before, whose number is one less; None: all are to be sent.
+
+    base: the frozen weights under an adapter.
+    """
 
     number: int
     whole: SharedArrays
     changes: SharedArrays | None
+    base: SharedArrays | None = None
 
     @classmethod
-    def after(cls, last: "Update | None", arrays: Sequence[np.ndarray], anchor_every: int) -> "Update":
+    def after(
+        cls,
+        last: "Update | None",
+        arrays: Sequence[np.ndarray],
+        anchor_every: int,
+        base: SharedArrays | None = None,
+    ) -> "Update":
         """Returns these weights as the update after another. anchor_every: of so many updates one has no changes."""
         number, whole, changes = 0 if last is None else last.number + 1, SharedArrays.of(arrays), None
         if last is not None and number % anchor_every:
             changes = SharedArrays.of(delta(read(last.whole.path), arrays))
-        return cls(number, whole, changes if changes and changes.size < whole.size else None)
+        return cls(number, whole, changes if changes and changes.size < whole.size else None, base)
 
     def command(
         self, present: "Update | None", again: Mapping[int, Prompt] | None = None
@@ -102,11 +113,11 @@ class Update:
 
 
 class ProcessWorkers:
-    """Logical workers in `section.workers` processes. See `Workers`.
+    """Logical workers in processes. See `Workers`.
 
-    template: a batch of slots like that of a logical worker, for the shapes of its state. count: of logical workers.
-    description: what `worker.describe` returns. folder: for the processes' logs. tell: is given a sentence about each
-        process that is lost, or has to wait for devices.
+    template: a batch of slots like that of a logical worker, for the shapes of its state. counts: number of a process
+        -> of its logical workers. description: what `worker.describe` returns. folder: for the processes' logs.
+    tell: is given a sentence about each process that is lost, or has to wait for devices.
     """
 
     own_devices = True
@@ -114,18 +125,17 @@ class ProcessWorkers:
     def __init__(
         self,
         template: ContinuousBatch,
-        count: int,
+        counts: Mapping[int, int],
         description: Mapping[str, Any],
         section: FleetSection,
         folder: Path,
         tell: Callable[[str], None],
     ):
-        assert section.workers is not None
-        del template.state  # its memory
-        self._template, self._count = template, count
+        self._template, self._count = template, sum(counts.values())
         leaves, self._treedef = jax.tree.flatten(saved(template.fresh(), template.mesh))
         self._shardings = [leaf.sharding for leaf in leaves]
-        self._shares = np.array_split(np.arange(count), section.workers)  # logical workers of each process
+        starts = np.cumsum([0, *counts.values()]).tolist()
+        self._shares = [range(*own) for own in pairwise(starts)]  # logical workers of each process
         environment, start = dict(os.environ), partial(LocalWorker, "jrlhf.fleet.worker")
         if section.engine == "ray":
             gpus = template.mesh.size if description["platform"] == "gpu" else 0
@@ -133,10 +143,10 @@ class ProcessWorkers:
             environment = {name: value for name, value in os.environ.items() if name == "XLA_FLAGS"}
             start = partial(RayWorker, gpus=gpus)
         self._processes = []
-        for number, share in enumerate(self._shares):
+        for number, workers in counts.items():
             if section.devices:
                 environment = {**environment, "CUDA_VISIBLE_DEVICES": section.devices[number]}
-            setup = {**description, "workers": len(share), "deadline": section.deadline}
+            setup = {**description, "workers": workers, "deadline": section.deadline}
             log = folder / f"worker-{number}.log"
             self._processes.append(_Process(number, setup, partial(start, environment), log, tell))
         self._threads = ThreadPoolExecutor(len(self._processes), "workers")
@@ -144,9 +154,8 @@ class ProcessWorkers:
         self._put: Update | None = None  # the last one
         self._taken: Update | None = None  # by every process
         self._transfers: list[tuple[int, float]] = []  # bytes and seconds, of `put` and of `take`
-        # Under an adapter: the frozen weights, a command that hands them over, once, and the file that it names.
-        self._base: tuple[Any, dict[str, str], SharedArrays] | None = None
-        self._rooms, self.running = [0] * count, 0
+        self._base: tuple[Any, SharedArrays] | None = None  # under an adapter, where `put` is called: frozen weights
+        self._rooms, self.running = [0] * self._count, 0
 
     @property
     def rooms(self) -> list[int]:
@@ -161,28 +170,31 @@ class ProcessWorkers:
         self._note_room(self._ask([{"start": arrays.path} for arrays in shared], shared))
 
     def states(self) -> list[Decoding]:
+        return [self._treedef.unflatten(to_devices(arrays, self._shardings)) for arrays in self._arrays()]
+
+    def drawn(self) -> DrawnRows:
+        return drawn_rows([self._treedef.unflatten(arrays) for arrays in self._arrays()])
+
+    def _arrays(self) -> Iterator[list[np.ndarray]]:
+        """The leaves of each worker's state. Successors go on from here."""
         assert self._taken is not None
-        states, take = [], self._taken.command(None)
+        base, take = self._taken.base, self._taken.command(None)
         for process, share in zip(self._processes, self._shares, strict=True):
             shared = SharedArrays.opened(process.ask({"states": None}))
             arrays, count = read(shared.path), len(self._shardings)
-            for first in range(0, count * len(share), count):
-                placed = to_devices(arrays[first : first + count], self._shardings)
-                states.append(self._treedef.unflatten(placed))
-            base = [] if self._base is None else [self._base[1:]]
-            process.repeat_from([*base, ({"start": shared.path}, shared), take])
-        return states
+            yield from (arrays[first : first + count] for first in range(0, count * len(share), count))
+            bases = [] if base is None else [({"base": base.path}, base)]
+            process.repeat_from([*bases, ({"start": shared.path}, shared), take])
 
     def put(self, weights: Weights) -> Update:
         begin = time.monotonic()
         base, adapter = weights
         if adapter and self._base is None:
-            shared = SharedArrays.of(to_host(jax.tree.leaves(base)))
-            self._base = base, {"base": shared.path}, shared
-            self._ask([self._base[1]] * len(self._processes), [shared] * len(self._processes))
+            self._base = base, SharedArrays.of(to_host(jax.tree.leaves(base)))
         travelling = adapter or base
         self._places = jax.tree.map(lambda leaf: leaf.sharding, travelling)
-        self._put = Update.after(self._put, to_host(jax.tree.leaves(travelling)), self._anchor_every)
+        frozen = None if self._base is None else self._base[1]
+        self._put = Update.after(self._put, to_host(jax.tree.leaves(travelling)), self._anchor_every, frozen)
         self._transfers.append((0, time.monotonic() - begin))
         return self._put
 
@@ -192,9 +204,11 @@ class ProcessWorkers:
         return (weights, {}) if self._base is None else (self._base[0], weights)
 
     def take(self, weights: Update, again: Mapping[int, Prompt] | None) -> list[tuple[Identity | None, Identity]]:
-        begin = time.monotonic()
+        begin, count = time.monotonic(), len(self._processes)
+        if self._taken is None and weights.base is not None:
+            self._ask([{"base": weights.base.path}] * count, [weights.base] * count)
         command, sent = weights.command(self._taken, again)
-        identities = self._ask([command] * len(self._processes), [sent] * len(self._processes))
+        identities = self._ask([command] * count, [sent] * count)
         self._taken = weights
         self._transfers.append((sent.size, time.monotonic() - begin))
         return identities

@@ -77,6 +77,7 @@ class Recompute:
     compute dtype and in float32. How far the two are from each other is the measure of what rounding does: to the same
     tokens, since it grows with how peaked a distribution is, and by its spread over all tokens so far.
 
+    workers: whose rows are compared at a time, at most; they have consecutive numbers.
     options: of the passes that score, with the temperature of the rollouts. length: of a prompt and a response.
     keeps: whether rows go on with the keys and values of older weights.
     warn: is given a sentence about the first alarm of each worker, and the run goes on; None: an alarm ends the run.
@@ -177,7 +178,7 @@ class Recompute:
         for place in set(range(self.places)) - set(chosen):
             worker, nth = place % self._workers, place // self._workers
             taken = {row.number for row in chosen.values()}
-            own = [row for row in drawn if row.worker == worker and row.number not in taken]
+            own = [row for row in drawn if row.worker % self._workers == worker and row.number not in taken]
             if self._keeps:
                 own = [row for row in own if row.versions[0] == version]  # of the others older keys are not there
             # Half of the places prefer rows in the middle of which weights change: there a cache may be wrong.

@@ -1,7 +1,8 @@
 """The rules of an asynchronous run: pure functions of counts and of virtual times, shared by the simulator and a run.
 
 A group is the responses to one prompt. Version v of the weights is the one after v updates. Times are virtual: a decode
-step of the rollout side takes 1. So nothing here depends on how fast the hardware is.
+step of the rollout side takes 1. So nothing here depends on how fast the hardware is. With the wall clock a run's times
+are only the order in which groups were complete.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 OnNewWeights = Literal["finish", "keep_cache", "prefill_again"]
+Clock = Literal["virtual", "wall"]
 Time = TypeVar("Time", int, float)
 
 

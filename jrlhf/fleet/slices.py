@@ -1,10 +1,70 @@
-"""Logical workers on a slice of this process's devices."""
+"""What draws for a lane of a fleet; and logical workers on a slice of this process's devices."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from jrlhf.fleet.identity import Identity, drawing_identity
-from jrlhf.fleet.state import restored, saved
+from jrlhf.fleet.state import DrawnRows, drawn_rows, restored, saved
 from jrlhf.models.generation.continuous import ContinuousBatch, Decoding, Progress, Prompt, Weights
+
+
+class Workers(Protocol):
+    """The decode slots of the logical workers of a lane, wherever they are."""
+
+    own_devices: bool  # True: rows decode in other processes, and this one may wait for them in a thread
+
+    @property
+    def rooms(self) -> list[int]:
+        """For each worker, the number of prompts for all of whose rows it has free slots."""
+        ...
+
+    @property
+    def running(self) -> int:
+        """The number of rows that decode."""
+        ...
+
+    def fresh(self) -> list[Decoding]:
+        """Returns the states in which no slot is taken, in the form of `saved`."""
+        ...
+
+    def states(self) -> list[Decoding]:
+        """Returns the states in the form of `saved`. The next chunk uses them up."""
+        ...
+
+    def drawn(self) -> DrawnRows:
+        """Returns `drawn_rows` of the states. A successor of a lost process goes on from here."""
+        ...
+
+    def start(self, states: Sequence[Decoding]) -> None:
+        """Goes on from these states. `take` must be called before `decode`."""
+        ...
+
+    def put(self, weights: Weights) -> Any:
+        """Begins to hand weights over; returns what `take` is given."""
+        ...
+
+    def weights(self, handle: Any) -> Weights:
+        """Returns what `put` was given, on the devices of the trainer's process: themselves, or a copy."""
+        ...
+
+    def take(self, weights: Any, again: Mapping[int, Prompt] | None) -> list[tuple[Identity | None, Identity]]:
+        """Draws with these weights from now on. Returns identities of the weights before and of these.
+
+        again: prompts of the rows that decode, by number, to compute their caches again.
+        """
+        ...
+
+    def decode(self, prompts: Sequence[Sequence[Prompt]]) -> list[Progress]:
+        """Gives slots to these prompts of each worker and decodes a chunk."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Returns what it took to hand weights over since the last call."""
+        ...
+
+    def close(self) -> None:
+        """Ends what was started."""
+        ...
 
 
 class SliceWorkers:
@@ -32,6 +92,9 @@ class SliceWorkers:
 
     def states(self) -> list[Decoding]:
         return [saved(batch.state, batch.mesh) for batch in self._batches]
+
+    def drawn(self) -> DrawnRows:
+        return drawn_rows([batch.state for batch in self._batches])
 
     def start(self, states: Sequence[Decoding]) -> None:
         for batch, state in zip(self._batches, states, strict=True):

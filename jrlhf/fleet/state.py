@@ -20,6 +20,9 @@ FREE = -1  # a place in `Started` without a group
 NEVER = np.iinfo(np.int32).max  # the time of completion of a group that is not complete
 
 
+DrawnRows = dict[int, tuple[np.ndarray, np.ndarray]]  # number of a row -> its tokens and log-probabilities so far
+
+
 class Drawn(NamedTuple):
     """The tokens that rows have drawn so far, up to R each: S rows of a group, or the rows of several groups."""
 
@@ -115,7 +118,7 @@ def unpack(started: Started) -> tuple[Groups[int], dict[int, Drawn], dict[int, i
     return groups, drawn, worker
 
 
-def drawn_rows(decoding: Sequence[Decoding]) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+def drawn_rows(decoding: Sequence[Decoding]) -> DrawnRows:
     """Returns the tokens and the log-probabilities so far of each row that decodes, by its number."""
     rows = {}
     for own in to_host([(d.owner, d.drawn, d.results.tokens, d.results.logprobs) for d in decoding]):

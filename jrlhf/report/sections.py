@@ -60,6 +60,7 @@ def chips(run: Record) -> list[str]:
     elif adapter:
         words.append(f"LoRA from {PurePosixPath(adapter).name or adapter}")
     words.append(f"{base} base" if (rank or adapter) and base not in ("", "auto") else "")
+    words.append("wall clock: no run repeats" if setting(f"{run.algorithm}.asynchronous.clock") == "wall" else "")
     words += [f"{name.replace('_', ' ')} {duration(length)}" for name, length in run.seconds.items()]
     return [word for word in words if word]
 

@@ -32,13 +32,14 @@ def run_stage(
     *,
     save_every: int,
     meta: Mapping[str, str],
+    saved: Callable[[State], State] | None = None,
 ) -> State:
     """Takes `init()` through `steps` calls of `advance(state, step) -> (state, metrics)`; returns the last state.
 
     Metrics are numbers. Under `SAMPLES` there may be texts, each a mapping, for samples.jsonl, TensorBoard and the
     console; under `CALLS` the calls of the iteration, for timeline.jsonl.
 
-    An interrupted stage goes on from its newest good checkpoint. A finished one only restores its last checkpoint.
+    An interrupted stage goes on from its newest good checkpoint, of `saved(state)`. A finished one only restores it.
     `meta` identifies the inputs of the stage: a checkpoint with another `meta` is refused. A process that was asked to
     stop raises Preempted, with its state saved. So does RunFailure, unless the stage would then be finished.
     """
@@ -46,10 +47,10 @@ def run_stage(
     meta = context.identity.of_stage(meta)
     directory, keep = run.path / "checkpoints" / name, context.config.checkpoints.keep
     with Checkpoints(directory, keep=keep, tell=console.warn, older=partial(run.older, name)) as checkpoints:
-        start, state, saved = _restore(checkpoints, name, init, context, meta)
+        start, state, tally = _restore(checkpoints, name, init, context, meta)
         writers = *context.config.stages, "evaluation"
         records = StageRecords(run.path, name, start, writers=writers) if run.writes else None
-        for difference in () if records is None else records.differences(saved):
+        for difference in () if records is None else records.differences(tally):
             console.warn(difference)
         if start == steps:
             return state
@@ -60,7 +61,8 @@ def run_stage(
 
         def save(step: int, state: State) -> None:
             began = time.perf_counter()
-            checkpoints.save(step, state, {**meta, RECORDS: {} if records is None else records.tally()})
+            whole = state if saved is None else saved(state)
+            checkpoints.save(step, whole, {**meta, RECORDS: {} if records is None else records.tally()})
             waited["timing_s/save_checkpoint"] = time.perf_counter() - began
 
         with (

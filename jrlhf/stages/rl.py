@@ -118,8 +118,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
             batch, raw, rounds = values["prompts"], rewards.raw, 1
         else:
             batch, raw, rounds = roles.pool.prompts, roles.pool.raw, roles.pool.draws - draws
-        if fleet is not None:
-            metrics |= fleet.publish(roles.actor)
+        metrics |= {} if fleet is None else fleet.publish(roles.actor)
         multiplier = None if roles.constraint is None else roles.constraint.state
         with jax.set_mesh(arithmetic):
             measured, kl, learned = measure(experience, state.kl)
@@ -150,15 +149,14 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
     meta |= {f"reward {reward}": digest for reward, digest in rewards.identities.items()}
     meta |= {} if costs is None else {f"cost {cost}": digest for cost, digest in costs.identities.items()}
     with fleet or nullcontext():
-        state = run_stage(context, name, section.iterations, init, advance, save_every=section.save_every, meta=meta)
-    trained = models["actor"].holding(state.trained["actor"].params)
-    return RolePlacement.of(context.mesh).store(trained)
+        saved, every = None if fleet is None else fleet.saved, section.save_every
+        state = run_stage(context, name, section.iterations, init, advance, save_every=every, meta=meta, saved=saved)
+    return RolePlacement.of(context.mesh).store(models["actor"].holding(state.trained["actor"].params))
 
 
 def take_batch(context: Context, prompts: Prompts, mesh: Mesh, number: int) -> Batch:
     """The prompts of batch `number`, and a random key for each response."""
-    config, section = context.config, context.config.rl
-    samples = section.samples
+    config, section, samples = context.config, context.config.rl, context.config.rl.samples
     rows = batch_indices(len(prompts.ids), section.rollout_batch // samples, number, config.seed + 1)
     tokens, lengths = put_prompts(pad_rows([prompts.ids[row] for row in rows], config.data.max_prompt), mesh, samples)
     keys = row_keys(key_for(config.seed, "rollout", number), section.rollout_batch, mesh)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jrlhf.algorithms.registry import graph_of, stage_graph
-from jrlhf.config.check import mesh_sizes, uncorrected, validate
+from jrlhf.config.check import mesh_sizes, uncorrected, unrepeatable, validate
 from jrlhf.config.parse import changed
 from jrlhf.config.schema import ComputeConfig, Config, DatasetsData, ModelSection, RewardConfig, SleepConfig
 from jrlhf.data import datasets
@@ -143,7 +143,7 @@ def _open_console(config: Config) -> Console:
     console = Console(enabled=is_main())
     for notice in config.notices:
         console.line(notice)
-    for warning in (config.device.platform == "auto" and idle_accelerator(), uncorrected(config)):
+    for warning in (config.device.platform == "auto" and idle_accelerator(), uncorrected(config), unrepeatable(config)):
         if warning:
             console.warn(warning)
     return console

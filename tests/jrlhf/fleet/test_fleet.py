@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from jrlhf.fleet.fleet import Fleet
+from jrlhf.fleet.fleet import Fleet, _Update
 from jrlhf.fleet.predict import token_versions
 from jrlhf.fleet.schedule import Rules
 from jrlhf.fleet.simulate import Setting, measured, simulate
@@ -56,7 +56,7 @@ def play(setting: Setting, lengths: np.ndarray) -> tuple[dict[int, int], dict[in
     """Group -> the version that learned from it; group -> the versions of its rows' tokens."""
     trained, versions = {}, {}
     fleet = Fleet(
-        Rows(setting, lengths),  # type: ignore[arg-type]
+        [Rows(setting, lengths)],  # type: ignore[list-item]
         make_mesh(8, 1, 1),
         setting.rules,
         setting.on_new_weights,
@@ -65,6 +65,7 @@ def play(setting: Setting, lengths: np.ndarray) -> tuple[dict[int, int], dict[in
         limit=int(lengths.max()),
         reward=int(setting.reward),
     )
+    fleet._take(fleet._lanes[0], _Update(0, None, {}, None))
     for version in range(VERSIONS):
         fleet.submit([Prompt(number, np.zeros(1, np.int32), 1, np.zeros(1)) for number in fleet.wanted()])
         batch = fleet.collect()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jrlhf.errors import RunFailure
-from jrlhf.fleet.fleet import Fleet
+from jrlhf.fleet.fleet import Fleet, _Update
 from jrlhf.fleet.identity import adapter_identity, differences, drawing_identity, trained_identity
 from jrlhf.fleet.schedule import Rules
 from jrlhf.fleet.slices import SliceWorkers
@@ -158,8 +158,9 @@ def test_nothing_is_learned_from_what_wrong_weights_drew(versions):
 
     def fleet() -> Any:
         rules, workers = Rules(2, 1, 1), SliceWorkers([Batch()])  # type: ignore[list-item]
-        own: Any = Fleet(workers, mesh, rules, "keep_cache", print, samples=1, limit=1)
-        own._take(0, (old, {}), (old, {}), trained_identity(first, dtype=jnp.dtype(jnp.bfloat16)))
+        own: Any = Fleet([workers], mesh, rules, "keep_cache", print, samples=1, limit=1)
+        first_identity = trained_identity(first, dtype=jnp.dtype(jnp.bfloat16))
+        own._take(own._lanes[0], _Update(0, (old, {}), first_identity, None))
         own.submit([Prompt(number, np.zeros(1, np.int32), 1, np.zeros(1)) for number in range(9)])
         return own
 
@@ -174,7 +175,7 @@ def test_nothing_is_learned_from_what_wrong_weights_drew(versions):
         with pytest.raises(RunFailure, match="version 1 are not the trainer's: .* differ, .* first"):
             lost.collect()
         changing.publish((new, {}), expected)
-        changing._workers._weights = old, {}  # they change while they draw
+        changing._lanes[0].workers._weights = old, {}  # they change while they draw
         changing.publish((new, {}), expected)
         with pytest.raises(RunFailure, match="version 1"):
             changing.collect()

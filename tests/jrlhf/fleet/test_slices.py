@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jrlhf.fleet.fleet import Fleet
+from jrlhf.fleet.fleet import Fleet, _Update
 from jrlhf.fleet.identity import drawing_identity
 from jrlhf.fleet.prompts import PromptStream
 from jrlhf.fleet.schedule import Rules
@@ -52,9 +52,9 @@ def test_a_state_stays_as_it_is_while_the_fleet_goes_on():
     mesh, weights = make_mesh(devices=jax.devices()[:1]), ({"layers": [{"bias": np.ones(1, np.float32)}]}, {})
     with jax.set_mesh(mesh):
         workers = SliceWorkers([Batch(mesh)])  # type: ignore[list-item]
-        fleet: Any = Fleet(workers, mesh, Rules(2, 1, 1), "keep_cache", lambda group: None, samples=1, limit=1)
+        fleet: Any = Fleet([workers], mesh, Rules(2, 1, 1), "keep_cache", lambda group: None, samples=1, limit=1)
         expected = drawing_identity(weights[0])
-        fleet._take(0, weights, weights, expected)
+        fleet._take(fleet._lanes[0], _Update(0, weights, expected, None))
         fleet.submit([SimpleNamespace(number=number) for number in range(9)])
         fleet.collect()
         state = fleet.state

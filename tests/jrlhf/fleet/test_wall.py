@@ -1,0 +1,243 @@
+"""The wall clock: arrival decides, nobody waits for a slow worker, and no prompt is lost or drawn twice."""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jrlhf.errors import UserError
+from jrlhf.fleet.asynchronous import AsynchronousRollouts
+from jrlhf.fleet.fleet import Fleet
+from jrlhf.fleet.processes import ProcessWorkers
+from jrlhf.fleet.schedule import Rules
+from jrlhf.fleet.state import Collected
+from jrlhf.meshes import make_mesh
+from jrlhf.models.generation.continuous import Progress, Prompt
+from jrlhf.stages.setup import select_resources
+from tests.jrlhf.fleet.test_runs import config, proven, run
+from tests.support.runs import resumed, stage_of
+
+GROUPS, SAMPLES, LIMIT, CHUNK = 3, 2, 12, 4
+RULES = Rules(GROUPS, 2, 1)
+
+
+class Worker:
+    """Stands for a process with a logical worker. As the token that it draws it gives the version that it draws with.
+
+    gate: is called before a chunk.
+    """
+
+    own_devices = True
+
+    def __init__(self, gate: Callable[[], object] = lambda: None):
+        self.gate, self.rows, self.version, self.started = gate, dict[int, list[int]](), -1, Counter[int]()
+
+    @property
+    def rooms(self) -> list[int]:
+        return [4 - len(self.rows) // SAMPLES]
+
+    @property
+    def running(self) -> int:
+        return len(self.rows)
+
+    def fresh(self):
+        return [{}]
+
+    def states(self):
+        return [{str(row): np.array(tokens, np.int32) for row, tokens in self.rows.items()}]
+
+    def drawn(self):
+        return {}
+
+    def start(self, states):
+        self.rows = {int(row): np.array(tokens).tolist() for row, tokens in states[0].items()}
+
+    def put(self, weights):
+        return int(weights[0]["version"][0])
+
+    def take(self, handle, again):
+        self.version = handle
+        return []
+
+    def decode(self, prompts: Sequence[Sequence[Prompt]]) -> list[Progress]:
+        self.gate()
+        for prompt in prompts[0]:
+            self.started[prompt.number] += 1
+            self.rows |= {prompt.number * SAMPLES + sample: [] for sample in range(SAMPLES)}
+        progress = []
+        for row, tokens in list(self.rows.items()):
+            start, length = len(tokens), 1 + 5 * row % LIMIT
+            end = min(start + CHUNK, length)
+            tokens += [self.version] * (end - start)
+            drawn = np.array(tokens + [-1] * (LIMIT - end), np.int32)
+            response = (drawn, np.zeros(LIMIT, np.float32), True) if end == length else None
+            progress.append(Progress(row, start, end, response))
+            if response:
+                del self.rows[row]
+        return progress
+
+    def metrics(self):
+        return {}
+
+    def close(self):
+        pass
+
+
+def fleet_of(*workers: Any) -> Any:
+    mesh = make_mesh(devices=jax.devices()[:1])
+    return Fleet(workers, mesh, RULES, "keep_cache", lambda group: None, samples=SAMPLES, limit=LIMIT, clock="wall")
+
+
+def weights(version: int) -> Any:
+    return {"version": np.array([version])}, {}
+
+
+def iterate(fleet: Any, version: int) -> Collected:
+    """An iteration: the batch that version `version` learns from."""
+    numbers = fleet.wanted()
+    fleet.submit([Prompt(number, np.zeros(1, np.int32), 1, np.zeros(1)) for number in numbers])
+    batch = fleet.collect()
+    fleet.publish(weights(version + 1), {})
+    return batch
+
+
+def check(batch: Collected, version: int) -> None:
+    """Each token has the version that drew it, and none is of later weights than those that learn."""
+    rows = batch.rows
+    assert batch.version == version and len(batch.numbers) == GROUPS
+    for tokens, versions, length in zip(rows.tokens, rows.versions, rows.lengths, strict=True):
+        np.testing.assert_array_equal(versions[:length], tokens[:length])
+        assert (np.diff(versions[:length]) >= 0).all() and versions[:length].max() <= version
+
+
+def test_the_trainer_does_not_wait_for_a_worker_that_hangs():
+    """Its groups are learned from when they arrive, each once, and the versions of their tokens are those that drew."""
+    opened = threading.Event()
+    slow, fast = Worker(lambda: opened.wait(30)), Worker()
+    fleet = fleet_of(slow, fast)
+    fleet.start(fleet.fresh(weights(0), {}), weights(0), {})
+    trained, closed = [], 6
+    for version in range(closed):
+        batch = iterate(fleet, version)
+        check(batch, version)
+        trained += batch.numbers.tolist()
+        assert not set(trained) & set(slow.started) and not opened.is_set()
+    opened.set()
+    ages = set()
+    for version in range(closed, 14):
+        batch = iterate(fleet, version)
+        check(batch, version)
+        trained += batch.numbers.tolist()
+        for row, length in zip(batch.rows.versions, batch.rows.lengths, strict=True):
+            ages |= set((version - row[:length]).tolist())
+        assert fleet._groups.started <= GROUPS * (version + 1 + RULES.staleness + 1)  # the admission rule
+    assert fleet.state is not None  # for which all chunks end
+    under_way = {*fleet._groups.unfinished, *(number for _, number in fleet._groups.complete)}
+    assert max(ages) >= closed and Counter(trained) == Counter(set(range(fleet._groups.started)) - under_way)
+    assert slow.started + fast.started == Counter(range(fleet._groups.started))
+    assert 0 < slow.started.total() < fast.started.total()
+    fleet.close()
+
+
+def test_a_state_has_what_every_worker_drew_and_a_resumed_run_goes_on_from_it():
+    workers = Worker(), Worker()
+    fleet = fleet_of(*workers)
+    fleet.start(fleet.fresh(weights(0), {}), weights(0), {})
+    trained = [number for version in range(5) for number in iterate(fleet, version).numbers.tolist()]
+    state = jax.device_get(fleet.state)
+    rows = {int(row): tokens.tolist() for own in state.decoding for row, tokens in own.items()}
+    assert {row // SAMPLES for row in rows} == set(fleet._groups.unfinished) and int(state.times.version) == 5
+    fleet.close()
+    resumed = fleet_of(*(Worker() for _ in workers))
+    resumed.start(state, weights(5), {})
+    for version in range(5, 12):
+        batch = iterate(resumed, version)
+        check(batch, version)
+        trained += batch.numbers.tolist()
+    under_way = {*resumed._groups.unfinished, *(number for _, number in resumed._groups.complete)}
+    assert Counter(trained) == Counter(set(range(resumed._groups.started)) - under_way)
+    resumed.close()
+
+
+def test_a_worker_that_fails_ends_the_run():
+    def fail():
+        raise RuntimeError("lost three times")
+
+    fleet = fleet_of(Worker(fail), Worker())
+    fleet.start(fleet.fresh(weights(0), {}), weights(0), {})
+    with pytest.raises(RuntimeError, match="lost three times"):
+        for version in range(9):
+            iterate(fleet, version)
+    fleet.close()
+
+
+OPTIONS: dict[str, Any] = {"staleness": 2, "clock": "wall"}
+PROCESSES = "fleet.workers=2", "grpo.iterations=6", "grpo.save_every=2", "checkpoints.keep=3"
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """Numbers and versions of the groups that a run collects, and the newest version then."""
+    collected, collect = list[Collected](), AsynchronousRollouts._collect
+    monkeypatch.setattr(AsynchronousRollouts, "_collect", lambda self: collected.append(collect(self)) or collected[-1])
+    return collected
+
+
+def check_run(path, batches: list[Collected], iterations: int) -> None:
+    """Each iteration learned from a batch of its own, tokens beyond the bound apart, and drew as recorded."""
+    numbers = [number for batch in batches for number in batch.numbers.tolist()]
+    assert len(set(numbers)) == len(numbers) and [batch.version for batch in batches] == list(range(iterations))
+    records = stage_of(path, "grpo")
+    assert [record["training/global_step"] for record in records] == list(range(1, iterations + 1))
+    assert sum(record["async/recomputed_tokens"] for record in records) > 0
+    for record, batch in zip(records, batches, strict=True):
+        lengths = batch.rows.lengths
+        ages = np.concatenate([batch.version - row[:n] for row, n in zip(batch.rows.versions, lengths, strict=True)])
+        assert ages.min() >= 0 and record["training/off_policy/token_staleness/max"] == ages.max()
+        assert record.get("async/logprob_distance", 0) < 1e-4
+        assert record["async/trainer_wait_seconds"] >= 0 <= record["async/rollouts_wait_seconds"]
+
+
+@pytest.mark.usefixtures("quick_programs")
+@pytest.mark.parametrize("mode", proven("keep_cache", "prefill_again"))
+def test_a_run_with_lost_processes_learns_from_each_group_once_and_resumes(mode, tmp_path, monkeypatch, batches):
+    decode, chunks = ProcessWorkers.decode, Counter[int]()
+
+    def killing(self, prompts):
+        chunks[self._processes[0]._number] += 1
+        if chunks.total() in (7, 15):
+            self._processes[0]._worker.interrupt()
+        return decode(self, prompts)
+
+    monkeypatch.setattr(ProcessWorkers, "decode", killing)
+    whole = config(tmp_path, "wall", "grpo", PROCESSES, on_new_weights=mode, **OPTIONS)
+    path = run(whole)
+    check_run(path, batches, 6)
+    assert set(chunks) == {0, 1}
+    del batches[4:]
+    resumed(whole, 6)
+    check_run(path, batches, 6)
+
+
+@pytest.mark.usefixtures("quick_programs")
+@pytest.mark.full
+def test_a_run_on_slices_learns_from_each_group_once_and_resumes(tmp_path, batches, capsys):
+    whole = config(tmp_path, "wall", **OPTIONS)
+    path = run(whole)
+    check_run(path, batches, 4)
+    assert "warning: grpo.asynchronous.clock=wall: which rows form a batch" in capsys.readouterr().out
+    assert "wall clock: no run repeats" in (path / "report.html").read_text()
+    del batches[3:]
+    resumed(whole, 4)
+    check_run(path, batches, 4)
+
+
+def test_what_the_wall_clock_cannot_do_is_one_sentence(tmp_path):
+    with pytest.raises(UserError, match="clock=wall takes new weights between two chunks, and on_new_weights=finish"):
+        select_resources(config(tmp_path, "refused", on_new_weights="finish", **OPTIONS))
+    with pytest.raises(UserError, match="grpo.asynchronous.update_steps=9 has no effect with grpo.asynchronous.clock"):
+        select_resources(config(tmp_path, "refused", update_steps=9, **OPTIONS))
