@@ -1,5 +1,8 @@
 """Whole runs under plans: what is trained does not depend on where."""
 
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,25 +41,56 @@ ALL = {"devices": "0-7", "fsdp": 4, "tensor": 2}
 LAYOUTS = {"generate": "generate", "infer": "score", "train": "train"}
 RATES = {"learning_rate": 1e-3, "warmup": 0}
 SECTION = {"iterations": 2, "rollout_batch": 16, "save_every": 1, "actor": RATES}
+ONE_UPDATE = {"algorithm": {"epochs": 1, "minibatches": 1}}
 ROUNDED = {"rel": 1e-5, "abs": 2e-6}
 STEPPED = {"rel": 2e-3, "abs": 2e-4}  # Adam makes a step of a gradient's rounding
 
 
-@pytest.fixture
-def make(tmp_path, settings, user):
-    """A config of a run in `tmp_path`; its rewards are a model of text and a function."""
+def maker(directory: Path, settings: Any, user: Path) -> Any:
+    """A function that returns the config of a run in a directory; its rewards are a model of text and a function."""
     judge = {"name": "judge", "model": str(user / "reward"), "batch": 4}
     short = {"name": "short", "function": f"{user / 'rewards.py'}:short"}
 
     def config(name: str, stage: str, plan: str = "colocate", before: tuple[str, ...] = (), **sections) -> Config:
         critic = {"critic": RATES} if stage in ("ppo", "safe_rlhf") else {}
         mapping = settings(
-            stages=[*before, stage], rewards=[judge, short], run_dir=str(tmp_path), name=name, plan=plan, **sections
+            stages=[*before, stage], rewards=[judge, short], run_dir=str(directory), name=name, plan=plan, **sections
         )
         section = SECTION | critic | sections.get(stage, {})
         return build(Config, {key: value for key, value in mapping.items() if key != "ppo"} | {stage: section})
 
     return config
+
+
+@pytest.fixture
+def make(tmp_path, settings, user):
+    return maker(tmp_path, settings, user)
+
+
+@contextmanager
+def watching() -> Iterator[list[tuple[int, Any, set[int]]]]:
+    """Notes of each iteration: its number, all bits that it starts from, the devices of the critic."""
+    begun = []
+
+    def watched(context, name, steps, init, advance, **options):
+        def noted(state, step):
+            critic = {device.id for leaf in jax.tree.leaves(state.trained["critic"]) for device in leaf.devices()}
+            begun.append((step, fingerprint_of(state), critic))
+            return advance(state, step)
+
+        return run_stage(context, name, steps, init, noted, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rl, "run_stage", watched)
+        yield begun
+
+
+@pytest.fixture(scope="module")
+def colocated(tmp_path_factory, settings, user, quick_programs):
+    """(run directory, what its iterations start from): PPO on all devices, one update an iteration."""
+    with watching() as begun:
+        make = maker(tmp_path_factory.mktemp("colocated"), settings, user)
+        return run(make("colocated", "ppo", ppo=ONE_UPDATE)), begun
 
 
 def by_hand(path: Path, config: Config, **placed: dict[str, Any]) -> str:
@@ -111,7 +145,8 @@ def test_a_split_run_is_the_run_of_half_the_devices(stage, make, tmp_path):
     assert not any("timing_s/transfer" in record for record in read_metrics(half))
 
 
-@pytest.mark.parametrize("stage", ["ppo", *(pytest.param(x, marks=RUN) for x in STAGES if x != "ppo")])
+@RUN
+@pytest.mark.parametrize("stage", STAGES)
 def test_rows_that_are_scored_while_others_decode_have_the_bits_of_a_later_time(stage, make, monkeypatch):
     hand_out, early = OpenRollout._hand_out, []
     before = ("reward_model",) if stage == "ppo" else ()
@@ -180,20 +215,19 @@ def test_any_plan_trains_as_the_colocated_run_does_and_is_resumed(make, tmp_path
     assert ((path / "model" / "model.safetensors").read_bytes(), timeless(path)) == whole
 
 
-def test_a_run_in_stages_is_the_colocated_one_and_resumes_without_them(make, tmp_path):
+def test_a_run_in_stages_is_the_colocated_one_and_resumes_without_them(make, colocated, tmp_path):
     """Actor and critic are trained in two stages on all devices; its first update is that of one stage up to
     rounding. Checkpoints do not know of stages."""
-    section = {"algorithm": {"epochs": 1, "minibatches": 1}}
     staged = {"fsdp": 2, "pipeline": 2, "micro_batches": 2}
     file = tmp_path / "stages.yaml"
     placed = {f"{role}_update": {"devices": "0-7", "tensor": 2, **staged} for role in ("actor", "critic")}
     plan = by_hand(file, make("staged", "ppo"), actor_generate=ALL, **placed)
-    colocated, path = run(make("colocated", "ppo", ppo=section)), run(make("staged", "ppo", plan, ppo=section))
-    records, expected = timeless(path), timeless(colocated)
+    path = run(make("staged", "ppo", plan, ppo=ONE_UPDATE))
+    records, expected = timeless(path), timeless(colocated[0])
     assert_close(records[:1], expected[:1], **ROUNDED)
     assert_close(records[1:], expected[1:], **STEPPED)
     assert [record["perf/compilations"] for record in read_metrics(path)][1:] == [0]
-    resumed(make("staged", "ppo", ppo=section), 2)
+    resumed(make("staged", "ppo", ppo=ONE_UPDATE), 2)
     assert_close(timeless(path), expected, **STEPPED)
 
 
@@ -262,36 +296,24 @@ def test_a_plan_whose_updates_a_search_fuses_runs(tmp_path):
     assert len(records) == 2 and all(record["timing_s/update"] > 0 for record in records)
 
 
-def test_the_first_update_under_a_plan_is_the_colocated_one(make):
+def test_the_first_update_under_a_plan_is_the_colocated_one(make, colocated):
     """Its metrics, the gradients' norms among them, are those before any optimizer has made a step."""
-    section = {"algorithm": {"epochs": 1, "minibatches": 1}}
-    colocated, planned = (run(make(plan, "ppo", plan, ppo=section)) for plan in ("colocate", "standalone"))
-    records, expected = timeless(planned), timeless(colocated)
+    planned = run(make("standalone", "ppo", "standalone", ppo=ONE_UPDATE))
+    records, expected = timeless(planned), timeless(colocated[0])
     assert {"actor/grad_norm", "actor/pg_loss"} <= records[0].keys()
     assert_close(records[:1], expected[:1], **ROUNDED)
     assert_close(records[1:], expected[1:], **STEPPED)
     assert len({str(place.devices) for place in read_plan(planned / "plan.yaml").placements.values()}) == 4
 
 
-def test_a_run_goes_on_under_another_plan_from_the_same_bits(make, monkeypatch):
-    begun = []  # of each iteration: its number, all bits that it starts from, where the critic is
-
-    def watched(context, name, steps, init, advance, **options):
-        def noted(state, step):
-            critic = {device.id for leaf in jax.tree.leaves(state.trained["critic"]) for device in leaf.devices()}
-            begun.append((step, fingerprint_of(state), critic))
-            return advance(state, step)
-
-        return run_stage(context, name, steps, init, noted, **options)
-
-    monkeypatch.setattr(rl, "run_stage", watched)
-    path = run(make("moved", "ppo"))
-    whole = timeless(path)
-    resumed(make("moved", "ppo", "split"), 2)
-    (_, fresh, _), (_, saved, _), _ = begun
-    assert fresh != saved and begun[1:] == [(1, saved, set(range(8))), (1, saved, {4, 5, 6, 7})]
-    assert_close(timeless(path), whole, **STEPPED)
-    assert read_plan(path / "plan.yaml").name == "split"
+def test_a_run_goes_on_under_another_plan_from_the_same_bits(make, colocated, tmp_path):
+    path, ((_, fresh, _), (_, saved, devices)) = colocated
+    shutil.copytree(path, tmp_path / "moved")
+    with watching() as begun:
+        resumed(make("moved", "ppo", "split", ppo=ONE_UPDATE), 2)
+    assert fresh != saved and devices == set(range(8)) and begun == [(1, saved, {4, 5, 6, 7})]
+    assert_close(timeless(tmp_path / "moved"), timeless(path), **STEPPED)
+    assert read_plan(tmp_path / "moved" / "plan.yaml").name == "split"
 
 
 @RUN
