@@ -284,34 +284,18 @@ def test_a_run_is_not_resumed_on_other_data_or_another_model(tmp_path, settings,
     assert "was made with another actor.norm_eps (" in refusal()
 
 
-FAULTY = """import os, time
-
-def judge(completions, kind, **columns):
-    if kind == "hang":
-        time.sleep(1000)
-    if kind == "crash":
-        os._exit(3)
-    if kind == "exception":
-        raise KeyError("judge")
-    given = {"none": None, "nan": float("nan"), "infinite": float("inf"), "type": "high"}
-    scores = [given.get(kind, 0.0) for _ in completions]
-    return scores[1:] if kind == "length" else scores
-"""
-
-
 @pytest.mark.full
 @pytest.mark.usefixtures("quick_programs")
-@pytest.mark.parametrize("kind", ["hang"])
-def test_a_reward_that_fails_while_the_run_goes_on(tmp_path, settings, capsys, kind):
+def test_a_reward_that_fails_while_the_run_goes_on(tmp_path, settings, capsys):
     """The sentence shows the sample; with on_failure the run ends well, and says how many failed."""
-    (tmp_path / "faulty.py").write_text(FAULTY)
-    reward = {"name": "mine", "function": f"{tmp_path / 'faulty.py'}:judge", "options": {"kind": kind}, "deadline": 3.0}
+    (tmp_path / "faulty.py").write_text("import time\ndef judge(completions):\n    time.sleep(1000)\n")
+    reward = {"name": "mine", "function": f"{tmp_path / 'faulty.py'}:judge", "deadline": 1.0}
     file = tmp_path / "config.yaml"
     config = settings(name="faulty", run_dir=str(tmp_path / "runs"), rewards=[reward], ppo={"iterations": 2})
     file.write_text(json.dumps(config))
     assert cli(["--config", str(file)]) == 2
     error = capsys.readouterr().err
-    assert f"failed ({kind}" in error and "What is" in error and "on_failure" in error and error.count("\n") == 1
+    assert "failed (hang" in error and "What is" in error and "on_failure" in error and error.count("\n") == 1
     config = settings(
         name="replaced",
         run_dir=str(tmp_path / "runs"),
@@ -322,7 +306,7 @@ def test_a_reward_that_fails_while_the_run_goes_on(tmp_path, settings, capsys, k
     file.write_text(json.dumps(config))
     assert cli(["--config", str(file)]) == 0
     record = next(iter(read_metrics(tmp_path / "runs" / "replaced")))
-    assert record["rewards/mine/failures"] == record[f"rewards/mine/failures/{kind}"] == 8
+    assert record["rewards/mine/failures"] == record["rewards/mine/failures/hang"] == 8
     assert record["rewards/mine/mean"] == -1.0
 
 
