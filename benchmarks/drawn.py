@@ -1,13 +1,13 @@
 """Memory of programs that are drawn at random, predicted and as compiled.
 
     python -m benchmarks.drawn fitting 20000:20210
-    python -m benchmarks.drawn fresh 70000:70140
+    python -m benchmarks.drawn fresh 70000:70500
 
 A seed is a program: a call of PPO on 8 devices, with a model of one of the supported families, in float32. Programs are
 compiled for simulated CPU devices and never run; those of less than 100 MiB are left out. The counts of
 `jrlhf.planning.activations` were read from programs of "fitting": seeds 0:141, 20000:20210, 50000:50300 and
 60000:60300, and of 141:394 those that do not train. "fresh" ones were drawn only when all counts were final: seeds
-70000:70140 and 70150:70254.
+70000:70500.
 
 Compiles the seeds that `benchmarks/results/memory-drawn.json` lacks, and predicts all of its programs anew.
 """
