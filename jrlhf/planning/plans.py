@@ -362,5 +362,5 @@ def refuse_cross_process(plan: Plan, process_of: Sequence[int]) -> None:
             count = max(part for part in range(1, devices.count) if all_devices % part == 0)
             raise UserError(
                 f"plan {plan.name} runs {call} on devices {devices}, and with {processes} processes the number of a "
-                f"call's devices must divide {all_devices}: choose {count} of them"
+                f"call's devices must divide {all_devices}: choose {count} of them, or plan=colocate"
             )

@@ -11,6 +11,7 @@ import jax
 from jrlhf.errors import Preempted, RunFailure, UserError
 from jrlhf.run.checkpoints import Checkpoints, like
 from jrlhf.run.metrics import MetricsLog, StageRecords
+from jrlhf.run.processes import any_process
 from jrlhf.run.profiler import CompilationWatch, deadline, peak_memory, traced
 from jrlhf.stages.context import Context
 from jrlhf.stages.learning import Learning
@@ -115,7 +116,8 @@ def _saved_on_error(checkpoints: Checkpoints, state: Any, step: int, save: Calla
     try:
         yield
     except UserError:
-        whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+        # Arrays of other processes are never deleted here, and all processes must decide alike.
+        whole = not any_process(any(leaf.is_deleted() for leaf in jax.tree.leaves(state)))
         if step > 0 and step not in checkpoints.steps and whole:
             save(step, state)
             checkpoints.wait()
