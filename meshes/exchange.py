@@ -89,12 +89,13 @@ def exchange(arrays: Sequence[jax.Array], shardings: Sequence[NamedSharding]) ->
     targets = [_parts(target, array.shape) for array, target in zip(arrays, shardings, strict=True)]
     devices = tuple(sorted({*sources[0], *targets[0]}, key=lambda device: device.id))
     union = Mesh(np.asarray(devices), (_AXIS,))
-    schedules = tuple(
-        permutations([source.get(device) for device in devices], [target.get(device) for device in devices])
-        for source, target in zip(sources, targets, strict=True)
-    )
+    schedules = []
+    for source, target in zip(sources, targets, strict=True):
+        sent = [source.get(device) for device in devices]
+        rounds = permutations(sent, [target.get(device) for device in devices])
+        schedules.append((tuple(shard is None for shard in sent), rounds))
     with jax.set_mesh(union):
-        moved = _program(union, schedules)(*(_joined(array, union) for array in arrays))
+        moved = _program(union, tuple(schedules))(*(_joined(array, union) for array in arrays))
     return [
         jax.make_array_from_single_device_arrays(
             array.shape, target, _parted(x, target, array.shape), dtype=array.dtype
@@ -107,7 +108,7 @@ def permutations(sent: Sequence[Hashable | None], wanted: Sequence[Hashable | No
     """Returns the rounds of copies by which each device gets what it wants, each a partial permutation of the devices.
 
     sent, wanted: by device, which shard it has, and which one it gets; None: no shard. A device that has what it wants
-    receives nothing. Of several devices with a shard, each sends it to about as many others.
+    receives nothing. Devices without a shard send on what they got: so a shard has twice as many senders in each round.
     """
     owners, receivers = defaultdict[Hashable, list[int]](list), defaultdict[Hashable, list[int]](list)
     for device, shard in enumerate(sent):
@@ -115,29 +116,37 @@ def permutations(sent: Sequence[Hashable | None], wanted: Sequence[Hashable | No
     for device, shard in enumerate(wanted):
         if shard is not None and shard != sent[device]:
             receivers[shard].append(device)
-    rounds = defaultdict[int, list[tuple[int, int]]](list)
-    for shard, those in receivers.items():
-        for i, receiver in enumerate(those):
-            turn, owner = divmod(i, len(owners[shard]))
-            rounds[turn].append((owners[shard][owner], receiver))
-    return tuple(tuple(rounds[turn]) for turn in sorted(rounds))
+    rounds = []
+    while any(receivers.values()):
+        pairs: list[tuple[int, int]] = []
+        for shard, left in receivers.items():
+            pairs += zip(owners[shard], left, strict=False)
+            served, receivers[shard] = left[: len(owners[shard])], left[len(owners[shard]) :]
+            owners[shard] += [device for device in served if sent[device] is None]
+        rounds.append(tuple(pairs))
+    return tuple(rounds)
 
 
 @lru_cache(maxsize=4096)
-def _program(union: Mesh, schedules: tuple[tuple[Permutation, ...], ...]):
-    """A jitted program, cached: arrays of one shard a device -> the same, as each schedule copies them."""
+def _program(union: Mesh, schedules: tuple[tuple[tuple[bool, ...], tuple[Permutation, ...]], ...]):
+    """A jitted program, cached: arrays of one shard a device -> the same, as each schedule copies them.
+
+    schedules: for each array, whether a device has none of its shards; and the rounds of copies.
+    """
 
     def move(*shards: jax.Array) -> list[jax.Array]:
-        return [_received(x, rounds, union.size) for x, rounds in zip(shards, schedules, strict=True)]
+        return [_received(x, *schedule) for x, schedule in zip(shards, schedules, strict=True)]
 
     return jax.jit(jax.shard_map(move, mesh=union, in_specs=P(_AXIS), out_specs=P(_AXIS)))
 
 
-def _received(x: jax.Array, rounds: tuple[Permutation, ...], devices: int) -> jax.Array:
+def _received(x: jax.Array, blank: Sequence[bool], rounds: Sequence[Permutation]) -> jax.Array:
     result, number = x, lax.axis_index(_AXIS)
+    relays = jnp.asarray(blank)[number]
     for pairs in rounds:
-        receives = np.isin(np.arange(devices), [receiver for _, receiver in pairs])
-        result = jnp.where(jnp.asarray(receives)[number], lax.ppermute(x, _AXIS, pairs), result)
+        receives = np.isin(np.arange(len(blank)), [receiver for _, receiver in pairs])
+        copy = lax.ppermute(jnp.where(relays, result, x), _AXIS, pairs)
+        result = jnp.where(jnp.asarray(receives)[number], copy, result)
     return result
 
 

@@ -33,7 +33,7 @@ def spread(tree: Any) -> Any:
 
 def spread_sharding(leaf: jax.Array | jax.ShapeDtypeStruct) -> Sharding:
     """The array's own sharding, if each process has a part of it. Else one over all devices: the array's shards, each
-    divided once more as far as its shape allows, so that no shard needs parts of two."""
+    divided once more along one axis, as far as it divides, and else copied. So no shard needs parts of two."""
     sharding = leaf.sharding
     assert sharding is not None
     if not (isinstance(sharding, NamedSharding) and absent_processes(sharding.mesh)):
@@ -43,7 +43,7 @@ def spread_sharding(leaf: jax.Array | jax.ShapeDtypeStruct) -> Sharding:
 
 def _over_all(sharding: NamedSharding, shard: tuple[int, ...]) -> NamedSharding:
     """The sharding with other devices beside each of its own, over which its shards are divided: those of this shape
-    along one axis, or else copied. Its devices must divide all devices."""
+    along one axis, or else copied. Their number must divide that of all devices."""
     source = sharding.mesh
     assert isinstance(source, Mesh), "an array's mesh has devices"
     own = list(np.asarray(source.devices).flat)

@@ -211,11 +211,15 @@ def _spread(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def _brought(arrays: dict[str, Array], target: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:
-    """The arrays where the target has them."""
-    away = {name: target[name].sharding for name, array in arrays.items() if array.sharding != target[name].sharding}
-    moved = reshard({name: arrays[name] for name in away}, {n: s.with_memory_kind(DEVICE) for n, s in away.items()})
-    asleep = offload({name: array for name, array in moved.items() if away[name].memory_kind == HOST})
-    return arrays | moved | asleep
+    """The arrays where the target has them. The others are used up."""
+    names = [name for name, array in arrays.items() if array.sharding != target[name].sharding]
+    for group in groups([arrays[name] for name in names]):
+        wanted = {names[i]: target[names[i]].sharding for i in group}
+        on_devices = {name: sharding.with_memory_kind(DEVICE) for name, sharding in wanted.items()}
+        moved = reshard({name: arrays[name] for name in wanted}, on_devices, donate=True)
+        asleep = offload({name: array for name, array in moved.items() if wanted[name].memory_kind == HOST})
+        arrays |= moved | asleep
+    return arrays
 
 
 def _set_aside(path: Path) -> str:

@@ -89,6 +89,7 @@ class Clock:
     def take(self) -> dict[str, float]:
         """Returns `timing_s/*` since `start`, with `timing_s/step` for the whole; waits until every call has ended.
 
+        Of several processes only process 0 has the times of calls on devices of others. All must call this.
         Raises TimeoutError after the deadline, and the error of a call that failed on the device.
         """
         until = time.perf_counter() + self.deadline
@@ -112,7 +113,7 @@ class Clock:
             (call.started - self._started, call.inputs - self._started, call.ready - self._started)
             for call in self._calls
         ]
-        for process, times in enumerate(to_main(own)):
+        for process, times in enumerate(to_main(own, seconds=self.deadline)):
             for call, seen_by, seconds in zip(self._calls, witness, times, strict=True):
                 if seen_by == process:
                     call.started, call.inputs, call.ready = (self._started + second for second in seconds)

@@ -249,11 +249,11 @@ def from_main(function: Callable[[], T], *, seconds: float = 3600.0) -> T:
     return value
 
 
-def to_main(value: Any) -> list[Any]:
+def to_main(value: Any, *, seconds: float = 3600.0) -> list[Any]:
     """Returns the values of all processes in process 0, and an empty list in the others, which do not wait.
 
-    All processes must call this, from their main thread and in one order. The values go through the coordinator as
-    JSON (`encode`).
+    There must be several processes, and all must call this, from their main thread and in one order. The values go
+    through the coordinator as JSON (`encode`). Process 0 waits at most `seconds` for each.
     """
     client, key = multihost.get_jax_distributed_client(), f"jrlhf/{next(_numbers)}"
     if not is_main():
@@ -261,7 +261,7 @@ def to_main(value: Any) -> list[Any]:
         return []
     values = [value]
     for process in range(1, jax.process_count()):
-        values.append(decode(client.blocking_key_value_get_bytes(f"{key}/{process}", 3_600_000)))
+        values.append(decode(client.blocking_key_value_get_bytes(f"{key}/{process}", int(seconds * 1000))))
         client.key_value_delete(f"{key}/{process}")
     return values
 

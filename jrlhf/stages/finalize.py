@@ -18,6 +18,7 @@ from jrlhf.ppo import SafeRLHFConfig
 from jrlhf.rewards.mixture import Rewards
 from jrlhf.rewards.text_model import ENDS
 from jrlhf.roles.model import Model
+from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.pretrained import base_name, describe, locate
 from jrlhf.run.directory import SUMMARY, Run
 from jrlhf.run.files import to_json
@@ -59,9 +60,11 @@ def finish(context: Context, outcome: Outcome) -> dict[str, Any]:
         stage = [name for name in config.stages if name != "reward_model" or len(config.stages) == 1][-1]
         facts = card_facts(run, config, stage, config.length(stage)) if run.writes else None
         export(run, config, tokenizer, outcome.policy, facts)
-        if outcome.reward is not None:
-            with jax.set_mesh(outcome.reward.mesh):
-                export(run, config, tokenizer, outcome.reward, facts, head="scalar")
+        if (reward := outcome.reward) is not None:
+            if reward.base is not None:  # the base is on all devices, and is exported with the adapter
+                reward = RolePlacement.of(context.mesh).store(reward, donate=False)
+            with jax.set_mesh(reward.mesh):
+                export(run, config, tokenizer, reward, facts, head="scalar")
     from_main(lambda: str(write_report(run.path)))
     if run.writes:
         context.console.summary(results(read_run(run.path)), summary["phases"], run.shown)

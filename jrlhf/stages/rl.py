@@ -46,6 +46,7 @@ from jrlhf.rewards.mixture import Rewards
 from jrlhf.roles.model import Model
 from jrlhf.roles.placement import Pending, RolePlacement
 from jrlhf.run.metrics import verl_figures
+from jrlhf.run.processes import is_main
 from jrlhf.stages.context import Context
 from jrlhf.stages.evaluate import validate
 from jrlhf.stages.loop import CALLS, SAMPLES, run_stage
@@ -137,7 +138,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         metrics |= verl_figures(metrics, len(batch.examples), context.mesh.size)
         masks = {"learned": learned, "texts": None if texts is None else texts.loss_mask}
         read, raw, masks = to_host(({field: getattr(experience, field) for field in READ}, raw, masks))
-        if utilisation is not None:
+        if utilisation is not None and is_main():  # the others lack times of calls elsewhere
             work = {**masks, "rounds": rounds, "stopped_updates": metrics.get("actor/stopped_updates", 0.0)}
             metrics |= utilisation.metrics(seconds, read["prompt_lengths"], read["response_lengths"], **work)
         metrics |= watch(context, batch, replace(experience, **read), raw)

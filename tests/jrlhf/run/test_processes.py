@@ -264,27 +264,34 @@ def test_a_run_that_one_process_is_asked_to_stop_goes_on_to_the_same_bits(runs: 
     assert all(np.array_equal(weights[name], expected[name]) for name in expected)
 
 
+@pytest.fixture(scope="module")
+def split(tmp_path_factory) -> Path:
+    """Actor and reference on one half of the devices, critic and reward model on the other: in one process and two."""
+    runs = tmp_path_factory.mktemp("split")
+    train_one_and_two(runs, *SMALL, "plan=split")
+    return runs
+
+
 @pytest.mark.proof("processes")
-def test_calls_on_slices_of_several_processes(tmp_path: Path):
-    """Actor and reference in one process, critic and reward model in the other: the same run, also after a kill."""
-    one, two = train_one_and_two(tmp_path, *SMALL, "plan=split")
-    assert_same_run(one, two, "model", "reward_model")
-    calls = [
-        call for record in read_jsonl(two / "timeline.jsonl") if record["stage"] == "ppo" for call in record["calls"]
-    ]
-    busy = {call["devices"]: call["end"] - call["start"] for call in calls}
+def test_calls_on_slices_of_two_processes_do_what_they_do_in_one(split: Path):
+    assert_same_run(split / "one", split / "two", "model", "reward_model")
+    lines = [line for line in read_jsonl(split / "two" / "timeline.jsonl") if line["stage"] == "ppo"]
+    busy = {call["devices"]: call["end"] - call["start"] for line in lines for call in line["calls"]}
     assert busy.keys() == {"0-3", "4-7"} and min(busy.values()) > 0.001  # process 0 writes the times of both
 
-    launched = train(2, tmp_path, "killed", *SMALL, "plan=split", "distributed.heartbeat=10")
-    metrics = tmp_path / "killed" / "metrics.jsonl"
+
+@pytest.mark.proof("processes")
+def test_a_killed_run_on_slices_goes_on_to_the_same_bits_and_under_another_plan(split: Path):
+    asleep = "plan=split", "sleep.optimizer=host", "distributed.heartbeat=10"
+    launched = train(2, split, "killed", *SMALL, *asleep)
+    metrics = split / "killed" / "metrics.jsonl"
     launched.wait_until(lambda: metrics.exists() and metrics.read_text().count('"stage": "ppo"') == 2, 400)
     launched.processes[1].kill()
     assert launched.processes[0].wait(60) == 1 and "process 1 of 2" in launched.text(0)
-    train(2, tmp_path, "killed", *SMALL, "plan=split", "--resume").assert_codes(400, 0, 0)
-    assert records(tmp_path / "killed") == records(two)
-    # Another plan, in other processes, takes the state bit for bit.
-    train(4, tmp_path, "killed", *SMALL, "plan=standalone", "--resume", "ppo.iterations=4").assert_codes(600, *[0] * 4)
-    assert records(tmp_path / "killed")[-1]["step"] == 4
+    train(2, split, "killed", *SMALL, *asleep, "--resume").assert_codes(400, 0, 0)
+    assert records(split / "killed") == records(split / "two")
+    train(4, split, "killed", *SMALL, "plan=standalone", "--resume", "ppo.iterations=4").assert_codes(400, *[0] * 4)
+    assert records(split / "killed")[-1]["step"] == 4
 
 
 @pytest.mark.parametrize(

@@ -254,6 +254,15 @@ def test_adapters_in_stages_train_as_on_one_mesh_and_resume_there(make, tmp_path
 
 
 @RUN
+def test_the_reward_model_of_adapters_is_exported_from_its_slice(make):
+    """It is trained on all devices, and moves to those of its calls; the base that it is merged into does not."""
+    before = {"before": ("reward_model",), "lora": {"rank": 2}}
+    paths = [run(make(plan, "ppo", plan, **before)) for plan in ("colocate", "disaggregated")]
+    first, second = ((path / "reward_model" / "model.safetensors").read_bytes() for path in paths)
+    assert first == second
+
+
+@RUN
 def test_a_run_with_fused_updates_is_the_one_in_stages(make, tmp_path):
     """With sleeping models of other roles, two minibatches, and between both updates that of a third model."""
     given = STAGES["safe_rlhf"] | {"safe_rlhf": {"algorithm": {"epochs": 1, "minibatches": 2}}}
