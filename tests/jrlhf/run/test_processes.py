@@ -287,6 +287,7 @@ def test_a_killed_run_on_slices_goes_on_to_the_same_bits_and_under_another_plan(
     metrics = split / "killed" / "metrics.jsonl"
     launched.wait_until(lambda: metrics.exists() and metrics.read_text().count('"stage": "ppo"') == 2, 400)
     launched.processes[1].kill()
+    launched.processes[1].wait()
     assert launched.processes[0].wait(60) == 1 and "process 1 of 2" in launched.text(0)
     train(2, split, "killed", *SMALL, *asleep, "--resume").assert_codes(400, 0, 0)
     assert records(split / "killed") == records(split / "two")
