@@ -157,9 +157,21 @@ def interrupted(directory: Path, kind: str, draw: random.Random) -> str:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     if away.exists():
         assert kind == "moved" and "deleted or moved" in end, end
-        shutil.rmtree(directory, ignore_errors=True)  # a save that was under way may have made it again
-        away.rename(directory)
+        bring_back(away, directory)
     return f"{kind} at step {at}, {size}: {end}"
+
+
+def bring_back(away: Path, directory: Path) -> None:
+    """Renames `away` to `directory`, which a save under way makes again until Orbax's threads have ended."""
+    for attempt in range(100):
+        shutil.rmtree(directory, ignore_errors=True)
+        try:
+            away.rename(directory)
+            return
+        except OSError:
+            if attempt == 99:
+                raise
+            time.sleep(0.1)
 
 
 def child(run: Callable[[], object]) -> int:
