@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jrlhf.meshes import Layout, transfer
 from jrlhf.meshes.pipeline import SCHEDULES, ScheduleName, Step, Table
@@ -214,22 +214,11 @@ Function = Callable[..., tuple[Array, Any]]
 """(weights, input, rows of all micro-batches, micro-batch, *others) -> (output, loss and metrics of the last stage)"""
 
 
-def make_hidden(
-    config: ModelConfig, mesh: Mesh, layout: Layout, options: ForwardOptions
-) -> Callable[..., Float[Array, "B T D"]]:
-    """Builds f(params, tokens [B, T]) -> hidden states [B, T, D] in the compute dtype: a stage but the last.
-
-    config: of the stage's layers. params: the stage's part of the weights, and but for the first stage its input as
-    "hidden" [B, T, D]. With `lora` f(adapter, tokens, base), and "hidden" is in the adapter.
-    """
-    forward = ShardedForward(config, mesh, layout, "lm", options)
-    return forward.shard(forward.hidden)
-
-
 @cache
 def _stage(stages: Stages, stage: int) -> Function:
-    """The function of a stage but the last: its output is the hidden states."""
-    hidden = make_hidden(stages.part(stage), stages.meshes[stage], stages.layout, stages.options)
+    """The function of a stage but the last: its output is the hidden states [B, T, D] in the compute dtype."""
+    forward = ShardedForward(stages.part(stage), stages.meshes[stage], stages.layout, "lm", stages.options)
+    hidden = forward.shard(forward.hidden)
     return lambda params, rows, *frozen: (hidden(params, rows.tokens, *frozen), ())
 
 

@@ -70,8 +70,7 @@ class ActorRows(NamedTuple):
     advantages: Float[Array, "B T"]
     ref_logprobs: Float[Array, "B T"] | None  # None: no KL in the loss
     importance: Float[Array, "B T"] | None
-    texts: Int[Array, "B T"] | None  # a text to imitate for each row
-    text_mask: Bool[Array, "B T"] | None
+    texts: SFTBatch | None  # a text to imitate for each row
     ages: Int[Array, "B T"] | None = None  # in versions, where old log-probs are interpolated
 
 
@@ -109,31 +108,24 @@ def make_actor_step(
 
         importance * losses.policy_loss - entropy_coef * entropy + kl_coef * losses.kl_estimate
 
-    with `losses.cispo_loss` where `config.surrogate` says so, the KL where `config.kl_in` is "loss" and the importance
-    where the config has it. (With recomputed log-probs and importance "token" this is AReaL's decoupled PPO,
-    arXiv:2505.24298, eq. 4, except that it truncates no weight; its code masks those above a bound, as
-    `mask_token` does.) The ratio rho of
-    `policy_loss` is a token's, or by `config.ratio` the whole response's: exp of the sum ("sequence") or the mean
-    ("sequence-mean") of log pi / pi_old over its tokens, differentiated directly. (verl's GSPO writes
-    sg[s] pi / sg[pi]: the same wherever the tokens of a response share one advantage.) With `old_logprobs="rollout"`
-    rho is min(rho, importance_cap), without a gradient beyond the cap. With "interpolate" rho is pi / pi_prox of
-    `off_policy.proximal_logprobs` and the importance comes from pi_prox / pi_rollout, both in its own forward pass.
-
-    With `config.staleness` the importance of a token is 0 if more than this number of updates lie between the weights
-    that drew it and `state.step`. Tokens of weight 0 count in every denominator, in entropy and KL, but not in the
-    ratio of a whole response, so that no gradient of the policy loss reaches them.
+    with `losses.cispo_loss`, the importance and the KL where the config has them. (With recomputed log-probs and
+    importance "token" this is AReaL's decoupled PPO, arXiv:2505.24298, eq. 4, except that it truncates no weight; its
+    code masks those above a bound, as `mask_token` does.) The ratio rho of a whole response is differentiated directly.
+    (verl's GSPO writes sg[s] pi / sg[pi]: the same wherever the tokens of a response share one advantage.) With
+    `old_logprobs="rollout"` rho is min(rho, importance_cap), without a gradient beyond the cap. With "interpolate" rho
+    is pi / pi_prox of `off_policy.proximal_logprobs` and the importance comes from pi_prox / pi_rollout, both in its
+    own forward pass. Tokens of weight 0, or older than `config.staleness`, count in every denominator, in entropy and
+    KL, but not in the ratio of a whole response, so that no gradient of the policy loss reaches them.
 
     `sums_fn` is for models that sum a loss faster than they return log-probabilities. If given, it computes the same
     loss without `logprob_fn`, except for ratios of responses, which are not elementwise. With a `pipeline` both are
     functions of its last stage, and the step is not jitted as a whole: it returns what the pipeline does.
 
-    With `config.ptx_coef` a step is called as (state, experience, texts) or (state, experience, texts, frozen), and
-    ptx_coef times the mean of -log pi over the minibatch's tokens in the texts' loss_mask is added. `texts` is an
-    `SFTBatch` with the experience's shape; a minibatch has the same rows of both.
+    With `config.ptx_coef` a step is called as (state, experience, texts) or (state, experience, texts, frozen).
+    `texts` is an `SFTBatch` with the experience's shape; a minibatch has the same rows of both.
 
-    With `config.target_kl`, an update is applied only while the minibatch's KL(old, new), measured in its own forward
-    pass by the k3 estimator mean(rho - 1 - log rho) over tokens, does not exceed it. The first update that exceeds it
-    is not applied and ends the call.
+    `config.target_kl` bounds the k3 estimate of a minibatch's KL(old, new), mean(rho - 1 - log rho) over tokens in the
+    update's own forward pass. The first update that exceeds it is not applied and ends the call.
 
     Metrics are means over the updates that were not skipped (NaN if there was none). All but the first are
     means over tokens, independent of the aggregation:
@@ -236,8 +228,7 @@ def _actor_rows(experience: Experience, texts: SFTBatch | None, kl_in_loss: bool
         experience.advantages,
         experience.ref_logprobs if kl_in_loss else None,
         experience.importance,
-        None if texts is None else texts.tokens,
-        None if texts is None else texts.loss_mask,
+        texts,
     )
 
 
@@ -255,12 +246,12 @@ def _weighted(config: PolicyConfig, kl_coef: Array | None, rows: ActorRows) -> T
         kl_weights=None if rows.ref_logprobs is None or kl_coef is None else kl_coef * weights,
         ages=rows.ages,
     )
-    if rows.texts is None or rows.text_mask is None:
+    if rows.texts is None:
         return tokens
-    learned = rows.text_mask & (jnp.arange(rows.texts.shape[1]) > 0)[None, :]
+    learned = rows.texts.loss_mask & (jnp.arange(rows.texts.tokens.shape[1]) > 0)[None, :]
     tokens = tokens._replace(text_weights=jnp.zeros_like(weights))
     texts = jax.tree.map(jnp.zeros_like, tokens)._replace(
-        tokens=rows.texts, text_weights=loss_weights(learned, "token-mean")
+        tokens=rows.texts.tokens, text_weights=loss_weights(learned, "token-mean")
     )
     return jax.tree.map(interleave, tokens, texts)
 

@@ -263,15 +263,10 @@ def dpo_loss(
 ) -> Float[Array, "*S"]:
     """The loss of a policy on a pair, from the log-probabilities of its two responses under policy and reference.
 
-        h = beta [(log pi - log pi_ref)(chosen) - (log pi - log pi_ref)(rejected)]
-        sigmoid: -(1 - eps) log sigmoid(h) - eps log sigmoid(-h)         eps = label_smoothing
-        ipo:     (h / beta - 1 / (2 beta))^2
-
-    Log-probabilities are sums over a response's tokens for "sigmoid" (Rafailov et al. 2023, arXiv:2305.18290, eq. 7),
-    means over them for "ipo" (Azar et al. 2023, arXiv:2310.12036, eq. 17, whose tau is beta): the paper does not
-    mention length, TRL (1.16) divides on its authors' advice. Label smoothing is conservative DPO's (Mitchell 2023,
-    https://ericmitchell.ai/cdpo.pdf); TRL 1.16 ignores it in "sigmoid", and its "robust" subtracts the second term and
-    divides by 1 - 2 eps instead (arXiv:2403.00409).
+    `DPOConfig` has the formulas. Log-probabilities are sums over a response's tokens for "sigmoid", means over them for
+    "ipo" (whose paper calls beta tau and does not mention length). Label smoothing as in
+    https://ericmitchell.ai/cdpo.pdf; TRL 1.16 ignores it in "sigmoid", and its "robust" subtracts the second term and
+    divides by 1 - 2 eps, eps = label_smoothing, instead (arXiv:2403.00409).
     """
     margin = (policy_chosen - ref_chosen) - (policy_rejected - ref_rejected)
     if config.loss == "ipo":

@@ -270,7 +270,7 @@ def _active(workload: Workload, call: Call, model: RoleModel, placement: Placeme
             # A stage keeps its inputs on their way and a copy of its weights; in the end the gradients go back, to
             # every device those of an adapter.
             returned = 1 if model.lora is None else placement.pipeline
-            needs["inputs in flight"] = _in_flight(placement) * sizes.hidden
+            needs["inputs in flight"] = _in_flight(placement.schedule, placement.pipeline, parts) * sizes.hidden
             needs["copies of stages"] = (1 + returned) * gradients.whole
     else:
         cast = 0.0
@@ -280,13 +280,9 @@ def _active(workload: Workload, call: Call, model: RoleModel, placement: Placeme
     return needs | {"inputs": inputs}
 
 
-def _in_flight(placement: Placement) -> float:
-    """Returns the most inputs of stages that a device of a pipeline keeps."""
-    return _most_in_flight(placement.schedule, placement.pipeline, placement.micro_batches)
-
-
 @cache  # a search asks for few different tables, and thousands of times
-def _most_in_flight(schedule: ScheduleName, stages: int, micro_batches: int) -> float:
+def _in_flight(schedule: ScheduleName, stages: int, micro_batches: int) -> float:
+    """Returns the most inputs of stages that a device of a pipeline keeps."""
     return max(peak(SCHEDULES[schedule](stages, micro_batches)))
 
 

@@ -57,11 +57,6 @@ class CompiledModel:
         """(params, tokens) -> (logprobs, entropy). With `span` (params, tokens, starts)."""
         return self._make(make_logprobs, self.compute.train_layout, temperature=temperature, span=span)
 
-    def train_values(self) -> Function:
-        """(params, tokens) -> values [B, T], V before each token."""
-        values = self.train_all_values()
-        return lambda params, tokens, *base: values(params, tokens, *base)[:, :-1]
-
     def train_all_values(self) -> Function:
         """(params, tokens) -> values [B, T + 1], V before each token and after the last one."""
         return self._make(make_values, self.compute.train_layout)
@@ -90,7 +85,9 @@ class CompiledModel:
 
     def critic_step(self, optimizer: GradientTransformation, ppo: PPOConfig) -> Function:
         """(state, experience) -> (state, metrics), jitted: all of the critic's updates on a batch."""
-        return make_critic_step(self.train_values(), optimizer, ppo, pipeline=self.runs)
+        values = self.train_all_values()
+        before_tokens = lambda params, tokens, *base: values(params, tokens, *base)[:, :-1]  # noqa: E731
+        return make_critic_step(before_tokens, optimizer, ppo, pipeline=self.runs)
 
     @_shared
     def score_logprobs(self, *, temperature: float, span: int | None = None) -> Function:

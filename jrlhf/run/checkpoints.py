@@ -340,7 +340,8 @@ def _read(read: Callable[[], T]) -> T:
     """
     result: T | None = None
     damage = obstacle = None
-    with _muted():
+    # The loggers and hooks through which Orbax, TensorStore and asyncio report.
+    with _filtered(("absl", "asyncio"), lambda record: False), _unraisable(("",)):
         try:
             result = read()
         except _Damaged as error:
@@ -376,13 +377,6 @@ def is_obstacle(error: Exception) -> bool:
         or (isinstance(error, OSError) and error.errno in _ERRNOS)
         or any(word in str(error) for word in _STATUS_WORDS)
     )
-
-
-@contextlib.contextmanager
-def _muted() -> Iterator[None]:
-    """Silences the loggers and hooks through which Orbax, TensorStore and asyncio report."""
-    with _filtered(("absl", "asyncio"), lambda record: False), _unraisable(("",)):
-        yield
 
 
 @contextlib.contextmanager
