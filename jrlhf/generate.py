@@ -68,7 +68,6 @@ class Generator:
         return self.tokenizer.chat_template is not None and self.asked.chat
 
     def encode(self, examples: Sequence[Example]) -> Prompts:
-        """The examples' prompts as token ids."""
         if self.longest <= 0:
             positions, new = self.model.config.max_positions, self.sampling.max_new_tokens
             raise UserError(f"max_new_tokens={new} leaves no room for a prompt: the model has {positions} positions")
@@ -189,7 +188,6 @@ def load(
 
 
 def with_sampling(sampling: SamplingConfig, changes: Mapping[str, Any]) -> SamplingConfig:
-    """Returns the sampling with some fields replaced."""
     if unknown := [name for name in changes if name not in SamplingConfig.__dataclass_fields__]:
         fields = ", ".join(SamplingConfig.__dataclass_fields__)
         raise UserError(f"{unknown[0]} is no setting of sampling: choose among {fields}")

@@ -237,7 +237,6 @@ def _reward(answers: Answers, reward_file: str) -> dict[str, Any]:
 
 
 def _stage(answers: Answers, base: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of the algorithm's section."""
     algorithm, usual = answers.algorithm, base["stages"][-1]
     parts = {"micro_batch_tokens": 8192} if answers.data not in TASKS else {}
     if algorithm == "dpo":

@@ -52,8 +52,6 @@ def tree_reshard_cost(tree: Any, shardings: Any, *, dtype: DTypeLike | None = No
 
 
 def _boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[int, Box]:
-    """The box of the array that each device holds."""
-
     def box(index: Iterable[slice]) -> Box:
         return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 

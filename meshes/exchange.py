@@ -55,7 +55,6 @@ def stage_of(source: Sharding, devices: Sequence[Device], landing: NamedSharding
 
 
 def _divisions(sharding: NamedSharding, rank: int) -> list[int]:
-    """The number of parts into which each dimension is divided."""
     parts = [prod(sharding.mesh.shape[axis] for axis in axis_names(entry)) for entry in sharding.spec]
     return parts + [1] * (rank - len(parts))
 

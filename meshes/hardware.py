@@ -54,7 +54,6 @@ PEAKS = {
 
 
 def peak_of(device: Device) -> Peak | None:
-    """The peak rates of a device, None where they are not known."""
     return PEAKS.get(device.device_kind)
 
 
@@ -108,7 +107,6 @@ class Cluster:
 
     @property
     def hosts(self) -> int:
-        """Number of hosts."""
         return -(-self.devices // self.hardware.per_host)
 
 
@@ -164,7 +162,6 @@ _MOST = 2**14  # GPUs of a cluster
 
 
 def hardware_of(device: Device) -> Hardware | None:
-    """The hardware of a device, None where it is not known."""
     peak = peak_of(device)
     return None if peak is None else HARDWARE.get(peak.hardware)
 

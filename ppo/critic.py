@@ -30,8 +30,6 @@ ResponseLogprobFn = Callable[[PyTree, Array, Array], tuple[Float[Array, "B T"], 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PPOState:
-    """The state that `make_ppo_step` updates."""
-
     actor: TrainState
     critic: TrainState
     kl: KLState
@@ -64,7 +62,6 @@ class CriticRows(NamedTuple):
 
     @property
     def computed(self) -> Bool[Array, "B T"]:
-        """The tokens that the loss reads."""
         return self.mask
 
 

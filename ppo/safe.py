@@ -32,7 +32,6 @@ class MultiplierState:
 
     @property
     def value(self) -> Float[Array, ""]:
-        """The multiplier, lambda."""
         return jnp.exp(self.log_multiplier)
 
     @property

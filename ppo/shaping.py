@@ -56,7 +56,6 @@ class RunningMoments:
 
     @classmethod
     def create(cls) -> "RunningMoments":
-        """Returns the moments of no scores."""
         return cls(*(jnp.zeros((), jnp.float32) for _ in range(3)))
 
     def add(self, x: Float[Array, "B"]) -> "RunningMoments":

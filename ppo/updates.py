@@ -97,7 +97,6 @@ def _apply(
     gradients: Gradients,
     counted: Bool[Array, ""] | None,
 ) -> Update:
-    """The second half of `apply_update`."""
     loss, metrics, grads = gradients
     grad_norm = _global_norm(grads)
 

@@ -47,13 +47,11 @@ class DynamicSampler:
 
     @loop_condition
     def wants_more(self) -> bool:
-        """True if another round is needed."""
         rounds = self.draws - self._first
         return rounds == 0 or (rounds < self._max_rounds and self._informative.sum() < len(self._informative))
 
     @call("compute", "prompts")
     def draw(self) -> Batch:
-        """The prompts of the next round."""
         self.draws += 1
         return self._draw_batch(self.draws - 1)
 

@@ -60,7 +60,6 @@ class Roles:
 
     @property
     def trained(self) -> dict[str, Actor | Critic]:
-        """The roles that are trained, by name."""
         critics = {"critic": self.critic, "cost_critic": self.cost_critic}
         return {"actor": self.actor} | {name: critic for name, critic in critics.items() if critic is not None}
 
@@ -98,6 +97,5 @@ class Roles:
 
     @property
     def states(self) -> dict[str, TrainState]:
-        """The present states of the trained roles."""
         fused = {} if self.learner is None else self.learner.states
         return {name: fused[name] if name in fused else role.state for name, role in self.trained.items()}

@@ -484,7 +484,6 @@ class Config(Section):
 
     @property
     def logical_workers(self) -> int:
-        """The number of logical workers of asynchronous rollouts."""
         assert self.rl.asynchronous is not None
         return self.rl.asynchronous.logical_workers or (1 if self.fleet is None else self.fleet.workers or 1)
 

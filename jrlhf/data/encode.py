@@ -28,7 +28,6 @@ class Rows:
     truncated: int = 0
 
     def _describe(self, unit: str, rows: Sequence[Ids], remark: str = "") -> str:
-        """Returns one line for the log."""
         lengths = [len(row) for row in rows]
         line = f"{len(lengths)} {unit} of {min(lengths)} to {max(lengths)} tokens (median {median(lengths):g})"
         line += f"; {self.filtered} too long and left out" if self.filtered else ""

@@ -55,7 +55,6 @@ def check_hub() -> Iterator[Finding]:
 
 
 def _hub_error(address: str) -> str | None:
-    """Returns why the hub is not reached."""
     errors: list[str | None] = []
 
     def ask() -> None:

@@ -248,7 +248,6 @@ def _changes_mildest_first(case: Case) -> Iterator[tuple[str, Iterable[Any]]]:
 
 
 def _changed(case: Case, change: tuple[str, Any]) -> Case:
-    """Returns the case with one change."""
     workload = case.workload
     match change:
         case "micro_batches", parts:

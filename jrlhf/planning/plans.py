@@ -67,7 +67,6 @@ def colocated(config: Config, workload: Workload, devices: int) -> Plan:
 
 
 def read_plan(path: Path) -> Plan:
-    """Reads a plan from a YAML file."""
     if not path.is_file():
         raise UserError(f"plan={path} is neither {', '.join(NAMES)} nor a file that exists: name one of them")
     try:

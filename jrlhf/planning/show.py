@@ -58,7 +58,6 @@ def describe_plan(prices: CostModel, outcome: Found) -> str:
 
 
 def _fused(best: Found, serial: Found) -> str:
-    """Returns what fused updates save."""
     together, apart = (_time(_busy(one.simulation, best.plan.fused)) for one in (best, serial))
     whole, before = (_time(one.simulation.seconds) for one in (best, serial))
     return f"fused updates: {together} instead of {apart}, and an iteration of {whole} instead of {before}"

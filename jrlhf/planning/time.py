@@ -467,13 +467,11 @@ class CostModel:
         return self._calls[key]
 
     def time(self, call: Call, placement: Placement) -> CallTime:
-        """Predicts what a call takes, by part."""
         if (call.name, placement) in self.fused:
             return self.fused[call.name, placement][0]
         return call_seconds(self.workload, call, placement, self.cluster, costs=self.costs)
 
     def stage_seconds(self, call: Call, placement: Placement) -> tuple[float, float]:
-        """See the function."""
         return stage_seconds(self.workload, call, placement, self.cluster, costs=self.costs)
 
     def _sleeps(self, home: Call, part: str) -> bool:

@@ -31,7 +31,6 @@ def write_report(run_dir: Path | str) -> Path:
 
 
 def render(run: Record) -> str:
-    """Returns the whole page."""
     values = {"run": run, "plot": partial(sections.plot, run), "over_kl": partial(sections.over_kl, run)}
     values |= {"sections": sections, "timelines": timeline, "from_0": (0, None), "log2": math.log(2)}
     values |= {"version": __version__, "SCORE": SCORE, "GOLD": GOLD, "KL": KL}

@@ -244,7 +244,6 @@ def words(run: Record, name: str) -> str:
 
 
 def items(run: Record) -> list[Row]:
-    """Returns the measure's items."""
     old, new = (value or {} for value in run.both("items"))
     return _compared([(words(run, name), None, value, new.get(name)) for name, value in old.items()])
 
@@ -300,7 +299,6 @@ def validation(run: Record) -> Part:
 
 
 def _validated(run: Record, core: dict[tuple[str, str], dict[str, str]]) -> str:
-    """Explains the statistics."""
     counts = {name.partition("@")[2] for curves in core.values() for name in curves} - {"1"}
     text = "".join(f"mean@{n}: the mean of {n} answers per prompt; best@{n}: the best. " for n in sorted(counts))
     return text + ("Scored by the run's own rewards, on prompts it does not train on." if run.measure != "gold" else "")

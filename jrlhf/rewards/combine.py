@@ -67,5 +67,4 @@ def extremes(scores: Float[Array, "B"]) -> dict[str, Array]:
 
 
 def named(name: str, numbers: Mapping[str, Array]) -> dict[str, Array]:
-    """Returns the numbers as metrics `name/...`."""
     return {f"{name}/{key}": number for key, number in numbers.items()}

@@ -29,7 +29,6 @@ ENDS = "answers_end_with"
 
 
 def reward_tokenizer(path: str, key: str, model: ModelConfig) -> Tokenizer:
-    """Loads a reward model's own tokenizer."""
     return check_vocabulary(load_tokenizer(locate(path, key)), model.vocab_size)
 
 

@@ -58,7 +58,6 @@ class Actor(TrainedRole):
         self._update = update.actor_step(optimizer, algorithm, temperature=temperature, responses=span)
 
     def bind(self, state: TrainState, texts: SFTBatch | None = None) -> Self:
-        """See `TrainedRole.bind`."""
         bound = super().bind(state)
         bound.texts = texts
         return bound
@@ -123,7 +122,6 @@ class Actor(TrainedRole):
 
     @call("train", "actor_metrics")
     def update(self, experience: Experience) -> dict[str, Array]:
-        """Trains on one batch of experience."""
         texts = () if self.texts is None else (self.texts,)
         return self._train("update_actor", self._update, experience, *texts)
 
@@ -138,7 +136,6 @@ class Reference(Role):
     @call("infer", "ref", rows="each")
     @timed("ref")
     def logprobs(self, rollout: Rollout) -> Float[Array, "B T"]:
-        """Log-probs of the responses' tokens. Elsewhere they are undefined."""
         logprobs, _ = self._logprobs(self._weights("logprobs"), *_responses(rollout), *self._frozen("logprobs"))
         return logprobs
 

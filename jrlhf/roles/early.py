@@ -91,8 +91,6 @@ class OpenRollout(Pending[Rollout]):
         return Pending(results)
 
     def by_rows(self, function: Callable[[Rollout], Any], mesh: Mesh, outputs: int = 1) -> Any:
-        """See `Pending.by_rows`."""
-
         def of_tile(_: slice, tile: Rollout) -> Any:
             with jax.set_mesh(mesh):
                 return function(replace(tile, **put_rows({name: getattr(tile, name) for name in OF_ROWS}, mesh)))
@@ -136,7 +134,6 @@ class EarlyActor(Actor):
         self._rows = rows
 
     def bind(self, state: TrainState, texts: Any = None) -> Self:
-        """See `TrainedRole.bind`."""
         bound = super().bind(state, texts)
         bound._open = []
         return bound

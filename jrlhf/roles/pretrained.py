@@ -69,7 +69,6 @@ def locate(path: str, key: str, *, weights: bool = False) -> Path:
 
 
 def describe(path: str, key: str) -> HFConfig:
-    """Reads the config.json of a model directory."""
     return _explained(key, path, partial(read_config, locate(path, key)))
 
 

@@ -182,7 +182,6 @@ def _arrays(tree: Any) -> list[jax.Array]:
 
 
 def _devices(tree: Any) -> frozenset[Any]:
-    """Returns the devices of all arrays."""
     shardings = {array.sharding for array in _arrays(tree)}  # fewer than arrays
     return frozenset().union(*(sharding.device_set for sharding in shardings))
 
@@ -221,7 +220,6 @@ class Stopwatch:
         self._last = time.perf_counter()
 
     def lap(self, name: str) -> None:
-        """Ends the phase `name`."""
         last, self._last = self._last, time.perf_counter()
         self.seconds[name] = self._last - last
 

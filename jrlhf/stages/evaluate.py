@@ -187,7 +187,6 @@ def compare(before: Graded, after: Graded | None) -> dict:
 
 
 def standard_error(values: np.ndarray) -> float:
-    """Standard error of the mean."""
     return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else 0.0
 
 

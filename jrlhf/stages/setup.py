@@ -157,13 +157,11 @@ def _devices_line(mesh: Mesh, plan: Plan | None) -> str:
 
 
 def compute_of(section: ComputeConfig) -> Compute:
-    """The settings that all models of the run share."""
     names = "remat", "logprob", "fused_loss", "attention", "score_tokens"
     return Compute(jnp.dtype(section.dtype), **{name: getattr(section, name) for name in names})
 
 
 def load_task(config: Config, actor: ModelConfig) -> Task:
-    """Reads the task that the config names."""
     if config.data.source == "docstrings":
         return docstrings.load_task(config)
     if config.data.source == "arithmetic":

@@ -127,7 +127,6 @@ def _logprobs(
     tile: int | None,
     implementation: Implementation | None,
 ) -> tuple[Array, Array]:
-    """Log-probs and entropies by an implementation, or by the platform's default."""
     tile = _tile(unembedding, tile)
     match _implementation(implementation):
         case "reference":

@@ -118,8 +118,6 @@ def token_sums(
 
 
 class _Static(NamedTuple):
-    """The arguments of `token_sums` that are no arrays."""
-
     terms: Terms
     head: Head
     tile: int

@@ -144,7 +144,6 @@ class Programs:
         slots.rows = self._fill_rows(slots.rows, prompts, admitted)
 
     def fill_caches(self, slots: Slots, prefilled: list[LayerCache], admitted: Admitted) -> None:
-        """Replaces the caches of slots by prefilled ones."""
         for layer, cache in enumerate(slots.caches):
             slots.caches[layer] = self._fill_cache(cache, prefilled[layer], admitted)
 
@@ -155,7 +154,6 @@ class Programs:
         slots.rows = self._take_rows(transfer(slots.rows, self.mesh), chosen)
 
     def grow(self, slots: Slots, length: int) -> None:
-        """Gives the caches more positions."""
         for layer, cache in enumerate(slots.caches):
             slots.caches[layer] = self._grow(cache, length)
 
@@ -264,7 +262,6 @@ class Table:
         return prompts, slots.tolist()
 
     def release(self, done: Bool[np.ndarray, "slots"]) -> None:
-        """Empties the slots of rows that are done."""
         self.row[done] = EMPTY
 
     @classmethod
@@ -287,7 +284,6 @@ class Table:
 
 
 def fitting(sizes: Sequence[int], needed: int) -> int:
-    """The least of `sizes` that is at least `needed`."""
     return min(size for size in sizes if size >= needed)
 
 
@@ -344,7 +340,6 @@ class _Rollout:
         self._last = last
 
     def generate(self, watch: Watch | None = None) -> Generation:
-        """All rows, in the order of their prompts."""
         programs = self._programs
         slots = programs.empty(self._prompts, self._counts[0], self._lengths[0])
         return self._decode(slots, programs.no_results(self._rows), 0, self._lengths[0], watch)

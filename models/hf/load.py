@@ -108,7 +108,6 @@ class _Source:
 
     @property
     def total(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def tensor(self, weight: TensorView, layer: int | None = None) -> Tensor:
@@ -243,7 +242,6 @@ def _ours(weight: TensorView, dtype: np.dtype, array: jax.Array) -> jax.Array:
 
 @jax.jit
 def _finite(array: jax.Array) -> jax.Array:
-    """True if all numbers are finite."""
     return jnp.all(jnp.isfinite(array))
 
 
