@@ -32,7 +32,7 @@ from jrlhf.config import make_config
 from jrlhf.config.load import plain_value
 from jrlhf.config.parse import build, convert
 from jrlhf.config.places import local
-from jrlhf.data.batches import key_for, pad_rows, put_rows, whole_batches
+from jrlhf.data.batches import key_for, pad_rows, program_width, put_rows, whole_batches
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Example
 from jrlhf.errors import Preempted, UserError
@@ -292,8 +292,7 @@ class Policy:
         longest, most = max(map(len, rows), default=0), generator.model.config.max_positions
         if longest > most:
             raise UserError(f"a text has {longest} tokens, and the model {most} positions: shorten it")
-        width = min(max(32, 1 << max(longest - 1, 0).bit_length()), most)  # few widths, so that few programs compile
-        model = generator.model
+        model, width = generator.model, program_width(longest, most)
         score = CompiledModel(model.architecture, generator.mesh, generator.compute).score_logprobs(
             temperature=temperature
         )

@@ -3,11 +3,10 @@
 import logging
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 DONE, FAILED, BAD_INPUT, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130  # 75: to be queued again; 130: as shells have it
-
-
 LONGEST = 1500  # characters of a sentence, which may quote input of any length
 
 
@@ -31,6 +30,15 @@ class Preempted(Exception):
     """The run was asked to stop and has saved its state. by_hand: by Ctrl-C, in this process."""
 
     by_hand = False
+
+
+@contextmanager
+def user_errors(of: str = "") -> Iterator[None]:
+    """Turns a ValueError or OSError of the block into a UserError. of: the setting at fault, with its value."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise UserError(f"{of}: {error}" if of else str(error)) from error
 
 
 def report(error: BaseException) -> int | None:

@@ -20,12 +20,12 @@ from jrlhf.config import load_config
 from jrlhf.config.parse import convert, kinds_of
 from jrlhf.config.places import expanded, is_address, local
 from jrlhf.config.schema import DatasetsData, DeviceConfig
-from jrlhf.data.batches import key_for, pad_rows, put_rows, read_responses, row_keys, whole_batches
+from jrlhf.data.batches import key_for, pad_rows, program_width, put_rows, read_responses, row_keys, whole_batches
 from jrlhf.data.encode import Encoding, Prompts
 from jrlhf.data.read import read_dataset
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Example, Response
-from jrlhf.errors import UserError, exit_code_of_printing
+from jrlhf.errors import UserError, exit_code_of_printing, user_errors
 from jrlhf.meshes import GENERATE, make_mesh
 from jrlhf.models import ModelConfig, SamplingConfig, Schedule
 from jrlhf.models.generation.continuous import Prompt
@@ -84,7 +84,7 @@ class Generator:
 
         A text depends on the key and the prompt's index, but not on the batch size, except for rounding in bfloat16.
         """
-        width = self._width(max(len(ids) for ids in prompts.ids))
+        width = program_width(max(len(ids) for ids in prompts.ids), self.longest)
         compiled = CompiledModel(self.model.architecture, self.mesh, self.compute)
         # One chunk, because no answer waits for others.
         run = compiled.generate(self.sampling, Schedule(chunk=self.sampling.max_new_tokens))
@@ -96,8 +96,9 @@ class Generator:
 
     def stream(self, ids: Sequence[int], key: jax.Array) -> Iterator[str]:
         """Yields the text of one response as it grows. The last text is what `answer` gives for the prompt."""
-        width, seeds = self._width(len(ids)), np.asarray(jax.random.key_data(row_keys(key, self.batch, self.mesh)))
         compiled = CompiledModel(self.model.architecture, self.mesh, self.compute)
+        width = program_width(len(ids), self.longest)
+        seeds = np.asarray(jax.random.key_data(row_keys(key, self.batch, self.mesh)))
         slots = compiled.continuous(self.sampling, Schedule(chunk=STREAMED), 1, self.batch, width)
         base = self.model.frozen
         weights = (base[0], self.model.params) if base else (self.model.params, {})
@@ -107,10 +108,6 @@ class Generator:
             (row,) = slots.decode(weights)
             tokens = row.response[0] if row.response else jax.device_get(slots.state.results.tokens)[at]
             yield self.tokenizer.decode([int(token) for token in tokens[: row.end]])
-
-    def _width(self, longest: int) -> int:
-        """Returns the width of prompts. There are few widths, so that few programs are compiled."""
-        return min(max(32, 1 << (longest - 1).bit_length()), self.longest)
 
 
 @dataclass(frozen=True)
@@ -177,10 +174,8 @@ def load(
         _, params = load_weights(path, "model", mesh, layout=GENERATE, dtype=compute.dtype)
         model = Model(Architecture(config, shared=True), params)
         if adapter is not None:
-            try:
+            with user_errors(f"adapter={adapter}"):
                 lora, weights = load_adapter(Path(adapter), config, mesh)
-            except (ValueError, OSError) as error:
-                raise UserError(f"adapter={adapter}: {error}") from error
             model = Model(Architecture(config, lora, shared=True), weights, params)
     limit = tokenizer.vocab_size if tokenizer.vocab_size < config.vocab_size else None
     options = SamplingConfig(**sampling, stop_ids=tokenizer.eos_ids, token_limit=limit)
@@ -192,10 +187,8 @@ def with_sampling(sampling: SamplingConfig, changes: Mapping[str, Any]) -> Sampl
         fields = ", ".join(SamplingConfig.__dataclass_fields__)
         raise UserError(f"{unknown[0]} is no setting of sampling: choose among {fields}")
     kinds = kinds_of(SamplingConfig)
-    try:
+    with user_errors():
         return replace(sampling, **{name: convert(kinds[name], value, name) for name, value in changes.items()})
-    except ValueError as error:
-        raise UserError(str(error)) from error
 
 
 def _tensor_parallelism(config: ModelConfig, devices: int) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from jrlhf.algorithms.registry import planned_graph
 from jrlhf.config import Config, config_names, load_config, mesh_sizes, parse_with_settings
-from jrlhf.errors import UserError, exit_code_of_printing
+from jrlhf.errors import UserError, exit_code_of_printing, user_errors
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.hardware import cluster as cluster_of
 from jrlhf.meshes.plan import Plan
@@ -174,10 +174,8 @@ def make_plan(
     if cluster is None:
         here = select(config.device)
     else:
-        try:
+        with user_errors():
             here = cluster_of(cluster)
-        except ValueError as error:
-            raise UserError(str(error)) from error
     setting = auto.Setting(config, graph, architectures(config), here, mean_response)
     workload = setting.workload
     if mean_response is not None and not 1 <= mean_response <= workload.response:

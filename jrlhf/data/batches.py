@@ -53,6 +53,11 @@ def whole_batches(count: int, batch: int) -> Iterator[tuple[Int[np.ndarray, "B"]
         yield np.arange(start, start + batch) % count, min(batch, count - start)
 
 
+def program_width(longest: int, most: int, least: int = 32) -> int:
+    """Returns a width of token arrays: a power of two, or `most`. Widths are few, so that few programs compile."""
+    return min(max(least, 1 << max(longest - 1, 0).bit_length()), most)
+
+
 def pad_rows(rows: Sequence[Sequence[int]], width: int) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]:
     """Returns right-padded tokens and the rows' lengths."""
     lengths = np.array([len(row) for row in rows], np.int32)

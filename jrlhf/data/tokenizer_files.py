@@ -9,7 +9,7 @@ from typing import Any
 import tokenizers
 
 from jrlhf.data.tokenizer import Tokenizer, ask
-from jrlhf.errors import UserError
+from jrlhf.errors import UserError, user_errors
 from jrlhf.models.hf.files import check_file, read_object
 
 # The names that chat templates have for special tokens.
@@ -103,10 +103,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     """Returns the JSON object in a file; empty where there is no file."""
     if not path.exists():
         return {}
-    try:
+    with user_errors():
         return read_object(path, "fetch the file again", "a JSON object should be: fetch the file again")
-    except (OSError, ValueError) as error:
-        raise UserError(str(error)) from error
 
 
 def _content(token: Any) -> str | None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jrlhf.config.places import expanded
 from jrlhf.config.schema import Config, LoRASection
-from jrlhf.errors import UserError
+from jrlhf.errors import user_errors
 from jrlhf.meshes import Call, Graph
 from jrlhf.meshes.graph import Kind
 from jrlhf.meshes.plan import LayoutName, Plan
@@ -243,7 +243,9 @@ def _models_of_roles(
     for role, parts in (("reward", config.rewards), ("cost", config.costs)):
         for index, part in enumerate(parts if config.algorithm is not None else ()):  # no other stage asks them
             if part.adapter is not None:
-                add(role, adapted("actor", _read_adapter(part.adapter, f"{role}s[{index}].adapter"), "scalar"))
+                with user_errors(f"{role}s[{index}].adapter={part.adapter}"):
+                    adapter = read_adapter_config(expanded(part.adapter))
+                add(role, adapted("actor", adapter, "scalar"))
             elif part.model is not None:
                 add(role, RoleModel(models[f"{role} {part.name}"], "scalar", trained=False))
     if "learner" in graph.roles:
@@ -253,7 +255,7 @@ def _models_of_roles(
 
 def adapter_of(section: LoRASection, actor: ModelConfig) -> LoRAConfig:
     """Returns the settings of the actor's adapter, a new one's or a file's; refuses one that the actor cannot have."""
-    try:
+    with user_errors("lora"):
         if section.path is not None:
             lora = read_adapter_config(expanded(section.path))
         else:
@@ -261,15 +263,6 @@ def adapter_of(section: LoRASection, actor: ModelConfig) -> LoRAConfig:
             lora = LoRAConfig(rank=section.rank, alpha=section.alpha, targets=section.targets, rslora=section.rslora)
         adapter_weights(actor, lora)
         return lora
-    except (ValueError, OSError) as error:
-        raise UserError(f"lora: {error}") from error
-
-
-def _read_adapter(path: str, key: str) -> LoRAConfig:
-    try:
-        return read_adapter_config(expanded(path))
-    except (ValueError, OSError) as error:
-        raise UserError(f"{key}={path}: {error}") from error
 
 
 def with_budgets(config: Config, workload: Workload, plan: Plan) -> Plan:

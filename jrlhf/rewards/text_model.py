@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jrlhf.config.schema import RewardConfig
-from jrlhf.data.batches import pad_rows, put_rows
+from jrlhf.data.batches import pad_rows, program_width, put_rows
 from jrlhf.data.encode import encode_answered, tools_of
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.tokenizer_files import check_vocabulary, load_tokenizer
@@ -59,7 +59,7 @@ class TextReward:
         self._batch = -(-reward.batch // divisor) * divisor
         self._most = model.config.max_positions
         # The widths of texts of usual length. This tokenizer may make longer rows.
-        self._widths = sorted({_width(length, self._most) for length in (usual // 4, usual // 2, usual)})
+        self._widths = sorted({program_width(length, self._most, 64) for length in (usual // 4, usual // 2, usual)})
         self._warm = False
         self._score = compiled.score_sequences()
 
@@ -71,7 +71,7 @@ class TextReward:
             for width in self._widths:
                 self._scores(params, [sequences[0][:1]], width)
             self._warm = True
-        width = max(_width(max(map(len, sequences)), self._most), self._widths[0])
+        width = max(program_width(max(map(len, sequences)), self._most, 64), self._widths[0])
         starts = range(0, len(sequences), self._batch)
         batches = [self._scores(params, sequences[start : start + self._batch], width) for start in starts]
         scores = np.concatenate(to_host(batches))[: len(samples)].astype(np.float64)
@@ -111,8 +111,3 @@ class TextReward:
                 f"has {len(ids)} for it: lower data.max_prompt or data.max_response"
             )
         return ids
-
-
-def _width(length: int, most: int) -> int:
-    """Returns the width to which rows are padded: a power of two, at least 64."""
-    return min(max(64, 1 << (length - 1).bit_length()), most)

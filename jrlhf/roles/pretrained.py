@@ -16,7 +16,7 @@ from jrlhf.data.hub import first_line, hub_reason
 from jrlhf.data.read import is_hub_name
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.tokenizer_files import check_vocabulary, load_tokenizer
-from jrlhf.errors import UserError
+from jrlhf.errors import UserError, user_errors
 from jrlhf.meshes import GENERATE, TRAIN, Layout, reshard
 from jrlhf.models import PRESETS, LoRAConfig, ModelConfig, init_lm, lora_shardings, param_shardings
 from jrlhf.models.hf import HFConfig, check_hf, load_adapter, load_hf, read_config
@@ -69,7 +69,8 @@ def locate(path: str, key: str, *, weights: bool = False) -> Path:
 
 
 def describe(path: str, key: str) -> HFConfig:
-    return _explained(key, path, partial(read_config, locate(path, key)))
+    with user_errors(f"{key}={path}"):
+        return read_config(locate(path, key))
 
 
 def architecture(path: str, key: str) -> ModelConfig:
@@ -86,10 +87,8 @@ def own_tokenizer(path: str, key: str, data: DatasetsData, vocab_size: int) -> T
 def fresh_model(model: ModelSection) -> ModelConfig:
     """The architecture of the sizes in a config."""
     sizes = {name: getattr(model, name) for name in ModelSection.__dataclass_fields__ if name != "path"}
-    try:
+    with user_errors():
         return ModelConfig(**sizes)
-    except ValueError as error:
-        raise UserError(str(error)) from error
 
 
 def is_here(path: str) -> bool:
@@ -150,17 +149,19 @@ def load_weights(
 ) -> tuple[HFConfig, Params]:
     """A model directory's weights, stored on the mesh in `layout`, in `dtype`."""
     options = {"layout": layout, "head": head, "dtype": dtype, "progress": progress}
-    return _explained(key, path, partial(load_hf, locate(path, key, weights=True), mesh, **options))
+    with user_errors(f"{key}={path}"):
+        return load_hf(locate(path, key, weights=True), mesh, **options)
 
 
 def check_weights(path: str, key: str, *, head: HeadKind = "lm") -> HFConfig:
     """Checks that `load_weights` will find what it needs. Reads headers, no weights."""
-    return _explained(key, path, partial(check_hf, locate(path, key, weights=True), head=head))
+    with user_errors(f"{key}={path}"):
+        return check_hf(locate(path, key, weights=True), head=head)
 
 
 def actor_adapter(section: LoRASection, actor: ModelConfig, mesh: Mesh) -> tuple[LoRAConfig, Params | None]:
     """The adapter that a run trains, and its weights if the config names a directory. Checks that it fits the actor."""
-    try:
+    with user_errors("lora"):
         if section.path is None:
             lora = adapter_of(section, actor)
             lora_shardings(actor, mesh, lora)
@@ -169,15 +170,14 @@ def actor_adapter(section: LoRASection, actor: ModelConfig, mesh: Mesh) -> tuple
         if "value_head" in adapter:
             raise ValueError(f"path={section.path} is a reward model's adapter: name one of a language model")
         return lora, adapter
-    except (ValueError, OSError) as error:
-        raise UserError(f"lora: {error}") from error
 
 
 def reward_adapter(config: Config, path: str, key: str, actor: ModelConfig, mesh: Mesh) -> tuple[LoRAConfig, Params]:
     """Loads a reward model that is an adapter and a head on the actor's base."""
     if config.lora is None:
         raise UserError(f"{key}={path} is put on the actor's frozen base, which only lora has: set lora.rank")
-    lora, adapter = _explained(key, path, partial(load_adapter, expanded(path), actor, mesh))
+    with user_errors(f"{key}={path}"):
+        lora, adapter = load_adapter(expanded(path), actor, mesh)
     if "value_head" not in adapter:
         raise UserError(f"{key}={path}: it has no scalar head (task type SEQ_CLS): name a reward model's adapter")
     return lora, adapter
@@ -223,10 +223,3 @@ def copied(params: Params) -> Params:
 def is_model_name(path: str) -> bool:
     parts = path.split("/")
     return len(parts) == 2 and all(part and not part.startswith(".") for part in parts) and not path.endswith("/")
-
-
-def _explained(key: str, path: str, read: Callable):
-    try:
-        return read()
-    except (ValueError, OSError) as error:
-        raise UserError(f"{key}={path}: {error}") from error

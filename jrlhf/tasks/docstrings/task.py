@@ -10,7 +10,7 @@ from jrlhf.data.encode import Prompts, Sequences
 from jrlhf.data.read import fingerprint
 from jrlhf.data.task import Grades, SFTData, Task
 from jrlhf.data.types import Example
-from jrlhf.errors import UserError
+from jrlhf.errors import UserError, user_errors
 from jrlhf.tasks import sequences
 from jrlhf.tasks.docstrings.annotator import Annotator
 from jrlhf.tasks.docstrings.corpus import load_corpus
@@ -25,11 +25,9 @@ def load_task(config: Config) -> Task:
     """Reads the corpus, trains the tokenizer on its train part, and encodes both parts."""
     data = config.data
     assert isinstance(data, DocstringsData)
-    try:
+    with user_errors():
         corpus = load_corpus()
         tokenizer = train_tokenizer((e.prompt + e.summary for e in corpus.train), config.model.vocab_size)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     train, heldout = (encode_split(tokenizer, part, data) for part in (corpus.train, corpus.heldout))
     for name, split in (("train", train), ("held-out", heldout)):
         if len(split.examples) < 2:
