@@ -467,6 +467,12 @@ class Config(Section):
     def dpo(self) -> DPOStageConfig:
         return self.sections["dpo"]
 
+    @property
+    def rewards_and_costs(self) -> list[tuple[str, Literal["reward", "cost"], RewardConfig]]:
+        """Each reward and each cost with its key, such as `rewards[0]`, and its kind."""
+        kinds: dict[Literal["reward", "cost"], tuple[RewardConfig, ...]] = {"reward": self.rewards, "cost": self.costs}
+        return [(f"{kind}s[{index}]", kind, part) for kind, parts in kinds.items() for index, part in enumerate(parts)]
+
     def length(self, stage: str) -> int:
         """The number of iterations, or steps, of a stage."""
         section = self.sections[stage]

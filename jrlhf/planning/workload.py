@@ -240,14 +240,13 @@ def _models_of_roles(
     if "reward_model" in config.stages:
         trained = RoleModel(models["reward"], "scalar", trained=False, wide=True)
         add("reward", trained if lora is None else adapted("reward", lora, "scalar"))
-    for role, parts in (("reward", config.rewards), ("cost", config.costs)):
-        for index, part in enumerate(parts if config.algorithm is not None else ()):  # no other stage asks them
-            if part.adapter is not None:
-                with user_errors(f"{role}s[{index}].adapter={part.adapter}"):
-                    adapter = read_adapter_config(expanded(part.adapter))
-                add(role, adapted("actor", adapter, "scalar"))
-            elif part.model is not None:
-                add(role, RoleModel(models[f"{role} {part.name}"], "scalar", trained=False))
+    for key, role, part in config.rewards_and_costs if config.algorithm is not None else ():  # no other stage asks them
+        if part.adapter is not None:
+            with user_errors(f"{key}.adapter={part.adapter}"):
+                adapter = read_adapter_config(expanded(part.adapter))
+            add(role, adapted("actor", adapter, "scalar"))
+        elif part.model is not None:
+            add(role, RoleModel(models[f"{role} {part.name}"], "scalar", trained=False))
     if "learner" in graph.roles:
         roles["learner"] = roles["actor"] + roles.get("critic", ())
     return {role: roles[role] for role in graph.roles if role in roles}

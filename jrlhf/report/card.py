@@ -289,7 +289,7 @@ def _rewards(facts: Facts) -> list[str]:
         source = _short(str(getattr(part, str(part.kind))), facts)
         return [part.name, kind, f"{part.kind} {_code(source)}", f"{part.weight:g}"]
 
-    rows = [row("reward", part) for part in config.rewards] + [row("cost", part) for part in config.costs]
+    rows = [row(kind, part) for _, kind, part in config.rewards_and_costs]
     if "reward_model" in config.stages and config.algorithm:
         weight = config.sections["reward_model"].weight
         rows.insert(0, ["reward_model", "reward", "the reward model that the run trained", f"{weight:g}"])

@@ -21,6 +21,7 @@ from jrlhf.rewards.types import Sample, Scored, on_last_token
 from jrlhf.rewards.user_code import as_it_is, resolve, shipped
 from jrlhf.rewards.worker import GIVEN, InProcess
 from jrlhf.run.child import Worker
+from jrlhf.run.files import Closing
 
 LOG_BYTES = 16 << 20  # of the functions' output, kept in the log file
 START_SECONDS = 120.0  # in which a worker must have imported the function
@@ -37,7 +38,7 @@ class RewardFailure(UserError):
         self.identity = dict(identity or {})
 
 
-class FunctionReward:
+class FunctionReward(Closing):
     """A function of text as a reward, run in processes of its own. Use it in a `with`; one thread at a time.
 
     docs/data-and-rewards.md tells how functions are called, what they may return, and what becomes of their failures.
@@ -84,9 +85,6 @@ class FunctionReward:
             self.close()
             raise
         return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
 
     def close(self) -> None:
         """Ends the workers: idle ones run their exit handlers (2 s), others are killed. May be called again."""

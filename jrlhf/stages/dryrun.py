@@ -23,7 +23,7 @@ from jrlhf.roles.planned_placement import LAYOUTS, place_roles
 from jrlhf.roles.pretrained import abstract_weights, is_here
 from jrlhf.run.devices import select
 from jrlhf.run.processes import from_main
-from jrlhf.stages.setup import check_sources, load_task, rewards_and_costs, select_resources
+from jrlhf.stages.setup import check_sources, load_task, select_resources
 from jrlhf.storage.mirror import check_place
 
 MIB = 2**20
@@ -59,7 +59,7 @@ class _DryRun:
         config = self.config
         paths = {"model.path": config.model.path, "roles.critic": config.roles.critic}
         paths |= {"roles.reference": config.roles.reference}
-        paths |= {f"{key}.model": part.model for key, _, part in rewards_and_costs(config)}
+        paths |= {f"{key}.model": part.model for key, _, part in config.rewards_and_costs}
         if isinstance(config.data, DatasetsData):
             datasets = {part: getattr(config.data, part) for part in ("sft", "preferences", "prompts", "heldout")}
             used = {f"data.{part}.path": dataset.path for part, dataset in datasets.items() if dataset is not None}
@@ -103,7 +103,7 @@ class _DryRun:
         graph = graph_of(config)
         workload = workload_of(config, graph, self.models)
         rows: list[tuple[str, ...]] = [_row(call, workload, plan) for call in graph]
-        for _, role, part in rewards_and_costs(config):
+        for _, role, part in config.rewards_and_costs:
             source = getattr(part, str(part.kind))
             rows.append((f"{role}.{part.name}", "", f"{part.kind} {source}, weight {part.weight:g}"))
         head = f"plan of an iteration of {config.algorithm}, {plan.name}, on {self.mesh.size} device(s):"

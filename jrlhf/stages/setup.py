@@ -100,7 +100,7 @@ def _open_context(
     for line in task.description.splitlines():
         console.line(line)
     words = check_sources(config, task, models["actor"], mesh) | _model_words(models, task.tokenizer)
-    functions = {f"{kind} {part.name}" for _, kind, part in rewards_and_costs(config) if part.function is not None}
+    functions = {f"{kind} {part.name}" for _, kind, part in config.rewards_and_costs if part.function is not None}
     if mirror is not None:
         mirror.begin()
     with (
@@ -269,18 +269,10 @@ def architectures(config: Config) -> dict[str, ModelConfig]:
         return models
     if config.algorithm == "safe_rlhf":
         models["cost_critic"] = actor
-    for key, kind, part in rewards_and_costs(config):
+    for key, kind, part in config.rewards_and_costs:
         if part.model is not None:
             models[f"{kind} {part.name}"] = architecture(part.model, f"{key}.model")
     return models
-
-
-def rewards_and_costs(config: Config) -> Iterator[tuple[str, Literal["reward", "cost"], RewardConfig]]:
-    """Yields each reward and each cost with its key, such as `rewards[0]`, and its kind."""
-    for index, reward in enumerate(config.rewards):
-        yield f"rewards[{index}]", "reward", reward
-    for index, cost in enumerate(config.costs):
-        yield f"costs[{index}]", "cost", cost
 
 
 def check_sleep(config: SleepConfig, mesh: Mesh) -> None:
@@ -340,7 +332,7 @@ def check_sources(config: Config, task: Task, actor: ModelConfig, mesh: Mesh) ->
         check_weights(config.roles.critic, "roles.critic", head="scalar")
     if config.roles.reference is not None and (config.algorithm is not None or "dpo" in config.stages):
         check_weights(config.roles.reference, "roles.reference")
-    for key, kind, part in rewards_and_costs(config) if config.algorithm is not None else ():
+    for key, kind, part in config.rewards_and_costs if config.algorithm is not None else ():
         if part.model is not None:
             words[f"{kind} {part.name} tokenizer"] = _check_reward_model(part.model, f"{key}.model")
         elif part.adapter is not None:
