@@ -130,7 +130,6 @@ def _check_base(run: Path) -> None:
 
 
 def cli(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 0 done, 2 bad input, 130 interrupted."""
     parser = argparse.ArgumentParser(
         prog="python -m jrlhf.export", description="Writes the policy of a run's checkpoint in Hugging Face form."
     )

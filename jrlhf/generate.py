@@ -202,7 +202,6 @@ def _tensor_parallelism(config: ModelConfig, devices: int) -> int:
 
 
 def cli(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 0 done, 2 bad input, 130 interrupted."""
     parser = argparse.ArgumentParser(
         prog="python -m jrlhf.generate", description="Answers prompts. Without --prompt or --file: a conversation."
     )

@@ -58,7 +58,6 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def cli(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 0 done, 2 bad input, 130 interrupted."""
     return exit_code_of_printing(partial(_run, _arguments(arguments)))
 
 

@@ -57,7 +57,6 @@ def main(config: Config, *, resume: bool = False, accept_rewards: bool = False) 
 
 
 def cli(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 0 done, 2 bad input, 75 preempted after saving, 130 interrupted."""
     parser = argparse.ArgumentParser(prog="python -m jrlhf.train", description="RLHF in JAX.")
     shipped = ", ".join(config_names())
     parser.add_argument("--config", required=True, help=f"a YAML file, or the name of a shipped config: {shipped}")

@@ -29,8 +29,7 @@ def group_advantages(
     the group's unbiased one and its epsilon verl's, where TRL has 1e-4 and OpenRLHF 1e-9. A group with a single member
     has advantage 0 (verl's "grpo" and "rloo": the raw score).
 
-    Equal scores have advantage exactly 0, and a deviation of a few units in the last place of the scores is not
-    divided by: it is rounding, which would be blown up to order 1.
+    Equal scores have advantage exactly 0, and a deviation that is rounding is not divided by: see `masked_whiten`.
 
     mask: rows that count; the others are in no mean and have advantage 0. None: all.
     """

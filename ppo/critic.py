@@ -98,9 +98,7 @@ def make_critic_step(
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """A jitted step that trains the critic on one batch of experience: epochs x minibatches updates. Donates the state.
 
-    With a `pipeline`, `value_fn` is a function of its last stage, and the step is not jitted as a whole.
-
-    An update's loss is the mean over the minibatch's response tokens of `value_loss`.
+    An update's loss is the mean of `value_loss` over the minibatch's response tokens. pipeline: see `make_actor_step`.
 
     Metrics: critic/vf_loss, critic/vf_clipfrac, critic/vpred_mean, critic/grad_norm as means over the updates that were
     not skipped; critic/skipped_updates and critic/nonfinite_updates as in `make_actor_step`; and

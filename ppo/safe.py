@@ -83,9 +83,8 @@ def make_safe_experience(
 
         A = (A_reward - multiplier A_cost) / (1 + multiplier)
 
-    The KL's penalty enters the rewards as -kl_coef k1 and the costs as +kl_coef k1: in A it has the weight kl_coef for
-    any multiplier. (Dai et al. 2024, arXiv:2310.12773, enter half of theirs in each.) A is whitened after the two are
-    combined: whitening each stream would change the multiplier's meaning and that weight.
+    with the KL's penalty in both streams, as `SafeRLHFConfig` says. (Dai et al. 2024, arXiv:2310.12773, enter half of
+    theirs in each.) A is whitened after the two are combined.
 
     Arguments as those of `make_experience`, and
 

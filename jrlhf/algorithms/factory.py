@@ -50,7 +50,7 @@ def algorithm_of(config: Config) -> PolicyConfig:
 class RoleFactory:
     """Builds the roles of a run from its settings.
 
-    algorithm: the algorithm's settings, with those that the program fills in. placement: of each role, by name.
+    algorithm: as `algorithm_of` returns it. placement: of each role, by name.
     """
 
     config: Config

@@ -1,4 +1,4 @@
-"""The dataflow of each stage, and the graph of its calls. A row of `config/stages.py` names an algorithm's file."""
+"""The dataflow of each stage, and the graph of its calls."""
 
 from collections.abc import Callable
 from importlib import import_module

@@ -11,7 +11,6 @@ from jrlhf.report.html import write_report
 
 
 def cli(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code: 0 done, 2 bad input, 130 interrupted."""
     parser = argparse.ArgumentParser(prog="python -m jrlhf.report", description="Writes a run's report.html anew.")
     parser.add_argument("run_dir", help="the directory of a run, such as runs/quickstart")
     return exit_code(partial(_write, parser.parse_args(arguments).run_dir))
