@@ -119,7 +119,7 @@ def _gpu(name: str, memory: float, link: float, network: float, host: float) -> 
     quarters of the link, as NCCL's bus bandwidth does at large messages; 20 us is what its small all-reduces in a node
     take.
     """
-    fractions = {"infer": 0.78, "train": 0.78, "decode": 0.6}
+    fractions: Any = {"infer": 0.78, "train": 0.78, "decode": 0.6}
     return Hardware(name, memory, *_rates(name), 8, link, network, host, **fractions, launch=15e-6, latency=20e-6)
 
 
