@@ -427,7 +427,6 @@ class Config(Section):
     notices: tuple[str, ...] = field(default=(), compare=False, metadata={"from": ""})  # on old keys, for the log
 
     def __post_init__(self) -> None:
-        """Completes the sections of the run's stages; drops those of other stages and of features that are off."""
         super().__post_init__()
         for name, value in vars(self).items():
             object.__setattr__(self, name, in_use(value, name))
@@ -452,7 +451,6 @@ class Config(Section):
 
     @property
     def rl(self) -> RLStageConfig:
-        """The section of the stage of reinforcement learning, in a run that has one."""
         return self.sections[str(self.algorithm)]
 
     @property
@@ -474,18 +472,15 @@ class Config(Section):
         return [(f"{kind}s[{index}]", kind, part) for kind, parts in kinds.items() for index, part in enumerate(parts)]
 
     def length(self, stage: str) -> int:
-        """The number of iterations, or steps, of a stage."""
         section = self.sections[stage]
         return section.iterations if stage in ALGORITHMS else section.steps
 
     @property
     def sampled_rows(self) -> int:
-        """The number of rows that are sampled or scored at a time."""
         return self.rl.rollout_batch if self.algorithm else self.sampling.batch
 
     @property
     def samples(self) -> int:
-        """The number of responses to each prompt in an iteration; 1 without reinforcement learning."""
         return self.rl.samples if self.algorithm else 1
 
     @property
