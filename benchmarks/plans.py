@@ -37,7 +37,7 @@ from jrlhf.models import ModelConfig, SamplingConfig, init_lm, init_scalar, para
 from jrlhf.models.remat import Remat
 from jrlhf.planning.profile import ProfiledCosts, cluster_of, default_path, load, save
 from jrlhf.planning.profile import measure as measure_parts
-from jrlhf.planning.time import call_seconds
+from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import RoleModel, Workload
 from jrlhf.ppo import PPOConfig, TrainState
 from jrlhf.ppo.types import Experience
@@ -205,7 +205,7 @@ def predict(case: Case, measured_by: Any) -> dict[str, Mapping[str, float]]:
     """Each call's parts."""
     costs, local = ProfiledCosts(measured_by, case.workload), cluster_of(measured_by, memory=4e9)
     return {
-        call.name: call_seconds(case.workload, call, case.plan[call.name], local, costs=costs).parts for call in CALLS
+        call.name: CostModel(case.workload, local, costs=costs).time(call, case.plan[call.name]).parts for call in CALLS
     }
 
 
@@ -257,7 +257,7 @@ def published_rows() -> list[dict[str, Any]]:
                 seconds = row.seconds if graphs else row.without_graphs
                 if seconds is not None:
                     call, work = published.GRAPH[row.call], published.workload()
-                    predicted = call_seconds(work, call, row.placement, cluster).seconds
+                    predicted = CostModel(work, cluster).time(call, row.placement).seconds
                     rows.append({"plan": name, "call": row.call, "measured": seconds, "predicted": predicted})
     return rows
 

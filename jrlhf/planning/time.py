@@ -172,30 +172,6 @@ class CallTime:
         return sum(self.parts.values())
 
 
-def call_seconds(
-    workload: Workload, call: Call, placement: Placement, cluster: Cluster, *, costs: PartCosts | None = None
-) -> CallTime:
-    """Predicts a call that has a model, from its inputs being there to its outputs, without moving its weights."""
-    costs = (costs or Roofline(workload, cluster)).on(placement.devices.count)
-    total: Parts = {}
-    for model in workload.models[call.role]:
-        divided = _Divided(workload, model, workload.rows_of(call), placement, cluster.node, costs)
-        predict = {"generate": divided.generate, "infer": divided.infer, "train": divided.train}[call.kind]
-        _add(total, predict() | costs.call())
-    return CallTime(total)
-
-
-def stage_seconds(
-    workload: Workload, call: Call, placement: Placement, cluster: Cluster, *, costs: PartCosts | None = None
-) -> tuple[float, float]:
-    """Predicts the forward and the backward operation of a micro-batch on a stage of a call that trains one model."""
-    costs = (costs or Roofline(workload, cluster)).on(placement.devices.count)
-    (model,) = workload.models[call.role]
-    divided = _Divided(workload, model, workload.rows_of(call), placement, cluster.node, costs)
-    forward, both = (sum(parts.values()) for parts in divided.trained())
-    return forward, both - forward
-
-
 def operations(workload: Workload, call: Call) -> float:
     """Returns the operations that a call's models need (`models.flops`), for rows of the mean length: those of MFU."""
     lengths, response = np.array([round(workload.mean_prompt + workload.mean_response)]), round(workload.mean_response)
@@ -467,12 +443,26 @@ class CostModel:
         return self._calls[key]
 
     def time(self, call: Call, placement: Placement) -> CallTime:
+        """Predicts a call, from its inputs being there to its outputs, without moving its weights."""
         if (call.name, placement) in self.fused:
             return self.fused[call.name, placement][0]
-        return call_seconds(self.workload, call, placement, self.cluster, costs=self.costs)
+        total: Parts = {}
+        for divided in self._divided(call, placement):
+            predict = {"generate": divided.generate, "infer": divided.infer, "train": divided.train}[call.kind]
+            _add(total, predict() | divided.costs.call())
+        return CallTime(total)
 
     def stage_seconds(self, call: Call, placement: Placement) -> tuple[float, float]:
-        return stage_seconds(self.workload, call, placement, self.cluster, costs=self.costs)
+        """Predicts the two operations of a micro-batch on a stage, forward and backward, of a call that trains one model."""
+        (divided,) = self._divided(call, placement)
+        forward, both = (sum(parts.values()) for parts in divided.trained())
+        return forward, both - forward
+
+    def _divided(self, call: Call, placement: Placement) -> list[_Divided]:
+        workload, node = self.workload, self.cluster.node
+        costs = (self.costs or Roofline(workload, self.cluster)).on(placement.devices.count)
+        models, rows = workload.models[call.role], workload.rows_of(call)
+        return [_Divided(workload, model, rows, placement, node, costs) for model in models]
 
     def _sleeps(self, home: Call, part: str) -> bool:
         """Returns whether a part of a role's state is offloaded during every call but that at the role's home."""

@@ -11,7 +11,7 @@ from jrlhf.meshes.plan import Placement, Plan
 from jrlhf.planning.fusion.improve import search
 from jrlhf.planning.fusion.problem import Model, fuse
 from jrlhf.planning.memory import fused_bytes
-from jrlhf.planning.time import CallTime, CostModel, stage_seconds
+from jrlhf.planning.time import CallTime, CostModel
 from jrlhf.planning.workload import Workload
 
 # Relative costs decide on a table. They are this device's everywhere, so that a run has the same table on all machines.
@@ -32,10 +32,10 @@ def fused_updates(workload: Workload, plan: Plan) -> FusedUpdates | None:
     """Returns the updates that a plan fuses and their table; None: it fuses none. A pure function of both."""
     if not (names := plan.fused):
         return None
-    seconds, sizes, cluster = {}, {}, Cluster(HARDWARE[_REFERENCE], _NODE)
+    seconds, sizes, prices = {}, {}, CostModel(workload, Cluster(HARDWARE[_REFERENCE], _NODE))
     for name in names:
         call, placed = workload.graph[name], plan[name]
-        seconds[name] = stage_seconds(workload, call, placed, cluster)
+        seconds[name] = prices.stage_seconds(call, placed)
         share = 1 / (placed.data * placed.fsdp * placed.tensor * placed.micro_batches)  # of the rows of a minibatch
         sizes[name] = workload.models[call.role][0].config.embed * share
     unit, smallest = min(forward for forward, _ in seconds.values()), min(sizes.values())

@@ -28,7 +28,7 @@ from jrlhf.planning.search import Result
 from jrlhf.planning.search import search as search_plans
 from jrlhf.planning.show import describe
 from jrlhf.planning.simulate import simulate
-from jrlhf.planning.time import CostModel, stage_seconds
+from jrlhf.planning.time import CostModel
 from jrlhf.stages.setup import architectures
 
 # get-lower-bound.py of github.com/FlexFusion/FlexFusion, in the order of PUBLISHED.
@@ -245,7 +245,7 @@ def test_a_backward_operation_computes_its_forward_pass_again():
     for name in ("actor.update", "critic.update"):
         work = published.workload(minibatches=4)
         costs = [
-            stage_seconds(replace(work, recomputed_stages=again), work.graph[name], placed, cluster)
+            CostModel(replace(work, recomputed_stages=again), cluster).stage_seconds(work.graph[name], placed)
             for again in (False, True)
         ]
         (forward, backward), (own, twice) = costs

@@ -34,7 +34,7 @@ from jrlhf.planning.moves import (
     transfer_seconds,
 )
 from jrlhf.planning.profile import Profile, ProfiledCosts, interpolate, load, save
-from jrlhf.planning.time import CallTime, CostModel, call_seconds, stage_seconds
+from jrlhf.planning.time import CallTime, CostModel
 from jrlhf.planning.workload import RoleModel, Workload
 
 SMALL, LARGE = PRESETS["meta-llama/Meta-Llama-3-8B"], PRESETS["meta-llama/Meta-Llama-3-70B"]
@@ -51,7 +51,7 @@ LINKED = replace(IDEAL, hardware=replace(IDEAL.hardware, link=LINK))
 
 def priced(placement: Placement, call: str = "actor.update", on: Cluster = H100, **changes) -> CallTime:
     model = changes.pop("model", SMALL)
-    return call_seconds(published.workload(model, **changes), published.GRAPH[call], placement, on)
+    return CostModel(published.workload(model, **changes), on).time(published.GRAPH[call], placement)
 
 
 def place(layout, start=0, **sizes) -> Placement:
@@ -64,7 +64,7 @@ def place(layout, start=0, **sizes) -> Placement:
 
 def predicted(rows, graphs: bool) -> dict[str, float]:
     work, on = published.workload(), published.cluster(graphs)
-    return {row.call: call_seconds(work, published.GRAPH[row.call], row.placement, on).seconds for row in rows}
+    return {row.call: CostModel(work, on).time(published.GRAPH[row.call], row.placement).seconds for row in rows}
 
 
 def test_calls_and_iterations_of_the_published_tables():
@@ -199,7 +199,7 @@ def test_an_update_in_stages_takes_as_long_as_its_table(schedule):
     placed = replace(place("train", pipeline=stages, micro_batches=parts), schedule=schedule)
     work = published.workload(minibatches=1, recomputed_stages=True)
     call, on = work.graph["critic.update"], Cluster(IDEAL.hardware, stages)
-    forward, backward = stage_seconds(work, call, placed, on)
+    forward, backward = CostModel(work, on).stage_seconds(call, placed)
     seconds = {"forward": forward, "backward": backward}
     if schedule == "interleaved":
         seconds = {kind: half / 2 for kind, half in seconds.items()}
@@ -214,7 +214,7 @@ def test_an_update_in_stages_takes_as_long_as_its_table(schedule):
                 step = order.pop(0)
                 start = max([free[device], *(ends[need] for need in needs_of(table.pipelines, step))])
                 free[device] = ends[step] = start + seconds[step.kind]
-    parts_of = call_seconds(work, call, placed, on).parts
+    parts_of = CostModel(work, on).time(call, placed).parts
     assert sum(parts_of.values()) - parts_of["optimizer"] == pytest.approx(max(free))
     assert parts_of["bubble"] == pytest.approx(max(free) - parts * (forward + backward))
 
@@ -231,7 +231,7 @@ def test_a_split_backward_operation_computes_nearly_all_of_it_twice():
     for remat in ("full", "products"):
         work = published.workload(model, **widths, remat=remat, recomputed_stages=True)
         split, joint = (
-            sum(stage_seconds(work, work.graph["critic.update"], replace(placed, schedule=schedule), fast))
+            sum(CostModel(work, fast).stage_seconds(work.graph["critic.update"], replace(placed, schedule=schedule)))
             for placed in [place("train", pipeline=3, micro_batches=3)]
             for schedule in ("zb-h1", "1f1b")
         )
@@ -320,7 +320,7 @@ def test_an_adapter_trains_without_its_bases_gradient():
     adapter = replace(work.models["actor"][0], lora=LoRAConfig(rank=16, alpha=16.0))
     adapted = replace(work, models={**work.models, "actor": (adapter,)})
     call, placed = published.GRAPH["actor.update"], place("generate", data=16)
-    whole, small = call_seconds(work, call, placed, H100), call_seconds(adapted, call, placed, H100)
+    whole, small = CostModel(work, H100).time(call, placed), CostModel(adapted, H100).time(call, placed)
     assert 0.70 < small.parts["operations"] / whole.parts["operations"] < 0.78  # three of four forwards
     assert small.parts["optimizer"] < 0.05 * whole.parts["optimizer"]
     # Both halves of its backward operation are the same passes.
@@ -328,11 +328,12 @@ def test_an_adapter_trains_without_its_bases_gradient():
     adapted = replace(adapted, models={**adapted.models, "critic": (replace(adapter, head="scalar"),)})
     adapted = replace(adapted, recomputed_stages=True)
     joint, split = (
-        stage_seconds(adapted, critic, replace(staged, schedule=schedule), IDEAL)[1] for schedule in ("1f1b", "zb-h1")
+        CostModel(adapted, IDEAL).stage_seconds(critic, replace(staged, schedule=schedule))[1]
+        for schedule in ("1f1b", "zb-h1")
     )
     assert split == pytest.approx(2 * joint)
     # It is stored as generation needs it, whole on the devices of an fsdp axis, and each updates all of it.
-    divided = call_seconds(adapted, call, place("generate", data=2, fsdp=8), H100)
+    divided = CostModel(adapted, H100).time(call, place("generate", data=2, fsdp=8))
     assert divided.parts["optimizer"] == small.parts["optimizer"]
 
 
@@ -393,7 +394,7 @@ def test_prices():
     needs = call_bytes(work, update, placed)
     sums = sum(needs.resident.values()), sum(needs.active.values())
     assert (price.resident, price.active, price.moved) == (*sums, needs.moved) and min(sums) > needs.moved > 0
-    assert price.seconds == call_seconds(work, update, placed, H100).seconds
+    assert price.seconds == CostModel(work, H100).time(update, placed).seconds
     assert prices.call(score, place("generate", data=16)).resident == 0  # the actor lives where it is trained
     assert prices.call(update, placed) is price
     assert prices.capacity == HARDWARE["h100"].memory
@@ -448,12 +449,12 @@ def test_calls_add_up_from_what_was_measured():
     for mesh in ((1, 2, 2), (4, 1, 1), (1, 4, 1), (1, 1, 4)):
         plan = plans.Case(mesh, batch=32).plan
         for call in plans.CALLS:
-            time = call_seconds(WORK, call, plan[call.name], LOCAL, costs=units)
+            time = CostModel(WORK, LOCAL, costs=units).time(call, plan[call.name])
             assert time.seconds > 0
             assert ("steps" in time.parts) == (call.kind == "generate")
             assert ("optimizer" in time.parts) == (call.kind == "train")
     case = replace(plans.Case((4, 1, 1), batch=32), micro_batches=2)
-    time = call_seconds(WORK, plans.GRAPH["actor.update"], case.plan["actor.update"], LOCAL, costs=units)
+    time = CostModel(WORK, LOCAL, costs=units).time(plans.GRAPH["actor.update"], case.plan["actor.update"])
     rows, length = 32 // 4, plans.PROMPT + plans.RESPONSE  # both micro-batches together, in proportion
     assert time.parts["layers"] == pytest.approx(plans.MODEL.layers * rows * length * 1e-3 / measure.LAYERS)
     assert time.parts["ends"] == pytest.approx(rows * plans.RESPONSE * 1e-3)  # prompts are not predicted
