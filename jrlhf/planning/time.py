@@ -453,7 +453,7 @@ class CostModel:
         return CallTime(total)
 
     def stage_seconds(self, call: Call, placement: Placement) -> tuple[float, float]:
-        """Predicts the two operations of a micro-batch on a stage, forward and backward, of a call that trains one model."""
+        """Predicts a micro-batch on a stage, forward and backward, of a call that trains one model."""
         (divided,) = self._divided(call, placement)
         forward, both = (sum(parts.values()) for parts in divided.trained())
         return forward, both - forward
