@@ -135,7 +135,6 @@ class Record:
 
 
 def read_run(run_dir: Path | str) -> Record:
-    """Reads what a run has written so far."""
     directory = Path(run_dir)
     if not (directory / CONFIG).exists() and not (directory / METRICS).exists():
         raise UserError(f"{directory} holds no run (neither {CONFIG} nor {METRICS}): name a run's directory")

@@ -38,8 +38,6 @@ def open_rewards(
     def start(function: FunctionReward) -> str:
         stack.enter_context(function)
         initial.console.line(function.facts.describe())
-        if task.prompts is not None:
-            function.facts.check_columns(task.prompts.examples[0].columns)
         return function.facts.fingerprint
 
     def opened(kind: Kind, section: Sequence[RewardConfig], shaping: ScoreConfig, own: Model | None) -> Rewards:
