@@ -15,6 +15,7 @@ from pathlib import Path
 from jrlhf.algorithms.registry import planned_graph
 from jrlhf.config import Config, config_names, load_config, mesh_sizes, parse_with_settings
 from jrlhf.errors import UserError, exit_code_of_printing, user_errors
+from jrlhf.fleet import predict
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.hardware import cluster as cluster_of
 from jrlhf.meshes.plan import Plan
@@ -40,6 +41,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     group.add_argument("--cluster", help="its devices: 16xh100, v5p-512")
     group.add_argument("--profile", action="store_true", help="the devices at hand, measured: minutes, the first time")
     parser.add_argument("--mean-response", type=float, help="tokens of a response in the mean; default: the maximum")
+    spread = "of the logarithm of response lengths, in asynchronous training; default: 0, all have the mean"
+    parser.add_argument("--sigma", type=float, help=spread)
     parser.add_argument("--processes", type=int, help="of the run; by default one a host of the cluster")
     usual = "price this one: a file, colocate, split, standalone or disaggregated"
     parser.add_argument("--plan", metavar="FILE", help=usual)
@@ -140,6 +143,7 @@ class Search(Section):
 
     cluster: str | None = None  # its devices, such as "16xh100", which need not be there; None: those at hand, measured
     mean_response: float | None = None  # tokens; None: the maximum
+    sigma: float | None = None  # of the logarithm of response lengths, in asynchronous training; None: 0
     processes: int | None = None  # of the run; None: one a host of the cluster
     plan: str | None = None  # a file, or the name of a usual plan, which is priced: nothing is searched for
     seconds: float | None = None
@@ -169,6 +173,7 @@ def make_plan(
             raise UserError(f"{name}={value} has no effect with plan={plan}, which searches for nothing: leave one out")
     if config.algorithm is None and plan is not None:
         raise UserError(f"plan={plan} has no effect with {_unplanned(config)}: leave it out")
+    _check_asynchronous(config, search)
     graph = planned_graph(config)
     if cluster is None:
         here = select(config.device)
@@ -185,8 +190,14 @@ def make_plan(
     devices = prices.cluster.devices
     if processes is not None and (processes < 1 or devices % processes):
         raise UserError(f"processes={processes} must divide the {devices} devices: each has equally many")
-    processes = processes or (1 if cluster is None else prices.cluster.hosts)
-    if plan is None:
+    asynchronous = config.algorithm is not None and config.rl.asynchronous is not None
+    processes = processes or (1 if cluster is None or asynchronous else prices.cluster.hosts)
+    if plan is None and asynchronous and config.fleet is None:
+        divisions = predict.choose(setting, search.sigma or 0.0)
+        outcome = divisions[0].outcome
+        lines = [show.describe_plan(prices, outcome), "", "divisions of the devices, the fastest first:"]
+        lines += predict.table(divisions)
+    elif plan is None:
         result = setting.search(
             proposals=proposals,
             seconds=SECONDS if seconds is None and proposals is None else seconds,
@@ -213,6 +224,8 @@ def make_plan(
         prices = fused_prices(prices, priced)
         outcome = Found(priced, simulate(graph, priced, prices, lockstep=not search.overlap))
         lines = [show.describe_plan(prices, outcome)]
+    if asynchronous:
+        lines += ["", *predict.describe(config, prices, outcome, search.sigma or 0.0)]
     planned = Planned(config, prices, outcome, "\n".join(lines))
     try:
         plans.refuse_cross_process(planned.plan, [number * processes // devices for number in range(devices)])
@@ -220,6 +233,27 @@ def make_plan(
     except UserError as error:
         return replace(planned, problem=str(error))
     return planned
+
+
+def _check_asynchronous(config: Config, search: Search) -> None:
+    """Refuses options that have no effect with asynchronous training, or without it."""
+    sigma = search.sigma
+    if config.algorithm is None or config.rl.asynchronous is None:
+        if sigma is not None:
+            raise UserError(f"sigma={sigma:g} has no effect without asynchronous training: leave it out")
+        return
+    key = f"{config.algorithm}.asynchronous"
+    if sigma is not None and not 0 <= sigma <= 3:
+        raise UserError(f"sigma={sigma:g} must be from 0 to 3")
+    if search.processes not in (None, 1):
+        raise UserError(f"processes={search.processes}: {key} is for runs of one process, leave one of them out")
+    budget = ("seconds", "proposals", "hypothetical", "overlap") if search.plan is None and config.fleet is None else ()
+    for name in budget:
+        if getattr(search, name):
+            raise UserError(
+                f"{name}={getattr(search, name)} has no effect with {key}, whose divisions of the devices are few and "
+                "all priced: leave it out"
+            )
 
 
 def _unplanned(config: Config) -> str:

@@ -104,7 +104,7 @@ _VIRTUAL = only_if(lambda section: section.clock == "virtual", "{path}.clock=wal
 
 @dataclass(frozen=True)
 class AsynchronousConfig(Section):
-    """Rollouts on devices of their own (`plan: disaggregated`), which go on while the actor is trained.
+    """Rollouts on devices of their own (`plan: disaggregated` or `auto`), which go on while the actor is trained.
 
     Which tokens an update learns from follows from counts alone: a virtual clock takes 1 for a decode step and
     `update_steps` for an update. So a run has the same bits on any hardware, and again after a kill, unless `clock` is

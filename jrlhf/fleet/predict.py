@@ -1,4 +1,7 @@
-"""Predicts what an asynchronous setting costs, from a simulated run: time, waiting, ages of tokens and lost tokens."""
+"""Predicts what an asynchronous setting costs, from a simulated run: time, waiting, ages of tokens and lost tokens.
+
+`predicted` does so for a config on a plan, in seconds; `choose` for each division of the devices.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,8 +9,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jrlhf.fleet.schedule import fresh
-from jrlhf.fleet.simulate import DROPPED, WAITING, Setting, Trace, simulate
+from jrlhf.config.schema import Config
+from jrlhf.errors import UserError
+from jrlhf.fleet.schedule import Rules, fresh
+from jrlhf.fleet.simulate import DROPPED, WAITING, Setting, Trace, lognormal, simulate
+from jrlhf.meshes.graph import home_of
+from jrlhf.planning import auto
+from jrlhf.planning.plans import validate_plan
+from jrlhf.planning.search import Found
+from jrlhf.planning.show import STEADY, in_columns
+from jrlhf.planning.time import CostModel
+
+VERSIONS = 60  # updates of a simulated run of a config: up to a second
+BOUNDS = 0, 1, 2, 4, 8  # of the age of tokens, that are compared
 
 
 @dataclass(frozen=True)
@@ -113,3 +127,157 @@ def token_versions(
     tokens = ends - np.maximum(begins[versions], starts[rows])
     drew = tokens > 0  # versions that newer ones overtook drew none
     return rows[drew], versions[drew], tokens[drew]
+
+
+# ---- a config on a plan
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """An asynchronous config on a plan. Shares are those of the time from update to update.
+
+    outcome: the plan, and an iteration in which rollouts and training take turns. staleness, slots: of the config.
+    seconds: from update to update. update_steps: decode steps that an update takes. useful: seconds in which as many
+    tokens are learned from with full weight as a batch of sampled rows has.
+    """
+
+    outcome: Found
+    staleness: int
+    slots: int
+    seconds: float
+    update_steps: float
+    trainer_waits: float
+    rollouts_wait: float
+    useful: float
+    prediction: Prediction
+
+
+def predicted(config: Config, prices: CostModel, outcome: Found, sigma: float = 0.0) -> Predicted:
+    """Simulates an asynchronous config, whose decode steps and updates take what a plan's calls cost.
+
+    An update is what follows rollouts in an iteration of the plan; a decode step has its share of the prefill. On the
+    virtual clock what is drawn in `update_steps` is drawn while an update runs, and the longer one is waited for.
+
+    sigma: of the lognormal lengths of responses, whose mean is the workload's.
+    """
+    section, options, workload = config.rl, config.rl.asynchronous, prices.workload
+    assert options is not None
+    slots, call = config.rollout.slots or section.rollout_batch, workload.graph["actor.generate"]
+    place, home = outcome.plan[call.name], home_of(workload.graph, "actor", outcome.plan)
+    workers = 1 if config.fleet is None else config.fleet.workers or 1
+
+    def generation(rows: int, response: int, samples: int = section.samples) -> float:
+        own = replace(workload, rows=rows, slots=None, response=response, samples=samples)
+        return replace(prices, workload=own).time(call, place).seconds
+
+    mean, here = round(workload.mean_response), slots // workers
+    step = generation(here, mean) / mean
+    spans = [span for span in outcome.simulation.spans if span.iteration == STEADY]
+    drawn = max(span.end for span in spans if span.kind == "call" and span.call == call.name)
+    update = max(span.end for span in spans) - drawn
+    steps = options.update_steps if options.clock == "virtual" else update / step
+    assert home is not None
+    setting = Setting(
+        Rules(section.rollout_batch // section.samples, options.staleness, steps),
+        slots,
+        section.samples,
+        lognormal(workload.mean_response, sigma, workload.response),
+        options.on_new_weights,
+        min(config.rollout.chunk, workload.response),
+        reward=options.reward_steps,
+        transfer=prices.reallocation(call.role, outcome.plan[home.name], place) / step,
+        prefill=max(0.0, generation(here, 1, samples=1) / step - 1) / (here * workload.prompt),
+        prompt=workload.prompt,
+        empty=min(1.0, generation(1, mean) / mean / step),
+    )
+    trace = simulate(setting, VERSIONS)
+    result = summarise(trace)
+    alone = result.step - steps  # rows are drawn, or scored, without an update
+    first, last = trace.working[[VERSIONS // 5, -1]]
+    meanwhile = (last - first) / (VERSIONS - 1 - VERSIONS // 5) - alone
+    seconds = step * alone + max(update, step * meanwhile)
+    busy = step * result.step * (1 - result.rollouts_wait) / seconds
+    return Predicted(
+        outcome,
+        options.staleness,
+        slots,
+        seconds,
+        update / step,
+        1 - update / seconds,
+        1 - busy,
+        seconds * result.time_per_batch / result.step,
+        result,
+    )
+
+
+def choose(setting: auto.Setting, sigma: float = 0.0) -> list[Predicted]:
+    """Predicts a config on each division of the devices between rollouts and the rest, the fastest first."""
+    prices = setting.prices
+    options = [predicted(setting.config, prices, outcome, sigma) for outcome in setting.splits()]
+    return sorted(options, key=lambda option: option.seconds)
+
+
+def others(config: Config, prices: CostModel, outcome: Found, sigma: float = 0.0) -> list[Predicted]:
+    """Predicts the config on one plan with other bounds of staleness, and with a half and a quarter of the slots."""
+    section, results = config.rl, []
+    assert section.asynchronous is not None
+    slots = config.rollout.slots or section.rollout_batch
+    for size in (slots, slots // 2, slots // 4):
+        for bound in sorted({*BOUNDS, section.asynchronous.staleness}):
+            own = replace(section, asynchronous=replace(section.asynchronous, staleness=bound))
+            sections = {**config.sections, str(config.algorithm): own}
+            changed = replace(config, rollout=replace(config.rollout, slots=size), sections=sections)
+            try:
+                validate_plan(outcome.plan, changed, replace(prices.workload, slots=size), prices.cluster.devices)
+            except UserError:
+                continue
+            results.append(predicted(changed, prices, outcome, sigma))
+    return results
+
+
+def describe(config: Config, prices: CostModel, outcome: Found, sigma: float = 0.0) -> list[str]:
+    """Returns what an asynchronous config takes on a plan, the trade-off of bounds and slots, and the best of them."""
+    key, options = f"{config.algorithm}.asynchronous", config.rl.asynchronous
+    assert options is not None
+    own, compared = predicted(config, prices, outcome, sigma), others(config, prices, outcome, sigma)
+    enough = 1.01 * min(one.useful for one in compared)
+    best = min((one for one in compared if one.useful <= enough), key=lambda one: (one.staleness, one.useful))
+    lines = [
+        f"asynchronous: {own.seconds:.3g} s from update to update with staleness={own.staleness}; lengths of responses "
+        f"are lognormal, with mean {prices.workload.mean_response:g} and sigma {sigma:g}",
+        *table(compared),
+        f"the lowest bound within 1 % of the least time of full weight: staleness={best.staleness} "
+        f"rollout.slots={best.slots}",
+    ]
+    if options.clock == "virtual" and round(own.update_steps) != options.update_steps:
+        lines.append(
+            f"{key}.update_steps={options.update_steps}, and an update takes {own.update_steps:.0f} decode steps here: "
+            "where it is less, rollouts wait for the trainer, and where it is more, tokens are older"
+        )
+    return lines
+
+
+def sentence(options: Sequence[Predicted]) -> str:
+    """Returns what `plan: auto` says of its choice, the first one of these."""
+    best, *rest = options
+    text = (
+        f"plan=auto: rollouts on devices {_drawing(best)}, predicted {best.seconds:.3g} s from update to update with "
+        f"staleness={best.staleness}"
+    )
+    return f"{text}; on {_drawing(rest[0])} {rest[0].seconds:.3g} s" if rest else text
+
+
+def table(options: Sequence[Predicted]) -> list[str]:
+    """Returns a row of text for each prediction, under a head."""
+    head = "rollouts on,staleness,slots,seconds,trainer waits,rollouts wait,mean age,max age,weight 0,full weight"
+    rows: list[Sequence[str]] = [head.split(",")]
+    for one in options:
+        setting = _drawing(one), str(one.staleness), str(one.slots), f"{one.seconds:.3g} s"
+        waits, prediction = (f"{one.trainer_waits:.0%}", f"{one.rollouts_wait:.0%}"), one.prediction
+        ages = f"{prediction.mean_age:.1f}", str(prediction.max_age), f"{prediction.zero_weight:.0%}"
+        rows.append((*setting, *waits, *ages, f"{one.useful:.3g} s"))
+    return in_columns(rows)
+
+
+def _drawing(one: Predicted) -> str:
+    return str(one.outcome.plan["actor.generate"].devices)

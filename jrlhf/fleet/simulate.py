@@ -88,7 +88,8 @@ class Trace:
     drawn: version that drew the first token of a group. trained: version that learned from it, `WAITING` or `DROPPED`.
     starts: number of decode steps before a row's first one. lengths: of rows, in tokens. swaps: number of decode steps
     before a version, or a later one, drew. begins: time at which the update of a version began. busy: integral of the
-    number of running rows over the time until then.
+    number of running rows over the time until then. working: time until then in which rows were running, or decoding
+    stopped for new weights.
     """
 
     setting: Setting
@@ -99,6 +100,7 @@ class Trace:
     swaps: Int[np.ndarray, "V"]
     begins: Float[np.ndarray, "V"]
     busy: Float[np.ndarray, "V"]
+    working: Float[np.ndarray, "V"]
 
 
 def simulate(setting: Setting, versions: int, seed: int = 0) -> Trace:
@@ -119,6 +121,7 @@ def simulate(setting: Setting, versions: int, seed: int = 0) -> Trace:
         np.array(swaps),
         np.array(pipeline.begins),
         np.array(pipeline.busy),
+        np.array(pipeline.begins) - np.array(pipeline.idle),
     )
 
 
@@ -132,6 +135,7 @@ class _Pipeline:
         self.trainer_free, self.ready = 0.0, 0.0  # the times of the trainer's next events
         self.begins: list[float] = []
         self.busy, self.area = [], 0.0
+        self.idle, self.waited = [], 0.0  # time without running rows: until each update, and so far
         # Rows in slots advance in lockstep, so their last steps order them: (last step, group, first step).
         self.running: list[tuple[int, int, int]] = []
         self.last = 0  # the largest of the last steps
@@ -199,6 +203,7 @@ class _Pipeline:
             self.now += steps * pace
             self.area += active * steps * pace
         else:
+            self.waited += min(times) - self.now
             self.now = min(times)
         self.train()  # what was complete before the rows that end now
         self.end_rows()
@@ -225,6 +230,7 @@ class _Pipeline:
             self.groups.remove(groups)
             self.begins.append(max(self.trainer_free, time))
             self.busy.append(self.area)
+            self.idle.append(self.waited)
             self.trainer_free = self.begins[-1] + self.setting.rules.update
 
     def batch(self) -> tuple[float, list[int]] | None:

@@ -9,20 +9,21 @@ from typing import Any
 from jrlhf.config.check import mesh_sizes
 from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
-from jrlhf.meshes import Graph
+from jrlhf.meshes import Call, Graph
 from jrlhf.meshes.hardware import Cluster, hardware_of
 from jrlhf.meshes.mesh import Device
-from jrlhf.meshes.plan import Plan
+from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.models import ModelConfig
 from jrlhf.models.remat import REMATS
 from jrlhf.planning.activations import Backend
-from jrlhf.planning.candidates import NoPlan, candidates
+from jrlhf.planning.candidates import Candidate, NoPlan, candidates, placements
 from jrlhf.planning.fit import backend_of, capacity
 from jrlhf.planning.fusion.proposal import with_fused
 from jrlhf.planning.memory import GIB, Away, away_parts, keepers
-from jrlhf.planning.plans import validate_plan
+from jrlhf.planning.plans import scaled_placement, validate_plan
 from jrlhf.planning.profile import ProfiledCosts, cluster_of, default_path, load, measure, save
-from jrlhf.planning.search import Result, colocates, search
+from jrlhf.planning.search import Found, Result, colocates, placed_together, search
+from jrlhf.planning.simulate import simulate
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import Workload, without_budgeted, workload_of
 
@@ -87,6 +88,52 @@ class Setting:
             changes = (text for text, changed in self._changes() if changed._has_plan(**options))
             text = next(changes, "a smaller model, shorter responses or fewer rows")
             raise UserError(f"{problem}: choose {text}") from problem
+
+    def splits(self) -> list[Found]:
+        """Returns the plans of an asynchronous run: one for each number of the last devices that rollouts may have.
+
+        Each call has its fastest placement that fits with the others of its side; roles on a shared base have the
+        config's mesh, scaled down. With several nodes each side has whole ones.
+        """
+        prices, workload, config = self.prices, self.workload, self.config
+        count, node = prices.cluster.devices, prices.cluster.node
+        outcomes, refusals = [], []
+        for start in range(0, count, node if count > node else 1)[1:]:
+            placed: dict[str, Placement] = {}
+            for drawing, devices in ((False, Slice(0, start)), (True, Slice(start, count - start))):
+                calls = [call for call in workload.calls if (call.kind == "generate") == drawing]
+                choices = {call.name: self._placements_on(call, devices) for call in calls}
+                side = placed_together(self.graph, choices, prices.capacity)
+                placed |= {} if side is None else side[0]
+            if len(placed) < len(workload.calls):
+                continue
+            plan = without_budgeted(config, self.graph, Plan("auto", placed))
+            try:
+                validate_plan(plan, config, workload, count)
+            except UserError as refusal:
+                refusals.append(refusal)
+                continue
+            simulation = simulate(self.graph, plan, prices, lockstep=True)
+            if simulation.peak <= prices.capacity:
+                outcomes.append(Found(plan, simulation))
+        if outcomes:
+            return outcomes
+        if refusals:
+            raise refusals[0]
+        raise UserError(
+            f"{config.algorithm}.asynchronous draws on devices of its own, and no division of {count} device(s) into "
+            "two sides divides the rows and fits: choose more devices, other rows or a smaller model"
+        )
+
+    def _placements_on(self, call: Call, devices: Slice) -> list[Candidate]:
+        """Returns the ways to divide a call over a side of an asynchronous run, those that fit alone."""
+        prices, workload, cluster = self.prices, self.workload, self.prices.cluster
+        ways = placements(workload, call, devices.count, cluster.node)
+        if workload.on_base(call.role):
+            ways = [scaled_placement(self.config, workload, call, devices, cluster.devices)]
+        ways = [replace(way, devices=devices) for way in ways]
+        options = [Candidate(way, prices.call(call, way)) for way in ways]
+        return [one for one in options if one.bytes + one.price.moved * (call.kind == "generate") <= prices.capacity]
 
     def _runs(self, plan: Plan) -> bool:
         try:

@@ -48,7 +48,7 @@ def plan_of_config(config: Config, workload: Workload, devices: int, search: Cal
             else:
                 of_roles = _halves(calls, devices) if config.plan == "split" else _own_slices(workload, devices)
             slices = {call.name: of_roles[call.role] for call in calls}
-        placed = {call.name: _placement(config, workload, call, slices[call.name], devices) for call in calls}
+        placed = {call.name: scaled_placement(config, workload, call, slices[call.name], devices) for call in calls}
         plan = Plan(config.plan, placed)
     elif config.plan != "auto":
         plan = read_plan(expanded(config.plan))
@@ -63,7 +63,7 @@ def plan_of_config(config: Config, workload: Workload, devices: int, search: Cal
 def colocated(config: Config, workload: Workload, devices: int) -> Plan:
     """Returns the plan of a stage that runs by no plan: every model on all devices, as `mesh` divides them."""
     calls, whole = [call for call in workload.graph if call.role in workload.models], Slice(0, devices)
-    return Plan("colocate", {call.name: _placement(config, workload, call, whole, devices) for call in calls})
+    return Plan("colocate", {call.name: scaled_placement(config, workload, call, whole, devices) for call in calls})
 
 
 def read_plan(path: Path) -> Plan:
@@ -83,7 +83,8 @@ def plan_yaml(plan: Plan) -> str:
     return yaml.safe_dump(plan.as_dict(), sort_keys=False)
 
 
-def _placement(config: Config, workload: Workload, call: Call, devices: Slice, count: int) -> Placement:
+def scaled_placement(config: Config, workload: Workload, call: Call, devices: Slice, count: int) -> Placement:
+    """Returns the usual placement of a call on a part of `count` devices: `mesh` of the config, scaled down."""
     layout: LayoutName = "generate" if workload.on_base(call.role) else LAYOUTS[call.kind][0]
     _, updates = update_section(config, workload.graph.name)
     micro_batches = updates.micro_batches if call.kind == "train" else 1

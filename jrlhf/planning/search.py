@@ -290,7 +290,7 @@ def divisions(prices: CostModel, options: Candidates) -> list[Division]:
             for members, count in zip(sets, sizes, strict=True):
                 key = tuple(members), count
                 if key not in costs:
-                    costs[key] = _set(graph, members, best, count, prices.capacity)
+                    costs[key] = placed_together(graph, _of_roles(graph, members, best, count), prices.capacity)
                 parts.append(costs[key])
             if any(part is None for part in parts):
                 continue
@@ -308,7 +308,8 @@ def divisions(prices: CostModel, options: Candidates) -> list[Division]:
 def colocates(prices: CostModel, options: Candidates) -> bool:
     """Returns whether all models fit together on all devices. A search begins there, among other plans."""
     graph = prices.workload.graph
-    return _set(graph, graph.roles, _fastest(options), prices.cluster.devices, prices.capacity) is not None
+    choices = _of_roles(graph, graph.roles, _fastest(options), prices.cluster.devices)
+    return placed_together(graph, choices, prices.capacity) is not None
 
 
 def named_divisions(all_divisions: Sequence[Division]) -> dict[str, Division]:
@@ -365,12 +366,20 @@ def _fastest(options: Candidates) -> dict[tuple[str, int], list[Candidate]]:
     return {key: sorted(group.values(), key=lambda candidate: candidate.price.seconds) for key, group in groups.items()}
 
 
-def _set(
-    graph: Graph, members: Sequence[str], best: dict[tuple[str, int], list[Candidate]], count: int, capacity: float
-) -> tuple[dict[str, Placement], tuple[float, ...]] | None:
-    """Returns placements and seconds of each stage for a set on `count` devices, or None where it does not fit."""
+def _of_roles(
+    graph: Graph, members: Sequence[str], best: dict[tuple[str, int], list[Candidate]], count: int
+) -> dict[str, list[Candidate]]:
     names = [call.name for call in graph if call.role in members and call.kind != "compute"]
-    choices = {name: best.get((name, count), []) for name in names}
+    return {name: best.get((name, count), []) for name in names}
+
+
+def placed_together(
+    graph: Graph, choices: Candidates, capacity: float
+) -> tuple[dict[str, Placement], tuple[float, ...]] | None:
+    """Returns placements of these calls on the same devices, and seconds of each of the graph's stages.
+
+    choices: of each call, all on the same devices. None where the calls do not fit together.
+    """
 
     def seconds(candidate: Candidate) -> tuple[float, float]:
         return candidate.price.seconds, candidate.price.resident

@@ -23,6 +23,7 @@ from jrlhf.data.task import Task
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.tokenizer_files import load_tokenizer, same_tokens
 from jrlhf.errors import UserError
+from jrlhf.fleet.predict import choose, sentence
 from jrlhf.fleet.processes import check_processes
 from jrlhf.fleet.ray_worker import joined
 from jrlhf.meshes import make_mesh
@@ -32,7 +33,7 @@ from jrlhf.meshes.plan import Plan, plan_of
 from jrlhf.models import ModelConfig
 from jrlhf.models.flash import computes
 from jrlhf.models.hf.files import PROMPTING
-from jrlhf.planning.auto import auto_plan
+from jrlhf.planning.auto import Setting, auto_plan
 from jrlhf.planning.fit import check_memory
 from jrlhf.planning.fusion.updates import fused_updates
 from jrlhf.planning.plans import plan_of_config, plan_yaml, read_plan, refuse_cross_process
@@ -227,7 +228,11 @@ def select_plan(
                 )
             if (last := read_plan(path)).name == "auto":
                 return last
-        return auto_plan(config, graph, models, devices)
+        if config.rl.asynchronous is None or config.fleet is not None:
+            return auto_plan(config, graph, models, devices)
+        divisions = choose(Setting(config, graph, models, devices))
+        print(sentence(divisions), flush=True)
+        return divisions[0].outcome.plan
 
     alone = {
         "compute.score_rows": config.compute.score_rows,

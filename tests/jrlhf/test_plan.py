@@ -45,6 +45,19 @@ def test_stages_are_priced_and_drawn(tmp_path, capsys):
     assert f"actor.update, 1f1b: bubble {100 * 3 / 11:.0f} %" in drawn.read_text()
 
 
+def test_asynchronous_settings_are_predicted(tmp_path, capsys):
+    """A saved plan gives the same table again; with a fleet of processes the search finds the trainer's plan."""
+    saved, apart = tmp_path / "plan.yaml", ("--config", "llama3-8b-ppo", "--cluster", "16xh100", "--sigma", "0.5")
+    settings = "ppo.asynchronous.staleness=2", "ppo.rollout_batch=64"
+    assert cli([*apart, *settings, "--save", str(saved)]) == 0
+    table = capsys.readouterr().out.partition("\nasynchronous: ")[2]
+    assert "with staleness=2; lengths of responses are lognormal, with mean 1024 and sigma 0.5" in table
+    assert cli([*apart, *settings, "--plan", str(saved)]) == 0
+    assert capsys.readouterr().out.partition("\nasynchronous: ")[2] == table
+    assert cli([*apart, *settings, "fleet.workers=1", "--proposals", "50"]) == 0
+    assert "\nasynchronous: " in capsys.readouterr().out
+
+
 def test_shorter_responses_take_less(capsys):
     seconds = []
     for mean in ("1024", "100"):
@@ -118,6 +131,10 @@ def test_bad_input_is_one_sentence(capsys):
         (f"{cluster} --plan split --seconds 1", "seconds=1.0 has no effect with plan=split"),
         (f"{cluster} --plan split stages=[sft]", "plan=split has no effect with stages=[sft]"),
         (f"{cluster} --mean-response 9e9", "mean_response=9e+09 must be from 1 to data.max_response=1024"),
+        (f"{cluster} --sigma 1", "sigma=1 has no effect without asynchronous training: leave it out"),
+        (f"{cluster} --sigma 4 ppo.asynchronous.staleness=1", "sigma=4 must be from 0 to 3"),
+        (f"{cluster} --processes 2 ppo.asynchronous.staleness=1", "ppo.asynchronous is for runs of one process"),
+        (f"{few} ppo.asynchronous.staleness=1", "proposals=10 has no effect with ppo.asynchronous, whose divisions"),
         (f"{cluster} --processes 0", "processes=0 must divide the 8 devices: each has equally many"),
         (f"{cluster} --processes 3", "processes=3 must divide the 8 devices: each has equally many"),
         (f"{cluster} --plot plan.txt", "must end in .svg, .png, .pdf"),

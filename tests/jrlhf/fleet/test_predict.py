@@ -1,0 +1,99 @@
+"""Asynchronous configs on plans: seconds in closed form, the fastest division of the devices, and `plan: auto`."""
+
+from dataclasses import replace
+
+import pytest
+
+from jrlhf.algorithms.registry import planned_graph
+from jrlhf.config import load_config
+from jrlhf.errors import UserError
+from jrlhf.fleet.predict import choose, describe, predicted
+from jrlhf.meshes.hardware import cluster
+from jrlhf.planning.auto import Setting
+from jrlhf.planning.plans import plan_of_config, plan_yaml, validate_plan
+from jrlhf.planning.search import Found
+from jrlhf.planning.simulate import simulate
+from jrlhf.stages.setup import PLAN, architectures, select_plan
+from tests.jrlhf.planning.test_auto import Device
+
+
+def setting(devices: int, *overrides: str, **asynchronous: object) -> Setting:
+    options = [f"ppo.asynchronous.{key}={value}" for key, value in asynchronous.items()]
+    config = load_config("llama3-8b-ppo", [*options, *overrides])
+    return Setting(config, planned_graph(config), architectures(config), cluster(f"{devices}xh100"))
+
+
+def halves(own: Setting) -> Found:
+    """Rollouts on the second half of the devices, in the config's mesh."""
+    config, count = replace(own.config, plan="disaggregated"), own.prices.cluster.devices
+    plan = plan_of_config(config, own.workload, count)
+    return Found(plan, simulate(own.graph, plan, own.prices, lockstep=True))
+
+
+def test_rows_of_one_length_in_closed_form():
+    """With staleness 0 both sides take turns, as in an iteration of the plan's simulator. With a bound the longer one
+    never waits, unless `update_steps` are so few that rows remain to be drawn after the update."""
+    outcome, mesh = halves(setting(16, "mesh.fsdp=16", staleness=0)), "mesh.fsdp=16"
+    spans = [span for span in outcome.simulation.spans if span.iteration == 2]
+    (drawing,) = (span for span in spans if span.call == "actor.generate" and span.kind == "call")
+    update = max(span.end for span in spans) - drawing.end
+    step = drawing.seconds / 1024
+
+    def seconds(**asynchronous):
+        own = setting(16, mesh, **asynchronous)
+        return predicted(own.config, own.prices, outcome).seconds
+
+    for steps in (1, 128, 5000):
+        assert seconds(staleness=0, update_steps=steps) == pytest.approx(outcome.simulation.seconds, rel=1e-3)
+    assert seconds(staleness=0, clock="wall") == pytest.approx(outcome.simulation.seconds, rel=1e-3)
+    assert update > drawing.seconds
+    assert seconds(staleness=2, clock="wall") == pytest.approx(update, rel=1e-3)
+    for steps in (1100, 5000):
+        assert seconds(staleness=2, update_steps=steps) == pytest.approx(update, rel=1e-3)
+    rest = 1024 - 512  # a look at the rows may come a chunk later
+    assert seconds(staleness=2, update_steps=512) == pytest.approx(update + rest * step, abs=64 * step)
+
+
+def test_the_division_is_the_fastest_of_all():
+    """One or two nodes of three may draw. The chosen meshes are faster than the mesh of the config."""
+    own = setting(24, "mesh.fsdp=8", "mesh.data=3", "ppo.rollout_batch=768", staleness=2, update_steps=2000)
+    options = choose(own, 0.5)
+    assert {str(one.outcome.plan["actor.generate"].devices) for one in options} == {"8-23", "16-23"}
+    assert options[0].seconds < options[1].seconds
+    for one in options:
+        validate_plan(one.outcome.plan, own.config, own.workload, 24)
+        assert one.outcome.simulation.peak <= own.prices.capacity
+    sixteen = setting(16, "mesh.fsdp=16", staleness=2, update_steps=2000)
+    (half,) = choose(sixteen)
+    assert half.seconds < predicted(sixteen.config, sixteen.prices, halves(sixteen)).seconds
+
+
+def test_the_text_names_the_ratio_of_an_update_and_a_decode_step():
+    own = setting(16, staleness=2, update_steps=128)
+    outcome = choose(own)[0].outcome
+    *_, line = describe(own.config, own.prices, outcome)
+    steps = int(line.partition("an update takes ")[2].split()[0])
+    assert line.startswith("ppo.asynchronous.update_steps=128, and an update takes ")
+    matched = setting(16, staleness=2, update_steps=steps)
+    text = describe(matched.config, matched.prices, outcome)
+    assert text[-1].startswith("the lowest bound within 1 % of the least time of full weight: staleness=1 ")
+
+
+def test_a_run_takes_the_fastest_division_and_keeps_it(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    overrides = "plan=auto", "lora.rank=16", f"run_dir={tmp_path}", "name=run"
+    own, devices = setting(8, *overrides, staleness=2), [Device()] * 8
+    plan = select_plan(own.config, dict(own.models), devices)
+    assert plan == choose(own)[0].outcome.plan and plan.name == "auto"
+    assert capsys.readouterr().out.startswith("plan=auto: rollouts on devices 4-7, predicted ")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / PLAN).write_text(plan_yaml(plan))
+    monkeypatch.setattr("jrlhf.stages.setup.choose", None)
+    assert select_plan(own.config, dict(own.models), devices, resume=True) == plan
+
+
+def test_where_no_division_runs_the_reason_is_one_sentence():
+    with pytest.raises(UserError, match=r"no division of 8 device.s. into two sides divides the rows and fits: choose"):
+        setting(8, staleness=2).splits()
+    with pytest.raises(UserError, match=r"rollout.slots=16 must give each of 3 logical worker.s. a multiple"):
+        setting(8, "lora.rank=16", "rollout.slots=16", staleness=2, logical_workers=3).splits()
