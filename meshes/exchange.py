@@ -3,6 +3,7 @@
 `jax.device_put` copies them between devices of one process. Between processes `exchange` does: all devices that send or
 receive run one program, in which every device of the destination gets its shard from one device that has it. A process
 without a device on either side runs nothing, but must make the same calls, as for every program of several processes.
+Every device runs its programs in the order of the calls, so both sides of an exchange wait for each other.
 """
 
 from collections import defaultdict
@@ -75,14 +76,26 @@ def _coarsen(sharding: NamedSharding, parts: Sequence[int]) -> NamedSharding:
     return NamedSharding(Mesh(np.asarray(mesh.devices).reshape(factors), names), sharding.spec)
 
 
-# ---- copies between processes
+# ---- copies
 
 
-def exchange(arrays: Sequence[jax.Array], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
+def copied(arrays: Sequence[jax.Array], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
     """Returns the arrays as `shardings` place them on other devices: the same bits; the sources are not freed.
 
     All arrays must be on the same devices, and all shardings too. Every shard of the destination must be one at the
-    source. On each device there are temporarily as many bytes as the arrays have there, or would have.
+    source; `jax.device_put`, which copies within a process, also divides arrays that are on one device.
+    """
+    if not (arrays[0].is_fully_addressable and shardings[0].is_fully_addressable):
+        return exchange(arrays, shardings)
+    mesh = shardings[0].mesh
+    assert isinstance(mesh, Mesh), "an array's mesh has devices"
+    with jax.set_mesh(mesh):
+        return jax.device_put(list(arrays), list(shardings))
+
+
+def exchange(arrays: Sequence[jax.Array], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
+    """`copied` between processes. On each device there are temporarily as many bytes as the arrays have there, or would
+    have.
     """
     sources = [_parts(array.sharding, array.shape) for array in arrays]
     targets = [_parts(target, array.shape) for array, target in zip(arrays, shardings, strict=True)]

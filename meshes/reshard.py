@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath, SequenceKey, keystr
 from jax.typing import DTypeLike
 
-from jrlhf.meshes.exchange import exchange, landing_of, stage_of
+from jrlhf.meshes.exchange import copied, landing_of, stage_of
 from jrlhf.meshes.mesh import Device
 
 GROUP_BYTES = 256 * 2**20
@@ -255,12 +255,8 @@ def _concrete(sharding: NamedSharding) -> Mesh:
 
 def _across(group: Sequence[Move], dtype: DTypeLike | None, donate: bool) -> list[tuple[jax.Array, ...]]:
     staged, landings = _within(_staged(group), dtype, donate), [_landings(move) for move in group]
-    if _is_local(group[0]):
-        with jax.set_mesh(_concrete(group[0].targets[0])):
-            landed = jax.device_put(staged, landings)
-    else:
-        arrays, treedef = jax.tree.flatten(staged)
-        landed = treedef.unflatten(exchange(arrays, treedef.flatten_up_to(landings)))
+    arrays, treedef = jax.tree.flatten(staged)
+    landed = treedef.unflatten(copied(arrays, treedef.flatten_up_to(landings)))
     return [tuple(map(_slice, arrays, move.targets)) for move, arrays in zip(group, landed, strict=True)]
 
 

@@ -9,12 +9,15 @@ A stage keeps the input of a micro-batch from the forward to the last backward o
 pass again: so what is in flight follows from the table alone (`meshes.pipeline.peak`). The last stage computes in its
 backward operation only. What a backward operation keeps within its stage is `ForwardOptions.remat`.
 
-Programs are dispatched in the order of the table and run when their inputs are there.
+Programs are dispatched in the order of the table and run when their inputs are there. Results go to other stages when
+all operations of their tick are dispatched, because stages of different processes wait for each other to send them.
+All processes walk through the whole table: the programs of a stage do nothing in those without a device of it.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 from jrlhf.meshes import Layout, transfer
+from jrlhf.meshes.exchange import copied
 from jrlhf.meshes.pipeline import SCHEDULES, ScheduleName, Step, Table
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.forward import ForwardOptions, ShardedForward
@@ -146,9 +150,12 @@ def run(table: Table, tasks: Mapping[int, Task]) -> dict[int, Gradients]:
         without a task are left out.
     """
     running = {number: _Running(task) for number, task in tasks.items()}
-    for _, step in table.operations:
-        if step.model in running:
+    for _, operations in groupby(table.operations, key=lambda operation: operation.tick):
+        steps = [step for _, step in operations if step.model in running]
+        for step in steps:
             running[step.model].compute(step, split=table.pipelines[step.model].split)
+        for step in steps:
+            running[step.model].send(step)
     return {number: running.pop(number).result() for number in tasks}  # each frees its stages for the next one
 
 
@@ -170,16 +177,17 @@ class _Running:
         # In flight, by stage and micro-batch: the stage's input, and the gradient of its output.
         self.inputs: dict[tuple[int, int], Params] = {(0, number): {} for number in range(task.micro_batches)}
         self.gradients: dict[tuple[int, int], Any] = {}
+        self.outputs: dict[Step, Any] = {}  # arrays for other stages
 
     def compute(self, step: Step, split: bool) -> None:
-        """Dispatches one operation and sends its result to the next stage."""
+        """Dispatches one operation."""
         stage, place = step.stage, (step.stage, step.micro_batch)
         last = stage == self.task.stages.last
         arguments = self.weights[stage], self.inputs[place], self.rows[stage], step.micro_batch, self.others[stage]
         with jax.set_mesh(self.task.stages.meshes[stage]):
             if step.kind == "forward":
                 if not last:
-                    self._send(self.inputs, stage + 1, step, {"hidden": _forward(self.functions[stage], *arguments)})
+                    self.outputs[step] = _forward(self.functions[stage], *arguments)
                 return
             arguments = *arguments, self.gradients.setdefault(place, jnp.ones(()))
             if step.kind == "backward" and split:
@@ -189,13 +197,20 @@ class _Running:
                 self.shares += [shares] if last else []
                 del self.inputs[place], self.gradients[place]
             if step.kind == "backward" and stage:
-                self._send(self.gradients, stage - 1, step, of_input["hidden"])
+                self.outputs[step] = of_input["hidden"]
 
-    def _send(self, inbox: dict[tuple[int, int], Any], stage: int, step: Step, tree: Any) -> None:
-        mesh = self.task.stages.meshes[stage]
+    def send(self, step: Step) -> None:
+        """Sends the operation's result, if it has one, to the stage that needs it."""
+        if (x := self.outputs.pop(step, None)) is None:
+            return
+        forward = step.kind == "forward"
+        stage = step.stage + (1 if forward else -1)
         # Both meshes divide the array alike, so each device copies what it has to its neighbour.
-        placed = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, x.sharding.spec)), tree)
-        inbox[stage, step.micro_batch] = placed
+        (placed,) = copied([x], [NamedSharding(self.task.stages.meshes[stage], x.sharding.spec)])
+        if forward:
+            self.inputs[stage, step.micro_batch] = {"hidden": placed}
+        else:
+            self.gradients[stage, step.micro_batch] = placed
 
     def result(self) -> Gradients:
         home = _mesh(self.task.params)

@@ -49,7 +49,7 @@ class Rollout:
     def ages(self, version: Int[Array, ""]) -> Int[Array, "B T"]:
         """The number of updates between the weights that drew a token and the weights `version`."""
         drawn = self.version if self.versions is None else self.versions
-        return version - drawn + jnp.zeros_like(self.tokens)
+        return version - drawn + 0 * self.tokens  # eager zeros_like needs a shard in every process
 
 
 @jax.tree_util.register_dataclass

@@ -16,7 +16,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jrlhf.meshes import transfer
+from jrlhf.meshes import to_devices, to_host, transfer
 from jrlhf.meshes.by_length import ByLength, fold_by_length, row_ends
 from jrlhf.meshes.rows import check_divisible, draw_minibatch, split_rows
 from jrlhf.ppo.config.policy import PolicyConfig
@@ -138,9 +138,9 @@ def make_step(update: Callable[..., Updates], pipeline: Pipeline | None) -> Call
         return jax.jit(wraps(update)(lambda *arguments: finish(update(*arguments))), donate_argnums=0)
 
     def step(state: TrainState, *arguments: PyTree) -> Updates:
-        number = jnp.asarray(jax.device_get(state.step))  # through the host: the rows are on another mesh
+        number = jnp.asarray(to_host(state.step))  # through the host: the rows are on another mesh
         after, metrics = yield from update(replace(state, step=number), *arguments)
-        return replace(after, step=jax.device_put(after.step, state.step.sharding)), metrics
+        return replace(after, step=to_devices(after.step, state.step.sharding)), metrics
 
     return lambda *arguments: pipeline(step(*arguments))
 
@@ -217,7 +217,7 @@ def run_updates(
     goes_on = lambda carry: (carry.index < total) & ~carry.stop  # noqa: E731
     if not staged:
         end = lax.while_loop(goes_on, lambda carry: finish(one(carry)), end)
-    while staged and goes_on(end):
+    while staged and to_host(goes_on(end)):
         end = yield from one(end)
     means = jax.tree.map(lambda s: s / end.sound.astype(jnp.float32), end.sums)
     counts = {

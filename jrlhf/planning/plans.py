@@ -1,6 +1,7 @@
 """The plan that a config names, and the checks that a run can follow it."""
 
 from collections.abc import Callable, Sequence
+from itertools import combinations
 from math import gcd, lcm
 from pathlib import Path
 
@@ -344,7 +345,7 @@ def _check_rows(named: str, config: Config, workload: Workload, call: Call, plac
 
 
 def refuse_cross_process(plan: Plan, process_of: Sequence[int]) -> None:
-    """Refuses a plan that several processes cannot run: pipelines need one process, and slices must divide all devices.
+    """Refuses a plan whose slices do not divide all devices, where there are several processes.
 
     process_of: the number of each device's process, in the plan's order of the devices.
     """
@@ -353,14 +354,26 @@ def refuse_cross_process(plan: Plan, process_of: Sequence[int]) -> None:
         return
     for call, placement in plan.placements.items():
         devices = placement.devices
-        if placement.pipeline > 1:
-            raise UserError(
-                f"plan {plan.name} runs {call} in pipeline={placement.pipeline} stages, which need one process, and "
-                f"there are {processes}: use fsdp or tensor instead, or run in one process"
-            )
         if all_devices % devices.count:  # a checkpoint divides what a slice has over all processes
             count = max(part for part in range(1, devices.count) if all_devices % part == 0)
             raise UserError(
                 f"plan {plan.name} runs {call} on devices {devices}, and with {processes} processes the number of a "
                 f"call's devices must divide {all_devices}: choose {count} of them, or plan=colocate"
             )
+
+
+def transfer_line(plan: Plan, process_of: Sequence[int]) -> str | None:
+    """Returns the line that says how arrays move between a plan's slices, stages included; None: there is only one.
+
+    process_of: as in `refuse_cross_process`.
+    """
+    slices = {placement.devices for placement in plan.placements.values()}
+    for placement in plan.placements.values():
+        count = placement.devices.count // placement.pipeline
+        slices |= {Slice(start, count) for start in range(placement.devices.start, placement.devices.stop, count)}
+    if len(slices) == 1:
+        return None
+    owners = [set(process_of[one.start : one.stop]) for one in slices]
+    ways = {len(one | other) > 1 for one, other in combinations(owners, 2)}
+    texts = {False: "copies from device to device within a process", True: "collective copies between processes"}
+    return f"plan {plan.name}: arrays move between slices by {' and '.join(texts[way] for way in sorted(ways))}"

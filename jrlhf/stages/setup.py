@@ -36,7 +36,7 @@ from jrlhf.models.hf.files import PROMPTING
 from jrlhf.planning.auto import Setting, auto_plan
 from jrlhf.planning.fit import check_memory
 from jrlhf.planning.fusion.updates import fused_updates
-from jrlhf.planning.plans import plan_of_config, plan_yaml, read_plan, refuse_cross_process
+from jrlhf.planning.plans import plan_of_config, plan_yaml, read_plan, refuse_cross_process, transfer_line
 from jrlhf.planning.workload import workload_of
 from jrlhf.rewards.facts import MODULES
 from jrlhf.rewards.functions import FunctionReward, RewardFailure
@@ -93,6 +93,8 @@ def _open_context(
         fused = fused_updates(workload_of(config, graph, models), plan)
         placements = place_roles(plan, graph, list(mesh.devices.flat), fused=fused, prefetch=ahead)
     console = _open_console(config)
+    if plan is not None and (line := transfer_line(plan, [device.process_index for device in mesh.devices.flat])):
+        console.line(line)
     if plan is not None and config.fleet is not None and config.fleet.engine == "ray":
         gpus = plan["actor.generate"].devices.count if mesh.devices.flat[0].platform == "gpu" else 0
         stack.enter_context(joined(config.fleet.workers or 0, gpus, console.line))

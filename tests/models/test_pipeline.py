@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from jrlhf.meshes import AXES, GENERATE, TRAIN, TRAIN_TP, make_mesh
+from jrlhf.meshes import AXES, GENERATE, TRAIN, TRAIN_TP, make_mesh, to_devices, to_host
 from jrlhf.models import (
     ForwardOptions,
     LoRAConfig,
@@ -118,9 +118,7 @@ def step_of(kind, config, mesh, layout, options, pipeline=None):
 
 def placed(tree, mesh, spec=None):
     """Host arrays on a mesh, rows divided over all of its devices."""
-    return jax.tree.map(
-        lambda x: jax.device_put(x, jax.NamedSharding(mesh, jax.P(AXES) if np.ndim(x) else jax.P())), tree
-    )
+    return jax.tree.map(lambda x: to_devices(x, jax.NamedSharding(mesh, jax.P(AXES) if np.ndim(x) else jax.P())), tree)
 
 
 def weights_of(reference, kind, config, mesh, layout, lora):
@@ -128,11 +126,11 @@ def weights_of(reference, kind, config, mesh, layout, lora):
     head = "scalar" if kind in ("critic", "reward") else "lm"
     if lora is None:
         host = reference.random_params(config, head)
-        return jax.device_put(host, param_shardings(config, mesh, layout, head)), ()
-    base = jax.device_put(unstacked(reference.random_params(config)), param_shardings(config, mesh, GENERATE))
+        return to_devices(host, param_shardings(config, mesh, layout, head)), ()
+    base = to_devices(unstacked(reference.random_params(config)), param_shardings(config, mesh, GENERATE))
     adapter = init_lora(config, lora, jax.random.key(3), head)
     adapter = jax.tree.map(lambda x: x + 0.1, adapter)  # else b = 0, and a has no gradient
-    return jax.device_put(adapter, lora_shardings(config, mesh, lora, head)), (base,)
+    return to_devices(adapter, lora_shardings(config, mesh, lora, head)), (base,)
 
 
 def gradients(reference, kind, config, home, layout, options, groups=(), schedule: Any = "1f1b"):
@@ -145,10 +143,10 @@ def gradients(reference, kind, config, home, layout, options, groups=(), schedul
     else:
         rows_mesh, step = home, step_of(kind, config, home, layout, options)
     with jax.set_mesh(home):
-        state = TrainState.create(params, RECORDER)
+        state = jax.jit(lambda params: TrainState.create(params, RECORDER))(params)
     with jax.set_mesh(rows_mesh):
         after, metrics = step(state, placed(batch_of(kind, config), rows_mesh), *frozen)
-    return jax.device_get((metrics, after.opt_state))
+    return to_host((metrics, after.opt_state))
 
 
 def same_gradients(actual, expected) -> None:

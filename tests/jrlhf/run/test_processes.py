@@ -24,7 +24,7 @@ from jrlhf.config import Config, load_config
 from jrlhf.config.schema import DistributedConfig
 from jrlhf.errors import UserError
 from jrlhf.meshes.plan import Placement, Plan, Slice
-from jrlhf.planning.plans import refuse_cross_process
+from jrlhf.planning.plans import refuse_cross_process, transfer_line
 from jrlhf.run.files import read_jsonl
 from jrlhf.run.metrics import read_metrics
 from jrlhf.run.processes import start
@@ -36,6 +36,8 @@ SMALL = (
     "reward_model.heldout_prompts=8 ppo.iterations=3 ppo.rollout_batch=16 ppo.save_every=1 ppo.algorithm.epochs=1 "
     "evaluation.prompts=8 rollout.chunk=12 rollout.slots=8 rollout.buckets=1 rollout.lengths=1"
 ).split()
+_LAYOUT = {"generate": "generate", "infer": "score", "train": "train"}  # by a call's kind
+LAYOUTS = {call.name: _LAYOUT[call.kind] for call in graph_of(Config()) if call.kind in _LAYOUT}
 
 AGREE = """
 import json, sys, threading
@@ -197,9 +199,7 @@ def assert_same_run(one: Path, two: Path, *models: str) -> None:
 
 
 def test_processes_agree_and_share_arrays(tmp_path: Path):
-    layouts = {"generate": "generate", "infer": "score", "train": "train"}
-    calls = [call for call in graph_of(Config()) if call.kind in layouts]
-    placed = {call.name: {"layout": layouts[call.kind], "devices": "0-3", "fsdp": 4} for call in calls}
+    placed = {name: {"layout": layout, "devices": "0-3", "fsdp": 4} for name, layout in LAYOUTS.items()}
     (tmp_path / "0.yaml").write_text(yaml.safe_dump({"calls": placed}))  # process 1 has none
     launched = launch(2, tmp_path, "-c", AGREE, TINY, str(tmp_path))
     outputs = [process.communicate(timeout=120)[0] for process in launched.processes]  # Gloo prints into them, too
@@ -293,6 +293,18 @@ def test_a_killed_run_on_slices_goes_on_to_the_same_bits_and_under_another_plan(
     assert records(split / "killed") == records(split / "two")
     train(4, split, "killed", *SMALL, "plan=standalone", "--resume", "ppo.iterations=4").assert_codes(400, *[0] * 4)
     assert records(split / "killed")[-1]["step"] == 4
+
+
+@pytest.mark.proof("processes")
+def test_pipelines_of_two_processes_do_what_they_do_in_one(tmp_path: Path):
+    """The actor has a stage in each process, the critic both in the second."""
+    staged: dict[str, Any] = {"layout": "train", "fsdp": 2, "pipeline": 2, "micro_batches": 2}
+    actor, critic = staged | {"devices": "0-7", "tensor": 2}, staged | {"devices": "4-7", "schedule": "zb-h1"}
+    calls = {call: {"layout": layout, "devices": "0-7", "fsdp": 4, "tensor": 2} for call, layout in LAYOUTS.items()}
+    calls |= {"actor.update": actor, "critic.update": critic}
+    (tmp_path / "apart.yaml").write_text(yaml.safe_dump({"name": "apart", "calls": calls}))
+    train_one_and_two(tmp_path, *SMALL, f"plan={tmp_path / 'apart.yaml'}")
+    assert_same_run(tmp_path / "one", tmp_path / "two", "model", "reward_model")
 
 
 @pytest.mark.parametrize(
@@ -426,7 +438,19 @@ def test_plans_that_processes_cannot_run_are_refused():
     refuse_cross_process(plan(generate=(0, 8), update=(0, 6)), one)
     with pytest.raises(UserError, match=r"runs update on devices 0-5, and .* must divide 8: choose 4 of them"):
         refuse_cross_process(plan(generate=(0, 8), update=(0, 6)), two)
-    staged = Plan("mine", {"update": Placement(Slice(0, 8), "train", fsdp=4, pipeline=2, micro_batches=2)})
-    refuse_cross_process(staged, one)
-    with pytest.raises(UserError, match=r"update in pipeline=2 stages, which need one process, and there are 2"):
-        refuse_cross_process(staged, two)
+
+
+def test_a_run_says_how_arrays_move_between_slices():
+    def line(*processes: int, **calls: Placement) -> str | None:
+        return transfer_line(Plan("mine", calls), processes)
+
+    whole, staged = (Placement(Slice(0, 4), "train", fsdp=4 // stages, pipeline=stages) for stages in (1, 2))
+    first, second = (Placement(Slice(start, 2), "train", fsdp=2) for start in (0, 2))
+    device, collective = "copies from device to device within a process", "collective copies between processes"
+    assert line(0, 0, 1, 1, generate=whole, update=whole) is None
+    start = "plan mine: arrays move between slices by "
+    assert line(0, 0, 0, 0, generate=first, update=second) == start + device
+    assert line(0, 0, 1, 1, generate=first, update=second) == start + collective
+    assert line(0, 0, 1, 1, update=staged) == start + collective
+    three = {"generate": Placement(Slice(0, 1), "train"), "score": Placement(Slice(1, 1), "train"), "update": second}
+    assert line(0, 0, 1, 1, **three) == f"{start}{device} and {collective}"
