@@ -210,7 +210,7 @@ def make_plan(
         if progress is not None:
             print(file=sys.stderr)
         outcome = result.best
-        prices = fused_prices(prices, outcome.plan)
+        prices = fused_prices(prices, outcome.plan, processes=processes)
         lines = [show.describe(prices, result)]
         for name in [call.name for call in workload.calls if workload.on_base(call.role)][:1]:
             data, fsdp, tensor = outcome.plan[name].stored
@@ -221,7 +221,7 @@ def make_plan(
         if cluster is not None and plan in plans.NAMES:
             mesh_sizes(config.mesh, devices, simulates=False)
         priced = plans.plan_of_config(replace(config, plan=plan), workload, devices)
-        prices = fused_prices(prices, priced)
+        prices = fused_prices(prices, priced, processes=processes)
         outcome = Found(priced, simulate(graph, priced, prices, lockstep=not search.overlap))
         lines = [show.describe_plan(prices, outcome)]
     if asynchronous:

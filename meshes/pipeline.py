@@ -8,6 +8,7 @@ arrays.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 Kind = Literal["forward", "backward", "weight"]
@@ -197,6 +198,23 @@ def violation(table: Table, memory: float | None = None, activations: Sequence[f
 def makespan(table: Table, seconds: Seconds) -> float:
     """Returns the seconds of the table: every operation starts as soon as its device and what it needs are ready."""
     return max(end for _, end in _times(table.pipelines, table.orders, seconds).values())
+
+
+def synchronous_makespan(table: Table, seconds: Seconds) -> float:
+    """Returns the seconds of the table where sender and receiver of a result wait for each other when its tick has
+    ended, as stages of different processes do."""
+    free = [0.0] * table.devices
+    for _, operations in groupby(table.operations, key=lambda operation: operation.tick):
+        meetings = []
+        for _, step in operations:
+            devices = table.pipelines[step.model].devices
+            free[devices[step.stage]] += seconds(step)
+            receiver = step.stage + {"forward": 1, "backward": -1, "weight": 0}[step.kind]
+            if 0 <= receiver < len(devices):
+                meetings.append((devices[step.stage], devices[receiver]))
+        for one, other in meetings:
+            free[one] = free[other] = max(free[one], free[other])
+    return max(free)
 
 
 def bubble(table: Table, seconds: Seconds) -> float:

@@ -78,12 +78,12 @@ class Setting:
     def search(self, *, processes: int = 1, lockstep: bool = True, hypothetical: bool = False, **budget: Any) -> Result:
         """Searches for the fastest plan. Where none fits, the error names the nearest setting with one.
 
-        Updates are fused where that is faster; a pipeline runs in one process. processes: of the run.
+        Updates are fused where that is faster. processes: of the run.
         """
         options = {"processes": processes, "hypothetical": hypothetical}
         try:
             result = search(self.prices, lockstep=lockstep, **options, **budget)
-            return result if processes > 1 else with_fused(self.prices, result, self._runs, lockstep=lockstep)
+            return with_fused(self.prices, result, self._runs, lockstep=lockstep, processes=processes)
         except NoPlan as problem:
             changes = (text for text, changed in self._changes() if changed._has_plan(**options))
             text = next(changes, "a smaller model, shorter responses or fewer rows")

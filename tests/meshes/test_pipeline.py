@@ -18,6 +18,7 @@ from jrlhf.meshes.pipeline import (
     makespan,
     one_forward_one_backward,
     peak,
+    synchronous_makespan,
     violation,
     zero_bubble,
 )
@@ -107,6 +108,17 @@ def test_a_simulator_of_time_agrees():
         assert (makespan(table, cost), peak(table)) == (span, most)
         assert violation(table, max(most)) is None
         assert violation(table, max(most) - 0.5) is not None
+
+
+def test_waiting_for_receivers_takes_time_only_where_it_delays_a_sender():
+    for stages, micro_batches in SIZES:
+        for schedule in (gpipe, one_forward_one_backward, zero_bubble):
+            table = schedule(stages, micro_batches)
+            assert synchronous_makespan(table, seconds) == makespan(table, seconds)
+    assert synchronous_makespan(interleaved(2, 4, 2), equal) == makespan(interleaved(2, 4, 2), equal)
+    forwards = {(0, 2): 3, (1, 0): 3}  # the others take 1: the first stage may end the third one at 5, or begin it at 4
+    cost = lambda step: forwards.get((step.stage, step.micro_batch), 1) * (step.kind == "forward")  # noqa: E731
+    assert (makespan(gpipe(2, 3), cost), synchronous_makespan(gpipe(2, 3), cost)) == (6, 8)
 
 
 def test_devices_that_wait_for_each_other_are_refused():

@@ -28,10 +28,12 @@ _OF_A_DEPTH = 4  # placements of a call in as many stages
 _GROUPS = 64  # of devices, in the largest table
 
 
-def with_fused(prices: CostModel, result: Result, runs: Callable[[Plan], bool], *, lockstep: bool) -> Result:
+def with_fused(
+    prices: CostModel, result: Result, runs: Callable[[Plan], bool], *, lockstep: bool, processes: int = 1
+) -> Result:
     """Returns the result with a plan that fuses the updates as its best one, where that is predicted to be faster.
 
-    runs: whether the config's algorithm can run a plan.
+    runs: whether the config's algorithm can run a plan. processes: see `fused_prices`.
     """
     if not all(name in result.best.plan.placements for name in FUSED):
         return result
@@ -39,7 +41,8 @@ def with_fused(prices: CostModel, result: Result, runs: Callable[[Plan], bool], 
 
     def faster(plan: Plan, best: Found, *, least: bool) -> Found | None:
         """Simulates a plan, with the table of its updates or the `least` that one might take; None: not faster."""
-        simulation = simulate(graph, plan, fused_prices(prices, plan, least=least), lockstep=lockstep)
+        priced = fused_prices(prices, plan, least=least, processes=processes)
+        simulation = simulate(graph, plan, priced, lockstep=lockstep)
         better = simulation.seconds < best.simulation.seconds and simulation.peak <= prices.capacity
         return Found(plan, simulation) if better else None
 

@@ -6,7 +6,7 @@ from functools import cache
 from math import lcm
 
 from jrlhf.meshes.hardware import HARDWARE, Cluster
-from jrlhf.meshes.pipeline import Table, makespan
+from jrlhf.meshes.pipeline import Table, makespan, synchronous_makespan
 from jrlhf.meshes.plan import Placement, Plan
 from jrlhf.planning.fusion.improve import search
 from jrlhf.planning.fusion.problem import Model, fuse
@@ -49,11 +49,12 @@ def fused_updates(workload: Workload, plan: Plan) -> FusedUpdates | None:
     return FusedUpdates(_table(*models), dict(zip(names, numbers, strict=True)))
 
 
-def fused_prices(prices: CostModel, plan: Plan, *, least: bool = False) -> CostModel:
+def fused_prices(prices: CostModel, plan: Plan, *, least: bool = False, processes: int = 1) -> CostModel:
     """Returns prices by which each of a plan's fused updates takes its share, by its work, of the makespan of their
     table, and both need the memory of both.
 
-    least: for the shortest table that there might be; none is searched for.
+    least: for the shortest table that there might be; none is searched for. processes: of the run, each with equally
+        many devices.
     """
     workload = prices.workload
     if not plan.fused:
@@ -65,7 +66,10 @@ def fused_prices(prices: CostModel, plan: Plan, *, least: bool = False) -> CostM
         fused = fused_updates(workload, plan)
         assert fused is not None
         owner = {number: name for name, numbers in fused.pipelines.items() for number in numbers}
-        whole = makespan(fused.table, lambda step: seconds[owner[step.model]][step.kind == "backward"])
+        own, devices = prices.cluster.devices // processes, plan[plan.fused[0]].devices
+        apart = devices.start // own != (devices.stop - 1) // own
+        length = synchronous_makespan if apart else makespan
+        whole = length(fused.table, lambda step: seconds[owner[step.model]][step.kind == "backward"])
     work = {name: plan[name].micro_batches * sum(both) for name, both in seconds.items()}
     idle = workload.epochs * workload.minibatches * (whole / sum(work.values()) - 1)
     active = sum(fused_bytes(workload, plan, prices.backend).values())

@@ -228,6 +228,12 @@ def test_a_search_fuses_updates_where_links_are_slow():
     text = describe(own, result)
     both = sum(own.call(workload.graph[name], best.plan[name]).seconds for name in best.plan.fused)
     assert f"fused updates: {both:.1f} s instead of " in text and "pipeline=8 by fused" in text
+    # Stages of several processes wait for each other, and still gain.
+    several = setting.search(proposals=250, processes=8)
+    assert several.serial is not None
+    assert best.simulation.seconds < several.best.simulation.seconds < serial.simulation.seconds
+    waiting = fused_prices(prices, several.best.plan, processes=8)
+    assert simulate(workload.graph, several.best.plan, waiting, lockstep=True) == several.best.simulation
 
 
 def test_a_search_leaves_updates_alone_where_links_are_fast():
@@ -235,8 +241,6 @@ def test_a_search_leaves_updates_alone_where_links_are_fast():
     assert result.serial is None and result.best.plan.fused == ()
     alone = search_plans(setting.prices, proposals=250)
     assert result.best == alone.best and result.runners_up == alone.runners_up
-    several = setting.search(proposals=250, processes=2)  # a pipeline needs one
-    assert several.serial is None
 
 
 def test_a_backward_operation_computes_its_forward_pass_again():
