@@ -1,6 +1,9 @@
 """Exchanges by collectives over the devices of both sides: the same bits, from any mesh to any other."""
 
+import json
 import random
+import re
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,7 +14,34 @@ from jax.sharding import PartitionSpec as P
 from jrlhf.meshes import AXES
 from jrlhf.meshes.exchange import exchange, permutations
 from jrlhf.meshes.reshard import host_transfers_refused
+from tests.jrlhf.run.test_processes import launch
 from tests.meshes.test_transfer import PAIRS, batch, mesh_on
+
+MOVED = """
+import json
+import jax, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from jrlhf.config.schema import DeviceConfig, DistributedConfig
+from jrlhf.run.devices import select
+
+select(DeviceConfig(platform="cpu", simulated=2), DistributedConfig(timeout=60))
+from jrlhf.meshes import AXES, to_devices, to_host, transfer
+from tests.meshes.test_transfer import PAIRS, batch, mesh_on
+
+host, shards = batch(), {}
+for pair, sizes in {**PAIRS, "same": ((2, 1, 2, 2), (2, 2, 2, 1))}.items():
+    source, target = (mesh_on(*size) for size in sizes)
+    rows = to_devices(host, {name: NamedSharding(source, P(AXES) if x.ndim else P()) for name, x in host.items()})
+    moved = transfer(rows, target)
+    for name, x in moved.items():
+        assert x.sharding == NamedSharding(target, P(AXES) if x.ndim else P()), (pair, name)
+        for shard in x.addressable_shards:
+            np.testing.assert_array_equal(shard.data, host[name][shard.index], err_msg=f"{pair} {name}")
+    shards[pair] = [shard.device.id for shard in moved["tokens"].addressable_shards]
+    for tree in (rows, moved):  # the source is not freed
+        jax.tree.map(np.testing.assert_array_equal, to_host(tree), host)
+print(json.dumps(shards))
+"""
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -49,3 +79,14 @@ def test_every_device_gets_what_it_wants_once():
 
 def test_many_devices_take_few_rounds():
     assert len(permutations([0] * 4 + [None] * 124, [None] * 4 + [0] * 124)) == 5  # 4, 8, 16, ... 128 have it
+
+
+@pytest.mark.proof("processes")
+def test_rows_go_from_any_slice_to_any_other_in_four_processes(tmp_path: Path):
+    launched = launch(4, tmp_path, "-c", MOVED)
+    outputs = [process.communicate(timeout=300)[0] for process in launched.processes]
+    launched.assert_codes(20, 0, 0, 0, 0)
+    shards = [json.loads(re.findall(r"^\{.*", output, re.M)[-1]) for output in outputs]
+    for pair, (_, target) in PAIRS.items():
+        assert sum(len(one[pair]) for one in shards) == mesh_on(*target).size  # each process has its own devices' rows
+    assert [len(one["same"]) for one in shards] == [0, 2, 2, 0]
