@@ -39,6 +39,7 @@ CASES = {
     "a stage in each of two processes": ("sft", "gemma", "1f1b", "train", 3, (1, 2, 1), (1, 1, 1)),
     "stages that span processes": ("grpo", "llama", "gpipe", "train_tp", 0, (1, 4, 2), (1, 2, 2)),
     "both stages in the last process": ("critic", "gpt2", "zb-h1", "train", 6, (1, 2, 1), (1, 1, 1)),
+    "adapters": ("dpo", "gemma", "interleaved", "generate", 3, (1, 2, 1), (1, 1, 1)),
 }
 
 

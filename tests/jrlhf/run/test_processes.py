@@ -297,14 +297,20 @@ def test_a_killed_run_on_slices_goes_on_to_the_same_bits_and_under_another_plan(
 
 @pytest.mark.proof("processes")
 def test_pipelines_of_two_processes_do_what_they_do_in_one(tmp_path: Path):
-    """The actor has a stage in each process, the critic both in the second."""
+    """The actor has a stage in each process, the critic both in the second; then both share one table."""
     staged: dict[str, Any] = {"layout": "train", "fsdp": 2, "pipeline": 2, "micro_batches": 2}
     actor, critic = staged | {"devices": "0-7", "tensor": 2}, staged | {"devices": "4-7", "schedule": "zb-h1"}
     calls = {call: {"layout": layout, "devices": "0-7", "fsdp": 4, "tensor": 2} for call, layout in LAYOUTS.items()}
-    calls |= {"actor.update": actor, "critic.update": critic}
-    (tmp_path / "apart.yaml").write_text(yaml.safe_dump({"name": "apart", "calls": calls}))
+    fused = {call: actor | {"schedule": "fused"} for call in ("actor.update", "critic.update")}
+    for name, updates in (("apart", {"actor.update": actor, "critic.update": critic}), ("fused", fused)):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"name": name, "calls": calls | updates}))
     train_one_and_two(tmp_path, *SMALL, f"plan={tmp_path / 'apart.yaml'}")
     assert_same_run(tmp_path / "one", tmp_path / "two", "model", "reward_model")
+    resumed = f"plan={tmp_path / 'fused.yaml'}", "ppo.iterations=4", "--resume"
+    for count, name in ((1, "one"), (2, "two")):
+        train(count, tmp_path, name, *SMALL, *resumed).assert_codes(900, *[0] * count)
+    assert_same_run(tmp_path / "one", tmp_path / "two", "model")
+    assert records(tmp_path / "two")[-1]["step"] == 4
 
 
 @pytest.mark.parametrize(
