@@ -2,21 +2,24 @@
 
     python -m benchmarks.learning [--work DIRECTORY] [--seeds 0 1 2 ...]
 
-trains the supervised model of the config arithmetic-grpo once, and from it every case with every seed by the whole
-`grpo` section of that config: 80 iterations of 512 rows. Cases differ in `asynchronous` and the correction alone; the
-synchronous run is staleness 0, which has its bits. Rollouts have a device of their own. An update takes so long on the
-virtual clock that rollouts are always ahead as far as the bound admits: the tokens that are learned from are as old as
-they may be. Writes results/learning.json and results/learning.svg, and prints the table of docs/asynchronous.md. With
---work a call that was interrupted goes on: runs whose results are in the directory are not done again.
+trains the supervised model of the config arithmetic-grpo once, and from it every case with every seed by the `grpo`
+section of that config: at its learning rate, and at a third of it with twice the iterations, of 512 rows each. Cases of
+a rate differ in `asynchronous` and the correction alone; the synchronous run is staleness 0, which has its bits.
+Rollouts have a device of their own. An update takes so long on the virtual clock that rollouts are always ahead as far
+as the bound admits: the tokens that are learned from are as old as they may be. Writes results/learning.json and
+results/learning.svg, and prints the table of docs/asynchronous.md. With --work a call that was interrupted goes on:
+runs whose results are in the directory are not done again.
 """
 
 import argparse
+import itertools
 import json
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +37,34 @@ CONFIG = Path(__file__).parents[1] / "configs/arithmetic-grpo.yaml"
 PROBLEMS, HELDOUT, ANSWERS, EVERY = 3500, 512, 4, 10  # ANSWERS: to each held-out sum, at temperature 1
 UPDATE_STEPS = 16  # of the virtual clock; drawing a batch takes 4
 CORRECTIONS = {"none": {}, "token": {"importance": "token"}, "rollout": {"old_logprobs": "rollout"}}
-CASES = [("none", 0), *((name, bound) for name in ("token", "rollout") for bound in (2, 4, 8))]
-UNCORRECTED = [("none", bound) for bound in (2, 4, 8)]
-SEEDS, FEWER = 10, 2  # FEWER: seeds without a correction
+BOUNDS = (2, 4, 8)
+RATES = {1e-4: 160, 3e-4: 80}  # learning rate -> iterations
+SEEDS = 10
+
+
+@dataclass(frozen=True)
+class Case:
+    """What runs of a seed differ in."""
+
+    rate: float
+    correction: str
+    staleness: int
+
+    def __str__(self) -> str:
+        return f"{self.rate:.0e}-{self.correction}-{self.staleness}"
+
+
+CASES = [
+    Case(rate, *case)
+    for rate in RATES
+    for case in (("none", 0), *((name, bound) for name in ("token", "rollout", "none") for bound in BOUNDS))
+]
+
+
+def seeds_of(case: Case) -> int:
+    """The number of seeds that are worth their time for a case."""
+    uncorrected = case.correction == "none" and case.staleness > 0
+    return 2 if uncorrected else 4 if case.rate == 3e-4 else SEEDS
 
 
 def prepare(work: Path) -> None:
@@ -53,9 +81,9 @@ def prepare(work: Path) -> None:
     (work / "sft" / "model").rename(work / "base")
 
 
-def measure(work: Path, correction: str, staleness: int, seed: int) -> dict[str, Any]:
+def measure(work: Path, case: Case, seed: int) -> dict[str, Any]:
     """One run: accuracy at the end and by the number of updates, and the ages of the tokens that it learned from."""
-    config, name = yaml.safe_load(CONFIG.read_text()), f"{correction}-{staleness}-{seed}"
+    config, name = yaml.safe_load(CONFIG.read_text()), f"{case}-{seed}"
     shutil.rmtree(work / "runs" / name, ignore_errors=True)  # of an interrupted call
     del config["sft"]
     config |= {"name": name, "run_dir": str(work / "runs"), "seed": seed, "stages": ["grpo"], "plan": "disaggregated"}
@@ -65,8 +93,10 @@ def measure(work: Path, correction: str, staleness: int, seed: int) -> dict[str,
     config |= {"model": {"path": str(work / "base")}, "data": {"source": "datasets", **files, **lengths}}
     config["rewards"] = [{"name": "correct", "function": "exact_match", "in_process": True}]
     config |= {"evaluation": {"prompts": HELDOUT * ANSWERS}, "validation": {"every": EVERY}}
-    config["grpo"]["asynchronous"] = {"staleness": staleness, "update_steps": UPDATE_STEPS}
-    config["grpo"]["algorithm"] |= CORRECTIONS[correction]
+    config["grpo"] |= {"iterations": RATES[case.rate], "save_every": RATES[case.rate]}
+    config["grpo"]["actor"]["learning_rate"] = case.rate
+    config["grpo"]["asynchronous"] = {"staleness": case.staleness, "update_steps": UPDATE_STEPS}
+    config["grpo"]["algorithm"] |= CORRECTIONS[case.correction]
     run = train(config)
     accuracy = run.summary["held_out"]["after"]["score"]
     mean, most = (run.column(f"training/off_policy/token_staleness/{figure}") for figure in ("mean", "max"))
@@ -80,12 +110,13 @@ def measure(work: Path, correction: str, staleness: int, seed: int) -> dict[str,
 def collect(work: Path) -> list[dict[str, Any]]:
     """The cases with their runs, and with the paired difference from the synchronous run over the same seeds."""
     results, synchronous = [], {}
-    for correction, staleness in [*CASES, *UNCORRECTED]:
-        paths = (work / "measured").glob(f"{correction}-{staleness}-*.json")
+    for case in CASES:
+        paths = (work / "measured").glob(f"{case}-*.json")
         runs = sorted((json.loads(path.read_text()) for path in paths), key=lambda run: run["seed"])
-        synchronous = synchronous or {run["seed"]: run["accuracy"] for run in runs}
-        result = {"correction": correction, "staleness": staleness, "runs": runs}
-        if staleness and len(runs) > 1:
+        if case.staleness == 0:
+            synchronous = {run["seed"]: run["accuracy"] for run in runs}
+        result: dict[str, Any] = asdict(case) | {"runs": runs}
+        if case.staleness and len(runs) > 1:
             compared = paired([run["accuracy"] for run in runs], [synchronous[run["seed"]] for run in runs])
             result |= {"mean": compared.mean, "low": compared.low, "high": compared.high}
             result |= {"within_margin": compared.low >= -MARGIN}
@@ -95,7 +126,8 @@ def collect(work: Path) -> list[dict[str, Any]]:
 
 def table(results: Sequence[Mapping[str, Any]]) -> str:
     """Markdown: a line for each case."""
-    lines = ["| correction | staleness | seeds | mean age | max age | right | less synchronous |", "|" + " --- |" * 7]
+    head = "| learning rate | correction | staleness | seeds | mean age | max age | right | less synchronous |"
+    lines = [head, "|" + " --- |" * 8]
     for result in results:
         runs, values = result["runs"], [100 * run["accuracy"] for run in result["runs"]]
         ages = f"{np.mean([run['mean_age'] for run in runs]):.1f} | {max(run['max_age'] for run in runs):.0f}"
@@ -104,31 +136,33 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
         if "mean" in result:
             mean, low, high = (f"{100 * result[key]:+.1f}" for key in ("mean", "low", "high"))
             difference = f"{mean} ({low} to {high})"
-        lines.append(f"| {result['correction']} | {cells} | {difference} |")
+        lines.append(f"| {result['rate']:.0e} | {result['correction']} | {cells} | {difference} |")
     return "\n".join(lines)
 
 
 def plot(results: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Accuracy by updates, the mean over seeds with its standard error; a panel for each correction."""
+    """Accuracy by updates, mean over seeds and standard error: a row for each rate, a panel for each correction."""
     import matplotlib
 
     matplotlib.use("svg")
     matplotlib.rcParams |= {"svg.hashsalt": "learning", "svg.fonttype": "none"}
     from matplotlib import pyplot as plt
 
-    figure, panels = plt.subplots(1, len(CORRECTIONS), figsize=(11, 3.2), sharey=True, layout="constrained")
-    for axes, correction in zip(panels, CORRECTIONS, strict=True):
+    size = {"nrows": len(RATES), "ncols": len(CORRECTIONS), "figsize": (11, 3 * len(RATES))}
+    figure, panels = plt.subplots(**size, sharey=True, sharex="row", layout="constrained")
+    for axes, (rate, correction) in zip(panels.flat, itertools.product(RATES, CORRECTIONS), strict=True):
         for result in results:
-            if result["correction"] == correction or result["staleness"] == 0:
+            if result["rate"] == rate and (result["correction"] == correction or result["staleness"] == 0):
                 curves = 100 * np.array([run["curve"] for run in result["runs"]])
                 updates, mean = EVERY * np.arange(curves.shape[1]), curves.mean(axis=0)
                 error = np.array([*map(standard_error, curves.T)])
                 [line] = axes.plot(updates, mean, label=f"staleness {result['staleness']}", linewidth=1)
                 axes.fill_between(updates, mean - error, mean + error, color=line.get_color(), alpha=0.2, linewidth=0)
-        axes.set(title=f"correction: {correction}", xlabel="updates")
+        axes.set(title=f"learning rate {rate:.0e}, correction: {correction}", xlabel="updates")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
-    panels[0].set_ylabel("right held-out sums, %")
+        axes.label_outer()
+    figure.supylabel("right held-out sums, %")
     figure.savefig(path, metadata={"Date": None})
 
 
@@ -142,16 +176,16 @@ def main() -> None:
         (work / "measured").mkdir(parents=True, exist_ok=True)
         prepare(work)
         for seed in options.seeds:
-            for correction, staleness in CASES + UNCORRECTED * (seed < FEWER):
-                path = work / "measured" / f"{correction}-{staleness}-{seed}.json"
+            for case in [case for case in CASES if seed < seeds_of(case)]:
+                path = work / "measured" / f"{case}-{seed}.json"
                 if not path.exists():
-                    path.with_suffix(".tmp").write_text(json.dumps(measure(work, correction, staleness, seed)))
+                    path.with_suffix(".tmp").write_text(json.dumps(measure(work, case, seed)))
                     path.with_suffix(".tmp").rename(path)
                 run = json.loads(path.read_text())
                 print(f"{path.stem}  {run['accuracy']:.3f}  age {run['mean_age']:.2f}", flush=True)
         results = collect(work)
     settings = {"MARGIN": MARGIN, "PROBLEMS": PROBLEMS, "HELDOUT": HELDOUT, "ANSWERS": ANSWERS, "EVERY": EVERY}
-    settings |= {"UPDATE_STEPS": UPDATE_STEPS, "CORRECTIONS": CORRECTIONS}
+    settings |= {"UPDATE_STEPS": UPDATE_STEPS, "CORRECTIONS": CORRECTIONS, "RATES": RATES}
     record = {"benchmark": "learning", "command": "python -m benchmarks.learning", **provenance("jax")}
     write(RESULTS / "learning.json", record | {"hardware": hardware(jax.devices()[0]), **settings, "results": results})
     plot(results, RESULTS / "learning.svg")
