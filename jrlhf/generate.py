@@ -68,6 +68,7 @@ class Generator:
         return self.tokenizer.chat_template is not None and self.asked.chat
 
     def encode(self, examples: Sequence[Example]) -> Prompts:
+        """The examples' prompts as token ids."""
         if self.longest <= 0:
             positions, new = self.model.config.max_positions, self.sampling.max_new_tokens
             raise UserError(f"max_new_tokens={new} leaves no room for a prompt: the model has {positions} positions")

@@ -64,6 +64,7 @@ class Graph:
         return tuple(dict.fromkeys(call.role for call in self.calls))
 
     def before(self, call: Call) -> tuple[Call, ...]:
+        """The calls whose outputs this one reads."""
         return tuple(other for other in self.calls if set(other.outputs) & set(call.inputs))
 
     def levels(self) -> tuple[tuple[Call, ...], ...]:

@@ -54,6 +54,7 @@ PEAKS = {
 
 
 def peak_of(device: Device) -> Peak | None:
+    """The peak rates of a device, None where they are not known."""
     return PEAKS.get(device.device_kind)
 
 
@@ -162,6 +163,7 @@ _MOST = 2**14  # GPUs of a cluster
 
 
 def hardware_of(device: Device) -> Hardware | None:
+    """The hardware of a device, None where it is not known."""
     peak = peak_of(device)
     return None if peak is None else HARDWARE.get(peak.hardware)
 

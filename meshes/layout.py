@@ -64,6 +64,7 @@ class Layout:
         return P(self.batch)
 
     def sharding(self, mesh: Mesh, logical_axes: tuple[str | None, ...]) -> NamedSharding:
+        """The storage of a weight with these logical axes on `mesh`."""
         return NamedSharding(mesh, self.storage.spec(logical_axes))
 
 

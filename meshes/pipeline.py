@@ -74,6 +74,7 @@ class Table:
 
     @property
     def orders(self) -> list[list[Step]]:
+        """Returns the steps of each device in its order."""
         orders: list[list[Step]] = [[] for _ in range(self.devices)]
         for _, step in self.operations:
             orders[self.pipelines[step.model].devices[step.stage]].append(step)

@@ -41,6 +41,7 @@ class Slice:
         return self.start + self.count
 
     def overlaps(self, other: "Slice") -> bool:
+        """True if a device is in both."""
         return self.start < other.stop and other.start < self.stop
 
 
@@ -106,6 +107,7 @@ class Plan:
 
     @property
     def fused(self) -> tuple[str, ...]:
+        """The calls that train in one table."""
         return tuple(sorted(name for name, place in self.placements.items() if place.schedule == "fused"))
 
     @property

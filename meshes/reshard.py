@@ -94,6 +94,7 @@ class Move:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of each result."""
         return self.source.shape if self.indices is None else self.source.shape[1:]
 
     def dtype(self, cast: DTypeLike | None) -> np.dtype:
@@ -102,6 +103,7 @@ class Move:
         return jnp.dtype(cast if cast is not None and castable else self.source.dtype)
 
     def target_bytes(self, cast: DTypeLike | None) -> int:
+        """Bytes of all results on one device."""
         return self.dtype(cast).itemsize * sum(prod(target.shard_shape(self.shape)) for target in self.targets)
 
     def devices(self) -> tuple[tuple[Device, ...], tuple[Device, ...]]:

@@ -211,6 +211,7 @@ def cached_attention(
 
 
 def transposes_keys(mesh: Mesh | AbstractMesh) -> bool:
+    """True if caches on this mesh are `transposed`."""
     device = mesh.abstract_mesh.abstract_device
     return (jax.default_backend() if device is None else device.platform) == "cpu"
 
@@ -218,6 +219,7 @@ def transposes_keys(mesh: Mesh | AbstractMesh) -> bool:
 def empty_cache(
     rows: int, kv_heads: int, size: int, head_dim: int, dtype: Any, *, transposed: bool = False
 ) -> LayerCache:
+    """A cache of `size` positions, all zeros."""
     length, dimension = (head_dim, size) if transposed else (size, head_dim)
     key = jnp.zeros((rows, kv_heads, length, dimension), dtype)
     return LayerCache(key, jnp.zeros((rows, kv_heads, size, head_dim), dtype), transposed)
@@ -234,6 +236,8 @@ def prefilled_cache(
 
 
 def grown_cache(cache: LayerCache, size: int) -> LayerCache:
+    """The same cache with room for `size` positions."""
+
     def padded(x, axis):
         return jnp.pad(x, [(0, size - cache.size if at == axis else 0) for at in range(x.ndim)])
 

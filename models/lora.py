@@ -56,6 +56,7 @@ class LoRAConfig:
 
     @property
     def scale(self) -> float:
+        """The factor of the product x a b."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 

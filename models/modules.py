@@ -87,6 +87,7 @@ def is_int8(x: Any) -> bool:
 
 
 def has_int8(params: Any) -> bool:
+    """True if `to_int8` made these weights."""
     return any(is_int8(leaf) for leaf in jax.tree.leaves(params, is_leaf=is_int8))
 
 
@@ -220,6 +221,7 @@ class MLP(Module):
 
 
 def activate(x: Float[Array, "B T F"], activation: Activation) -> Float[Array, "B T F"]:
+    """The mlp's nonlinearity."""
     if activation == "silu":
         return jax.nn.silu(x)
     # Float32: where GELU is near 0, 1 + tanh cancels all of bfloat16's digits.

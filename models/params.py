@@ -14,6 +14,7 @@ Params = dict[str, Any]
 
 
 def nested(leaves: Iterable[tuple[Path, Any]]) -> Params:
+    """A nested dict from (path, leaf) pairs."""
     tree: Params = {}
     for path, leaf in leaves:
         node = tree
@@ -24,6 +25,7 @@ def nested(leaves: Iterable[tuple[Path, Any]]) -> Params:
 
 
 def leaf_at(tree: Any, path: Path) -> Any:
+    """The leaf or subtree of a nested dict at this path."""
     for key in path:
         tree = tree[key]
     return tree
@@ -69,6 +71,7 @@ def stored(axes: Params, mesh: Mesh | AbstractMesh, layout: Layout) -> Params:
 
 
 def spec_tree(shardings: Params) -> Params:
+    """The PartitionSpecs of a tree of NamedShardings."""
     return jax.tree.map(lambda sharding: sharding.spec, shardings)
 
 

@@ -68,18 +68,22 @@ class Stages:
             raise ValueError(f"{self.config.layers} layers do not fill {len(self.meshes)} stages: use fewer stages")
 
     def table(self, micro_batches: int) -> Table:
+        """The operations of a minibatch."""
         return SCHEDULES[self.schedule](len(self.groups), micro_batches)
 
     @cached_property
     def meshes(self) -> tuple[Mesh, ...]:
+        """The mesh of each stage."""
         return tuple(self.groups[group] for group in self.table(len(self.groups)).pipelines[0].devices)
 
     @property
     def last(self) -> int:
+        """The number of the last stage."""
         return len(self.meshes) - 1
 
     @property
     def tail(self) -> ModelConfig:
+        """The config of the last stage."""
         return self.part(self.last)
 
     def layers(self, stage: int) -> range:
@@ -87,6 +91,7 @@ class Stages:
         return range(*(self.config.layers * number // len(self.meshes) for number in (stage, stage + 1)))
 
     def part(self, stage: int) -> ModelConfig:
+        """The config of a stage."""
         layers, flags = self.layers(stage), self.config.local_layers
         return replace(self.config, layers=len(layers), local_layers=flags[layers.start : layers.stop])
 
@@ -133,6 +138,7 @@ class Task:
 
     @property
     def micro_batches(self) -> int:
+        """The number M of micro-batches."""
         return jax.tree.leaves(self.rows)[0].shape[0]
 
 

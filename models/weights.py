@@ -50,6 +50,7 @@ class WeightInfo:
 
     @property
     def layered(self) -> bool:
+        """True if each layer has one."""
         return self.path[0] == "layers"
 
     @property

@@ -62,6 +62,7 @@ class CriticRows(NamedTuple):
 
     @property
     def computed(self) -> Bool[Array, "B T"]:
+        """The tokens that the loss reads."""
         return self.mask
 
 

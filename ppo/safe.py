@@ -32,6 +32,7 @@ class MultiplierState:
 
     @property
     def value(self) -> Float[Array, ""]:
+        """The multiplier, lambda."""
         return jnp.exp(self.log_multiplier)
 
     @property

@@ -90,6 +90,7 @@ class TokenRows(NamedTuple):
 
     @property
     def computed(self) -> Bool[Array, "B T"]:
+        """The tokens that the loss reads."""
         return self.mask if self.text_weights is None else self.mask | (self.text_weights > 0)
 
 

@@ -40,6 +40,7 @@ class PairReference(Role):
     @call("infer", "ref")
     @timed("ref")
     def logprobs(self, pairs: PairBatch) -> Float[Array, "2*B T"]:
+        """Log-probs of the pairs' tokens."""
         logprobs, _ = self._logprobs(self._weights("logprobs"), pairs.tokens, pairs.lengths, *self._frozen("logprobs"))
         return logprobs
 

@@ -97,5 +97,6 @@ class Roles:
 
     @property
     def states(self) -> dict[str, TrainState]:
+        """The present states of the trained roles."""
         fused = {} if self.learner is None else self.learner.states
         return {name: fused[name] if name in fused else role.state for name, role in self.trained.items()}

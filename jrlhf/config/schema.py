@@ -471,16 +471,16 @@ class Config(Section):
         kinds: dict[Literal["reward", "cost"], tuple[RewardConfig, ...]] = {"reward": self.rewards, "cost": self.costs}
         return [(f"{kind}s[{index}]", kind, part) for kind, parts in kinds.items() for index, part in enumerate(parts)]
 
-    def length(self, stage: str) -> int:
+    def length(self, stage: str) -> int:  # in iterations, or steps
         section = self.sections[stage]
         return section.iterations if stage in ALGORITHMS else section.steps
 
     @property
-    def sampled_rows(self) -> int:
+    def sampled_rows(self) -> int:  # or scored, at a time
         return self.rl.rollout_batch if self.algorithm else self.sampling.batch
 
     @property
-    def samples(self) -> int:
+    def samples(self) -> int:  # responses to each prompt
         return self.rl.samples if self.algorithm else 1
 
     @property

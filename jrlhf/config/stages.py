@@ -58,6 +58,7 @@ class PairsStageConfig(OptimizerConfig):
 
     @property
     def updates(self) -> int:
+        """The number of updates of the stage."""
         return self.steps
 
     def evaluates(self, step: int) -> bool:
@@ -177,6 +178,7 @@ class RLStageConfig(Section):
 
     @property
     def samples(self) -> int:
+        """The number of responses to each prompt."""
         return self.algorithm.samples if isinstance(self.algorithm, algorithms.GRPOConfig) else 1
 
 

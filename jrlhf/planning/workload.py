@@ -54,6 +54,7 @@ class RoleModel:
 
     @property
     def shared(self) -> bool:
+        """Whether the model computes with the shared base."""
         return self.lora is not None or self.is_base
 
     @cached_property  # counted once a model: a search asks for these thousands of times

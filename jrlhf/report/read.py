@@ -55,6 +55,7 @@ class Record:
 
     @property
     def title(self) -> str:
+        """The usual name of the algorithm."""
         return TITLES[self.algorithm]
 
     @property
@@ -69,6 +70,7 @@ class Record:
 
     @property
     def iterations(self) -> list[Metrics]:
+        """The records of the algorithm."""
         return self.metrics.get(self.algorithm, [])
 
     @property
@@ -119,6 +121,7 @@ class Record:
         return results if results.get(self.measure) is not None else {}
 
     def both(self, name: str) -> tuple[Any, Any]:
+        """Returns a held-out result before and after the algorithm."""
         return self.graded("before").get(name), self.graded("after").get(name)
 
     # --- Rewards and costs by name: `rewards/NAME/mean`, `rewards/NAME/failures/KIND`, `rewards/NAME/EXTRA` ---
@@ -131,6 +134,7 @@ class Record:
                 yield (kind, name), rest, key
 
     def reward_names(self, kind: str = "rewards") -> list[str]:
+        """Returns the names of the run's rewards, or costs."""
         return list(dict.fromkeys(name for (k, name), rest, _ in self.named_metrics() if k == kind and rest == "mean"))
 
 

@@ -122,6 +122,7 @@ class Actor(TrainedRole):
 
     @call("train", "actor_metrics")
     def update(self, experience: Experience) -> dict[str, Array]:
+        """Trains on one batch of experience."""
         texts = () if self.texts is None else (self.texts,)
         return self._train("update_actor", self._update, experience, *texts)
 
@@ -136,6 +137,7 @@ class Reference(Role):
     @call("infer", "ref", rows="each")
     @timed("ref")
     def logprobs(self, rollout: Rollout) -> Float[Array, "B T"]:
+        """Log-probs of the responses' tokens. Elsewhere they are undefined."""
         logprobs, _ = self._logprobs(self._weights("logprobs"), *_responses(rollout), *self._frozen("logprobs"))
         return logprobs
 

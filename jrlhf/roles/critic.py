@@ -54,6 +54,7 @@ class Critic(TrainedRole):
 
     @call("train", "{role}_metrics")
     def update(self, experience: Experience) -> dict[str, Array]:
+        """Trains on one batch of experience."""
         return self._train("update_critic", self._update, experience)
 
 
@@ -64,6 +65,7 @@ class CostCritic(Critic):
 
     @call("train", "{role}_metrics")
     def update(self, experience: Experience) -> dict[str, Array]:
+        """Trains on one batch of experience of the cost."""
         metrics = self._train("update_cost_critic", self._update, experience)
         return {f"cost_{name}": value for name, value in metrics.items()}
 
@@ -158,5 +160,6 @@ class FusedUpdate:
         return experience, metrics
 
     def prefetch(self, kind: Kind) -> None:
+        """Starts bringing the offloaded states."""
         for name, role in self._trained.items():
             role.offloader.prefetch(self.states[name])

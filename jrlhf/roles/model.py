@@ -51,6 +51,7 @@ class Compute:
     score_tokens: int | None = None  # number of tokens that a device scores at a time; None: the whole batch
 
     def forward(self, model: Architecture, **options: Any) -> ForwardOptions:
+        """The options of the forward passes of a model."""
         options |= {"implementation": self.logprob, "attention": self.attention, "lora": model.lora}
         return ForwardOptions(remat=self.remat, dtype=self.dtype, **options)
 

@@ -41,6 +41,7 @@ class Offloader:
 
     @classmethod
     def of(cls, role: str, config: SleepConfig, clock: Clock) -> Self:
+        """The offloader of a trained role."""
         return cls(clock, weights=weights_sleep(role, config), optimizer=config.optimizer == "host")
 
     def prefetch(self, tree: Any) -> None:
@@ -103,9 +104,11 @@ class Role:
 
     @property
     def compute(self) -> Compute:
+        """The settings that all models of the run share."""
         return self._compute
 
     def compiled(self, method: str) -> CompiledModel:
+        """The compiled functions of the model on the devices of a call."""
         return self.placement[method].compiled(self._model.architecture, self._compute)
 
     def prefetch(self, kind: Kind) -> None:

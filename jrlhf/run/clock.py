@@ -220,6 +220,7 @@ class Stopwatch:
         self._last = time.perf_counter()
 
     def lap(self, name: str) -> None:
+        """Ends the phase `name`."""
         last, self._last = self._last, time.perf_counter()
         self.seconds[name] = self._last - last
 

@@ -59,6 +59,7 @@ class Wandb:
         self._send(settings)
 
     def log(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
+        """Sends the metrics of an iteration without waiting."""
         self._send({"stage": stage, "step": step, "metrics": dict(metrics)})
 
     def close(self) -> None:
@@ -106,6 +107,7 @@ class Prometheus:
         self._path, self._name = path, name
 
     def log(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
+        """Replaces the file."""
         own = {"step": step, "timestamp_seconds": time.time()}
         names, lines = set[str](), list[str]()
         for metric, value in {**own, **metrics}.items():
@@ -120,6 +122,7 @@ class Prometheus:
         write_atomic(self._path, "\n".join(lines) + "\n")
 
     def close(self) -> None:
+        """Deletes the file."""
         self._path.unlink(missing_ok=True)
 
 

@@ -64,6 +64,7 @@ class Context:
 
     @property
     def initial(self) -> InitialModels:
+        """Makes the models from which the run starts."""
         return InitialModels(self.config, self.mesh, self.compute, self.console)
 
     def open_rewards(
@@ -74,6 +75,7 @@ class Context:
 
     @property
     def sampler(self) -> Sampler:
+        """Answers prompts outside of iterations."""
         return Sampler(
             self.mesh,
             self.compute,

@@ -144,6 +144,7 @@ class Programs:
         slots.rows = self._fill_rows(slots.rows, prompts, admitted)
 
     def fill_caches(self, slots: Slots, prefilled: list[LayerCache], admitted: Admitted) -> None:
+        """Replaces the caches of slots by prefilled ones."""
         for layer, cache in enumerate(slots.caches):
             slots.caches[layer] = self._fill_cache(cache, prefilled[layer], admitted)
 
@@ -154,6 +155,7 @@ class Programs:
         slots.rows = self._take_rows(transfer(slots.rows, self.mesh), chosen)
 
     def grow(self, slots: Slots, length: int) -> None:
+        """Gives the caches more positions."""
         for layer, cache in enumerate(slots.caches):
             slots.caches[layer] = self._grow(cache, length)
 
@@ -262,6 +264,7 @@ class Table:
         return prompts, slots.tolist()
 
     def release(self, done: Bool[np.ndarray, "slots"]) -> None:
+        """Empties the slots of rows that are done."""
         self.row[done] = EMPTY
 
     @classmethod
@@ -284,6 +287,7 @@ class Table:
 
 
 def fitting(sizes: Sequence[int], needed: int) -> int:
+    """The least of `sizes` that is at least `needed`."""
     return min(size for size in sizes if size >= needed)
 
 

@@ -82,6 +82,7 @@ class ContinuousBatch:
         self.state = self.fresh()
 
     def fresh(self) -> Decoding:
+        """The state in which no slot is taken."""
         programs, count = self._programs, self._own * self._programs.groups
         slots = programs.empty(self._blank, self._own, self._width + self._limit)
         owner, drawn = np.full(count, EMPTY, np.int32), np.zeros(count, np.int32)
@@ -98,6 +99,7 @@ class ContinuousBatch:
 
     @property
     def rows(self) -> Int[np.ndarray, "n"]:
+        """The rows that decode."""
         return self.state.owner[self.state.owner != EMPTY]
 
     def admit(self, weights: Weights, prompts: Sequence[Prompt]) -> None:

@@ -74,6 +74,7 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     def architecture(self, head: HeadKind) -> str:
+        """The name of the class with this head."""
         return self.causal if head == "lm" else self.classifier
 
 

@@ -43,10 +43,12 @@ class TensorView:
 
     @property
     def layered(self) -> bool:
+        """True if every layer has one."""
         return self.path[0] == "layers"
 
     @property
     def file_shape(self) -> tuple[int, ...]:
+        """The tensor's shape."""
         return self.shape if self.parts == 1 else (*self.shape[:-1], self.shape[-1] * self.parts)
 
     def part_of(self, tensor: np.ndarray) -> np.ndarray:

@@ -135,6 +135,7 @@ class PolicyConfig(Section):
 
     @property
     def corrections(self) -> tuple[str, ...]:
+        """The names of the CORRECTIONS that are set."""
         return tuple(name for name in self.CORRECTIONS if getattr(self, name) is not None)
 
     @property
