@@ -35,7 +35,7 @@ PARTS = {
     "failures": "random kills, hangs, signals, full disks and changed files: the same bits, or refused in a sentence",
     "families": "all families against transformers and PEFT, through whole runs and through pipelines",
     "runs": "whole runs of every algorithm, plan and option, killed and resumed to the same bits",
-    "processes": "runs of two processes against runs of one",
+    "processes": "runs of two processes against runs of one; rollout processes, killed and stopped at random",
     "notebooks": "all notebooks and the tutorial on rewards from top to bottom; the installation of notebooks beside "
     "an old and a fitting JAX",
     "inputs": "5,400 malformed inputs, read in one process, and 120 commands: one sentence and exit code 2, or a run; "

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from jrlhf.errors import RunFailure, UserError
+from jrlhf.errors import UserError
 from jrlhf.fleet.shared import SharedArrays
 from jrlhf.run.child import Worker
 from jrlhf.run.files import decode, encode
@@ -105,11 +105,9 @@ class RayWorker:
 
         if not self._started and not ray.wait([self._host.ready.remote()], timeout=seconds)[0]:
             self.kill()
-            resources = {name: ray.available_resources().get(name, 0) for name in ("CPU", "GPU")}
-            raise RunFailure(
-                f"Ray started no rollout process within {seconds:g} s: it needs 1 CPU and {self._gpus} GPU(s) of one "
-                f"machine, and {resources['CPU']:g} CPUs and {resources['GPU']:g} GPUs of the cluster are free"
-            )
+            cpus, gpus = (ray.available_resources().get(name, 0) for name in ("CPU", "GPU"))
+            free = f"{cpus:g} CPUs and {gpus:g} GPUs are free, and it needs 1 and {self._gpus} of one machine"
+            return {"failure": "hang", "detail": f"Ray started none within {seconds:g} s: {free}"}
         self._started = True
         begin = time.monotonic()
         try:

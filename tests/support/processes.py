@@ -27,3 +27,8 @@ def eventually(holds: Callable[[], bool], within: float) -> bool:
     while not holds() and time.monotonic() < until:
         time.sleep(0.02)
     return holds()
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started and that were not waited for."""
+    return [int(child) for own in Path(f"/proc/{pid}/task").glob("*/children") for child in own.read_text().split()]

@@ -2,12 +2,8 @@
 
 import os
 import random
-import secrets
 import signal
-import socket
-import subprocess
 import sys
-import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -25,9 +21,9 @@ from jrlhf.fleet import worker
 from jrlhf.fleet.processes import LocalWorker, ProcessWorkers, Update, _Process, check_processes
 from jrlhf.fleet.ray_worker import joined
 from jrlhf.fleet.shared import SharedArrays, delta, patched, read
-from tests.jrlhf.fleet.test_runs import ADAPTER, config, proven, run
-from tests.support.processes import alive, gone
-from tests.support.runs import Training, stage_of, timeless
+from tests.jrlhf.fleet.test_runs import ADAPTER, config, run
+from tests.support.processes import alive, children, gone
+from tests.support.runs import Training, timeless
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -207,28 +203,6 @@ def test_bits_do_not_depend_on_processes(algorithm, staleness, tmp_path):
 DELTA, SLOWLY = ("fleet.workers=2", "fleet.transfer=delta", "fleet.anchor_every=3"), ["grpo.actor.learning_rate=1e-4"]
 
 
-@pytest.mark.parametrize("on_new_weights", proven("keep_cache", "prefill_again", "finish"))
-def test_bits_do_not_depend_on_kills_of_processes_nor_on_transfers(on_new_weights, tmp_path, monkeypatch):
-    options = {"staleness": 2, "update_steps": 3, "logical_workers": 2, "on_new_weights": on_new_weights}
-    expected = bits(run(config(tmp_path, "one", "grpo", SLOWLY, **options)))
-    rng, lost = random.Random(on_new_weights), []
-    decode = ProcessWorkers.decode
-
-    def killing(self, prompts):
-        if rng.random() < 0.4:
-            victim = rng.choice(self._processes)
-            lost.append(victim)
-            delay = rng.random() * 0.02  # before, while or after it decodes
-            threading.Timer(delay, lambda: victim._worker and victim._worker.interrupt()).start()
-        return decode(self, prompts)
-
-    monkeypatch.setattr(ProcessWorkers, "decode", killing)
-    path = run(config(tmp_path, "killed", "grpo", [*SLOWLY, *DELTA], **options))
-    assert bits(path) == expected
-    sizes = [record["fleet/transfer_bytes"] for record in stage_of(path, "grpo") if record["fleet/transfer_bytes"]]
-    assert len(lost) >= 3 and (min(sizes) < 0.9 * max(sizes)) == (on_new_weights != "finish")  # skips updates
-
-
 @pytest.mark.proof("kills")
 def test_bits_with_an_adapter_do_not_depend_on_processes(tmp_path, monkeypatch):
     """Nor on their kills. The base travels once, and at an update the adapter alone."""
@@ -270,10 +244,9 @@ def test_bits_do_not_depend_on_kills_of_the_run(tmp_path, programs):
             training.wait()
             break
         time.sleep(rng.random())
-        threads = Path(f"/proc/{training.process.pid}/task").glob("*/children")
-        children = [int(pid) for thread in threads for pid in thread.read_text().split()]
+        workers = children(training.process.pid)
         training.stop(signal.SIGKILL)
-        assert all(gone(pid) for pid in children)
+        assert all(gone(pid) for pid in workers)
         kills += 1
     assert kills >= 3 and bits(path) == bits(tmp_path / "one")
 
@@ -328,66 +301,9 @@ def test_a_process_that_starts_while_it_is_closed_ends(process):
         own.ask({})
 
 
-@pytest.fixture
-def cluster(tmp_path, monkeypatch):
-    """A Ray cluster of this machine, at RAY_ADDRESS."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    import ray  # an extra, which reads these variables now
-
-    command = [
-        Path(sys.executable).with_name("ray"),
-        "start",
-        "--head",
-        "--block",
-        "--num-cpus=2",
-        f"--port={address[10:]}",
-    ]
-    with subprocess.Popen([*command, "--include-dashboard=false", "--disable-usage-stats"]) as head:
-        monkeypatch.setenv("RAY_ADDRESS", address)
-        until = time.monotonic() + 120
-        while True:
-            with socket.socket() as client:
-                if client.connect_ex(("127.0.0.1", int(address[10:]))) == 0:
-                    break
-            assert time.monotonic() < until and head.poll() is None
-            time.sleep(0.1)
-        yield
-        ray.shutdown()
-        head.terminate()
-
-
-@pytest.mark.proof("processes")
-@pytest.mark.usefixtures("cluster")
-def test_bits_do_not_depend_on_ray_nor_on_kills_of_its_actors(tmp_path, monkeypatch, capsys):
-    import ray
-
-    options: dict[str, Any] = {"staleness": 2, "update_steps": 3, "logical_workers": 2}
-    expected = bits(run(config(tmp_path, "one", "grpo", ADAPTER, **options)))
-    signals, decode, lost = signal.getsignal(signal.SIGTERM), ProcessWorkers.decode, []
-
-    def kill(victim):
-        if (actor := victim._worker) is not None and actor not in lost:  # else its loss is not noticed yet
-            lost.append(actor)
-            actor.interrupt()
-
-    def killing(self, prompts):
-        if len(lost) < 3:
-            threading.Timer(0.01 * len(lost), kill, [self._processes[len(lost) % 2]]).start()
-        return decode(self, prompts)
-
-    monkeypatch.setattr(ProcessWorkers, "decode", killing)
-    path = run(config(tmp_path, "ray", "grpo", [*ADAPTER, "fleet.workers=2", "fleet.engine=ray"], **options))
-    assert signal.getsignal(signal.SIGTERM) == signals and not ray.is_initialized()
-    assert bits(path) == expected
-    assert capsys.readouterr().out.count("another one takes its place") == len(lost) >= 3
-
-
 @pytest.mark.proof("kills")
-def test_an_update_that_does_not_arrive_ends_the_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize("clock", [{"update_steps": 3}, {"clock": "wall"}], ids=str)
+def test_an_update_that_does_not_arrive_ends_the_run(clock, tmp_path, monkeypatch):
     put, handles = ProcessWorkers.put, []
 
     def stale(self, weights):
@@ -396,4 +312,4 @@ def test_an_update_that_does_not_arrive_ends_the_run(tmp_path, monkeypatch):
 
     monkeypatch.setattr(ProcessWorkers, "put", stale)
     with pytest.raises(RunFailure, match="the rollouts' weights of version 1 are not the trainer's"):
-        run(config(tmp_path, "stale", "grpo", ["fleet.workers=1"], staleness=1, update_steps=3))
+        run(config(tmp_path, "stale", "grpo", ["fleet.workers=1"], staleness=1, **clock))

@@ -1,0 +1,185 @@
+"""Random faults of rollout processes, of this machine and of a Ray cluster: the bits of a run that none befell."""
+
+import contextlib
+import os
+import random
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jrlhf.fleet.processes import LocalWorker, _Process
+from jrlhf.fleet.ray_worker import RayWorker
+from jrlhf.train import main
+from tests.jrlhf.fleet.test_processes import DELTA, SLOWLY
+from tests.jrlhf.fleet.test_runs import ADAPTER, config, run
+from tests.support.processes import eventually, gone
+from tests.support.runs import assert_same_run, stage_of
+
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
+SEED = int(os.environ.get("PROOF_SEED", "0"))
+FAULTS = 20  # of a run
+SEND = _Process._send
+OPTIONS: dict[str, Any] = {"staleness": 2, "update_steps": 3, "logical_workers": 3}
+SETTINGS = *SLOWLY, "rollout.slots=24", "grpo.iterations=10", "checkpoints.keep=2"
+
+
+class Stopped(Exception):
+    """Ends a run at a random moment."""
+
+
+class Faults:
+    """Befalls the processes of a run at random moments while they are asked, and stops the run twice."""
+
+    def __init__(self, seed: str):
+        self._rng, self._lock = random.Random(seed), threading.Lock()  # processes are asked from threads
+        self._requests, self._stops = 0, self._rng.sample(range(25, 90), 2)
+        self.kinds, self.befallen = Counter[str](), set[int]()
+
+    def draw(self) -> tuple[str, float, float]:
+        """Returns what befalls the next request, after how many seconds, and a number in [0, 1). Raises Stopped."""
+        with self._lock:
+            self._requests += 1
+            if self._requests in self._stops:
+                raise Stopped
+            kind, draw = self._rng.choice(["kill", "end", "stop", "pause"]), self._rng.random
+            if draw() > 0.25 or self.kinds.total() >= FAULTS:
+                return "none", 0, 0
+            return kind, self._rng.choice([0, draw() * 0.05]), draw()
+
+    def send(self, process: Any, worker: LocalWorker | RayWorker, text: str, shared: Any = None) -> str:
+        """Does what `_Process._send` does, with a fault before, while or after the process is at work."""
+        kind, delay, number = self.draw()
+        if kind == "none" or not (processes := pids(worker)):
+            return SEND(process, worker, text, shared)
+        pid, deadline = processes[int(number * len(processes))], process._deadline
+
+        def befall() -> None:
+            if kind == "end":
+                return worker.interrupt()
+            signal_to(pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+            if kind == "pause":
+                time.sleep(0.3 * number)
+                signal_to(pid, signal.SIGCONT)
+
+        self.kinds[kind] += 1
+        self.befallen.add(pid)
+        fault = threading.Timer(delay, befall)
+        process._deadline = 1.0 if kind == "stop" else deadline
+        fault.start()
+        try:
+            answer = SEND(process, worker, text, shared)
+            fault.join()
+            signal_to(pid, signal.SIGCONT)  # what stopped after it had answered
+            return answer
+        finally:
+            fault.join()
+            process._deadline = deadline
+
+
+def signal_to(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def pids(worker: LocalWorker | RayWorker) -> list[int]:
+    """The processes of a worker: with Ray, the actor's and the one that draws; none if they are lost."""
+    if isinstance(worker, LocalWorker):
+        return [worker.pid]
+    import ray  # an extra
+    from ray.exceptions import RayError
+
+    try:
+        return ray.get(worker._host.__ray_call__.remote(lambda host: [os.getpid(), host._worker.pid]), timeout=60)
+    except RayError:
+        return []
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """A Ray cluster of this machine, at RAY_ADDRESS."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    import ray  # an extra, which reads these variables now
+
+    def answers() -> bool:
+        assert head.poll() is None
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", port)) == 0
+
+    options = "--head", "--block", "--num-cpus=3", "--include-dashboard=false", "--disable-usage-stats"
+    with subprocess.Popen([Path(sys.executable).with_name("ray"), "start", f"--port={port}", *options]) as head:
+        try:
+            assert eventually(answers, 120)
+            monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+            yield
+        finally:
+            ray.shutdown()
+            head.terminate()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """A function: settings, options -> the path of a run in one process, which runs once."""
+
+    @cache
+    def path(settings: tuple[str, ...], on_new_weights: str) -> Path:
+        options = {**OPTIONS, "on_new_weights": on_new_weights}
+        return run(config(tmp_path_factory.mktemp("one"), "run", "grpo", settings, **options))
+
+    return path
+
+
+CASES = [
+    pytest.param("local", "keep_cache", (), marks=pytest.mark.full),
+    pytest.param("local", "prefill_again", ADAPTER, marks=pytest.mark.proof("processes")),
+    pytest.param("local", "finish", (), marks=pytest.mark.proof("processes")),
+    pytest.param("ray", "keep_cache", (), marks=pytest.mark.proof("processes")),
+    pytest.param("ray", "prefill_again", ADAPTER, marks=pytest.mark.proof("processes")),
+    pytest.param("ray", "finish", (), marks=pytest.mark.proof("processes")),
+]
+
+
+@pytest.mark.parametrize("engine, on_new_weights, adapter", CASES)
+def test_bits_do_not_depend_on_faults_stops_workers_nor_transfers(
+    engine, on_new_weights, adapter, tmp_path, monkeypatch, request, undisturbed, capsys
+):
+    """Processes are killed, ended, stopped beyond the deadline or for a moment, and replaced; the run is stopped, and
+    goes on with another number of processes. Updates travel as changes."""
+    expected = undisturbed((*SETTINGS, *adapter), on_new_weights)
+    if engine == "ray":
+        request.getfixturevalue("cluster")
+    faults, rng = Faults(f"{SEED} {engine} {on_new_weights}"), random.Random(SEED)
+    handler = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("jrlhf.fleet.processes.ATTEMPTS", FAULTS)  # a successor is befallen, too
+    monkeypatch.setattr("jrlhf.fleet.ray_worker.TRAVEL", 5.0)
+    monkeypatch.setattr(_Process, "_send", lambda process, *asked: faults.send(process, *asked))
+    counts, options = list[int](), {**OPTIONS, "on_new_weights": on_new_weights}
+    while True:
+        counts.append(rng.choice([count for count in (1, 2, 3) if count not in counts[-1:]]))
+        fleet = *DELTA, f"fleet.workers={counts[-1]}", f"fleet.engine={engine}"
+        again = config(tmp_path, "run", "grpo", [*SETTINGS, *adapter, *fleet], **options)
+        with contextlib.suppress(Stopped):
+            main(again, resume=len(counts) > 1)
+            break
+    assert_same_run(tmp_path / "run", expected)
+    sizes = [record["fleet/transfer_bytes"] for record in stage_of(tmp_path / "run", "grpo")]
+    lost = capsys.readouterr().out.count("another one takes its place")
+    print(f"{lost} processes were lost of {dict(faults.kinds)}; numbers of processes: {counts}")
+    assert faults.kinds.total() >= FAULTS and len(counts) == 3 and lost > FAULTS / 6
+    assert 0 < min(filter(None, sizes)) < 0.9 * max(sizes) or on_new_weights == "finish"  # which skips updates
+    assert signal.getsignal(signal.SIGTERM) == handler
+    assert all(gone(pid) for pid in faults.befallen)
