@@ -1,6 +1,10 @@
 """The wall clock: arrival decides, nobody waits for a slow worker, and no prompt is lost or drawn twice."""
 
+import os
+import random
+import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+from jrlhf.config import config_yaml
 from jrlhf.errors import UserError
 from jrlhf.fleet.asynchronous import AsynchronousRollouts
 from jrlhf.fleet.fleet import Fleet
@@ -18,9 +23,13 @@ from jrlhf.fleet.state import Collected
 from jrlhf.meshes import make_mesh
 from jrlhf.models.generation.continuous import Progress, Prompt
 from jrlhf.stages.setup import select_resources
-from tests.jrlhf.fleet.test_runs import config, proven, run
-from tests.support.runs import resumed, stage_of
+from jrlhf.train import main
+from tests.jrlhf.fleet.test_runs import ADAPTER, config, proven, run
+from tests.support import recorded_batches
+from tests.support.processes import children, eventually, gone
+from tests.support.runs import Training, resumed, stage_of
 
+SEED = int(os.environ.get("PROOF_SEED", "0"))
 GROUPS, SAMPLES, LIMIT, CHUNK = 3, 2, 12, 4
 RULES = Rules(GROUPS, 2, 1)
 
@@ -203,8 +212,8 @@ def check_run(path, batches: list[Collected], iterations: int) -> None:
 
 
 @pytest.mark.usefixtures("quick_programs")
-@pytest.mark.parametrize("mode", proven("keep_cache", "prefill_again"))
-def test_a_run_with_lost_processes_learns_from_each_group_once_and_resumes(mode, tmp_path, monkeypatch, batches):
+@pytest.mark.parametrize("case", proven(["keep_cache"], ["prefill_again", *ADAPTER]), ids=str)
+def test_a_run_with_lost_processes_learns_from_each_group_once_and_resumes(case, tmp_path, monkeypatch, batches):
     decode, chunks = ProcessWorkers.decode, Counter[int]()
 
     def killing(self, prompts):
@@ -214,13 +223,43 @@ def test_a_run_with_lost_processes_learns_from_each_group_once_and_resumes(mode,
         return decode(self, prompts)
 
     monkeypatch.setattr(ProcessWorkers, "decode", killing)
-    whole = config(tmp_path, "wall", "grpo", PROCESSES, on_new_weights=mode, **OPTIONS)
+    on_new_weights, *settings = case
+    whole = config(tmp_path, "wall", "grpo", [*PROCESSES, *settings], on_new_weights=on_new_weights, **OPTIONS)
     path = run(whole)
     check_run(path, batches, 6)
     assert set(chunks) == {0, 1}
     del batches[4:]
     resumed(whole, 6)
     check_run(path, batches, 6)
+
+
+@pytest.mark.usefixtures("quick_programs")
+@pytest.mark.proof("kills")
+def test_a_killed_run_goes_on_with_the_groups_of_its_checkpoint(tmp_path, monkeypatch, programs, batches):
+    """With all its processes, at random moments. The groups of all batches and those under way are all that started."""
+    fleets, start, file = list[Fleet](), Fleet.start, tmp_path / "batches.jsonl"
+    whole = config(tmp_path, "wall", "grpo", PROCESSES, **OPTIONS)
+    (tmp_path / "wall.yaml").write_text(config_yaml(whole))
+    monkeypatch.setenv("BATCHES", str(file))
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")  # as here, where the run ends
+    path, rng = tmp_path / "wall", random.Random(SEED)
+    for step in (2, 4):
+        arguments = ["--config", tmp_path / "wall.yaml", *(["--resume"] if path.exists() else [])]
+        recorder = "tests.support.recorded_batches"
+        training = Training(*arguments, log=tmp_path / "log", programs=programs, module=recorder)
+        assert eventually((path / "checkpoints" / "grpo" / str(step)).exists, 300)
+        time.sleep(0.2 * rng.random())
+        workers = children(training.process.pid)
+        training.stop(signal.SIGKILL)
+        assert len(workers) >= 2 and all(gone(pid) for pid in workers)
+    monkeypatch.setattr(Fleet, "start", lambda fleet, *state: fleets.append(fleet) or start(fleet, *state))
+    main(whole, resume=True)
+    drawn = [*recorded_batches.read(file), *batches]
+    newest = {batch.version: batch for batch in drawn}  # the older ones are of steps that were lost
+    check_run(path, [newest[version] for version in sorted(newest)], 6)
+    (fleet,), trained = fleets, {number for batch in newest.values() for number in batch.numbers.tolist()}
+    under_way = {*fleet._groups.unfinished, *(number for _, number in fleet._groups.complete)}
+    assert len(batches) < 6 and trained | under_way == set(range(fleet._groups.started)) and not trained & under_way
 
 
 @pytest.mark.usefixtures("quick_programs")
