@@ -43,7 +43,7 @@ class Faults:
 
     def __init__(self, seed: str):
         self._rng, self._lock = random.Random(seed), threading.Lock()  # processes are asked from threads
-        self._requests, self._stops = 0, self._rng.sample(range(25, 90), 2)
+        self._requests, self._stops = 0, self._rng.sample(range(20, 60), 2)
         self.kinds, self.befallen = Counter[str](), set[int]()
 
     def draw(self) -> tuple[str, float, float]:
@@ -53,7 +53,7 @@ class Faults:
             if self._requests in self._stops:
                 raise Stopped
             kind, draw = self._rng.choice(["kill", "end", "stop", "pause"]), self._rng.random
-            if draw() > 0.25 or self.kinds.total() >= FAULTS:
+            if draw() > 0.4 or self.kinds.total() >= FAULTS:
                 return "none", 0, 0
             return kind, self._rng.choice([0, draw() * 0.05]), draw()
 
