@@ -1,6 +1,7 @@
 """Random faults of rollout processes, of this machine and of a Ray cluster: the bits of a run that none befell."""
 
 import contextlib
+import fcntl
 import os
 import random
 import secrets
@@ -8,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -29,6 +31,7 @@ pytestmark = pytest.mark.usefixtures("quick_programs")
 
 SEED = int(os.environ.get("PROOF_SEED", "0"))
 FAULTS = 20  # of a run
+TOKEN = secrets.token_hex(32)  # of all clusters: Ray reads it once in a process
 SEND = _Process._send
 OPTIONS: dict[str, Any] = {"staleness": 2, "update_steps": 3, "logical_workers": 3}
 SETTINGS = *SLOWLY, "rollout.slots=24", "grpo.iterations=10", "checkpoints.keep=2"
@@ -106,13 +109,21 @@ def pids(worker: LocalWorker | RayWorker) -> list[int]:
 
 
 @pytest.fixture
-def cluster(monkeypatch):
+def alone():
+    """Waits until no other test of this machine has a Ray cluster: two would share a file of the present one."""
+    with open(Path(tempfile.gettempdir()) / "jrlhf-test-ray.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture
+def cluster(monkeypatch, alone):
     """A Ray cluster of this machine, at RAY_ADDRESS."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
     import ray  # an extra, which reads these variables now
 
     def answers() -> bool:
