@@ -226,6 +226,11 @@ def make_plan(
         lines = [show.describe_plan(prices, outcome)]
     if asynchronous:
         lines += ["", *predict.describe(config, prices, outcome, search.sigma or 0.0)]
+        if cluster is not None and prices.cluster.hosts > 1:
+            lines.append(
+                f"{config.algorithm}.asynchronous is for runs of one process, which has the devices of one host, and "
+                f"{cluster} has {prices.cluster.hosts} hosts: this is a prediction only"
+            )
     planned = Planned(config, prices, outcome, "\n".join(lines))
     try:
         plans.refuse_cross_process(planned.plan, [number * processes // devices for number in range(devices)])

@@ -20,7 +20,7 @@ from jrlhf.planning.search import Found
 from jrlhf.planning.show import STEADY, in_columns
 from jrlhf.planning.time import CostModel
 
-VERSIONS = 60  # updates of a simulated run of a config: up to a second
+VERSIONS = 60  # updates of a simulated run of a config: a second for a batch of a thousand rows
 BOUNDS = 0, 1, 2, 4, 8  # of the age of tokens, that are compared
 
 
@@ -222,7 +222,7 @@ def others(config: Config, prices: CostModel, outcome: Found, sigma: float = 0.0
     section, results = config.rl, []
     assert section.asynchronous is not None
     slots = config.rollout.slots or section.rollout_batch
-    for size in (slots, slots // 2, slots // 4):
+    for size in filter(None, (slots, slots // 2, slots // 4)):
         for bound in sorted({*BOUNDS, section.asynchronous.staleness}):
             own = replace(section, asynchronous=replace(section.asynchronous, staleness=bound))
             sections = {**config.sections, str(config.algorithm): own}

@@ -56,7 +56,8 @@ class Groups(Generic[Time]):
 
     def remove(self, numbers: Sequence[int]) -> None:
         """Removes complete groups, which were learned from or dropped."""
-        self.complete = [item for item in self.complete if item[1] not in numbers]
+        removed = set(numbers)
+        self.complete = [item for item in self.complete if item[1] not in removed]
 
 
 def may_start(rules: Rules, started: int, version: int) -> bool:

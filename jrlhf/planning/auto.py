@@ -132,6 +132,8 @@ class Setting:
         if workload.on_base(call.role):
             ways = [scaled_placement(self.config, workload, call, devices, cluster.devices)]
         ways = [replace(way, devices=devices) for way in ways]
+        if prices.costs is not None:  # a profile has groups of powers of two
+            ways = [way for way in ways if all(size & (size - 1) == 0 for size in way.sizes)]
         options = [Candidate(way, prices.call(call, way)) for way in ways]
         return [one for one in options if one.bytes + one.price.moved * (call.kind == "generate") <= prices.capacity]
 

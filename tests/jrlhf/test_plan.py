@@ -51,6 +51,7 @@ def test_asynchronous_settings_are_predicted(tmp_path, capsys):
     settings = "ppo.asynchronous.staleness=2", "ppo.rollout_batch=64"
     assert cli([*apart, *settings, "--save", str(saved)]) == 0
     table = capsys.readouterr().out.partition("\nasynchronous: ")[2]
+    assert table.endswith("one host, and 16xh100 has 2 hosts: this is a prediction only\n")
     assert "with staleness=2; lengths of responses are lognormal, with mean 1024 and sigma 0.5" in table
     assert cli([*apart, *settings, "--plan", str(saved)]) == 0
     assert capsys.readouterr().out.partition("\nasynchronous: ")[2] == table

@@ -2,15 +2,17 @@
 
 from dataclasses import replace
 
+import jax
 import pytest
 
 from jrlhf.algorithms.registry import planned_graph
 from jrlhf.config import load_config
 from jrlhf.errors import UserError
-from jrlhf.fleet.predict import choose, describe, predicted
+from jrlhf.fleet.predict import choose, describe, others, predicted
 from jrlhf.meshes.hardware import cluster
 from jrlhf.planning.auto import Setting
 from jrlhf.planning.plans import plan_of_config, plan_yaml, validate_plan
+from jrlhf.planning.profile import Profile, default_path, save, wanted_curves
 from jrlhf.planning.search import Found
 from jrlhf.planning.simulate import simulate
 from jrlhf.stages.setup import PLAN, architectures, select_plan
@@ -90,6 +92,25 @@ def test_a_run_takes_the_fastest_division_and_keeps_it(monkeypatch, tmp_path, ca
     (tmp_path / "run" / PLAN).write_text(plan_yaml(plan))
     monkeypatch.setattr("jrlhf.stages.setup.choose", None)
     assert select_plan(own.config, dict(own.models), devices, resume=True) == plan
+
+
+def test_measured_devices_are_halved(monkeypatch, tmp_path):
+    """A profile has no costs of groups of three devices, which divide 96 rows, too."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    settings = "plan=auto", "grpo.asynchronous.staleness=2", "grpo.rollout_batch=96", "grpo.algorithm.samples=2"
+    config, devices = load_config("arithmetic-grpo", settings), [Device("abacus", "gpu")] * 4
+    own = Setting(config, planned_graph(config), architectures(config), devices)
+    wanted = wanted_curves(own.workload, devices, {own.workload.remat})
+    curves = {name: tuple((float(size), 1e-3) for size in programs) for name, programs in wanted}
+    save(Profile("abacus", 4, jax.__version__, {1: 1.0, 2: 1.0, 4: 1.0}, curves), default_path(devices))
+    assert [str(one.outcome.plan["actor.generate"].devices) for one in choose(own)] == ["2-3"]
+
+
+def test_two_slots_are_compared_with_one():
+    settings = "mesh.fsdp=2", "ppo.algorithm.minibatches=1", "ppo.algorithm.micro_batches=1", "ppo.rollout_batch=2"
+    config = load_config("gsm8k-ppo", [*settings, "ppo.asynchronous.staleness=2"])
+    own = Setting(config, planned_graph(config), architectures(config), cluster("2xh100"))
+    assert {one.slots for one in others(config, own.prices, choose(own)[0].outcome)} == {2, 1}
 
 
 def test_where_no_division_runs_the_reason_is_one_sentence():
