@@ -15,7 +15,7 @@ from jrlhf.fleet.schedule import Rules, fresh
 from jrlhf.fleet.simulate import DROPPED, WAITING, Setting, Trace, lognormal, simulate
 from jrlhf.meshes.graph import home_of
 from jrlhf.planning import auto
-from jrlhf.planning.plans import validate_plan
+from jrlhf.planning.plans import check_slots
 from jrlhf.planning.search import Found
 from jrlhf.planning.show import STEADY, in_columns
 from jrlhf.planning.time import CostModel
@@ -228,7 +228,7 @@ def others(config: Config, prices: CostModel, outcome: Found, sigma: float = 0.0
             sections = {**config.sections, str(config.algorithm): own}
             changed = replace(config, rollout=replace(config.rollout, slots=size), sections=sections)
             try:
-                validate_plan(outcome.plan, changed, replace(prices.workload, slots=size), prices.cluster.devices)
+                check_slots(changed, outcome.plan["actor.generate"])
             except UserError:
                 continue
             results.append(predicted(changed, prices, outcome, sigma))
@@ -236,9 +236,13 @@ def others(config: Config, prices: CostModel, outcome: Found, sigma: float = 0.0
 
 
 def describe(config: Config, prices: CostModel, outcome: Found, sigma: float = 0.0) -> list[str]:
-    """Returns what an asynchronous config takes on a plan, the trade-off of bounds and slots, and the best of them."""
+    """Returns what an asynchronous config takes on a plan, the trade-off of bounds and slots, and the best of them.
+
+    Raises UserError where the plan's rollouts cannot divide the config's slots.
+    """
     key, options = f"{config.algorithm}.asynchronous", config.rl.asynchronous
     assert options is not None
+    check_slots(config, outcome.plan["actor.generate"])
     own, compared = predicted(config, prices, outcome, sigma), others(config, prices, outcome, sigma)
     enough = 1.01 * min(one.useful for one in compared)
     best = min((one for one in compared if one.useful <= enough), key=lambda one: (one.staleness, one.useful))

@@ -236,14 +236,7 @@ def _check_asynchronous(named: str, config: Config, workload: Workload, plan: Pl
         raise UserError(
             f"{key} learns from older rollouts, and compute.shared_passes from its own: leave one of them out"
         )
-    groups, slots = plan[drawing[0]].devices.count // plan[drawing[0]].tensor, config.rollout.slots
-    slots, workers = slots or config.rl.rollout_batch, config.logical_workers
-    if slots % (workers * plan[drawing[0]].devices.count) or slots // (workers * groups) < config.samples:
-        raise UserError(
-            f"rollout.slots={slots} must give each of {workers} logical worker(s) a multiple of its "
-            f"{plan[drawing[0]].devices.count} device(s), and {config.samples} slots for each of {groups} group(s) of "
-            "devices: change it"
-        )
+    check_slots(config, plan[drawing[0]])
     if config.fleet is not None:
         return
     for call in workload.calls:
@@ -252,6 +245,17 @@ def _check_asynchronous(named: str, config: Config, workload: Workload, plan: Pl
                 f"{named} has {drawing[0]} and {call.name} on the same devices, and {key} draws on devices of its own: "
                 "set plan=disaggregated, or leave asynchronous out"
             )
+
+
+def check_slots(config: Config, drawing: Placement) -> None:
+    """Refuses slots that the logical workers of an asynchronous run cannot share."""
+    count, groups = drawing.devices.count, drawing.devices.count // drawing.tensor
+    slots, workers = config.rollout.slots or config.rl.rollout_batch, config.logical_workers
+    if slots % (workers * count) or slots // (workers * groups) < config.samples:
+        raise UserError(
+            f"rollout.slots={slots} must give each of {workers} logical worker(s) a multiple of its {count} device(s), "
+            f"and {config.samples} slots for each of {groups} group(s) of devices: change it"
+        )
 
 
 def refuse_partial_overlap(plan: Plan) -> None:

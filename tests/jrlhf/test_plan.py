@@ -55,8 +55,12 @@ def test_asynchronous_settings_are_predicted(tmp_path, capsys):
     assert "with staleness=2; lengths of responses are lognormal, with mean 1024 and sigma 0.5" in table
     assert cli([*apart, *settings, "--plan", str(saved)]) == 0
     assert capsys.readouterr().out.partition("\nasynchronous: ")[2] == table
-    assert cli([*apart, *settings, "fleet.workers=1", "--proposals", "50"]) == 0
-    assert "\nasynchronous: " in capsys.readouterr().out
+    adapters = "lora.rank=16", "mesh.fsdp=16"  # whose base may be in another mesh than the config's
+    for more in ((), adapters):
+        assert cli([*apart, *settings, *more, "fleet.workers=1", "--proposals", "50"]) == 0
+        assert "\nasynchronous: " in capsys.readouterr().out
+    assert cli([*apart, *settings, "fleet.workers=3", "--proposals", "50"]) == 2
+    assert "rollout.slots=64 must give each of 3 logical worker(s) a multiple of its " in capsys.readouterr().err
 
 
 def test_shorter_responses_take_less(capsys):
