@@ -248,7 +248,8 @@ def describe(config: Config, prices: CostModel, outcome: Found, sigma: float = 0
     best = min((one for one in compared if one.useful <= enough), key=lambda one: (one.staleness, one.useful))
     lines = [
         f"asynchronous: {own.seconds:.3g} s from update to update with staleness={own.staleness}; lengths of responses "
-        f"are lognormal, with mean {prices.workload.mean_response:g} and sigma {sigma:g}",
+        f"are lognormal, with mean {prices.workload.mean_response:g} and sigma {sigma:g}, cut at "
+        f"{prices.workload.response}",
         *table(compared),
         f"the lowest bound within 1 % of the least time of full weight: staleness={best.staleness} "
         f"rollout.slots={best.slots}",

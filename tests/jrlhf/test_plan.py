@@ -52,7 +52,7 @@ def test_asynchronous_settings_are_predicted(tmp_path, capsys):
     assert cli([*apart, *settings, "--save", str(saved)]) == 0
     table = capsys.readouterr().out.partition("\nasynchronous: ")[2]
     assert table.endswith("one host, and 16xh100 has 2 hosts: this is a prediction only\n")
-    assert "with staleness=2; lengths of responses are lognormal, with mean 1024 and sigma 0.5" in table
+    assert "with staleness=2; lengths of responses are lognormal, with mean 1024 and sigma 0.5, cut at 1024\n" in table
     assert cli([*apart, *settings, "--plan", str(saved)]) == 0
     assert capsys.readouterr().out.partition("\nasynchronous: ")[2] == table
     adapters = "lora.rank=16", "mesh.fsdp=16"  # whose base may be in another mesh than the config's
