@@ -281,9 +281,9 @@ class _Process:
     def close(self) -> None:
         """Ends the process. A command that waits for its answer fails."""
         self._closed = True
-        if self._worker is not None:
-            self._worker.interrupt()
-            self._worker.kill()
+        if (worker := self._worker) is not None:  # once: a thread whose request fails meanwhile forgets it
+            worker.interrupt()
+            worker.kill()
 
     def _started(self) -> LocalWorker | RayWorker:
         if self._worker is None:
