@@ -250,6 +250,8 @@ def _check_asynchronous(config: Config, search: Search) -> None:
     key = f"{config.algorithm}.asynchronous"
     if sigma is not None and not 0 <= sigma <= 3:
         raise UserError(f"sigma={sigma:g} must be from 0 to 3")
+    if sigma and search.mean_response is None:
+        raise UserError(f"sigma={sigma:g} needs mean_response: without it all responses have the greatest length")
     if search.processes not in (None, 1):
         raise UserError(f"processes={search.processes}: {key} is for runs of one process, leave one of them out")
     budget = ("seconds", "proposals", "hypothetical", "overlap") if search.plan is None and config.fleet is None else ()

@@ -243,7 +243,7 @@ def _check_asynchronous(named: str, config: Config, workload: Workload, plan: Pl
         if call.name not in drawing and plan[call.name].devices.overlaps(plan[drawing[0]].devices):
             raise UserError(
                 f"{named} has {drawing[0]} and {call.name} on the same devices, and {key} draws on devices of its own: "
-                "set plan=disaggregated, or leave asynchronous out"
+                "set plan=disaggregated or auto, or leave asynchronous out"
             )
 
 

@@ -47,12 +47,13 @@ def test_stages_are_priced_and_drawn(tmp_path, capsys):
 
 def test_asynchronous_settings_are_predicted(tmp_path, capsys):
     """A saved plan gives the same table again; with a fleet of processes the search finds the trainer's plan."""
-    saved, apart = tmp_path / "plan.yaml", ("--config", "llama3-8b-ppo", "--cluster", "16xh100", "--sigma", "0.5")
+    lengths = "--mean-response", "300", "--sigma", "0.5"
+    saved, apart = tmp_path / "plan.yaml", ("--config", "llama3-8b-ppo", "--cluster", "16xh100", *lengths)
     settings = "ppo.asynchronous.staleness=2", "ppo.rollout_batch=64"
     assert cli([*apart, *settings, "--save", str(saved)]) == 0
     table = capsys.readouterr().out.partition("\nasynchronous: ")[2]
     assert table.endswith("one host, and 16xh100 has 2 hosts: this is a prediction only\n")
-    assert "with staleness=2; lengths of responses are lognormal, with mean 1024 and sigma 0.5, cut at 1024\n" in table
+    assert "with staleness=2; lengths of responses are lognormal, with mean 300 and sigma 0.5, cut at 1024\n" in table
     assert cli([*apart, *settings, "--plan", str(saved)]) == 0
     assert capsys.readouterr().out.partition("\nasynchronous: ")[2] == table
     adapters = "lora.rank=16", "mesh.fsdp=16"  # whose base may be in another mesh than the config's
@@ -138,6 +139,7 @@ def test_bad_input_is_one_sentence(capsys):
         (f"{cluster} --mean-response 9e9", "mean_response=9e+09 must be from 1 to data.max_response=1024"),
         (f"{cluster} --sigma 1", "sigma=1 has no effect without asynchronous training: leave it out"),
         (f"{cluster} --sigma 4 ppo.asynchronous.staleness=1", "sigma=4 must be from 0 to 3"),
+        (f"{cluster} --sigma 1 ppo.asynchronous.staleness=1", "sigma=1 needs mean_response"),
         (f"{cluster} --processes 2 ppo.asynchronous.staleness=1", "ppo.asynchronous is for runs of one process"),
         (f"{few} ppo.asynchronous.staleness=1", "proposals=10 has no effect with ppo.asynchronous, whose divisions"),
         (f"{cluster} --processes 0", "processes=0 must divide the 8 devices: each has equally many"),
