@@ -161,7 +161,6 @@ def plot(results: Sequence[Mapping[str, Any]], path: Path) -> None:
         axes.set(title=f"learning rate {rate:.0e}, correction: {correction}", xlabel="updates")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
-        axes.label_outer()
     figure.supylabel("right held-out sums, %")
     figure.savefig(path, metadata={"Date": None})
 
