@@ -46,7 +46,7 @@ class Faults:
 
     def __init__(self, seed: str):
         self._rng, self._lock = random.Random(seed), threading.Lock()  # processes are asked from threads
-        self._requests, self._stops = 0, self._rng.sample(range(20, 60), 2)
+        self._requests, self._stops = 0, self._rng.sample(range(10, 35), 2)
         self.kinds, self.befallen = Counter[str](), set[int]()
 
     def draw(self) -> tuple[str, float, float]:
@@ -155,7 +155,7 @@ def undisturbed(tmp_path_factory):
 
 
 CASES = [
-    pytest.param("local", "keep_cache", (), marks=pytest.mark.full),
+    pytest.param("local", "keep_cache", (), marks=pytest.mark.proof("processes")),
     pytest.param("local", "prefill_again", ADAPTER, marks=pytest.mark.proof("processes")),
     pytest.param("local", "finish", (), marks=pytest.mark.proof("processes")),
     pytest.param("ray", "keep_cache", (), marks=pytest.mark.proof("processes")),
