@@ -89,7 +89,8 @@ class Planned:
     """A plan of a config on a cluster, and what it takes. `str` gives a table of its calls and a timeline.
 
     prices: the seconds and bytes of the workload's calls on the cluster. outcome: the plan and its simulation. text:
-    what the command prints. problem: why no run takes the plan; empty if one does.
+    what the command prints. problem: why no run takes the plan; empty if one does. asynchronous: what is predicted of
+    asynchronous training.
     """
 
     config: Config
@@ -97,6 +98,7 @@ class Planned:
     outcome: Found
     text: str
     problem: str = ""
+    asynchronous: predict.Predicted | None = None
 
     @property
     def plan(self) -> Plan:
@@ -105,8 +107,8 @@ class Planned:
 
     @property
     def seconds(self) -> float:
-        """Seconds of an iteration."""
-        return self.outcome.simulation.seconds
+        """Seconds of an iteration; of asynchronous training, from update to update."""
+        return self.outcome.simulation.seconds if self.asynchronous is None else self.asynchronous.seconds
 
     @property
     def peak(self) -> float:
@@ -224,14 +226,17 @@ def make_plan(
         prices = fused_prices(prices, priced, processes=processes)
         outcome = Found(priced, simulate(graph, priced, prices, lockstep=not search.overlap))
         lines = [show.describe_plan(prices, outcome)]
+    predictions: list[predict.Predicted] = []
     if asynchronous:
-        lines += ["", *predict.describe(config, prices, outcome, search.sigma or 0.0)]
+        predictions = predict.alternatives(config, prices, outcome, search.sigma or 0.0)
+        lines += ["", *predict.describe(config, prices, predictions, search.sigma or 0.0)]
         if cluster is not None and prices.cluster.hosts > 1:
             lines.append(
                 f"{config.algorithm}.asynchronous is for runs of one process, which has the devices of one host, and "
                 f"{cluster} has {prices.cluster.hosts} hosts: this is a prediction only"
             )
-    planned = Planned(config, prices, outcome, "\n".join(lines))
+    own = predictions[0] if predictions else None
+    planned = Planned(config, prices, outcome, "\n".join(lines), asynchronous=own)
     try:
         plans.refuse_cross_process(planned.plan, [number * processes // devices for number in range(devices)])
         fit.check_fits(config, planned.plan, prices, outcome.simulation)
@@ -254,7 +259,9 @@ def _check_asynchronous(config: Config, search: Search) -> None:
         raise UserError(f"sigma={sigma:g} needs mean_response: without it all responses have the greatest length")
     if search.processes not in (None, 1):
         raise UserError(f"processes={search.processes}: {key} is for runs of one process, leave one of them out")
-    budget = ("seconds", "proposals", "hypothetical", "overlap") if search.plan is None and config.fleet is None else ()
+    if search.overlap and config.fleet is None:
+        raise UserError(f"overlap=True has no effect with {key}, whose updates run beside rollouts: leave it out")
+    budget = ("seconds", "proposals", "hypothetical") if search.plan is None and config.fleet is None else ()
     for name in budget:
         if getattr(search, name):
             raise UserError(

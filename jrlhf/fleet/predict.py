@@ -3,19 +3,20 @@
 `predicted` does so for a config on a plan, in seconds; `choose` for each division of the devices.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 
 import numpy as np
 from jaxtyping import Bool, Int
 
 from jrlhf.config.schema import Config
-from jrlhf.errors import UserError
 from jrlhf.fleet.schedule import Rules, fresh
 from jrlhf.fleet.simulate import DROPPED, WAITING, Setting, Trace, lognormal, simulate
 from jrlhf.meshes.graph import home_of
 from jrlhf.planning import auto
-from jrlhf.planning.plans import check_slots
+from jrlhf.planning.plans import check_slots, shares_slots
 from jrlhf.planning.search import Found
 from jrlhf.planning.show import STEADY, in_columns
 from jrlhf.planning.time import CostModel
@@ -158,7 +159,7 @@ def predicted(config: Config, prices: CostModel, outcome: Found, sigma: float = 
     An update is what follows rollouts in an iteration of the plan; a decode step has its share of the prefill. On the
     virtual clock what is drawn in `update_steps` is drawn while an update runs, and the longer one is waited for.
 
-    sigma: of the lognormal lengths of responses, whose mean is the workload's.
+    sigma: of the lognormal lengths of responses, which are cut at the workload's longest and then have its mean.
     """
     section, options, workload = config.rl, config.rl.asynchronous, prices.workload
     assert options is not None
@@ -181,7 +182,7 @@ def predicted(config: Config, prices: CostModel, outcome: Found, sigma: float = 
         Rules(section.rollout_batch // section.samples, options.staleness, steps),
         slots,
         section.samples,
-        lognormal(workload.mean_response, sigma, workload.response),
+        lognormal(mean_before_cut(workload.mean_response, sigma, workload.response), sigma, workload.response),
         options.on_new_weights,
         min(config.rollout.chunk, workload.response),
         reward=options.reward_steps,
@@ -202,12 +203,30 @@ def predicted(config: Config, prices: CostModel, outcome: Found, sigma: float = 
         options.staleness,
         slots,
         seconds,
-        update / step,
-        1 - update / seconds,
-        1 - busy,
-        seconds * result.time_per_batch / result.step,
-        result,
+        update_steps=update / step,
+        trainer_waits=1 - update / seconds,
+        rollouts_wait=1 - busy,
+        useful=seconds * result.time_per_batch / result.step,
+        prediction=result,
     )
+
+
+def mean_before_cut(mean: float, sigma: float, longest: float) -> float:
+    """Returns the mean of lognormal lengths that have the mean `mean` once those above `longest` are cut to it."""
+    if not sigma or mean >= longest:
+        return mean
+
+    def after(before: float) -> float:  # E[min(L, longest)], in closed form
+        distance, cdf = math.log(longest / before) / sigma, NormalDist().cdf
+        return before * cdf(distance - sigma / 2) + longest * cdf(-distance - sigma / 2)
+
+    low, high = mean, mean
+    while after(high) < mean:
+        high *= 2
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if after(middle) < mean else (low, middle)
+    return high
 
 
 def choose(setting: auto.Setting, sigma: float = 0.0) -> list[Predicted]:
@@ -217,49 +236,53 @@ def choose(setting: auto.Setting, sigma: float = 0.0) -> list[Predicted]:
     return sorted(options, key=lambda option: option.seconds)
 
 
-def others(config: Config, prices: CostModel, outcome: Found, sigma: float = 0.0) -> list[Predicted]:
-    """Predicts the config on one plan with other bounds of staleness, and with a half and a quarter of the slots."""
-    section, results = config.rl, []
+def alternatives(config: Config, prices: CostModel, outcome: Found, sigma: float = 0.0) -> list[Predicted]:
+    """Predicts the config on one plan, and then with other bounds of staleness and a half and a quarter of the slots.
+
+    Raises UserError where the plan's rollouts cannot divide the config's slots. Others that they cannot divide are left
+    out.
+    """
+    section, drawing = config.rl, outcome.plan["actor.generate"]
     assert section.asynchronous is not None
-    slots = config.rollout.slots or section.rollout_batch
+    check_slots(config, drawing)
+    slots, own = config.rollout.slots or section.rollout_batch, section.asynchronous.staleness
+    results = []
     for size in filter(None, (slots, slots // 2, slots // 4)):
-        for bound in sorted({*BOUNDS, section.asynchronous.staleness}):
-            own = replace(section, asynchronous=replace(section.asynchronous, staleness=bound))
-            sections = {**config.sections, str(config.algorithm): own}
-            changed = replace(config, rollout=replace(config.rollout, slots=size), sections=sections)
-            try:
-                check_slots(changed, outcome.plan["actor.generate"])
-            except UserError:
-                continue
-            results.append(predicted(changed, prices, outcome, sigma))
+        for bound in (own, *(bound for bound in BOUNDS if bound != own)):
+            changed = replace(section, asynchronous=replace(section.asynchronous, staleness=bound))
+            sections = {**config.sections, str(config.algorithm): changed}
+            other = replace(config, rollout=replace(config.rollout, slots=size), sections=sections)
+            if shares_slots(other, drawing):
+                results.append(predicted(other, prices, outcome, sigma))
     return results
 
 
-def describe(config: Config, prices: CostModel, outcome: Found, sigma: float = 0.0) -> list[str]:
+def describe(config: Config, prices: CostModel, options: Sequence[Predicted], sigma: float = 0.0) -> list[str]:
     """Returns what an asynchronous config takes on a plan, the trade-off of bounds and slots, and the best of them.
 
-    Raises UserError where the plan's rollouts cannot divide the config's slots.
+    options: as `alternatives` returns them.
     """
-    key, options = f"{config.algorithm}.asynchronous", config.rl.asynchronous
-    assert options is not None
-    check_slots(config, outcome.plan["actor.generate"])
-    own, compared = predicted(config, prices, outcome, sigma), others(config, prices, outcome, sigma)
-    enough = 1.01 * min(one.useful for one in compared)
-    best = min((one for one in compared if one.useful <= enough), key=lambda one: (one.staleness, one.useful))
+    section, workload, own = config.rl.asynchronous, prices.workload, options[0]
+    assert section is not None
+    enough = 1.01 * min(one.useful for one in options)
+    best = min((one for one in options if one.useful <= enough), key=lambda one: (one.staleness, one.useful))
     lines = [
         f"asynchronous: {own.seconds:.3g} s from update to update with staleness={own.staleness}; lengths of responses "
-        f"are lognormal, with mean {prices.workload.mean_response:g} and sigma {sigma:g}, cut at "
-        f"{prices.workload.response}",
-        *table(compared),
-        f"the lowest bound within 1 % of the least time of full weight: staleness={best.staleness} "
-        f"rollout.slots={best.slots}",
+        f"are lognormal with sigma {sigma:g}, cut at {workload.response}, and have the mean "
+        f"{workload.mean_response:g}",
+        *table(sorted(options, key=lambda one: (-one.slots, one.staleness))),
     ]
-    if options.clock == "virtual" and round(own.update_steps) != options.update_steps:
+    if section.clock == "virtual" and round(own.update_steps) != section.update_steps:
         lines.append(
-            f"{key}.update_steps={options.update_steps}, and an update takes {own.update_steps:.0f} decode steps here: "
-            "where it is less, rollouts wait for the trainer, and where it is more, tokens are older"
+            f"{config.algorithm}.asynchronous.update_steps={section.update_steps}, and an update takes "
+            f"{own.update_steps:.0f} decode steps here: where it is less, rollouts wait for the trainer, and where it "
+            "is more, tokens are older"
         )
-    return lines
+    return [
+        *lines,
+        f"the lowest bound within 1 % of the least time of full weight, with these settings: "
+        f"staleness={best.staleness} rollout.slots={best.slots}",
+    ]
 
 
 def sentence(options: Sequence[Predicted]) -> str:

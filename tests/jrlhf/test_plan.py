@@ -53,7 +53,10 @@ def test_asynchronous_settings_are_predicted(tmp_path, capsys):
     assert cli([*apart, *settings, "--save", str(saved)]) == 0
     table = capsys.readouterr().out.partition("\nasynchronous: ")[2]
     assert table.endswith("one host, and 16xh100 has 2 hosts: this is a prediction only\n")
-    assert "with staleness=2; lengths of responses are lognormal, with mean 300 and sigma 0.5, cut at 1024\n" in table
+    assert (
+        "with staleness=2; lengths of responses are lognormal with sigma 0.5, cut at 1024, and have the mean 300\n"
+        in table
+    )
     assert cli([*apart, *settings, "--plan", str(saved)]) == 0
     assert capsys.readouterr().out.partition("\nasynchronous: ")[2] == table
     adapters = "lora.rank=16", "mesh.fsdp=16"  # whose base may be in another mesh than the config's
@@ -140,6 +143,7 @@ def test_bad_input_is_one_sentence(capsys):
         (f"{cluster} --sigma 1", "sigma=1 has no effect without asynchronous training: leave it out"),
         (f"{cluster} --sigma 4 ppo.asynchronous.staleness=1", "sigma=4 must be from 0 to 3"),
         (f"{cluster} --sigma 1 ppo.asynchronous.staleness=1", "sigma=1 needs mean_response"),
+        (f"{cluster} --plan split --overlap ppo.asynchronous.staleness=1", "overlap=True has no effect with ppo.async"),
         (f"{cluster} --processes 2 ppo.asynchronous.staleness=1", "ppo.asynchronous is for runs of one process"),
         (f"{few} ppo.asynchronous.staleness=1", "proposals=10 has no effect with ppo.asynchronous, whose divisions"),
         (f"{cluster} --processes 0", "processes=0 must divide the 8 devices: each has equally many"),

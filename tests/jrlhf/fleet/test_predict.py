@@ -3,12 +3,14 @@
 from dataclasses import replace
 
 import jax
+import numpy as np
 import pytest
 
 from jrlhf.algorithms.registry import planned_graph
 from jrlhf.config import load_config
 from jrlhf.errors import UserError
-from jrlhf.fleet.predict import choose, describe, others, predicted
+from jrlhf.fleet.predict import alternatives, choose, describe, mean_before_cut, predicted
+from jrlhf.fleet.simulate import lognormal
 from jrlhf.meshes.hardware import cluster
 from jrlhf.planning.auto import Setting
 from jrlhf.planning.plans import plan_of_config, plan_yaml, validate_plan
@@ -73,12 +75,13 @@ def test_the_division_is_the_fastest_of_all():
 def test_the_text_names_the_ratio_of_an_update_and_a_decode_step():
     own = setting(16, staleness=2, update_steps=128)
     outcome = choose(own)[0].outcome
-    *_, line = describe(own.config, own.prices, outcome)
+    *_, line, _ = describe(own.config, own.prices, alternatives(own.config, own.prices, outcome))
     steps = int(line.partition("an update takes ")[2].split()[0])
     assert line.startswith("ppo.asynchronous.update_steps=128, and an update takes ")
     matched = setting(16, staleness=2, update_steps=steps)
-    text = describe(matched.config, matched.prices, outcome)
-    assert text[-1].startswith("the lowest bound within 1 % of the least time of full weight: staleness=1 ")
+    text = describe(matched.config, matched.prices, alternatives(matched.config, matched.prices, outcome))
+    assert text[-1].endswith("time of full weight, with these settings: staleness=1 rollout.slots=256")
+    assert not any("update_steps" in line for line in text)
 
 
 def test_a_run_takes_the_fastest_division_and_keeps_it(monkeypatch, tmp_path, capsys):
@@ -110,7 +113,7 @@ def test_two_slots_are_compared_with_one():
     settings = "mesh.fsdp=2", "ppo.algorithm.minibatches=1", "ppo.algorithm.micro_batches=1", "ppo.rollout_batch=2"
     config = load_config("gsm8k-ppo", [*settings, "ppo.asynchronous.staleness=2"])
     own = Setting(config, planned_graph(config), architectures(config), cluster("2xh100"))
-    assert {one.slots for one in others(config, own.prices, choose(own)[0].outcome)} == {2, 1}
+    assert {one.slots for one in alternatives(config, own.prices, choose(own)[0].outcome)} == {2, 1}
 
 
 def test_where_no_division_runs_the_reason_is_one_sentence():
@@ -118,3 +121,13 @@ def test_where_no_division_runs_the_reason_is_one_sentence():
         setting(8, staleness=2).splits()
     with pytest.raises(UserError, match=r"rollout.slots=16 must give each of 3 logical worker.s. a multiple"):
         setting(8, "lora.rank=16", "rollout.slots=16", staleness=2, logical_workers=3).splits()
+
+
+@pytest.mark.parametrize("mean, sigma", [(300, 0.5), (900, 1.0), (1000, 3.0), (1024, 1.0), (64, 0.0)])
+def test_lengths_that_are_cut_have_the_mean_that_was_asked_for(mean, sigma):
+    before = mean_before_cut(mean, sigma, 1024)
+    if mean == 1024:
+        assert before == mean  # no lengths below it can have it
+        return
+    draws = lognormal(before, sigma, 1024)(np.random.default_rng(0), (200_000, 1))
+    assert abs(draws.mean() - 0.5 * (sigma > 0) - mean) < 0.01 * mean  # lengths are rounded up
