@@ -23,7 +23,6 @@ from jrlhf.kernels.logprob.api import Implementation
 from jrlhf.meshes import GENERATE, SCORE, TRAIN, reshard
 from jrlhf.meshes.hardware import Peak
 from jrlhf.models import (
-    ForwardOptions,
     Generation,
     ModelConfig,
     SamplingConfig,
@@ -172,7 +171,7 @@ def train(config: ModelConfig, mesh: Mesh, top: Ceilings, batch: int, length: in
     """Forward, backward and AdamW on float32 weights, computed in bfloat16: the loss beside the logits, as in a run."""
     optimizer, params = optax.adamw(1e-6), init_sharded(config, jax.random.key(0), mesh)
     tokens = jax.random.randint(jax.random.key(2), (batch, length), 0, config.vocab_size)
-    sums = make_token_sums(config, mesh, TRAIN, ForwardOptions(dtype=jnp.bfloat16, remat=remat), entropy_gradient=False)
+    sums = make_token_sums(config, mesh, TRAIN, dtype=jnp.bfloat16, remat=remat, entropy_gradient=False)
 
     def loss(params, tokens):
         return sums(params, tokens, {}, lambda logprobs, entropy, data: (-logprobs, {}))[0] / tokens.size
@@ -198,7 +197,7 @@ def score(config: ModelConfig, mesh: Mesh, top: Ceilings, batch: int, length: in
     """Log-probabilities of given tokens under float32 weights, computed in bfloat16."""
     params = init_sharded(config, jax.random.key(0), mesh)
     tokens = jax.random.randint(jax.random.key(2), (batch, length), 0, config.vocab_size)
-    program, costs = compiled(make_logprobs(config, mesh, SCORE, ForwardOptions(dtype=jnp.bfloat16)), params, tokens)
+    program, costs = compiled(make_logprobs(config, mesh, SCORE, dtype=jnp.bfloat16), params, tokens)
     operations = forward_operations(config, np.full(batch, length))
     return _pass(top, batch * length, operations, lambda: program(params, tokens)) | costs
 

@@ -1,7 +1,7 @@
 """Training and scoring: log-probabilities of given tokens. `scalars.py` has values and scores.
 
 Each function is one `jax.shard_map` over all mesh axes, of a `ShardedForward`. It is not jitted: it composes with jit
-and grad.
+and grad. Every factory takes `ForwardOptions`, or their fields as keywords, or both.
 
 A weight is stored in slices and gathered layer by layer where it is used, inside the checkpointed body of the layer
 scan. So at most one layer's whole weights exist at any time, in the backward pass too, and the gather's transpose
@@ -276,7 +276,7 @@ DEFAULTS = ForwardOptions()
 
 
 def make_logprobs(
-    config: ModelConfig, mesh: Mesh | AbstractMesh, layout: Layout, options: ForwardOptions = DEFAULTS
+    config: ModelConfig, mesh: Mesh | AbstractMesh, layout: Layout, options: ForwardOptions = DEFAULTS, **keywords: Any
 ) -> Callable[..., tuple[Float[Array, "B T"], Float[Array, "B T"]]]:
     """Builds f(params, tokens [B, T]) -> (logprobs [B, T], entropy [B, T]), both float32, in nats.
 
@@ -294,7 +294,7 @@ def make_logprobs(
 
     In GENERATE the layers are not gathered but sliced over `tensor`, and they are unrolled.
     """
-    forward = ShardedForward(config, mesh, layout, "lm", options)
+    forward = ShardedForward(config, mesh, layout, "lm", replace(options, **keywords))
     return forward.shard(lambda params, tokens, starts=None: forward.logprobs(params, tokens, starts))
 
 
@@ -305,6 +305,7 @@ def make_token_sums(
     options: ForwardOptions = DEFAULTS,
     *,
     entropy_gradient: bool = True,
+    **keywords: Any,
 ) -> Callable[..., tuple[Float[Array, ""], dict[str, Float[Array, ""]]]]:
     """Builds f(params, tokens [B, T], data, terms) -> (loss, {name: metric}), float32: sums over all tokens but t = 0.
 
@@ -320,7 +321,7 @@ def make_token_sums(
     span: f takes `starts=` [B] as well, and sums over at most this number of tokens of a row, from starts[b] on.
     lora: builds f(adapter, tokens, data, terms, base).
     """
-    forward = ShardedForward(config, mesh, layout, "lm", options)
+    forward = ShardedForward(config, mesh, layout, "lm", replace(options, **keywords))
 
     def sums(
         params: Params, tokens: Array, data: Any, terms: Terms, *frozen: Params, starts: Array | None = None
@@ -339,15 +340,22 @@ def make_token_sums(
 
 
 def make_logprobs_with_base(
-    config: ModelConfig, mesh: Mesh | AbstractMesh, options: ForwardOptions
+    config: ModelConfig,
+    mesh: Mesh | AbstractMesh,
+    lora: LoRAConfig,
+    options: ForwardOptions = DEFAULTS,
+    **keywords: Any,
 ) -> Callable[..., tuple[Float[Array, "B T"], Float[Array, "B T"], Float[Array, "B T"]]]:
     """Builds f(adapter, tokens [B, T], base) -> (logprobs, entropy, the bare base's logprobs), all [B, T] and float32.
 
-    For options with `lora`; with `span` f(adapter, tokens, starts [B], base), as in `make_logprobs`. One pass over 2 B
-    rows, of which the first half is adapted: the base's weights are read, dequantized from int8 and compiled once. For
-    scoring only: a gradient would reach the base's half in vain, so `remat` is not used.
+    With `span` f(adapter, tokens, starts [B], base), as in `make_logprobs`. One pass over 2 B rows, of which the first
+    half is adapted: the base's weights are read, dequantized from int8 and compiled once. For scoring only: a gradient
+    would reach the base's half in vain, so `remat` is not used.
     """
-    forward = ShardedForward(config, mesh, GENERATE, "lm", replace(options, remat="full"))
+    if "remat" in keywords:
+        raise TypeError("unexpected keyword argument 'remat': it would have no effect here")
+    options = replace(options, **keywords, lora=lora, remat="full")
+    forward = ShardedForward(config, mesh, GENERATE, "lm", options)
 
     def local(params, tokens, starts=None):
         count = len(tokens)

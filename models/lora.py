@@ -3,7 +3,7 @@
 Where a projection of the base computes x W, its adapted form computes x W + (x a) b alpha / r: equation 3, with
 a = A^T and b = B^T. Only a and b are trained. b begins at zero, so an adapted model begins as its base.
 
-One base, in the GENERATE storage, serves every role: `make_logprobs` and its siblings build functions of an
+One base, in the GENERATE storage, serves every role: `make_logprobs(..., lora=)` and its siblings build functions of an
 adapter and a base, and without `lora` functions of the base alone. The sum is never formed but by `merge`: a bfloat16
 W + a b would round away most of a small a b.
 """

@@ -1,6 +1,7 @@
 """Functions of a model with a scalar head: values of a critic, scores of a reward model."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,14 +17,14 @@ from jrlhf.models.params import Params
 
 
 def make_values(
-    config: ModelConfig, mesh: Mesh | AbstractMesh, layout: Layout, options: ForwardOptions = DEFAULTS
+    config: ModelConfig, mesh: Mesh | AbstractMesh, layout: Layout, options: ForwardOptions = DEFAULTS, **keywords: Any
 ) -> Callable[..., Float[Array, "B T+1"]]:
     """Builds f(params, tokens [B, T]) -> values [B, T + 1], float32.
 
     values[:, t] is V before token t: the head's output at t - 1, and 0 at t = 0; values[:, T] is V after the last
     token. Parameters as `init_scalar`; the rest as in `make_logprobs`.
     """
-    forward = ShardedForward(config, mesh, layout, "scalar", options)
+    forward = _forward(config, mesh, layout, options, keywords)
 
     def local(params, tokens):
         return jnp.pad(_outputs(forward, params, forward.hidden(params, tokens)), ((0, 0), (1, 0)))
@@ -32,19 +33,28 @@ def make_values(
 
 
 def make_scores(
-    config: ModelConfig, mesh: Mesh | AbstractMesh, layout: Layout, options: ForwardOptions = DEFAULTS
+    config: ModelConfig, mesh: Mesh | AbstractMesh, layout: Layout, options: ForwardOptions = DEFAULTS, **keywords: Any
 ) -> Callable[..., Float[Array, "B"]]:
     """Builds f(params, tokens [B, T], lengths [B]) -> scores [B], float32: the head's output at position length - 1.
 
     lengths: each row's real tokens, at least 1. Parameters as `init_scalar`; the rest as in `make_logprobs`.
     """
-    forward = ShardedForward(config, mesh, layout, "scalar", options)
+    forward = _forward(config, mesh, layout, options, keywords)
 
     def local(params, tokens, lengths):
         last = jax.vmap(lambda row, length: row[length - 1])(forward.hidden(params, tokens), lengths)
         return _outputs(forward, params, last)
 
     return forward.shard(local)
+
+
+def _forward(
+    config: ModelConfig, mesh: Mesh | AbstractMesh, layout: Layout, options: ForwardOptions, keywords: dict[str, Any]
+) -> ShardedForward:
+    """The forward pass with these keywords, among them none that only log-probabilities use."""
+    for name in keywords.keys() & {"temperature", "implementation", "span"}:
+        raise TypeError(f"unexpected keyword argument {name!r}: it would have no effect here")
+    return ShardedForward(config, mesh, layout, "scalar", replace(options, **keywords))
 
 
 @jax.named_scope("head")

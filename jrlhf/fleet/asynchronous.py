@@ -78,7 +78,7 @@ class AsynchronousRollouts(Closing):
                     ProcessWorkers(template, own, setup, config.fleet, run_path(config), tell)
                     for own in ([{number: share} for number, share in shares.items()] if self._wall else [shares])
                 ]
-            scored = actor.compute.forward(actor.architecture, temperature=sampling.temperature)
+            scored = replace(actor.compute.forward(actor.architecture), temperature=sampling.temperature)
             recompute = Recompute(
                 actor.architecture.config,
                 self._mesh,

@@ -4,8 +4,8 @@ If the model is an adapter, each function takes the base as one more argument at
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import jax
@@ -74,8 +74,8 @@ class CompiledModel:
             return make_actor_step(logprobs, optimizer, algorithm, pipeline=self.runs)
         # Texts that are imitated in addition are trained on from their first token.
         span = None if algorithm.ptx_coef else responses
-        make = partial(make_token_sums, entropy_gradient=algorithm.entropy_coef != 0)
-        sums = self._make(make, self.compute.train_layout, temperature=temperature, span=span)
+        options = {"temperature": temperature, "span": span, "entropy_gradient": algorithm.entropy_coef != 0}
+        sums = self._make(make_token_sums, self.compute.train_layout, **options)
 
         def of_responses(params, tokens, data, *others):
             return sums(params, tokens, data, *others, starts=jnp.argmax(data.computed, axis=1))
@@ -102,8 +102,9 @@ class CompiledModel:
     def score_logprobs_with_base(self, *, temperature: float, span: int) -> Function:
         """(adapter, tokens, lengths, starts, base) -> (logprobs, entropy, logprobs of the bare base), in one pass."""
         model = self.architecture
-        options = self.compute.forward(model, temperature=temperature, span=span)
-        return self._scoring(make_logprobs_with_base(model.config, self.mesh, options), arrays=1)
+        assert model.lora is not None
+        options = replace(self.compute.forward(model), temperature=temperature, span=span)
+        return self._scoring(make_logprobs_with_base(model.config, self.mesh, model.lora, options), arrays=1)
 
     @_shared
     def score_values(self) -> Function:
@@ -135,9 +136,9 @@ class CompiledModel:
         decoder = Decoder(model.config, self.mesh, sampling, samples, compute.dtype, compute.attention, model.lora)
         return ContinuousBatch(decoder, self.mesh, schedule, slots, width)
 
-    def _make(self, make: Function, layout: Layout, **options: Any) -> Function:
+    def _make(self, make: Function, layout: Layout, **keywords: Any) -> Function:
         model = self.architecture
-        return make(model.config, self.mesh, model.layout(layout), self.compute.forward(model, **options))
+        return make(model.config, self.mesh, model.layout(layout), self.compute.forward(model), **keywords)
 
     def _scoring(self, function: Function, *, arrays: int = 0, reads_lengths: bool = False) -> Function:
         """(params, tokens, lengths, *arrays, *base) -> what `function(params, tokens, *arrays, *base)` returns, jitted.

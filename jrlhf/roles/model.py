@@ -50,10 +50,11 @@ class Compute:
     attention: AttentionImplementation | None = None  # of whole sequences; None: the platform's default
     score_tokens: int | None = None  # number of tokens that a device scores at a time; None: the whole batch
 
-    def forward(self, model: Architecture, **options: Any) -> ForwardOptions:
+    def forward(self, model: Architecture) -> ForwardOptions:
         """The options of the forward passes of a model."""
-        options |= {"implementation": self.logprob, "attention": self.attention, "lora": model.lora}
-        return ForwardOptions(remat=self.remat, dtype=self.dtype, **options)
+        return ForwardOptions(
+            implementation=self.logprob, remat=self.remat, dtype=self.dtype, attention=self.attention, lora=model.lora
+        )
 
 
 @jax.tree_util.register_dataclass

@@ -57,10 +57,10 @@ class PipelinedModel(CompiledModel):
             return lambda updates: updates
         return partial(finish, gradients_fn=self.pipelines[0].gradients)
 
-    def _make(self, make: Function, layout: Layout, **options: Any) -> Function:
+    def _make(self, make: Function, layout: Layout, **keywords: Any) -> Function:
         model = self.architecture
         config, mesh = self.pipelines[0].tail, self.mesh.abstract_mesh  # of any pipeline
-        return make(config, mesh, model.layout(layout), self.compute.forward(model, **options))
+        return make(config, mesh, model.layout(layout), self.compute.forward(model), **keywords)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from jrlhf.meshes import TRAIN, make_mesh
-from jrlhf.models import ForwardOptions, ModelConfig, make_logprobs
+from jrlhf.models import ModelConfig, make_logprobs
 from jrlhf.models.attention import attention
 from jrlhf.models.flash import splash_attention
 from tests.models.shared import shapes_on, stacked_by_scan
@@ -74,8 +74,7 @@ def test_a_training_step_lowers_for_a_tpu_and_keeps_what_its_kernels_need():
     mesh = make_mesh(2, 1, 1, devices=jax.devices()[:2])
     params = shapes_on(CONFIG, mesh)
     with jax.set_mesh(mesh):
-        options = ForwardOptions(dtype=jnp.bfloat16, attention="splash", remat="attention")
-        logprobs = make_logprobs(CONFIG, mesh, TRAIN, options)
+        logprobs = make_logprobs(CONFIG, mesh, TRAIN, dtype=jnp.bfloat16, attention="splash", remat="attention")
         step = jax.jit(jax.grad(lambda params, tokens: logprobs(params, tokens)[0].mean()))
         traced = step.trace(params, jax.ShapeDtypeStruct((2, 256), jnp.int32))
         text = traced.lower(lowering_platforms=("tpu",)).as_text()

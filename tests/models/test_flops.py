@@ -9,17 +9,7 @@ import numpy as np
 import pytest
 
 from jrlhf.meshes import GENERATE, SCORE, make_mesh
-from jrlhf.models import (
-    PRESETS,
-    ForwardOptions,
-    LoRAConfig,
-    ModelConfig,
-    init_lm,
-    init_lora,
-    init_scalar,
-    make_logprobs,
-    make_values,
-)
+from jrlhf.models import PRESETS, LoRAConfig, ModelConfig, init_lm, init_lora, init_scalar, make_logprobs, make_values
 from jrlhf.models.flops import (
     attention_operations,
     cache_bytes,
@@ -55,16 +45,16 @@ def setting(head: str, lora: LoRAConfig | None):
     """(function of (trained, tokens, *frozen), its arguments as shapes)."""
     mesh = make_mesh(1, 1, 1, devices=jax.devices()[:1], axis_type=jax.sharding.AxisType.Auto)
     make: Any = make_logprobs if head == "lm" else make_values
-    options = ForwardOptions(remat="gather", implementation="reference", lora=lora)
+    options: Any = {"implementation": "reference"} if head == "lm" else {}
     key, tokens = jax.random.key(0), jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
     init: Any = init_lm if head == "lm" else init_scalar
     params: Any = jax.eval_shape(lambda: init(ONE, key))
     if lora is None:
-        return make(ONE, mesh, SCORE, options), (params, tokens)
+        return make(ONE, mesh, SCORE, remat="gather", **options), (params, tokens)
     layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"])
     adapter = jax.eval_shape(lambda: init_lora(ONE, lora, key, head))  # pyright: ignore[reportArgumentType]
     base = params | {"layers": [layer]}
-    return make(ONE, mesh, GENERATE, options), (adapter, tokens, base)
+    return make(ONE, mesh, GENERATE, lora=lora, remat="gather", **options), (adapter, tokens, base)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +81,7 @@ def test_forward_and_training_are_what_the_compiler_counts(head, lora):
 
 def test_a_head_is_counted_for_what_is_predicted():
     span, mesh = 8, make_mesh(1, 1, 1, devices=jax.devices()[:1], axis_type=jax.sharding.AxisType.Auto)
-    function = make_logprobs(ONE, mesh, SCORE, ForwardOptions(remat="gather", implementation="reference", span=span))
+    function = make_logprobs(ONE, mesh, SCORE, remat="gather", implementation="reference", span=span)
     _, (params, tokens, *_) = setting("lm", None)
     starts, predicted = jax.ShapeDtypeStruct((ROWS,), jnp.int32), np.full(ROWS, span)
     expected = forward_operations(ONE, LENGTHS, predicted=predicted) + whole_square(ONE, 1)

@@ -4,7 +4,6 @@ import itertools
 import re
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from benchmarks.hlo import collectives
 from jrlhf.meshes import AXES, SCORE, TRAIN, TRAIN_TP, make_mesh
-from jrlhf.models import (
-    PRESETS,
-    ForwardOptions,
-    ModelConfig,
-    init_lm,
-    make_logprobs,
-    make_scores,
-    make_values,
-    param_shardings,
-)
+from jrlhf.models import PRESETS, ModelConfig, init_lm, make_logprobs, make_scores, make_values, param_shardings
 from jrlhf.models.modules import Norm
 from tests.models.shared import (
     FAMILIES,
@@ -91,9 +81,9 @@ def test_outputs_and_gradients_equal_the_plain_decoder(expected, case, sizes, la
     config, what = CASES[case]
     params, (outputs, gradients) = expected(config, what)
     tokens, lengths = batch(config)
-    options = ForwardOptions(temperature=TEMPERATURE, remat=remat)
-    makers = make_logprobs, make_values, make_scores
-    logprobs, values, scores = (make(config, mesh, layout, options) for make in makers)
+    logprobs = make_logprobs(config, mesh, layout, temperature=TEMPERATURE, remat=remat)
+    values = make_values(config, mesh, layout, remat=remat)
+    scores = make_scores(config, mesh, layout, remat=remat)
 
     def loss(lm, scalar):
         scalars = values(scalar, tokens) if what == "values" else scores(scalar, tokens, lengths)
@@ -126,7 +116,7 @@ def test_padding_changes_nothing_before_a_rows_end(expected):
     real = np.arange(tokens.shape[1])[None, :] < lengths[:, None]
     with jax.set_mesh(mesh):
         params = jax.device_put(expected(*CASES["values"])[0][0], param_shardings(EVERYTHING, mesh, SCORE))
-        logprobs = fast_jit(make_logprobs(EVERYTHING, mesh, SCORE, ForwardOptions(temperature=TEMPERATURE)))
+        logprobs = fast_jit(make_logprobs(EVERYTHING, mesh, SCORE, temperature=TEMPERATURE))
         padded = [jax.device_get(logprobs(params, np.where(real, tokens, pad))) for pad in (0, 299)]
     for zeros, others in zip(*padded, strict=True):
         np.testing.assert_array_equal(zeros[real], others[real])
@@ -139,9 +129,7 @@ def test_bfloat16_compute_stays_near_float32(expected):
     params, ((logprobs, entropy, _), _) = expected(config, "values")
     with jax.set_mesh(mesh):
         stored = jax.device_put(params[0], param_shardings(config, mesh, TRAIN))
-        rounded = fast_jit(
-            make_logprobs(config, mesh, TRAIN, ForwardOptions(temperature=TEMPERATURE, dtype=jnp.bfloat16))
-        )
+        rounded = fast_jit(make_logprobs(config, mesh, TRAIN, temperature=TEMPERATURE, dtype=jnp.bfloat16))
         actual, actual_entropy = rounded(stored, batch(config)[0])
     assert actual.dtype == actual_entropy.dtype == jnp.float32
     error = np.abs(np.asarray(actual) - logprobs)
@@ -155,7 +143,7 @@ def test_activations_keep_the_compute_dtype(family):
     """Float32 biases, norms and factors must not widen what follows them."""
     config, mesh = FAMILIES[family], make_mesh(2, 2, 2)
     with jax.set_mesh(mesh):
-        logprobs = make_logprobs(config, mesh, TRAIN, ForwardOptions(dtype=jnp.bfloat16))
+        logprobs = make_logprobs(config, mesh, TRAIN, dtype=jnp.bfloat16)
         jaxpr = jax.jit(logprobs).trace(shapes_on(config, mesh), jax.ShapeDtypeStruct((8, 12), jnp.int32)).jaxpr
     (scan,) = scans(jaxpr)
     assert [x.aval.dtype for x in scan.outvars] == [jnp.bfloat16]
@@ -196,7 +184,7 @@ def test_traces_on_an_abstract_mesh():
     config = PRESETS["meta-llama/Meta-Llama-3-8B"]
     params = shapes_on(config, mesh)
     with jax.sharding.use_abstract_mesh(mesh):
-        loss = make_logprobs(config, mesh, TRAIN, ForwardOptions(dtype=jnp.bfloat16, attention="xla"))
+        loss = make_logprobs(config, mesh, TRAIN, dtype=jnp.bfloat16, attention="xla")
         gradient = jax.grad(lambda params, tokens: loss(params, tokens)[0].sum())
         gradients = jax.eval_shape(gradient, params, jax.ShapeDtypeStruct((256, 128), jnp.int32))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), gradients) == jax.tree.map(lambda x: (x.shape, x.dtype), params)
@@ -210,7 +198,7 @@ ROWS, LENGTH = 16, 16
 
 def gradient(config, mesh, remat):
     """The jitted gradient of a mean log-probability and the shapes of its arguments."""
-    logprobs = make_logprobs(config, mesh, TRAIN, ForwardOptions(remat=remat))
+    logprobs = make_logprobs(config, mesh, TRAIN, remat=remat)
     function = jax.jit(jax.grad(lambda params, tokens: logprobs(params, tokens)[0].mean()))
     return function, (shapes_on(config, mesh), jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32))
 
@@ -277,11 +265,13 @@ def test_a_model_that_does_not_fit_the_mesh_is_refused():
 def test_bad_arguments_are_refused():
     mesh = make_mesh(2, 2, 2)
     shapes = jax.eval_shape(partial(init_lm, EVERYTHING), jax.random.key(0))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'span'"):
+        make_values(EVERYTHING, mesh, TRAIN, span=3)
     with pytest.raises(ValueError, match="remat .none.: known are offload, full"):
-        ForwardOptions(remat=cast(Any, "none"))
+        make_logprobs(EVERYTHING, mesh, TRAIN, remat="none")
     for temperature in (0, float("inf")):
         with pytest.raises(ValueError, match=f"temperature={temperature} must be positive and finite"):
-            ForwardOptions(temperature=temperature)
+            make_logprobs(EVERYTHING, mesh, TRAIN, temperature=temperature)
     with pytest.raises(ValueError, match=r"train layout: a batch of 12 rows .* over 8 devices .*data=2 \* fsdp=2"):
         jax.eval_shape(make_logprobs(EVERYTHING, mesh, TRAIN), shapes, jax.ShapeDtypeStruct((12, 8), jnp.int32))
     with pytest.raises(ValueError, match="65 tokens a row exceed the model's max_positions=64"):

@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 from jrlhf.meshes import GENERATE, TRAIN, make_mesh
 from jrlhf.models import (
-    ForwardOptions,
     LoRAConfig,
     ModelConfig,
     SamplingConfig,
@@ -139,9 +138,8 @@ def test_outputs_and_gradients_are_those_of_the_dense_sum(expected, config, lora
     mesh = make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)], axis_type=axis_type)
     base, adapters, (outputs, gradients) = expected(config, lora)
     tokens, lengths = batch(config)
-    options = ForwardOptions(temperature=0.7, remat=remat, lora=lora)
-    makers = make_logprobs, make_values, make_scores
-    logprobs, values, scores = (make(config, mesh, GENERATE, options) for make in makers)
+    logprobs = make_logprobs(config, mesh, GENERATE, temperature=0.7, remat=remat, lora=lora)
+    values, scores = (make(config, mesh, GENERATE, remat=remat, lora=lora) for make in (make_values, make_scores))
 
     def loss(lm, scalar, base):
         outputs = *logprobs(lm, tokens, base), values(scalar, tokens, base)
@@ -169,15 +167,14 @@ def test_one_pass_scores_an_adapter_and_its_base_as_two_do(expected, config, lor
     mesh = make_mesh(1, 2, 2, devices=jax.devices()[:4])
     base, (adapter, _), _ = expected(config, lora)
     tokens, _ = batch(config)
-    plain = ForwardOptions(temperature=0.7, dtype=dtype)
-    adapted = replace(plain, lora=lora)
+    options: Any = {"temperature": 0.7, "dtype": dtype}
     with jax.set_mesh(mesh):
         frozen = on(mesh, config, base)
         frozen = to_int8(frozen) if int8 else frozen
         placed = jax.device_put(adapter, lora_shardings(config, mesh, lora))
-        together = fast_jit(make_logprobs_with_base(config, mesh, adapted))(placed, tokens, frozen)
-        own = fast_jit(make_logprobs(config, mesh, GENERATE, adapted))(placed, tokens, frozen)
-        bare, _ = fast_jit(make_logprobs(config, mesh, GENERATE, plain))(frozen, tokens)
+        together = fast_jit(make_logprobs_with_base(config, mesh, lora, **options))(placed, tokens, frozen)
+        own = fast_jit(make_logprobs(config, mesh, GENERATE, lora=lora, **options))(placed, tokens, frozen)
+        bare, _ = fast_jit(make_logprobs(config, mesh, GENERATE, **options))(frozen, tokens)
     for actual, wanted in zip(together, (*own, bare), strict=True):
         assert actual.sharding.is_equivalent_to(wanted.sharding, 2)
         np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-5 if dtype == jnp.float32 else 0.05)
@@ -208,7 +205,7 @@ def test_a_new_adapter_is_drawn_as_peft_draws_it_and_changes_nothing(expected):
     with jax.set_mesh(mesh):
         base = on(mesh, config, expected(EVERYTHING, FULL)[0])
         placed = jax.device_put(adapter, lora_shardings(config, mesh, lora))
-        adapted = fast_jit(make_logprobs(config, mesh, GENERATE, ForwardOptions(lora=lora)))(placed, tokens, base)
+        adapted = fast_jit(make_logprobs(config, mesh, GENERATE, lora=lora))(placed, tokens, base)
         plain = fast_jit(make_logprobs(config, mesh, GENERATE))(base, tokens)
     jax.tree.map(np.testing.assert_array_equal, adapted, plain)  # the KL to the reference is 0, not nearly
 
@@ -284,7 +281,7 @@ def test_bad_settings_are_refused():
 def test_what_cannot_be_adapted_is_refused():
     mesh = make_mesh(1, 2, 4)
     with pytest.raises(ValueError, match="lora needs its base in the generate layout, but this is train"):
-        make_logprobs(EVERYTHING, mesh, TRAIN, ForwardOptions(lora=FULL))
+        make_logprobs(EVERYTHING, mesh, TRAIN, lora=FULL)
     gpt2 = replace(EVERYTHING, gated_mlp=False, positions="learned", norm="layer", qk_norm=False)
     with pytest.raises(ValueError, match="GPT-2's projections"):
         make_generate(gpt2, mesh, SamplingConfig(4), lora=FULL)

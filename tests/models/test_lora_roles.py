@@ -13,7 +13,6 @@ import pytest
 
 from jrlhf.meshes import GENERATE, make_mesh
 from jrlhf.models import (
-    ForwardOptions,
     LoRAConfig,
     ModelConfig,
     SamplingConfig,
@@ -66,14 +65,14 @@ def test_one_base_serves_every_role_and_nothing_else_is_kept(reference):
         adapter = jax.tree.map(lambda x: (0.1 * generator.normal(size=x.shape)).astype(np.float32), shapes)
         return jax.device_put(adapter, lora_shardings(CONFIG, mesh, LORA, head))
 
-    logprobs = make_logprobs(CONFIG, mesh, GENERATE, ForwardOptions(temperature=TEMPERATURE, lora=LORA))
-    values = make_values(CONFIG, mesh, GENERATE, ForwardOptions(lora=LORA))
+    logprobs = make_logprobs(CONFIG, mesh, GENERATE, temperature=TEMPERATURE, lora=LORA)
+    values = make_values(CONFIG, mesh, GENERATE, lora=LORA)
     before_token = lambda params, tokens, base: values(params, tokens, base)[:, :-1]  # noqa: E731
-    scores = fast_jit(make_scores(CONFIG, mesh, GENERATE, ForwardOptions(lora=LORA)))
+    scores = fast_jit(make_scores(CONFIG, mesh, GENERATE, lora=LORA))
     sampling = SamplingConfig(R, temperature=TEMPERATURE, stop_ids=(3, 9))
     generate = fast_jit(make_generate(CONFIG, mesh, sampling, lora=LORA))
     score_actor = fast_jit(logprobs)
-    score_base = fast_jit(make_logprobs(CONFIG, mesh, GENERATE, ForwardOptions(temperature=TEMPERATURE)))
+    score_base = fast_jit(make_logprobs(CONFIG, mesh, GENERATE, temperature=TEMPERATURE))
 
     def rollout_of(adapter, base):
         """A rollout, its log-probabilities again, and the reference's."""

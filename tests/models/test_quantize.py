@@ -12,7 +12,6 @@ from jax.sharding import AxisType
 
 from jrlhf.meshes import GENERATE, TRAIN, TRAIN_TP, make_mesh
 from jrlhf.models import (
-    ForwardOptions,
     Int8,
     LoRAConfig,
     ModelConfig,
@@ -98,7 +97,7 @@ def test_int8_computes_as_the_floats_that_it_stands_for(base, generates):
     mesh = make_mesh(1, 1, 2, devices=jax.devices()[:2])
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (16, 9)).astype(np.int32)
     prompts = tokens[:, :4], np.full(16, 4, np.int32), jax.random.split(jax.random.key(0), 16)
-    logprobs = make_logprobs(config, mesh, GENERATE, ForwardOptions(lora=LORA))
+    logprobs = make_logprobs(config, mesh, GENERATE, lora=LORA)
     generate = fast_jit(make_generate(config, mesh, SamplingConfig(5), lora=LORA))
     step = fast_jit(jax.value_and_grad(lambda adapter, base: logprobs(adapter, tokens, base)[0].sum()))
     with jax.set_mesh(mesh):
@@ -194,4 +193,4 @@ def test_int8_is_refused_where_it_would_become_floats(base):
         with pytest.raises(ValueError, match=f"int8 weights need the generate layout .* this is {layout.name}"):
             jax.eval_shape(make_logprobs(CONFIG, mesh, layout), weights, tokens)
     with pytest.raises(ValueError, match="a remat other than 'gather', but this is generate and 'gather'"):
-        jax.eval_shape(make_logprobs(CONFIG, mesh, GENERATE, ForwardOptions(remat="gather")), weights, tokens)
+        jax.eval_shape(make_logprobs(CONFIG, mesh, GENERATE, remat="gather"), weights, tokens)

@@ -11,16 +11,7 @@ from jax import lax
 from jax._src.cudnn.fused_attention_stablehlo import _dot_product_attention_fwd_p_wrapper
 
 from jrlhf.meshes import GENERATE, TRAIN, make_mesh
-from jrlhf.models import (
-    ForwardOptions,
-    LoRAConfig,
-    ModelConfig,
-    init_lm,
-    init_lora,
-    lora_shardings,
-    make_logprobs,
-    param_shardings,
-)
+from jrlhf.models import LoRAConfig, ModelConfig, init_lm, init_lora, lora_shardings, make_logprobs, param_shardings
 from jrlhf.models.remat import REMATS, Remat, policy
 from tests.models.shared import FAMILIES, QUICK, shapes_on, stacked_by_scan, unstacked
 
@@ -48,7 +39,7 @@ def traced(mesh, arguments):
     """Each policy's gradient of a mean log-probability, traced."""
 
     def gradient(remat: Remat):
-        logprobs = make_logprobs(CONFIG, mesh, TRAIN, ForwardOptions(remat=remat))
+        logprobs = make_logprobs(CONFIG, mesh, TRAIN, remat=remat)
         return jax.jit(jax.grad(lambda params, tokens: logprobs(params, tokens)[0].mean())).trace(*arguments)
 
     with jax.set_mesh(mesh):
@@ -106,7 +97,7 @@ def test_layers_of_both_kinds_keep_no_weights():
     matrices = {leaf.size // config.layers for leaf in jax.tree.leaves(params["layers"]) if leaf.ndim > 2}
     with jax.set_mesh(mesh):
         for remat in ("full", "gather"):
-            logprobs = make_logprobs(config, mesh, TRAIN, ForwardOptions(remat=remat))
+            logprobs = make_logprobs(config, mesh, TRAIN, remat=remat)
             step = jax.jit(jax.grad(lambda params, tokens, f=logprobs: f(params, tokens)[0].mean()))
             jaxpr = step.trace(params, jax.ShapeDtypeStruct((16, 12), np.int32)).jaxpr
             shapes = [x.shape[1:] for x in stacked_by_scan(jaxpr, config.layers)]
@@ -130,7 +121,7 @@ def test_layers_that_are_not_scanned_follow_the_policy(mesh):
         adapter = jax.device_put(adapter, lora_shardings(CONFIG, mesh, lora))
 
         def gradient(remat: Remat):
-            logprobs = make_logprobs(CONFIG, mesh, GENERATE, ForwardOptions(remat=remat, lora=lora))
+            logprobs = make_logprobs(CONFIG, mesh, GENERATE, remat=remat, lora=lora)
             step = jax.jit(jax.grad(lambda *arguments: logprobs(*arguments)[0].mean()), compiler_options=QUICK)
             lowered = step.lower(adapter, tokens, base)
             cost: Any = lowered.compile().cost_analysis()

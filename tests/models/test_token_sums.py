@@ -1,6 +1,5 @@
 """Sums of a policy loss over all devices: values and gradients of summing the log-probabilities' terms."""
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,6 @@ from jax.sharding import AxisType
 
 from jrlhf.meshes import AXES, GENERATE, TRAIN, TRAIN_TP, make_mesh
 from jrlhf.models import (
-    ForwardOptions,
     LoRAConfig,
     ModelConfig,
     init_lora,
@@ -69,17 +67,16 @@ def test_sums_equal_the_summed_terms_of_whole_rows_and_of_spans(reference, sizes
     after = np.arange(LENGTH)[None, :] - np.maximum(starts, 1)[:, None]
     inside = (after >= 0) & (after < span)
     spanned = {**data, "mask": data["mask"] & inside}
-    options = ForwardOptions(temperature=0.7, implementation="xla")
-    options_of_span = replace(options, span=span)
+    options = {"temperature": 0.7, "implementation": "xla"}
     with jax.set_mesh(mesh):
         params = jax.device_put(reference.random_params(CONFIG), param_shardings(CONFIG, mesh, layout))
         rows = jax.NamedSharding(mesh, jax.P(AXES))
         tokens, data, spanned, starts = jax.device_put((tokens, data, spanned, starts), rows)
-        everywhere = make_logprobs(CONFIG, mesh, layout, options)
-        part = make_logprobs(CONFIG, mesh, layout, options_of_span)
+        everywhere = make_logprobs(CONFIG, mesh, layout, **options)
+        part = make_logprobs(CONFIG, mesh, layout, **options, span=span)
         by_span = lambda params, tokens: part(params, tokens, starts)  # noqa: E731
-        sums = make_token_sums(CONFIG, mesh, layout, options)
-        sums_of_span = make_token_sums(CONFIG, mesh, layout, options_of_span)
+        sums = make_token_sums(CONFIG, mesh, layout, **options)
+        sums_of_span = make_token_sums(CONFIG, mesh, layout, **options, span=span)
         plain = fast_jit(jax.value_and_grad(partial(summed, everywhere), has_aux=True))
         for function, of_tokens in (
             (partial(sums, terms=terms), data),
@@ -96,7 +93,7 @@ def test_starts_come_with_a_span(reference):
     mesh = make_mesh(1, 1, 1, devices=jax.devices()[:1], axis_type=AxisType.Auto)
     params, (tokens, data), starts = reference.random_params(CONFIG), batch(), np.ones(ROWS, np.int32)
     with pytest.raises(TypeError, match="`starts`"):
-        jax.eval_shape(make_logprobs(CONFIG, mesh, TRAIN, ForwardOptions(span=2)), params, tokens)
+        jax.eval_shape(make_logprobs(CONFIG, mesh, TRAIN, span=2), params, tokens)
     with pytest.raises(TypeError, match="`starts`"):
         sums = make_token_sums(CONFIG, mesh, TRAIN)
         jax.eval_shape(lambda *x: sums(*x, terms, starts=starts), params, tokens, data)
@@ -110,15 +107,14 @@ def test_sums_under_an_adapter(reference):
         adapter = jax.tree.map(lambda x: x + 0.1, init_lora(CONFIG, LORA, jax.random.key(0)))
         adapter = jax.device_put(adapter, lora_shardings(CONFIG, mesh, LORA))
         arguments = adapter, *jax.device_put(batch(), jax.NamedSharding(mesh, jax.P(AXES)))
-        logprobs = make_logprobs(CONFIG, mesh, GENERATE, ForwardOptions(lora=LORA))
+        logprobs = make_logprobs(CONFIG, mesh, GENERATE, lora=LORA)
         expected = gradients(lambda *x: summed(logprobs, *x, base), *arguments)
-        sums = make_token_sums(CONFIG, mesh, GENERATE, ForwardOptions(lora=LORA))
+        sums = make_token_sums(CONFIG, mesh, GENERATE, lora=LORA)
         actual = gradients(lambda adapter, tokens, data: sums(adapter, tokens, data, terms, base), *arguments)
         jax.tree.map_with_path(same_gradient, actual, expected)
 
         starts = jax.device_put(np.full(ROWS, 2, np.int32), jax.NamedSharding(mesh, jax.P(AXES)))
-        with_base = make_logprobs_with_base(CONFIG, mesh, ForwardOptions(lora=LORA, span=3))
-        both = fast_jit(with_base)(adapter, arguments[1], starts, base)
+        both = fast_jit(make_logprobs_with_base(CONFIG, mesh, LORA, span=3))(adapter, arguments[1], starts, base)
         of_base, _ = fast_jit(make_logprobs(CONFIG, mesh, GENERATE))(base, arguments[1])
         alone = *fast_jit(logprobs)(adapter, arguments[1], base), of_base
         inside = (np.arange(LENGTH) >= 2) & (np.arange(LENGTH) < 5)

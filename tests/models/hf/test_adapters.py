@@ -23,7 +23,6 @@ from safetensors.numpy import load_file, save_file
 
 from jrlhf.meshes import GENERATE, make_mesh
 from jrlhf.models import (
-    ForwardOptions,
     LoRAConfig,
     ModelConfig,
     init_lm,
@@ -96,11 +95,10 @@ def ours(head, directory):
     with jax.set_mesh(mesh):
         lora, adapter = load_adapter(directory, CONFIG, mesh)
         frozen = jax.device_put(unstacked(base()), param_shardings(CONFIG, mesh, GENERATE))
-        options = ForwardOptions(lora=lora)
         if head == "lm":
-            function = fast_jit(make_logprobs(CONFIG, mesh, GENERATE, options))
+            function = fast_jit(make_logprobs(CONFIG, mesh, GENERATE, lora=lora))
             return np.asarray(function(adapter, tokens, frozen)[0])
-        return np.asarray(fast_jit(make_scores(CONFIG, mesh, GENERATE, options))(adapter, tokens, lengths, frozen))
+        return np.asarray(fast_jit(make_scores(CONFIG, mesh, GENERATE, lora=lora))(adapter, tokens, lengths, frozen))
 
 
 def theirs(head, written):
