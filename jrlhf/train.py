@@ -1,4 +1,4 @@
-"""`python -m jrlhf.train --config FILE-or-NAME [key=value ...] [--dry-run [--all]] [--resume [--accept-rewards]]`."""
+"""The training command: `python -m jrlhf.train --config FILE-or-NAME [key=value ...]`; `--help` lists its options."""
 
 import argparse
 import sys
@@ -28,7 +28,7 @@ def main(config: Config, *, resume: bool = False, accept_rewards: bool = False) 
     Files are written to `config.run_dir/config.name`. Bad input raises UserError before anything is lost. A process
     that was asked to stop saves its state and raises Preempted.
 
-    accept_rewards: a resume takes reward functions that were changed since its checkpoint.
+    accept_rewards: allows a resume although reward functions have changed since the checkpoint.
     """
     phases = Stopwatch()
     with open_context(config, resume=resume, accept_rewards=accept_rewards) as context, jax.set_mesh(context.mesh):

@@ -1,4 +1,4 @@
-"""Layouts: the partitioning of a model in one call, where weights are *stored* and as they are *computed* with."""
+"""Layouts: how one call partitions a model, both where weights are *stored* and where a device *computes* with them."""
 
 from dataclasses import dataclass, fields
 
@@ -12,7 +12,7 @@ MeshAxes = str | tuple[str, ...] | None
 
 @dataclass(frozen=True)
 class ShardingRules:
-    """Logical axis -> mesh axes (`None`: not sharded). One field a logical axis; nothing else may be named."""
+    """Logical axis -> mesh axes (`None`: not sharded), one field per logical axis. Other axes are refused."""
 
     layers: MeshAxes = None
     embed: MeshAxes = None
@@ -104,8 +104,8 @@ def gather(x: jax.Array, storage: P, compute: P) -> jax.Array:
     """Gathers a stored slice into the slice to compute with, inside `shard_map`.
 
     The all-gather's transpose is a reduce-scatter, so the gradient comes back stored as the weight is. Cast `x` to vary
-    over the batch's axes (`lax.pcast`) *before* the gather: a cast that its use implies comes after it, and then its
-    transpose, a sum over the replicas, is an all-reduce of whole gradients ahead of the reduce-scatter.
+    over the batch's axes (`lax.pcast`) *before* the gather: an implicit cast would come after it, and then the cast's
+    transpose, a sum over the replicas, is an all-reduce of whole gradients before the reduce-scatter.
     """
     for dim, axes in enumerate(dropped_axes(storage, compute, x.ndim)):
         divided = tuple(axis for axis in axes if lax.axis_size(axis) > 1)

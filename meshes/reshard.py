@@ -40,14 +40,14 @@ def reshard(
 
     Args:
         tree: arrays on devices.
-        shardings: NamedShardings that mirror `tree`, or one for all its arrays. One list more on the way to a leaf
-            unstacks that array along axis 0: `{"w": x}` may go to `{"w": [s0, s1]}` as well as to
+        shardings: NamedShardings that mirror `tree`, or one for all its arrays. An additional list on the path to a
+            leaf unstacks that array along axis 0: `{"w": x}` may go to `{"w": [s0, s1]}` as well as to
             `[{"w": s0}, {"w": s1}]`.
-        dtype: floating arrays are cast to it *before* they travel. Vectors keep theirs: norm scales are small, and a
-            model applies them in float32.
+        dtype: floating arrays are cast to it *before* they are sent. Vectors keep their dtype: norm scales are small,
+            and a model applies them in float32.
         donate: frees each array of `tree` once it has moved. Otherwise the result shares no memory with `tree`, so
             that either may be deleted.
-        group_bytes: arrays travel in groups of at most this many bytes a device at the destination (a larger array
+        group_bytes: arrays are sent in groups of at most this many bytes per device at the destination (a larger array
             alone, a larger stacked one by layers), which bounds the temporary memory.
 
     Returns the arrays in the structure of `shardings`. Raises ValueError if that does not mirror `tree`, and TypeError
@@ -65,7 +65,7 @@ def reshard(
                     results[slot] = array
                 is_last = move.indices is None or move.indices.stop == move.source.shape[0]  # piece of its array
                 if donate and is_last:
-                    # Even where no result could reuse its memory, so that jit's donation leaves it alive.
+                    # Explicitly, because jit's donation does not free an array whose memory no result can reuse.
                     assert isinstance(move.source, jax.Array)
                     move.source.delete()
     return treedef.unflatten(results)
@@ -173,7 +173,7 @@ def _groups(moves: Sequence[Move], dtype: DTypeLike | None, group_bytes: int) ->
 
 
 def _pieces(move: Move, dtype: DTypeLike | None, group_bytes: int) -> Iterator[Move]:
-    """Splits the move of an array that is unstacked and larger than a group: some layers at a time."""
+    """Splits the move of an array that is unstacked and larger than a group into moves of some layers."""
     if move.indices is None:
         yield move
         return

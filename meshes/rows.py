@@ -1,8 +1,8 @@
-"""Rows of a batch: divided into minibatches and micro-batches without moving a row to another device.
+"""Divides the rows of a batch into minibatches and micro-batches without moving a row to another device.
 
 Devices hold the B rows of a batch in contiguous blocks. Consecutive minibatches, or a shuffle of the whole batch, would
 move most rows. Instead, each group of consecutive rows gives one row to every part, so every part has rows of every
-device, where they already are. The result depends on the order of the rows, never on the mesh.
+device, and they stay there. The result depends on the order of the rows, never on the mesh.
 """
 
 import math
@@ -92,7 +92,7 @@ def reshaped(x: Array, shape: tuple[int, ...], *spec: Any) -> Array:
 
 
 def whole(x: Array) -> Array:
-    """`x` on every device, as sums over rows of several devices and reads of single rows need it."""
+    """Replicates `x` on every device, which sums over rows of several devices and reads of single rows need."""
     return x if row_axes(x) is None else jax.reshard(x, jax.P())
 
 

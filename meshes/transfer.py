@@ -1,4 +1,4 @@
-"""Moves arrays between meshes, and between the devices and the host of every process."""
+"""Moves arrays between meshes, and between devices and the hosts of all processes."""
 
 from functools import lru_cache
 from typing import Any
@@ -12,11 +12,11 @@ from jax.sharding import PartitionSpec as P
 from jrlhf.meshes.mesh import absent_processes
 from jrlhf.meshes.reshard import reshard
 
-HOST = "pinned_host"  # the memory kind of what is offloaded
+HOST = "pinned_host"  # the memory kind of offloaded arrays
 
 
 def transfer(tree: Any, mesh: Mesh) -> Any:
-    """Returns `tree` with its arrays on `mesh`, each divided over the mesh axes that divide it now: the same bits.
+    """Returns `tree` with its arrays on `mesh`, bit for bit, each divided over the same mesh axes as before.
 
     Rows divided over all devices of one mesh are then divided over all devices of the other, in their order; replicated
     arrays stay replicated. Nothing goes through the host. Arrays already on `mesh`, and leaves without a mesh, are
@@ -58,15 +58,15 @@ def to_devices(tree: Any, shardings: Any) -> Any:
 
 
 def to_host(tree: Any) -> Any:
-    """Every array as a whole NumPy array, in every process. All processes must call this, in one order."""
+    """Returns every array as a whole NumPy array, in every process. All processes must call this in the same order."""
     return jax.device_get(gathered(tree))
 
 
 def gathered(tree: Any) -> Any:
     """Returns `tree` in a form that `jax.device_get` can fetch completely in every process, and starts the copies to
-    the host. Arrays of which a process lacks a part are brought to a device of each, without waiting for them.
+    the host. Arrays that some process does not have completely are replicated to a device of each, without waiting.
 
-    All processes must call this, in one order. The result may be fetched at any time and in any thread.
+    All processes must call this in the same order. The result may be fetched at any time and in any thread.
     """
     leaves, treedef = jax.tree.flatten(tree)
     remote = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array) and not _is_everywhere(leaf)]
@@ -75,7 +75,7 @@ def gathered(tree: Any) -> Any:
         whole = reshard(arrays, [NamedSharding(_to_all_processes(array.sharding.mesh), P()) for array in arrays])
         for index, array in zip(remote, whole, strict=True):
             leaves[index] = array
-    # JAX lists an array's shards at the first request, and fails where two threads ask at once: so make the list here.
+    # JAX lists an array's shards at the first request, and fails if two threads ask at once; so the list is made here.
     for leaf in leaves:
         if isinstance(leaf, jax.Array):
             leaf.copy_to_host_async()
@@ -87,7 +87,7 @@ def _is_away(leaf: Any, mesh: Mesh) -> bool:
 
 
 def _moved(arrays: list[jax.Array], source: Mesh, mesh: Mesh) -> list[jax.Array]:
-    """Arrays of the mesh `source` on `mesh`. Random keys travel as the integers that they consist of."""
+    """Moves arrays of the mesh `source` to `mesh`. Random keys are sent as their integers."""
     keys = [jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key) for array in arrays]
     with jax.set_mesh(source):
         data: list[Any] = [jax.random.key_data(x) if is_key else x for x, is_key in zip(arrays, keys, strict=True)]

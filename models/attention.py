@@ -101,7 +101,7 @@ def attention(
             return dense()
         return _windowed(local, partial(dense, local_window_size=(window - 1, 0)), dense)
 
-    # XLA stores [T, T] scores anyway, so that a traced choice between two masks costs nothing, and a branch would.
+    # XLA stores [T, T] scores anyway, so a traced choice between two masks costs nothing, whereas a branch would.
     near = None
     if window is not None:
         position = jnp.arange(length)
@@ -245,9 +245,9 @@ def grown_cache(cache: LayerCache, size: int) -> LayerCache:
 
 
 def filled_cache(cache: LayerCache, slots: Int[Array, "m"], other: LayerCache, rows: Int[Array, "m"]) -> LayerCache:
-    """The same cache, in which these slots take these rows of another cache, then zeros. Slots past the end take none.
+    """Copies `rows` of the cache `other` into `slots`, padded with zeros. Slots past the end are ignored.
 
-    The later positions have weight zero, but zero times a NaN that a slot's former row left there is NaN.
+    Later positions have attention weight 0, but without the zeros 0 times a NaN of a slot's former row would be NaN.
     """
 
     def fill(x, axis, y):
@@ -263,7 +263,7 @@ def append(
     """Writes each row's one new key and value at that row's position."""
 
     def write(rows, axis, new):
-        # A slice update a row, in place; an indexed scatter on sharded rows would gather the cache.
+        # One slice update per row, in place; an indexed scatter on sharded rows would gather the cache.
         update = jax.vmap(lambda row, x, at: lax.dynamic_update_slice_in_dim(row, x, at, axis=axis - 1))
         return update(rows, new, positions)
 

@@ -21,7 +21,7 @@ def place(x: Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Array:
 
 
 def vary(x: Array, axes: str | Sequence[str] | None) -> Array:
-    """Casts `x` to a type that says that it differs between the devices of `axes`.
+    """Casts `x` to a type that varies over `axes`: it may differ between their devices.
 
     The transpose is a sum over those axes. An explicit cast at the place where a value fans out makes it one sum, where
     implicit casts at each use would sum each use's gradient on its own.

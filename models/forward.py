@@ -39,14 +39,14 @@ from jrlhf.models.weights import HeadKind
 class ForwardOptions:
     """Settings with which a model computes over whole sequences. One object serves all functions of a model.
 
-    remat: what the backward pass keeps of each layer; see `remat.py`. What is not kept is computed again.
-    dtype: of weights and activations in compute. Norms, rotary angles, the logits and what follows are float32.
+    remat: the values of each layer that the backward pass keeps; it recomputes the others. See `remat.py`.
+    dtype: dtype of weights and activations in compute. Norms, rotary angles and all from the logits on are float32.
     attention: None for cuDNN on a GPU and splash on a TPU where they support dtype and shapes, else XLA.
-    lora: what is trained is an adapter on a frozen base, in the layout GENERATE.
+    lora: the adapter that is trained, on a frozen base in the layout GENERATE. None: there is no adapter.
 
-    Of token log-probabilities only, unused by scalar heads:
+    Only for token log-probabilities, unused by scalar heads:
     temperature: divides the logits.
-    implementation: of the log-probability op; None for the platform's default.
+    implementation: implementation of the log-probability op; None for the platform's default.
     span: the largest number of tokens of a row that are predicted, from its start on; None: all but the first.
     """
 
@@ -68,7 +68,7 @@ class ForwardOptions:
 
 @dataclass(frozen=True)
 class ShardedForward:
-    """A model, its storage and its options: all static. The methods but `shard` and `stored` run on each device.
+    """The forward pass of a model with a layout and options. All methods but `shard` and `stored` run on each device.
 
     It is vocabulary-parallel: each device scores its slice of the vocabulary, for all rows that share it.
     """
@@ -94,10 +94,10 @@ class ShardedForward:
         return TENSOR if self.layout.tensor_parallel else None
 
     def shard(self, local: Callable[..., Any], *, sums: bool = False) -> Callable[..., Any]:
-        """`local(params, *batch)` as a function of global arrays, whose batch and results are divided by rows.
+        """Turns `local(params, *batch)` into a function of global arrays, whose batch and results are divided by rows.
 
-        With `lora` a function of (adapter, *batch, base), and `local` gets the two as one tree. With `sums` the results
-        are the same on all devices.
+        With `lora` its arguments are (adapter, *batch, base), and `local` gets adapter and base as one tree. With
+        `sums` the results are the same on all devices.
         """
         rows, lora = self.layout.batch_spec(), self.options.lora
         adapter_specs = {} if lora is None else spec_tree(lora_shardings(self.config, self.mesh, lora, self.head))
@@ -108,7 +108,7 @@ class ShardedForward:
 
         def call(*arguments: Any) -> Any:
             params, adapter, batch = split_arguments(arguments, lora)
-            # A later stage of a pipeline is differentiated by its input, too, which is therefore among its weights.
+            # A later pipeline stage is also differentiated with respect to its input, so that is among its weights.
             trained = params if lora is None else adapter
             inputs = {"hidden": trained["hidden"]} if "hidden" in trained else {}
             adapter = {name: adapter[name] for name in adapter_specs if name in adapter}
@@ -122,7 +122,7 @@ class ShardedForward:
             results = mapped(params, adapter, *jax.tree.map(lambda x: place(x, self.mesh, rows), (inputs, *batch)))
             if sums or self.layout.batch == AXES:
                 return results
-            # Results are divided over all axes, as those of other layouts and of generation: a slice, nothing travels.
+            # Divide results over all axes, like those of other layouts and of generation. This only slices locally.
             check_rows(count, self.mesh, AXES, f"{self.layout.name} layout")
             return jax.tree.map(lambda x: place(x, self.mesh, jax.P(AXES)), results)
 
@@ -144,18 +144,18 @@ class ShardedForward:
         return params, spec_tree(shardings)
 
     def load(self, weight: Array, axes: tuple[str | None, ...]) -> Array:
-        """A stored slice as the block needs it: cast, then gathered (so that the cast halves the bytes that travel)."""
+        """Casts a stored slice, then gathers it as the block needs it. The cast halves the bytes that are sent."""
         # Norm scales and the scalar head stay float32, in which they are applied; they are small.
         if weight.ndim > 1:
             weight = weight.astype(self.options.dtype)
-        # Varying before the gather: its transpose then sums over `data` what is already scattered, not whole weights.
+        # Vary before the gather: the transpose then sums scattered gradients over `data`, not whole ones.
         weight = vary(weight, self.layout.batch)
         return gather(weight, self.layout.storage.spec(axes), self.layout.compute.spec(axes))
 
     def hidden(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """The final hidden states of this device's rows, after the final norm.
 
-        A stage of a pipeline begins with the hidden states that it got, and only the last one has the norm.
+        A pipeline stage begins with the hidden states that it receives, and only the last stage has the norm.
         """
         config, locality, axes = self.config, self.config.locality, layer_axes(self.axes)
         rotations = layer_rotations(jnp.arange(tokens.shape[1])[None, :], config)
@@ -233,10 +233,10 @@ class ShardedForward:
     def predictions(
         self, params: Params, hidden: Float[Array, "B T D"], of_tokens: Any, starts: Int[Array, "B"] | None
     ) -> tuple[Float[Array, "n D"], Float[Array, "V D"], Any]:
-        """(hidden states, this device's slice of the unembedding, `of_tokens`' arrays [B, T] as [n]), at the n tokens
-        that are predicted, of all rows that share that slice."""
-        # A call's arguments are gathered before they are cut: so they need not wait for anything. Cut first, they would
-        # be ready amid the layers' collectives, and simulated devices may then wait for each other.
+        """Returns (hidden states [n, D], this device's slice of the unembedding, arrays of `of_tokens` [n]) for the n
+        predicted tokens of all rows that share that slice."""
+        # Arguments are gathered before they are cut, so that these gathers depend on nothing. Otherwise they would run
+        # amid the layers' collectives, and simulated devices could wait for each other forever.
         name = "embedding" if self.config.tie_embeddings else "unembedding"
         unembedding = self.load(params[name], self.axes[name])
         hidden = self.sharing(self.predicted(hidden, starts, ahead=1))
@@ -245,7 +245,7 @@ class ShardedForward:
         return hidden.reshape(-1, hidden.shape[-1]), unembedding, of_tokens
 
     def by_row(self, x: Array, tokens: Int[Array, "B T"], starts: Int[Array, "B"] | None) -> Array:
-        """This device's part of what was computed at the predicted tokens of all rows that share a slice, [B, T]."""
+        """Returns this device's rows [B, T] of `x`, which has the predicted tokens of all rows that share a slice."""
         x = (x if self.layout.tensor_parallel else own_rows(x)).reshape(tokens.shape[0], -1)
         if starts is None:
             return jnp.pad(x, ((0, 0), (1, 0)))  # index 0 is predicted from nothing
@@ -309,10 +309,10 @@ def make_token_sums(
 ) -> Callable[..., tuple[Float[Array, ""], dict[str, Float[Array, ""]]]]:
     """Builds f(params, tokens [B, T], data, terms) -> (loss, {name: metric}), float32: sums over all tokens but t = 0.
 
-    The same as summing `terms(logprobs, entropy, data)` over the results of `make_logprobs`, but where the platform's
-    implementation can (`kernels.logprob.token_sums`), the unembedding's gradient is made while a tile's logits exist
-    and nothing of it is computed again: three quarters of the head's operations. Differentiable by the parameters,
-    through the loss only. The rest is as in `make_logprobs`.
+    The result is the sum of `terms(logprobs, entropy, data)` over the results of `make_logprobs`. Where the platform's
+    implementation can (`kernels.logprob.token_sums`), the unembedding's gradient is computed while a tile's logits
+    exist, with three quarters of the head's operations. Differentiable by the parameters, through the loss only. The
+    rest is as in `make_logprobs`.
 
     data: a pytree of arrays [B, T], one entry for each token.
     terms: (logprobs [n], entropy [n], data [n]) -> (loss [n], {name: metric [n]}), elementwise over any n tokens. It
@@ -350,7 +350,7 @@ def make_logprobs_with_base(
 
     With `span` f(adapter, tokens, starts [B], base), as in `make_logprobs`. One pass over 2 B rows, of which the first
     half is adapted: the base's weights are read, dequantized from int8 and compiled once. For scoring only: a gradient
-    would reach the base's half in vain, so `remat` is not used.
+    would also go through the base's half for nothing, so `remat` is not used.
     """
     if "remat" in keywords:
         raise TypeError("unexpected keyword argument 'remat': it would have no effect here")

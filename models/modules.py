@@ -1,8 +1,8 @@
-"""The decoder's layers as Flax NNX modules: a thin shell around weights that says how a block computes.
+"""The decoder's layers as Flax NNX modules. They wrap given weights and define how a block computes with them.
 
 Weights are plain nested dicts (`weights.py` lists them). `forward.py` and `generation` put a `Block` around one layer's
-weights where they compute it; nothing is ever mutated. The same block runs with whole weights and with one device's
-slice of the heads and the mlp: the sizes come from the weights.
+weights when they compute the layer; nothing is ever mutated. The same block runs with whole weights and with one
+device's slice of the heads and the mlp: the sizes come from the weights.
 """
 
 import math
@@ -92,12 +92,12 @@ def has_int8(params: Any) -> bool:
 
 
 def dequantised(weights: Any, dtype: Any, *, after: Array | None = None) -> Any:
-    """`weights` with every `Int8` as an array of `dtype`, rounded once. Other leaves are handed on.
+    """`weights` with every `Int8` as an array of `dtype`, rounded once. Other leaves are returned unchanged.
 
-    after: the input of the layer whose weights these are. They become floats only after it is computed. Otherwise a
-        compiler sees that every turn of a loop makes the same floats, makes those of all layers once, ahead of it, and
-        keeps them. Measured on an H200: the temporary memory of generation then grows no faster with the layers than
-        that of a float base. XLA for CPU drops such barriers, and keeps the floats of all layers.
+    after: the input of the layer of these weights. They are converted only after it is computed. Otherwise a compiler
+        sees that every iteration of a loop computes the same floats, computes those of all layers once, before the
+        loop, and keeps them. Measured on an H200: with it the temporary memory of generation grows no faster with the
+        layers than that of a float base. XLA for CPU drops such barriers, and keeps the floats of all layers.
     """
 
     def wide(leaf: Any) -> Any:
@@ -139,7 +139,7 @@ class Norm(Module):
         if layer_norm:
             wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
         inverse = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.config.norm_eps)
-        # The scale too, however it is stored: most 1 + scale are no bfloat16.
+        # The scale is float32, too: bfloat16 cannot represent most values of 1 + scale.
         scale = self["scale"].astype(jnp.float32)
         if not layer_norm:
             scale = jnp.expand_dims(scale + (1 if self.config.norm_offset else 0), leading)
@@ -165,15 +165,15 @@ class Attention(Module):
         positions: None where positions are learned, and nothing is rotated.
         """
         query = project(x, self["wq"])
-        key = project(x, self._needed(self["wk"], 1))
-        value = project(x, self._needed(self["wv"], 1))
+        key = project(x, self._own_heads(self["wk"], 1))
+        value = project(x, self._own_heads(self["wv"], 1))
         query = adapters("wq", query, x)
-        key = adapters("wk", key, x, self._needed)
-        value = adapters("wv", value, x, self._needed)
+        key = adapters("wk", key, x, self._own_heads)
+        value = adapters("wv", value, x, self._own_heads)
         if self.config.qkv_bias:
             query = query + self["bq"][None, None]
-            key = key + self._needed(self["bk"], 0)[None, None]
-            value = value + self._needed(self["bv"], 0)[None, None]
+            key = key + self._own_heads(self["bk"], 0)[None, None]
+            value = value + self._own_heads(self["bv"], 0)[None, None]
         # Named before the norms, whose gradients need their inputs: the rest follows from these without a product.
         query, key, value = named(query, "query"), named(key, "key"), named(value, "value")
         if self.config.qk_norm:
@@ -185,11 +185,11 @@ class Attention(Module):
     def output(
         self, x: Float[Array, "B T N H"], axis: str | None, adapters: Adapters = NO_ADAPTERS
     ) -> Float[Array, "B T D"]:
-        """Back to the residual stream; where heads are sliced over `axis`, the sum of the devices' parts."""
+        """The contribution to the residual stream; if heads are sliced over `axis`, the sum of the devices' parts."""
         out = total(adapters("wo", project(x, self["wo"], 2), x), axis)
         return biased(out, self["bo"]) if self.config.output_bias else out
 
-    def _needed(self, weight: Array, axis: int) -> Array:
+    def _own_heads(self, weight: Array, axis: int) -> Array:
         """The key-value heads that this device's query heads read.
 
         If they are fewer than the devices, each device holds them all and uses one, which serves all its queries.

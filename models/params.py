@@ -1,4 +1,4 @@
-"""Trees of parameters, the nested dicts that hold a model's weights: their logical axes, and where they are stored."""
+"""Parameter trees, the nested dicts of a model's weights: their logical axes and their shardings."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -66,7 +66,7 @@ def param_shardings(
 
 
 def stored(axes: Params, mesh: Mesh | AbstractMesh, layout: Layout) -> Params:
-    """Returns a tree of NamedShardings: where `layout` stores weights with these axes."""
+    """Returns a tree of NamedShardings, with which `layout` stores weights of these axes."""
     return jax.tree.map(lambda leaf: NamedSharding(mesh, layout.storage.spec(leaf)), axes, is_leaf=is_axes)
 
 
@@ -76,7 +76,7 @@ def spec_tree(shardings: Params) -> Params:
 
 
 def made_in_place(make: Callable[..., Any], shardings: Any, mesh: Mesh) -> Callable[..., Any]:
-    """`make` jitted: every device makes only what it stores of the results."""
+    """Jits `make` so that every device computes only the shards of the results that it stores."""
     if AxisType.Explicit in mesh.axis_types:
         # Under Explicit axes new arrays are replicated: each device would make all of them.
         make = jax.sharding.auto_axes(make, axes=mesh.axis_names, out_sharding=spec_tree(shardings))
@@ -84,7 +84,7 @@ def made_in_place(make: Callable[..., Any], shardings: Any, mesh: Mesh) -> Calla
 
 
 def split_arguments(arguments: tuple[Any, ...], lora: Any) -> tuple[Params, Params, tuple[Any, ...]]:
-    """(weights, adapter, batch) of a call as (weights, *batch), or with `lora` as (adapter, *batch, weights)."""
+    """Splits (weights, *batch), or with `lora` (adapter, *batch, weights), into (weights, adapter, batch)."""
     if lora is None:
         params, *batch = arguments
         return params, {}, tuple(batch)

@@ -1,7 +1,7 @@
-"""Policies: the values that the backward pass keeps of a layer, by name; it computes the others again.
+"""Rematerialization policies: the values of a layer that the backward pass keeps, by name; it recomputes the others.
 
-Numbers kept and multiply-adds computed again, a token and layer, in rows of T tokens: D embed, N heads, K kv-heads,
-H head_dim, F mlp, which is gated. Causal attention does N H T forward; norms, rotations and activations do not count.
+The table gives numbers kept and multiply-adds recomputed per token and layer, in rows of T tokens: D embed, N heads,
+K kv-heads, H head_dim, F gated mlp. Causal attention does N H T forward; norms, rotations and activations are ignored.
 
 | remat     | kept                            | on      | products computed again                                  |
 |-----------|---------------------------------|---------|----------------------------------------------------------|
@@ -32,11 +32,11 @@ REMATS: tuple[Remat, ...] = ("offload", "full", "attention", "products", "gather
 Name = Literal["layer", "query", "key", "value", "attended", "projected", "gate", "up", "down"]
 _PRODUCTS: frozenset[Name] = frozenset({"query", "key", "value", "attended", "projected", "gate", "up", "down"})
 
-# With remat="gather" the backward pass makes these anew: gathered weights, what leads from a stored slice to one, and
-# the same weights as the matrices that `modules.project` multiplies.
+# With remat="gather" the backward pass repeats these operations: the gather of weights, the casts before it, and the
+# reshape into the matrices that `modules.project` multiplies.
 _REMADE = frozenset({"all_gather", "convert_element_type", "pvary", "reshape"})
-# cuDNN's forward pass, whose results are the output and the statistics that its backward pass starts from. What the
-# other implementations of attention give has the name "attended".
+# cuDNN's forward pass, which returns the output and the statistics that its backward pass needs. The output of other
+# implementations of attention has the name "attended".
 _CUDNN = "dot_product_attention_fwd"
 
 
@@ -67,7 +67,7 @@ def policy(remat: Remat) -> Callable[..., Any] | None:
 
 
 def _keeping(names: frozenset[Name]) -> Callable[..., bool]:
-    """Keeps these named values, and what cuDNN's attention hands its backward pass."""
+    """A policy that keeps these named values, and the results of cuDNN's attention for its backward pass."""
 
     def keep(primitive: Any, *_: Any, **parameters: Any) -> bool:
         if primitive.name == "name":

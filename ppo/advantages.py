@@ -1,4 +1,4 @@
-"""Advantages of whole responses, by their group. Those of tokens are in `token_advantages.py`."""
+"""Advantages of whole responses relative to their group. `token_advantages.py` has advantages of single tokens."""
 
 import chex
 import jax
@@ -35,7 +35,7 @@ def group_advantages(
     """
     grouped, counted = _groups(scores, samples, mask)
     count = jnp.sum(counted, axis=1, keepdims=True).astype(scores.dtype)
-    # Differences to one member, which are exact where scores are nearly equal, centred again.
+    # Differences to the largest score are exact where scores are nearly equal; their mean is subtracted afterwards.
     largest = jnp.max(jnp.where(counted, grouped, -jnp.inf), axis=1, keepdims=True)
     differences = jnp.where(counted, grouped - largest, 0)
     mean = jnp.sum(differences, axis=1, keepdims=True) / jnp.maximum(count, 1)
@@ -57,7 +57,7 @@ def group_spread(
 ) -> tuple[Float[Array, "G"], Bool[Array, "G"]]:
     """Each group's unbiased standard deviation, and whether its scores are all equal; only rows in `mask` count.
 
-    A group with fewer than two rows that count has deviation 0 and is equal: it teaches as little.
+    A group with fewer than two rows that count has deviation 0 and counts as equal: nothing is learned from it, either.
     """
     grouped, counted = _groups(scores, samples, mask)
     count = jnp.sum(counted, axis=1)

@@ -11,11 +11,11 @@ without any response token has no rewards. `config.truncation` decides what foll
 twice. No return is a target of that value itself.
 
 Shared arguments:
-    scores: of whole sequences, or of their tokens, read at response tokens only.
-    old_logprobs: of the actor before its update (`[:, t]` of the token at t), read at response tokens only, like all
-        [B, T] arrays. None is allowed unless `config.old_logprobs` is "recompute": those of the rollout are used.
-    ref_logprobs: of the reference; None is allowed where `config.needs_reference` is False.
-    kl_coef: beta, `state.kl.coef` of a `PPOState`. If the KL is in the loss, the experience carries it there.
+    scores: one per sequence, or one per token, read at response tokens only.
+    old_logprobs: log-probs under the actor before its update, read at response tokens only, like all [B, T] arrays.
+        They may be None unless `config.old_logprobs` is "recompute": then those of the rollout are used.
+    ref_logprobs: log-probs under the reference; they may be None where `config.needs_reference` is False.
+    kl_coef: beta, the coefficient of the KL controller. If the KL is in the loss, the experience carries it there.
 All functions raise ValueError for arrays whose shapes do not fit, and for None where the config needs log-probs.
 
 With `config.corrections` the experience has weights of the policy loss, `off_policy.importance_weights` of pi_old /
@@ -217,7 +217,7 @@ def rewarded(
 
 
 def _placed(scores: Array, mask: Bool[Array, "B T"]) -> tuple[Float[Array, "B T"], Float[Array, "B"]]:
-    """Scores of whole responses or of tokens: at the tokens where they count, and of the responses."""
+    """Returns the scores at the tokens where they count [B, T], and their sum for each response [B]."""
     rows, time = mask.shape
     check_shapes((rows,) if scores.ndim < 2 else (rows, time), scores=scores)
     scores = scores.astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""Losses of the policy and KL estimates, of one token. Callers reduce them with a mask and a global denominator."""
+"""Policy losses and KL estimates of single tokens. Callers reduce them with a mask and a global denominator."""
 
 from typing import NamedTuple
 

@@ -63,7 +63,7 @@ def masked_whiten(x: Float[Array, "*S"], mask: Bool[Array, "*S"], *, shift_mean:
     """
     mean = masked_mean(x, mask)
     whitened = (x - mean) * lax.rsqrt(masked_variance(x, mask) + 1e-8)
-    # About an element, from which nearly equal ones differ exactly. False for NaN, which must not become 0.
+    # Differences to the largest element are exact for nearly equal ones. NaN compares False, so it does not become 0.
     largest = jnp.max(jnp.where(mask, x, -jnp.inf))
     deviation = jnp.sqrt(masked_variance(jnp.where(mask, x - largest, 0), mask))
     scale = jnp.max(jnp.where(mask, jnp.abs(x), 0))

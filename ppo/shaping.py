@@ -42,7 +42,7 @@ class ScoreConfig(Section):
         return int(buffer) if buffer >= 1 else max(1, round(buffer * max_response))
 
 
-LARGEST = 1e15  # of the scores in `RunningMoments`: float32 has the sum of 2^24 squares of their differences
+LARGEST = 1e15  # limit of scores in `RunningMoments`: float32 can hold the sum of 2^24 squares of their differences
 
 
 @jax.tree_util.register_dataclass
@@ -59,7 +59,7 @@ class RunningMoments:
         return cls(*(jnp.zeros((), jnp.float32) for _ in range(3)))
 
     def add(self, x: Float[Array, "B"]) -> "RunningMoments":
-        """Adds elements up to LARGEST, two-pass, as in Chan, Golub & LeVeque 1979 (2.1). Others would never leave."""
+        """Adds elements up to LARGEST; larger ones would dominate forever. Two-pass: Chan, Golub, LeVeque 1979 (2.1)."""
         fits = jnp.abs(x) <= LARGEST
         x = jnp.where(fits, x, 0).astype(jnp.float32)
         n = jnp.sum(fits).astype(jnp.float32)
@@ -85,7 +85,7 @@ def shape_scores(
     config: ScoreConfig,
     max_response: int,
 ) -> tuple[Float[Array, "B"] | Float[Array, "B R"], RunningMoments, dict[str, Float[Array, ""]]]:
-    """Shaped scores, the moments with this batch in them, and metrics.
+    """Returns shaped scores, the moments updated with this batch, and metrics.
 
         s <- (s - mean) / max(std, 1e-4 max(1, |mean|))                       normalise: moments of all batches, this
                                                                               one included
@@ -166,7 +166,7 @@ def align_scores(
 def _penalties(
     lengths: Float[Array, "B"], finished: Bool[Array, "B"], config: ScoreConfig, max_response: int
 ) -> dict[str, Float[Array, "B"]]:
-    """The penalties that are subtracted from each score, by name; none that is switched off."""
+    """The penalties to subtract from each score, by name, without those that are switched off."""
     penalties = {}
     if config.missing_eos_penalty:
         penalties["missing_eos_penalty"] = jnp.where(finished, 0.0, config.missing_eos_penalty)

@@ -71,7 +71,7 @@ class ActorRows(NamedTuple):
     ref_logprobs: Float[Array, "B T"] | None  # None: no KL in the loss
     importance: Float[Array, "B T"] | None
     texts: SFTBatch | None  # a text to imitate for each row
-    ages: Int[Array, "B T"] | None = None  # in versions, where old log-probs are interpolated
+    ages: Int[Array, "B T"] | None = None  # tokens' ages in versions, if old log-probs are interpolated
 
 
 class TokenRows(NamedTuple):
@@ -81,12 +81,12 @@ class TokenRows(NamedTuple):
     mask: Bool[Array, "B T"]
     old_logprobs: Float[Array, "B T"]
     advantages: Float[Array, "B T"]
-    weights: Float[Array, "B T"]  # of a token's loss in the minibatch's loss
+    weights: Float[Array, "B T"]  # weight of a token's loss in the minibatch's loss
     pg_weights: Float[Array, "B T"]  # weights times importance
     ref_logprobs: Float[Array, "B T"] | None = None
     kl_weights: Float[Array, "B T"] | None = None  # kl_coef * weights
     ages: Int[Array, "B T"] | None = None
-    text_weights: Float[Array, "B T"] | None = None  # of tokens to imitate, on rows whose mask is empty
+    text_weights: Float[Array, "B T"] | None = None  # weights of tokens to imitate; the mask of their rows is empty
 
     @property
     def computed(self) -> Bool[Array, "B T"]:

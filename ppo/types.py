@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 PyTree = Any
-Scores = Float[Array, "B"] | Float[Array, "B T"]  # of whole sequences, or of their tokens
+Scores = Float[Array, "B"] | Float[Array, "B T"]  # one score per sequence, or one per token
 Logprobs = Float[Array, "B T"]
 Coefficient = float | Float[Array, ""]
 
@@ -28,9 +28,9 @@ Coefficient = float | Float[Array, ""]
 class Rollout:
     """Prompts with the responses that the behaviour policy sampled: B rows of T tokens, right-padded, without a gap.
 
-    prompt_lengths, response_lengths: tokens, of a response with its end-of-sequence token. logprobs: of the behaviour
-    policy, when it drew the token; read at response tokens only. finished: False: cut off by the length limit.
-    version: of the weights that sampled. versions: of those that drew each token; None: `version` drew them all.
+    prompt_lengths, response_lengths: numbers of tokens; a response includes its end-of-sequence token. logprobs: those
+    of the behaviour policy when it drew the token; read at response tokens only. finished: False if the length limit
+    cut the response. version: version of the weights. versions: of the weights per token; None: `version` everywhere.
     """
 
     tokens: Int[Array, "B T"]
@@ -59,8 +59,8 @@ class Scored:
 
     rollout: Rollout
     scores: Scores
-    old: Logprobs | None  # of the actor before its update; None: those of the rollout
-    ref: Logprobs | None  # of the frozen reference; None: there is none
+    old: Logprobs | None  # under the actor before its update; None: the rollout's own are used
+    ref: Logprobs | None  # under the frozen reference; None: there is no reference
     kl_coef: Coefficient
 
 
@@ -73,12 +73,12 @@ class Experience(Rollout):
     reference, importance without a correction, kl_coef where the KL is not in the loss.
     """
 
-    scores: Float[Array, "B"]  # of the rewards, one a sequence
-    response_mask: Bool[Array, "B T"]  # tokens to learn from; none of a row that is excluded (see `experience.py`)
-    old_logprobs: Float[Array, "B T"]  # of the actor before its update: the denominator of the ratio
-    ref_logprobs: Float[Array, "B T"] | None  # of the frozen reference
-    values: Float[Array, "B T"] | None  # of the critic before its update
-    rewards: Float[Array, "B T"]  # score at the last response token; minus the KL penalty at each where it is a reward
+    scores: Float[Array, "B"]  # shaped score of each sequence
+    response_mask: Bool[Array, "B T"]  # tokens to learn from; an excluded row has none (see `experience.py`)
+    old_logprobs: Float[Array, "B T"]  # under the actor before its update: the denominator of the ratio
+    ref_logprobs: Float[Array, "B T"] | None  # under the frozen reference
+    values: Float[Array, "B T"] | None  # by the critic before its update
+    rewards: Float[Array, "B T"]  # score at the last response token, minus each token's KL penalty if it is a reward
     advantages: Float[Array, "B T"]  # whitened with `config.whiten_advantages`
     returns: Float[Array, "B T"] | None  # the critic's targets: unwhitened advantages + values
     importance: Float[Array, "B T"] | None = None  # weights of the policy loss: see `off_policy.importance_weights`
@@ -88,7 +88,7 @@ class Experience(Rollout):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Weights, the optimizer's state, and the number of calls of a step function with them."""
+    """Weights, the optimizer's state, and the number of step function calls so far."""
 
     params: PyTree
     opt_state: PyTree

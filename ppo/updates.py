@@ -1,8 +1,8 @@
 """Optimizer updates: gradients summed over micro-batches, applied only if everything is finite.
 
-A step is one jitted program. Staged updates, differentiated by programs on several meshes, are a loop on the host of
-the same functions, each jitted: rows are on the mesh where the loss is computed, weights and optimizer state on theirs.
-It is a generator (`Updates`), to which a pipeline sends gradients, so that the updates of several models take turns.
+A step is one jitted program, unless the model is a pipeline. Then updates are staged: a loop on the host calls the same
+functions, each jitted, with rows on the mesh that computes the loss, and weights and optimizer state on another. The
+loop is a generator (`Updates`), to which the pipeline sends gradients; so the updates of several models can alternate.
 """
 
 from collections.abc import Callable, Generator
@@ -27,10 +27,10 @@ PyTree = Any
 Metrics = dict[str, Float[Array, ""]]
 Gradients = tuple[Float[Array, ""], Metrics, PyTree]  # loss, metrics, gradients
 Updates = Generator[tuple, Gradients, Any]
-"""Yields (loss_fn, params, rows, others, frozen), where updates are staged, and is sent the sums over the micro-batches
-of loss_fn(params, micro-batch, *others, *frozen), on the mesh of `params`. The rows are [M, b, ...], and micro-batches
-have `tokens`."""
-Pipeline = Callable[[Updates], Any]  # runs staged updates: returns their result, or what stands for it
+"""If updates are staged, yields (loss_fn, params, rows, others, frozen) and is sent the `Gradients` of loss_fn(params,
+micro-batch, *others, *frozen), summed over micro-batches, on the mesh of `params`. The rows are [M, b, ...], and
+micro-batches have `tokens`."""
+Pipeline = Callable[[Updates], Any]  # runs staged updates; returns their result, or a pending one
 LossFn = Callable[..., tuple[Float[Array, ""], Metrics]]
 """(params, rows, *others) -> (loss, metrics), each the *share* of these rows in the mean over the minibatch: sums
 divided by the minibatch's global count. Shares add up, so results do not depend on how rows are divided."""
@@ -42,8 +42,8 @@ class Update(NamedTuple):
     params: PyTree
     opt_state: PyTree
     metrics: Metrics  # the loss's own, and "grad_norm"
-    finite: Bool[Array, ""]  # the loss, the gradients and the weights that the update would make
-    sound: Bool[Array, ""]  # finite, and some row counted; otherwise nothing was applied
+    finite: Bool[Array, ""]  # whether loss, gradients and new weights are finite
+    sound: Bool[Array, ""]  # finite, and some token counts in the loss; otherwise nothing was applied
 
 
 def apply_update(
@@ -61,7 +61,7 @@ def apply_update(
     frozen: tuple[PyTree, ...] = (),
     staged: bool = False,
 ) -> Updates:
-    """Differentiates `loss_fn` over `rows`, in `micro_batches` parts or by length, and makes an `Update`, the result.
+    """Differentiates `loss_fn` over `rows`, in `micro_batches` parts or by length; the result is an `Update`.
 
     loss_fn: (params, rows, *others, *frozen) -> (loss, metrics); `frozen` are weights.
 
@@ -71,9 +71,9 @@ def apply_update(
     is False: no token of the rows counts in the loss. (Its gradient would be 0, and an optimizer would still apply
     momentum and weight decay.) `metric_names` are the keys of the loss's metrics.
 
-    A loop of one turn or none applies the update, because it writes in place: on GPUs a `cond` copies the weights and
-    the optimizer's state. For the same reason the new weights' squares are those of a first update, which is stored
-    nowhere, and not of the one that is applied. (They are not summed: of a sum, XLA stores operands on CPUs.)
+    A `while_loop` of at most one iteration applies the update, because it writes in place: on GPUs a `cond` copies the
+    weights and the optimizer's state. For the same reason the new weights are checked on an extra computation of the
+    update, which is never stored. (Their squares are not summed: XLA for CPUs would store the operands of the sum.)
     """
     if not staged:
         share = lambda params, micro: loss_fn(params, micro, *others, *frozen)  # noqa: E731
@@ -111,7 +111,7 @@ def _apply(
     accepted = sound if veto is None else sound & ~veto(metrics)
 
     def turn(carry: tuple[Array, PyTree, PyTree]) -> tuple[Array, PyTree, PyTree]:
-        # Else XLA takes what it can compute of the gradients alone out of the loop, and stores it: two copies of them.
+        # Otherwise XLA moves what depends on gradients alone out of the loop and stores it: two copies of them.
         inside, pending = lax.optimization_barrier((grads, carry[0]))
         return (~pending, *apply(inside, *carry[1:]))
 
@@ -123,7 +123,7 @@ _apply_at_home = jax.jit(_apply, static_argnums=(0, 1), donate_argnums=(2, 3))
 
 
 def finish(updates: Updates, gradients_fn: Any = None) -> Any:
-    """Runs updates to their end and returns their result. gradients_fn: computes what staged ones ask for."""
+    """Runs updates to their end and returns their result. gradients_fn: computes the gradients of staged ones."""
     gradients: Any = None
     try:
         while True:
@@ -133,7 +133,7 @@ def finish(updates: Updates, gradients_fn: Any = None) -> Any:
 
 
 def make_step(update: Callable[..., Updates], pipeline: Pipeline | None) -> Callable[..., tuple[TrainState, Metrics]]:
-    """`update` jitted, or as a loop on the host that a pipeline runs. Donates the state."""
+    """Makes a step of `update`: a jitted function, or a loop on the host that a pipeline runs. Donates the state."""
     if pipeline is None:
         return jax.jit(wraps(update)(lambda *arguments: finish(update(*arguments))), donate_argnums=0)
 
@@ -155,9 +155,9 @@ def check_output(name: str, tokens: Array, *outputs: Array) -> None:
 class Run(NamedTuple):
     """The result of all updates on one batch."""
 
-    means: Metrics  # over the updates that were not skipped
-    first: Metrics  # of the first update
-    counts: Metrics  # of updates that were not applied, by the reason
+    means: Metrics  # means over the updates that were not skipped
+    first: Metrics  # metrics of the first update
+    counts: Metrics  # numbers of updates that were not applied, by reason
 
 
 class _Carry(NamedTuple):
@@ -256,8 +256,8 @@ def _accumulate(
 
     def add(total: PyTree, micro: PyTree) -> PyTree:
         (loss, metrics), grads = grad_fn(params, micro)
-        # XLA for TPUs would move the gradients' reductions behind the loop, which costs whole gradients on each device,
-        # and aborts over an unembedding's (libtpu 0.0.42 to 0.0.50).
+        # XLA for TPUs would move the gradients' reductions behind the loop, which stores whole gradients on each device
+        # and makes the compiler abort for an unembedding (libtpu 0.0.42 to 0.0.50).
         grads = lax.optimization_barrier(grads)
         return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, (loss, metrics, grads))
 

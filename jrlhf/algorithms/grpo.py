@@ -1,4 +1,4 @@
-"""GRPO and its kin, whose configs change the advantages and the loss: `GRPOConfig` and its subclasses."""
+"""GRPO and its variants: their configs, `GRPOConfig` and its subclasses, change the advantages and the loss."""
 
 from jrlhf.algorithms import Actor, Batch, ExperienceMaker, Number, Reference, Result, Rewards, policy_logprobs
 
@@ -11,7 +11,7 @@ def grpo(
     prompts: Batch,
     kl_coef: Number,
 ) -> Result:
-    """Several responses to each prompt are each other's baseline."""
+    """Uses the responses to one prompt as each other's baseline."""
     rollout = actor.generate(prompts)
     scores = reward.score(rollout, prompts)
     old, ref = policy_logprobs(actor, reference, rollout)

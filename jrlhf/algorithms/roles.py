@@ -1,4 +1,4 @@
-"""The roles of an algorithm, typed: built once per run, and bound to a state for each iteration."""
+"""`Roles`: a typed record of an algorithm's roles, which are built once per run and bound to a state per iteration."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -72,7 +72,7 @@ class Roles:
         multiplier: MultiplierState | None,
         texts: SFTBatch | None,
     ) -> "Roles":
-        """The roles of one iteration, which starts from these states. texts: to be imitated in addition."""
+        """Returns the roles of one iteration, which starts from these states. texts: imitated in addition (ptx)."""
         self.reward.start(moments)
         if self.cost is not None:
             self.cost.start(RunningMoments.create())  # costs are not normalised

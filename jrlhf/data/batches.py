@@ -1,4 +1,4 @@
-"""Batches: the rows of a step, padded, and put on the mesh. All of it is a function of (seed, step)."""
+"""Batches: the rows of a step, padded and put on the mesh. Their content depends on (seed, step) only."""
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ class Batch:
 
     examples, texts: the examples and their rendered texts, one for each row.
     rollout: responses that were drawn ahead. None: the actor draws them when it is called.
-    answers: kind of rewards -> what their functions say of these responses, where they were asked ahead.
+    answers: "rewards" or "costs" -> pending scores of their functions for `rollout`, where these were asked ahead.
     """
 
     arrays: tuple[Array, Array, Array]  # on the mesh: tokens [U, P], lengths [U], row keys [B]
@@ -48,13 +48,13 @@ def epoch_of(count: int, batch: int, step: int) -> int:
 
 
 def whole_batches(count: int, batch: int) -> Iterator[tuple[Int[np.ndarray, "B"], int]]:
-    """Yields the rows of one batch after the other, and how many of them count: the last one is filled with others."""
+    """Yields each batch's rows, and how many of them count: the last batch is filled up with rows from the start."""
     for start in range(0, count, batch):
         yield np.arange(start, start + batch) % count, min(batch, count - start)
 
 
 def program_width(longest: int, most: int, least: int = 32) -> int:
-    """Returns a width of token arrays: a power of two, or `most`. Widths are few, so that few programs compile."""
+    """Returns the width of token arrays: a power of two, or `most`. Few widths mean that few programs compile."""
     return min(max(least, 1 << max(longest - 1, 0).bit_length()), most)
 
 
@@ -70,7 +70,7 @@ def pad_rows(rows: Sequence[Sequence[int]], width: int) -> tuple[Int[np.ndarray,
 
 
 def distinct_first(rows: int, samples: int) -> Int[np.ndarray, "rows"]:
-    """The order of the rows in which one response of every prompt comes before a second one of any."""
+    """Returns the rows in an order in which the first response of every prompt comes before any second response."""
     return np.argsort(np.arange(rows) % samples, kind="stable")
 
 
@@ -85,7 +85,7 @@ def read_responses(tokenizer: Tokenizer, rollout, rows: slice | np.ndarray = sli
 def to_responses(
     tokenizer: Tokenizer, tokens: Iterable[np.ndarray], lengths: Iterable[int], finished: Iterable[bool]
 ) -> list[Response]:
-    """Responses on the host as text: of each row the first `length` tokens."""
+    """Returns the first `length` tokens of each row as ids and text."""
     responses = []
     for row, length, done in zip(tokens, lengths, finished, strict=True):
         ids = tuple(int(token) for token in row[:length])
@@ -104,7 +104,7 @@ def put_rows(tree, mesh: Mesh):
 
 
 def put_prompts(tree, mesh: Mesh, samples: int):
-    """Prompts with `samples` responses each, put on the devices that will answer them."""
+    """Puts prompts with `samples` responses each on the devices that generate the responses."""
     return put_rows(tree, mesh) if samples == 1 else to_devices(tree, NamedSharding(mesh, P(GENERATE.batch)))
 
 

@@ -15,15 +15,15 @@ from jrlhf.errors import UserError
 class Tokenizer:
     """Text to token ids and back."""
 
-    backend: tokenizers.Tokenizer  # it neither pads nor cuts off
-    eos_ids: tuple[int, ...]  # each of them ends a response; the first is the one that is written to end a text
+    backend: tokenizers.Tokenizer  # without padding and truncation
+    eos_ids: tuple[int, ...]  # each of them ends a response; the first one is appended to end a text
     pad_id: int | None = None  # None: rows are filled up with 0. Masks come from lengths, never from ids
-    bos_id: int | None = None  # the beginning of a text, where the model has one
-    prefix_ids: tuple[int, ...] = ()  # what a plain text begins with, for models that were trained so
+    bos_id: int | None = None  # begins a text; None: the model has no such token
+    prefix_ids: tuple[int, ...] = ()  # put before a plain text, for models that were trained with them
     chat_template: str | None = None  # Jinja source, rendered by `jrlhf.data.chat`
     # The template's variables in addition to the messages: bos_token, eos_token, ..., and a template's own switches.
     special_tokens: Mapping[str, Any] = field(default_factory=dict)
-    directory: Path | None = None  # of the files, for an export that copies them
+    directory: Path | None = None  # where its files are; an export copies them
     limit: int | None = None  # the number of ids in the model's embedding; a text with a token beyond it is refused
 
     def __post_init__(self) -> None:
@@ -32,7 +32,7 @@ class Tokenizer:
 
     @property
     def called(self) -> str:
-        """The tokenizer, for messages."""
+        """The name of the tokenizer in messages."""
         return "the tokenizer" if self.directory is None else f"the tokenizer in {self.directory}"
 
     @property
@@ -83,7 +83,7 @@ class Tokenizer:
 
 
 def ask(called: str, method: Callable, *arguments: Any, **options: Any) -> Any:
-    """Returns what a method of the library returns, for a tokenizer file of anyone and texts of anyone."""
+    """Calls a method of `tokenizers`; an error, which a user's file or text may cause, becomes a UserError."""
     try:
         return method(*arguments, **options)
     except (KeyboardInterrupt, SystemExit, MemoryError):

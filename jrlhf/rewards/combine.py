@@ -1,4 +1,4 @@
-"""Combines rewards: their weighted sum, shaped, with what each of them is measured by. Jitted by its callers."""
+"""Combines the scores of several rewards: weights, sums and shapes them, with statistics of each. Callers jit it."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -18,11 +18,11 @@ class Combined(NamedTuple):
     """The results of one scoring on the devices."""
 
     shaped: RowsOrTokens
-    moments: RunningMoments  # with these scores in them
+    moments: RunningMoments  # updated with these scores
     raw: Float[Array, "B"]  # each row's sum of rewards before it was shaped: verl's critic/score
-    learned: dict[str, Array]  # statistics of each reward model of tokens, and the number of scores that it failed on
-    extremes: dict[str, Array]  # of the sums
-    shaping: dict[str, Array]
+    learned: dict[str, Array]  # statistics of each token reward model, with the number of its non-finite scores
+    extremes: dict[str, Array]  # extremes of `raw`
+    shaping: dict[str, Array]  # metrics of the shaping
 
 
 def combine(
@@ -36,9 +36,9 @@ def combine(
     finished: Bool[Array, "B"],
     moments: RunningMoments,
 ) -> Combined:
-    """Adds weighted scores of reward models of tokens to those of the rewards that read text, and shapes the sum.
+    """Adds the weighted scores of token reward models to `texts`, the sum of the text rewards, and shapes the result.
 
-    on_failure: what replaces the scores of a model that are not finite; a row without a finite sum teaches nothing.
+    on_failure: replaces a model's non-finite scores. A row whose sum is not finite is not learned from.
     """
     failed = {name: ~jnp.isfinite(scores) for name, scores in learned.items()}
     learned = {name: jnp.where(failed[name], on_failure[name], scores) for name, scores in learned.items()}

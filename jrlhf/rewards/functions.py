@@ -1,4 +1,4 @@
-"""Reward functions in worker processes: a deadline for each call, and no failure that goes unnoticed."""
+"""`FunctionReward`: a user's reward function in worker processes. Calls have a deadline; failures are counted."""
 
 import os
 import pickle
@@ -23,14 +23,14 @@ from jrlhf.rewards.worker import GIVEN, InProcess
 from jrlhf.run.child import Worker
 from jrlhf.run.files import Closing
 
-LOG_BYTES = 16 << 20  # of the functions' output, kept in the log file
-START_SECONDS = 120.0  # in which a worker must have imported the function
+LOG_BYTES = 16 << 20  # maximum output of a function in the log file
+START_SECONDS = 120.0  # deadline for a worker to import the function
 
 
 class RewardFailure(UserError):
     """A reward function failed on a sample, and no setting says which score such samples get.
 
-    identity: of the function that failed, as `Facts.identity`.
+    identity: `Facts.identity` of the function that failed.
     """
 
     def __init__(self, message: str, identity: Mapping[str, str] | None = None):
@@ -106,8 +106,8 @@ class FunctionReward(Closing):
     def score(self, samples: Sequence[Sample], step: int = 0, first: int = 0) -> Scored:
         """Returns the scores of `samples`, in their order. Raises RewardFailure where a failure stops the run.
 
-        The functions' random numbers follow from the seed, the step and the number of a call's first sample, `first`
-        and the following ones.
+        Random numbers in a call depend on the seed, the step, and the index of the call's first sample. `first` is the
+        index of the first of `samples`.
         """
         results: list[Any] = [None] * len(samples)
         one_by_one = self.facts.style == "verl" and not self.facts.asynchronous
@@ -132,9 +132,9 @@ class FunctionReward(Closing):
     # Workers
 
     def _on_workers(self, job: Callable[[int], None]) -> None:
-        """Runs `job` with each worker's index, in a thread of its own.
+        """Runs `job` with each worker's index, in one thread per worker.
 
-        After an error the workers that are busy are killed: the next batch would get their answers.
+        After an error busy workers are killed; otherwise the next batch would get their answers.
         """
         self._stopping.clear()
         with ThreadPoolExecutor(self._workers, thread_name_prefix=self._kind) as threads:
@@ -143,14 +143,14 @@ class FunctionReward(Closing):
                 for future in as_completed(futures):
                     future.result()
             except BaseException:
-                self._stopping.set()  # first: a worker that is started from here on sees it
+                self._stopping.set()  # set first, so that a worker that starts later sees it
                 for future, index in futures.items():
                     if not future.done() and index in self._pool:
                         self._pool[index].interrupt()
                 raise
 
     def _start(self, index: int) -> None:
-        # Strings hash alike in every worker and every run, and no JAX of the function's takes an accelerator.
+        # Strings hash alike in every worker and every run, and JAX in a function never takes an accelerator.
         environment = {"PYTHONHASHSEED": str(self._seed % 2**32), **os.environ, "JAX_PLATFORMS": "cpu"}
         what: dict[str, Any] = {"spec": self._spec, "shipped": self._shipped, "options": self._config.options}
         what |= {"deadline": self._config.deadline, "start_deadline": START_SECONDS}
@@ -193,10 +193,10 @@ class FunctionReward(Closing):
             raise UserError(f"{self._called}: {content} cannot be sent to its process ({error})") from error
 
     def _arguments(self, samples: Sequence[Sample]) -> dict[str, list[Any]]:
-        """Lists of what the function gets of the samples: texts, and columns that it takes and that some row has.
+        """Returns the function's arguments, lists with one entry per sample: texts, and columns that some row has.
 
-        A row without a column that others have gives None. A function with `**` takes all columns in TRL's style, and
-        verl's three in verl's.
+        A row without a column that others have gives None. A function with `**` gets all columns in TRL's style, and
+        the three columns of verl's interface in verl's style.
         """
         facts, rows = self.facts, [sample.columns for sample in samples]
         texts: dict[str, Callable[[Sample], Any]] = {
@@ -221,7 +221,7 @@ class FunctionReward(Closing):
     # Results
 
     def _checked_results(self, answer: Mapping[str, Any], samples: Sequence[Sample]) -> Sequence[Mapping[str, Any]]:
-        """Returns the results of a call, one for each sample; an error where a failure stops the run."""
+        """Returns the results of a call, one for each sample. Raises RewardFailure where a failure stops the run."""
         if "bad" in answer:
             raise RewardFailure(f"{self._called}: {answer['bad']}", self.facts.identity)
         whole = "failure" in answer

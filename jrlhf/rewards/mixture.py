@@ -1,4 +1,4 @@
-"""The rewards of a run: models and functions, weighted and summed, each measured by its name."""
+"""`Rewards`: the role that scores rollouts by a weighted sum of reward models and functions, with metrics of each."""
 
 import math
 import time
@@ -40,7 +40,7 @@ class TextPart:
 
     weight: float
     score: Callable[..., Scored]
-    identity: str  # one word for a model's weights or a function's file
+    identity: str  # identifies the model's weights or the function's code
     on_device: bool = False  # a model on the mesh, rather than a function in its own processes
 
 
@@ -50,8 +50,8 @@ class TokenPart:
 
     weight: float
     model: Model
-    identity: str  # one word for its weights, wherever they are stored
-    on_failure: float | None  # the score in place of one that is not finite; None: the run ends
+    identity: str  # identifies its weights, wherever they are stored
+    on_failure: float | None  # replaces a score that is not finite; None: the run ends
 
 
 Asked = tuple[list[Sample], dict[str, Scored]]  # rows as text, and the functions' scores by name
@@ -61,15 +61,15 @@ Answers = Future[Asked] | Pending[Asked]
 class Rewards:
     """The role that scores rollouts: the weighted sum of a run's rewards, or of its costs. One thread makes all calls.
 
-    Functions work in another thread while the devices compute; models that read text are asked afterwards. An iteration
-    begins with `start`. Afterwards `moments`, `raw` and `metrics()` are its results.
+    Functions run in another thread while the devices compute; models that read text run afterwards. `start` begins an
+    iteration; at its end `moments`, `raw` and `metrics()` are its results.
 
     placement: where its calls run, and where its models are stored.
     kind: names the metrics: `rewards/NAME/mean` or `costs/NAME/mean`.
-    trained: the reward model that this run trained, where it was trained until `free_original`.
+    trained: the reward model that this run trained; it is stored where it was trained until `free_original`.
     """
 
-    moments: RunningMoments  # of the scores so far
+    moments: RunningMoments  # running mean and variance of all scores so far
     raw: Array  # [B] the sums of the last `score`, before they were shaped
 
     def __init__(
@@ -103,11 +103,11 @@ class Rewards:
 
     @property
     def identities(self) -> dict[str, str]:
-        """One word for each reward: a run that goes on with another one would not be the same run."""
+        """The identity of each reward, by name; a resumed run must have the same ones."""
         return {name: part.identity for name, part in {**self.token_parts, **self.text_parts}.items()}
 
     def free_original(self) -> None:
-        """Frees the trained reward model where it was trained, once all that starts from it is made."""
+        """Frees the trained reward model where it was trained. Call it once models that start from it are built."""
         if self.trained is not None and self.trained is not (stored := self.token_parts[TRAINED].model):
             for leaf in jax.tree.leaves(self.trained.params):
                 leaf.delete()
@@ -123,11 +123,11 @@ class Rewards:
 
     @call("infer", "scores", rows="open")
     def score(self, rollout: Rollout, prompts: Batch) -> Pending:
-        """Begins to score a rollout: hands reward models of tokens to the devices, functions to their processes.
+        """Starts to score a rollout: starts token reward models on the devices, and functions in their processes.
 
-        Its result waits for the functions, asks reward models of text, and is the `Scores` of every row: the sum of the
-        rewards, normalised, clipped and penalised as the config says. Where a reward scores tokens, of every response
-        token, the first at index 0.
+        Reading the result waits for the functions and runs the text reward models. It gives `Scores` [B]: the sum of
+        the rewards, normalised, clipped and penalised as configured. If a reward scores tokens, `shaped` is [B, R],
+        with the first response token at index 0.
         """
 
         def note(combined: Combined, texts: Metrics) -> None:
@@ -150,7 +150,7 @@ class Rewards:
         return self._begin("score_baseline", rollout, prompts, note)
 
     def prefetch(self, kind: CallKind) -> None:
-        """Begins to bring offloaded reward models of tokens to the devices."""
+        """Starts to copy offloaded token reward models to the devices."""
         for role in self._roles.values():
             role.prefetch(kind)
 
@@ -159,7 +159,7 @@ class Rewards:
         return dict(self._metrics)
 
     def check(self, metrics: Mapping[str, Any]) -> None:
-        """Raises RewardFailure if metrics of an iteration count failures of a model that names no score for them."""
+        """Raises RewardFailure if the metrics count failures of a token reward model without `on_failure`."""
         for name, part in self.token_parts.items():
             if part.on_failure is None and (failures := metrics.get(f"{self.kind}/{name}/failures")):
                 called = f"{self.kind.removesuffix('s')} {name!r}"
@@ -169,22 +169,22 @@ class Rewards:
                 )
 
     def score_texts(self, samples: Sequence[Sample], step: int = 0) -> tuple[Scored, dict[str, Scored]]:
-        """Returns the weighted sum of the rewards that read text, outside of iterations, and each one's scores."""
+        """Scores samples outside of iterations: returns the weighted sum of the text rewards, and each one's scores."""
         scored = _from_main(lambda: self._thread.submit(self._ask, samples, step, on_device=False).result())
         return self._summed(samples, scored | self._ask(samples, step, on_device=True))
 
     def ask_ahead(
         self, examples: Sequence[Example], texts: Sequence[str], responses: Sequence[Response], step: int, first: int
     ) -> Answers:
-        """Begins to ask the functions about some rows of a batch, before the others are drawn.
+        """Starts the functions on some rows of a batch, before its other rows are drawn.
 
-        step: number of the batch. first: the number of these rows' first one in it.
+        step: number of the batch. first: index in the batch of the first of these rows.
         """
         samples = to_samples(examples, texts, responses)
         return self._thread.submit(partial(self._ask_functions, samples, step, first=first))
 
     def join(self, answers: Sequence[Answers]) -> Answers:
-        """The answers about a batch, of those about its rows."""
+        """Joins the answers about parts of a batch to the answers about the whole batch."""
 
         def join() -> Asked:
             parts = [part.result() for part in answers]
@@ -218,15 +218,15 @@ class Rewards:
         return Pending(scores)
 
     def _begin_to_ask(self, rollout: Rollout | OpenRollout, batch: Batch) -> Answers:
-        """Hands a rollout to the functions: as a whole, or the tiles of an open one as their rows are done."""
+        """Passes a rollout to the functions: as a whole or, while it is drawn, each tile of rows when it is done."""
         if isinstance(rollout, OpenRollout):
             parts = rollout.each(lambda rows, tile: self._thread.submit(self._read, batch, rows, tile))
             return Pending(lambda: self.join(parts.result()).result())
-        # Gathered here and not in the thread: programs must reach all devices in one order.
+        # Gathered here and not in the thread: all devices must get their programs in the same order.
         return self._thread.submit(self._read, batch, slice(0, None), gathered(rollout))
 
     def _read(self, batch: Batch, rows: slice, drawn: Rollout) -> Asked:
-        """Returns rows of a batch as text once they are there, and the functions' scores. Runs in the thread."""
+        """Waits for rows of a batch; returns them as text, and the functions' scores. Runs in the thread."""
         responses = read_responses(self._tokenizer, jax.device_get(drawn))
         samples = to_samples(batch.examples[rows], batch.texts[rows], responses)
         return self._ask_functions(samples, batch.step, first=rows.start)
@@ -240,15 +240,15 @@ class Rewards:
         return samples, scored
 
     def _finish(self, answers: Answers, step: int) -> tuple[np.ndarray, Metrics]:
-        """Waits for the functions and asks the models: the sum of rows or of tokens, and the metrics of all parts."""
-        deadline = self.clock.deadline  # also of the processes that wait for the functions' scores
+        """Waits for the functions, runs the text models; returns the sum by rows or tokens, and the parts' metrics."""
+        deadline = self.clock.deadline  # holds also for processes that wait for the scores of process 0
         scored = self.clock.run("reward_wait", _from_main, lambda: answers.result()[1], seconds=deadline)
         samples, _ = answers.result()
         if any(part.on_device for part in self.text_parts.values()):
             scored = scored | self.clock.run("reward", self._ask, samples, step, on_device=True)
         total, parts = self._summed(samples, scored)
         metrics: Metrics = {key: x for name, part in parts.items() for key, x in part.metrics(name, self.kind).items()}
-        with np.errstate(over="ignore"):  # an infinite sum is counted, and its row teaches nothing
+        with np.errstate(over="ignore"):  # an infinite sum is counted, and its row is not learned from
             if total.token_scores is None:
                 return total.scores.astype(np.float32), metrics
             scores = np.zeros((len(samples), self._max_response), np.float32)
@@ -274,6 +274,6 @@ class Rewards:
 
 
 def _from_main(ask: Callable[[], dict[str, Scored]], **options) -> dict[str, Scored]:
-    """Returns the functions' scores, which only process 0 has, in every process."""
+    """Gets the functions' scores in process 0, and returns them in every process."""
     scored = from_main(lambda: {name: vars(scores) for name, scores in ask().items()}, **options)
     return {name: Scored(**values) for name, values in scored.items()}

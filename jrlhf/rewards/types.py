@@ -1,4 +1,4 @@
-"""Samples, which rewards score, and scores."""
+"""`Sample`, one response that rewards score, and `Scored`, the scores of a batch of samples."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +27,7 @@ class Sample:
 
     @property
     def columns(self) -> dict[str, Any]:
-        """What a function may ask for: the dataset's columns, and verl's where they are stored elsewhere."""
+        """Values that a function may ask for: the dataset's columns, and verl's names for values stored elsewhere."""
         example, texts = self.example, ("prompt", "completion", "completion_ids")
         row = {column: value for column, value in example.columns.items() if column not in texts}
         row.setdefault("data_source", example.source)
@@ -46,8 +46,8 @@ def to_samples(examples: Sequence[Example], texts: Sequence[str], responses: Seq
 class Scored:
     """Scores of a batch of samples, row by row in their order. Every score is finite.
 
-    token_scores: where the reward scored tokens: one array per sample, as long as its response, adding up to its
-        score. None where it scored whole responses.
+    token_scores: one array per sample, as long as its response, whose sum is the sample's score. None if the reward
+        scored whole responses.
     extras: further numbers by name; NaN for a row that has none.
     failures: numbers of failed samples by kind (docs/data-and-rewards.md); their scores are replacements.
     """
@@ -81,7 +81,7 @@ class Scored:
 
 
 def on_last_token(score: float, length: int) -> Float[np.ndarray, "R"]:
-    """Returns the scores of a response's tokens where experience would place its one score; none if it is empty."""
+    """Returns the scores of a response's tokens: `score` on the last one, as in experience, and 0 on the others."""
     tokens = np.zeros(length)
     tokens[-1:] = score
     return tokens
@@ -105,7 +105,7 @@ def joined(parts: Sequence[Scored], response_lengths: Sequence[int]) -> Scored:
 
 
 def weighted_sum(parts: Sequence[tuple[float, Scored]], response_lengths: Sequence[int]) -> Scored:
-    """Returns sum_i weight_i score_i of (weight, scores) of the same samples; extras and failures stay with the parts.
+    """Returns sum_i weight_i score_i of (weight, scores) of the same samples, without extras and failures.
 
     If any part scored tokens, the sum does too.
     """

@@ -1,4 +1,4 @@
-"""The policy and the frozen reference to which it is tied."""
+"""The roles of the policy: the actor, which is trained, and the frozen reference, to which a KL penalty ties it."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +24,7 @@ from jrlhf.run.clock import timed
 class Actor(TrainedRole):
     """The policy: trained in the layout TRAIN, generating in the layout GENERATE.
 
-    The copy of its weights for generation lives as long as a rollout. An adapter needs none: it shares its base.
+    Generation needs a copy of the weights, which is freed after the rollout. An adapter needs none: it shares its base.
     """
 
     texts: SFTBatch | None = None  # the batch that the next update imitates in addition, with ptx_coef
@@ -64,7 +64,7 @@ class Actor(TrainedRole):
 
     @call("generate", "rollout")
     def generate(self, prompts: Batch) -> Rollout:
-        """Samples responses to every prompt, those of a prompt in a row. Returns what was drawn ahead as it is."""
+        """Samples responses to every prompt; those of one prompt are neighbours. Returns a given rollout unchanged."""
         return self._draw("generate", prompts) if prompts.rollout is None else prompts.rollout
 
     @call("generate", "greedy")
@@ -73,7 +73,7 @@ class Actor(TrainedRole):
         return self._draw("generate_greedy", prompts)
 
     def drawing_weights(self) -> tuple[Params, Params]:
-        """(weights, adapter) as decoding programs take them; an update may free the adapter. {}: there is none."""
+        """Returns (weights, adapter) for decoding programs; {}: no adapter. An update may free the adapter."""
         weights, base = self._switch("generate"), self._frozen("generate")
         return (base[0], weights) if base else (weights, {})
 
@@ -81,11 +81,11 @@ class Actor(TrainedRole):
         return self.clock.run("reshard", self._copy, self.state.params, self.placement[method].mesh)
 
     def _copy(self, stored: Params, mesh: Mesh) -> Params:
-        """The weights in the layout GENERATE. A copy that was made only to onload them is freed on the way."""
+        """Returns the weights in the layout GENERATE. Frees the onloaded copy of offloaded weights on the way."""
         params = self.offloader.onload(stored)
         return generation_weights(self._model.holding(params), mesh, self._compute, donate=params is not stored)
 
-    def _draw(self, method: str, prompts: Batch) -> Any:  # a rollout; in subclasses it may be pending
+    def _draw(self, method: str, prompts: Batch) -> Any:  # returns a Rollout; subclasses may return an open one
         return self._sample(method, self._switch(method), prompts)
 
     @timed("gen")
@@ -108,7 +108,7 @@ class Actor(TrainedRole):
     @call("infer", "old", rows="each")
     @timed("old_log_prob")
     def logprobs(self, rollout: Rollout) -> Float[Array, "B T"]:
-        """Log-probs of the responses' tokens under the present weights. Elsewhere they are undefined."""
+        """Log-probs of response tokens under the present weights; undefined at other positions."""
         logprobs, _ = self._logprobs(self._weights("logprobs"), *_responses(rollout), *self._frozen("logprobs"))
         return logprobs
 
@@ -128,7 +128,7 @@ class Actor(TrainedRole):
 
 
 class Reference(Role):
-    """The frozen policy to which the actor is tied. responses: maximum response length."""
+    """The frozen policy to which the KL penalty ties the actor. responses: maximum response length."""
 
     def __init__(self, model: Model, site: Site, *, temperature: float, responses: int):
         super().__init__(model, site)
@@ -137,7 +137,7 @@ class Reference(Role):
     @call("infer", "ref", rows="each")
     @timed("ref")
     def logprobs(self, rollout: Rollout) -> Float[Array, "B T"]:
-        """Log-probs of the responses' tokens. Elsewhere they are undefined."""
+        """Log-probs of response tokens; undefined at other positions."""
         logprobs, _ = self._logprobs(self._weights("logprobs"), *_responses(rollout), *self._frozen("logprobs"))
         return logprobs
 
@@ -149,10 +149,10 @@ class Reference(Role):
 def policy_logprobs(
     actor: Actor, reference: Reference | None, rollout: Rollout
 ) -> tuple[Float[Array, "B T"] | None, Float[Array, "B T"] | None]:
-    """Log-probs [B, T] of a rollout's responses under actor and reference: in one pass where they share weights.
+    """Log-probs [B, T] of a rollout's responses under actor and reference: in one pass if they share weights.
 
-    They are undefined elsewhere, and beyond data.max_response tokens of a response. The actor's are None if the
-    rollout's own serve, and the reference's if there is no reference.
+    They are undefined outside the responses, and beyond data.max_response tokens of a response. The actor's are None
+    if the algorithm uses those of the rollout; the reference's are None if there is no reference.
     """
     if not actor.recomputes():
         return None, None if reference is None else reference.logprobs(rollout)

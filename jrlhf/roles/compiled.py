@@ -1,4 +1,4 @@
-"""The compiled functions of a model on a mesh.
+"""`CompiledModel`: makes the compiled functions of a model on a mesh.
 
 If the model is an adapter, each function takes the base as one more argument at the end.
 """
@@ -30,9 +30,9 @@ from jrlhf.ppo import ByLength, PolicyConfig, PPOConfig, make_actor_step, make_c
 from jrlhf.ppo.updates import Pipeline
 from jrlhf.roles.model import Architecture, Compute
 
-Function = Callable[..., Any]  # its docstring tells the arguments and results
+Function = Callable[..., Any]  # the method that makes a function documents its arguments and results
 
-# Functions that score or generate: all roles and stages of one architecture on one mesh share one program.
+# Decorates methods whose functions score or generate: all roles of one architecture on one mesh share the program.
 _shared = cache
 
 
@@ -50,7 +50,7 @@ class CompiledModel:
 
     @property
     def runs(self) -> Pipeline | None:
-        """Runs updates that are no single program."""
+        """The pipeline that runs updates, where they are more than one program."""
         return None
 
     def train_logprobs(self, *, temperature: float = 1.0, span: int | None = None) -> Function:
@@ -68,7 +68,7 @@ class CompiledModel:
     def actor_step(
         self, optimizer: GradientTransformation, algorithm: PolicyConfig, temperature: float, responses: int | None
     ) -> Function:
-        """(state, experience) -> (state, metrics), jitted: the actor's updates. responses: their most tokens."""
+        """(state, experience) -> (state, metrics), jitted: the actor's updates. responses: maximum response length."""
         logprobs = self.train_logprobs(temperature=temperature)
         if not self.compute.fused_loss:
             return make_actor_step(logprobs, optimizer, algorithm, pipeline=self.runs)
@@ -131,7 +131,7 @@ class CompiledModel:
     def continuous(
         self, sampling: SamplingConfig, schedule: Schedule, samples: int, slots: int, width: int
     ) -> ContinuousBatch:
-        """Decode slots that are filled again and again. width: of the prompts."""
+        """Returns decode slots that are refilled as responses end. width: the width of the prompts' array."""
         model, compute = self.architecture, self.compute
         decoder = Decoder(model.config, self.mesh, sampling, samples, compute.dtype, compute.attention, model.lora)
         return ContinuousBatch(decoder, self.mesh, schedule, slots, width)
@@ -143,7 +143,7 @@ class CompiledModel:
     def _scoring(self, function: Function, *, arrays: int = 0, reads_lengths: bool = False) -> Function:
         """(params, tokens, lengths, *arrays, *base) -> what `function(params, tokens, *arrays, *base)` returns, jitted.
 
-        It computes within the budget of tokens if there is one, else in parts: both save memory.
+        To save memory it computes `score_tokens` tokens at a time if that is set, else the rows in `score_parts` parts.
         arrays: number of further arrays with one entry for each row. reads_lengths: the lengths are one of them.
         """
         compute = self.compute

@@ -1,4 +1,4 @@
-"""The arithmetic between the models: from a rollout and its scores to experience."""
+"""`ExperienceMaker`: the role that turns a rollout, its scores and its log-probs into experience for the updates."""
 
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +26,7 @@ Values = tuple[Float[Array, "B T"], Float[Array, "B"]]  # V before every token, 
 
 
 class ExperienceMaker:
-    """Makes experience: computes advantages by the algorithm's numbers."""
+    """Computes rewards, advantages and returns with the settings of an algorithm."""
 
     def __init__(self, algorithm: PolicyConfig, clock: Clock, placement: RolePlacement | None = None):
         self.clock, self.placement, self._algorithm = clock, placement, algorithm
@@ -56,9 +56,9 @@ class ExperienceMaker:
     def custom_experience(
         self, advantages: Callable[..., Any], rollout: Rollout, scores, old, ref, kl_coef, *others
     ) -> Experience:
-        """Advantages by a function of the experience so far, the algorithm's numbers and `others`, which is jitted.
+        """Advantages by a user's function of the experience so far, the algorithm's config and `others`. It is jitted.
 
-        advantages: as in `make_custom_experience`; the same object in every iteration, or it is compiled anew.
+        advantages: as in `make_custom_experience`; pass the same object in every iteration, else it compiles again.
         """
         options = {"advantages": advantages, "kl_coef": kl_coef}
         return self._made(make_custom_experience, rollout, scores, old, ref, *others, **options)
@@ -87,7 +87,7 @@ def align_to_tokens(rollout: Rollout, scores: Array) -> Array:
 
 @partial(jax.jit, static_argnums=0, static_argnames=("config", "advantages"))
 def _of_aligned(make: Callable, rollout: Rollout, scores: Array, *others: Any, **options: Any) -> Any:
-    """Calls `make` with scores as the rewards give them, aligned to tokens."""
+    """Calls `make` with the rewards' scores aligned to token positions."""
     return make(rollout, align_to_tokens(rollout, scores), *others, **options)
 
 

@@ -1,4 +1,4 @@
-"""One model: its architecture, its weights, and copies of the weights as calls elsewhere need them."""
+"""`Model`: the architecture and the weights of one model. Functions copy weights to other layouts and meshes."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,7 +22,7 @@ from jrlhf.run.checkpoints import fingerprint_of
 class Architecture:
     """The part of a model that its compiled functions depend on: numbers, no arrays.
 
-    lora: an adapter on a frozen base is trained; None: all weights are trained, or none.
+    lora: the adapter that is trained on a frozen base; None: there is no adapter.
     shared: the weights are stored in GENERATE, where generation, scoring and an adapter's training all use the same
         buffers. Otherwise they are stored in TRAIN.
     """
@@ -32,7 +32,7 @@ class Architecture:
     shared: bool = False
 
     def layout(self, otherwise: Layout) -> Layout:
-        """The layout in which a call sees the model: GENERATE if the weights are shared, else `otherwise`."""
+        """Returns the layout of a call's weights: GENERATE if all calls share the buffers, else `otherwise`."""
         return GENERATE if self.shared else otherwise
 
 
@@ -60,10 +60,10 @@ class Compute:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Model:
-    """Weights with all that is needed to compute with them.
+    """The weights of a model, with the architecture that describes them.
 
-    params: all weights, or an adapter.
-    base: the weights under an adapter: never trained, donated or moved.
+    params: all weights, or those of an adapter.
+    base: the weights under an adapter, which are never trained, donated or moved.
     """
 
     architecture: Architecture = field(metadata={"static": True})
@@ -89,11 +89,11 @@ class Model:
         return replace(self, params=params)
 
     def offloaded(self) -> "Model":
-        """The same model with its own weights in the host's memory. Those of this one are deleted."""
+        """Returns the same model with `params` moved to host memory. The arrays of this one are deleted."""
         return self.holding(offload(self.params))
 
     def onloaded(self) -> "Model":
-        """The same model to compute with: if it is offloaded, a copy on its devices."""
+        """Returns this model if its weights are on the devices, else one with a copy of them there."""
         return self.holding(onload(self.params))
 
     def fingerprint(self) -> str:
@@ -106,17 +106,17 @@ class Model:
 
 
 def generation_weights(model: Model, mesh: Mesh, compute: Compute, *, donate: bool = False) -> Params:
-    """The weights as generation takes them: stored in GENERATE. See `weights_at`."""
+    """Returns the weights in the layout GENERATE. See `weights_at`."""
     return weights_at(model, replace(model.architecture, shared=True), mesh, compute, donate=donate)
 
 
 def weights_at(
     model: Model, architecture: Architecture, mesh: Mesh, compute: Compute, *, donate: bool = False
 ) -> Params:
-    """The weights as functions of `architecture` on `mesh` take them: the model's own, or else a copy of them.
+    """Returns the weights as functions of `architecture` on `mesh` take them: the model's own, or else a copy of them.
 
-    architecture: the model's, or the same stored in GENERATE. donate: frees the model's own while they are copied. A
-    copy is cast to the compute dtype first: then half as many bytes travel.
+    architecture: the model's, or the same stored in GENERATE. donate: frees the model's own weights during the copy. A
+    copy is cast to the compute dtype before it is sent, which halves the bytes.
     """
     if model.is_stored_at(architecture, mesh):
         return model.params
@@ -125,7 +125,7 @@ def weights_at(
         return reshard(model.params, shardings, dtype=None if architecture.lora else compute.dtype, donate=donate)
     if compute.dtype == jnp.float32:
         return reshard(model.params, shardings, donate=donate)
-    # Layers are stacked here: `reshard` would take their vectors for matrices and cast them, too.
+    # Layers are stacked here, so `reshard` would take their vectors for matrices and cast them, too.
     with jax.set_mesh(model.mesh):
         cast = _cast(model.params, compute.dtype)
     return reshard(cast, shardings, donate=True)

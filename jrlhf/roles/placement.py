@@ -39,11 +39,11 @@ class Pending(Generic[T]):
         return self._wait()
 
     def by_rows(self, function: Callable[[T], Any], mesh: Mesh, outputs: int = 1) -> Any:
-        """The outputs of `function`, which reads each row by itself, on `mesh`; it may get some rows at a time."""
+        """Applies `function` on `mesh`. It treats rows independently, so it may be called for some rows at a time."""
         return function(self.result())
 
     def on(self, mesh: Mesh) -> "Pending[T]":
-        """The same, computed on `mesh` whatever the mesh of the caller."""
+        """Returns the same pending value, computed on `mesh` whatever mesh the caller has set."""
 
         def wait() -> T:
             with jax.set_mesh(mesh):
@@ -53,7 +53,7 @@ class Pending(Generic[T]):
 
 
 class Scores(NamedTuple):
-    """The scores of a rollout's rows or tokens. Algorithms hand them on; roles get the shaped ones."""
+    """The scores of a rollout's rows or tokens. Algorithms pass on both fields; roles get only `shaped`."""
 
     shaped: jax.Array
     raw: jax.Array  # the rows' sums before they were shaped
@@ -69,12 +69,12 @@ class _Decorator(Protocol):
 def call(
     kind: Kind, *outputs: str, raw_scores: bool = False, rows: Literal["all", "each", "open"] = "all"
 ) -> _Decorator:
-    """Decorates a role's method that is a call of an algorithm, and names its outputs.
+    """Decorates a role's method that an algorithm calls, and names its outputs.
 
-    raw_scores: the method gets `Scores` as they are, and not only the shaped ones.
-    rows: "each": it reads rows one by one, and may get some at a time. "open": it gets `Pending` values as they are.
+    raw_scores: the method gets both fields of `Scores`, not only the shaped ones.
+    rows: "each": it treats rows independently, and may be called for some at a time. "open": it gets `Pending` values.
 
-    The call waits for arguments that are `Pending`, and runs on the mesh of the role's `placement`, if it has one.
+    Otherwise the call waits for `Pending` arguments. It runs on the mesh of the role's `placement`, if it has one.
     """
 
     def decorate(method: Callable) -> Callable:
@@ -128,9 +128,9 @@ class TransferCache:
 class CallPlacement:
     """The mesh of one call, and how its model is stored there.
 
-    layout: the layout of its model's weights; None: the usual one of calls of its kind.
+    layout: the layout of its model's weights; None: the default of this kind of call.
     parts: the number of parts in which a device computes its rows.
-    joint: (bound role, its updates) -> pending metrics, of an update that another role's runs with.
+    joint: (bound role, its updates) -> pending metrics; set where the updates of two roles run together.
     """
 
     mesh: Mesh
@@ -155,7 +155,7 @@ class CallPlacement:
 
 @dataclass(frozen=True)
 class RolePlacement:
-    """The placements of a role's calls, by method: `home`, where its weights are stored, except for `calls`.
+    """The placement of each method of a role: its entry in `calls`, else `home`, where the weights are stored.
 
     readers: the meshes of the calls that read a method's results.
     role: its name in the graph, by which `prefetch` finds it.
@@ -170,7 +170,7 @@ class RolePlacement:
 
     @classmethod
     def of(cls, placement: "Mesh | RolePlacement") -> "RolePlacement":
-        """Returns a placement as it is; or that of a role whose calls all run on the given mesh."""
+        """Returns a placement unchanged; for a mesh, the placement of a role whose calls all run on it."""
         return placement if isinstance(placement, RolePlacement) else cls(CallPlacement(placement))
 
     def __getitem__(self, method: str) -> CallPlacement:
@@ -201,7 +201,7 @@ class RolePlacement:
         return moved.offloaded() if offloaded else moved
 
     def weights(self, method: str, model: Model, compute: Compute, clock: Clock) -> Params:
-        """The role's weights as a call needs them: its own, or else a copy, which the caller drops after the call."""
+        """Returns the weights as a call needs them: the role's own, or a copy, which the caller drops afterwards."""
         target = self[method].compiled(model.architecture, compute)
         if model.is_stored_at(target.architecture, target.mesh):
             return model.params
@@ -209,6 +209,6 @@ class RolePlacement:
 
 
 def ready(value: Any, raw_scores: bool = False) -> Any:
-    """A value that a call gets: if it is `Pending`, waits for it."""
+    """Returns an argument as a method gets it: waits if it is `Pending`, and reduces `Scores` to the shaped ones."""
     value = value.result() if isinstance(value, Pending) else value
     return value.shaped if isinstance(value, Scores) and not raw_scores else value

@@ -1,8 +1,8 @@
-"""Base classes of roles with a model: their weights, and how these are offloaded between calls.
+"""Base classes of roles with a model. They hold its weights, and offload them between calls.
 
 Offloaded weights and optimizer states are stored in pinned memory of the host while other roles compute. An array's
-sharding says whether it is on the host; there is no other record. A call brings what it needs to the devices and frees
-that when it ends. The host keeps its copy meanwhile, so that only what an update has changed must go back.
+sharding says whether it is on the host; there is no other record. A call copies the arrays that it needs to the devices
+and frees the copies when it ends. The host's arrays remain, so only arrays that an update changed are copied back.
 """
 
 import copy
@@ -30,7 +30,7 @@ from jrlhf.run.clock import Clock
 
 
 class Offloader:
-    """Moves a role's arrays between host and devices. The time that this takes is `timing_s/sleep`.
+    """Moves a role's arrays between host and devices. The time of the moves is logged as `timing_s/sleep`.
 
     weights, optimizer: the parts of a trained role's state that are offloaded between its calls.
     """
@@ -50,7 +50,7 @@ class Offloader:
             self._prefetched = tree, onload(tree)
 
     def onload(self, tree: Any) -> Any:
-        """`tree` on the devices: itself, or a copy, whose memory is freed with its last reference."""
+        """Returns `tree` if it is on the devices, else a copy of it there, which is freed with its last reference."""
         return self._clock.run("sleep", self._onload, tree) if is_on_host(tree) else tree
 
     def consume(self, state: TrainState) -> TrainState:
@@ -58,7 +58,7 @@ class Offloader:
         return self._clock.run("sleep", self._consume, state) if is_on_host(state) else state
 
     def offload(self, state: TrainState) -> TrainState:
-        """The state as it is stored until the role's next call."""
+        """Returns the state with its offloaded parts on the host, until the role's next call."""
         return self._clock.run("sleep", self._offload, state) if self._weights or self._optimizer else state
 
     def _onload(self, tree: Any) -> Any:
@@ -81,7 +81,7 @@ class Offloader:
 class Site:
     """The devices, the settings and the services of a role's calls.
 
-    placement: of the calls; or one mesh for all of them. offloader: None: nothing is offloaded.
+    placement: the placement of the calls, or one mesh for all of them. offloader: None: nothing is offloaded.
     """
 
     placement: Mesh | RolePlacement
@@ -128,21 +128,21 @@ class Role:
 class TrainedRole(Role):
     """A role whose model is trained. It is built once, without weights; `bind` gives it those of an iteration."""
 
-    state: TrainState  # of a bound role; `update` replaces it
+    state: TrainState  # set by `bind`, replaced by `update`
 
     def __init__(self, model: Model, site: Site, optimizer: optax.GradientTransformation):
         super().__init__(model.holding({}), site)  # the state has the weights
         self.architecture, self.optimizer = model.architecture, optimizer
 
     def create(self, params: Params) -> TrainState:
-        """The state from which training starts, where it is stored between calls."""
-        # Compiled, because operations by themselves need devices of this process.
+        """Returns the state from which training starts, stored as between calls."""
+        # Jitted, because eager operations need devices of this process.
         optimizer = optax.GradientTransformation(jax.jit(self.optimizer.init), self.optimizer.update)
         with jax.set_mesh(self.placement.home.mesh):
             return self.offloader.offload(TrainState.create(params, optimizer))
 
     def bind(self, state: TrainState) -> Self:
-        """This role with a state of its own, for one iteration. The state is used up; `.state` is the present one."""
+        """Returns a copy of this role for one iteration. Its updates donate `state` and replace the copy's `.state`."""
         bound = copy.copy(self)
         bound.state = state
         return bound

@@ -18,9 +18,9 @@ from jrlhf.stages.learning import Learning
 
 State = TypeVar("State")
 
-SAMPLES = "samples"  # the key of texts to be saved and shown, among the metrics of `advance`
-CALLS = "calls"  # the key of the calls of an iteration, among the same
-RECORDS = "records"  # the key of a checkpoint's `meta` for the tally of the files of records
+SAMPLES = "samples"  # key in the metrics of `advance`: texts to save and show
+CALLS = "calls"  # key in the metrics of `advance`: the calls of the iteration
+RECORDS = "records"  # key in a checkpoint's `meta`: line counts and checksums of the record files
 SETTLED = 2  # iterations after which nothing may compile any more
 
 
@@ -35,14 +35,14 @@ def run_stage(
     meta: Mapping[str, str],
     saved: Callable[[State], State] | None = None,
 ) -> State:
-    """Takes `init()` through `steps` calls of `advance(state, step) -> (state, metrics)`; returns the last state.
+    """Calls `advance(state, step) -> (state, metrics)` `steps` times, first with `init()`; returns the last state.
 
-    Metrics are numbers. Under `SAMPLES` there may be texts, each a mapping, for samples.jsonl, TensorBoard and the
-    console; under `CALLS` the calls of the iteration, for timeline.jsonl.
+    Metrics are numbers. In addition `metrics[SAMPLES]` may hold texts (mappings) for samples.jsonl, TensorBoard and
+    the console, and `metrics[CALLS]` the calls of the iteration for timeline.jsonl.
 
-    An interrupted stage goes on from its newest good checkpoint, of `saved(state)`. A finished one only restores it.
-    `meta` identifies the inputs of the stage: a checkpoint with another `meta` is refused. A process that was asked to
-    stop raises Preempted, with its state saved. So does RunFailure, unless the stage would then be finished.
+    Checkpoints hold `saved(state)`. An interrupted stage continues from its newest good checkpoint; a finished stage
+    only restores it. A checkpoint with another `meta`, which identifies the inputs of the stage, is refused. A process
+    that was asked to stop saves its state and raises Preempted. A RunFailure saves it, too, except at the last step.
     """
     run, console = context.run, context.console
     meta = context.identity.of_stage(meta)
@@ -74,7 +74,7 @@ def run_stage(
         ):
             for step in range(start, steps):
                 with deadline(context.config.deadline), _saved_on_error(checkpoints, state, step, save):
-                    compilations.take()  # saving compiles, too
+                    compilations.take()  # discards what saving compiled
                     state, metrics = traced(context.config, run.path, name, step + 1, partial(advance, state, step))
                     compiled, causes = compilations.take()
                 run.check_present()
@@ -127,12 +127,12 @@ def _saved_on_error(checkpoints: Checkpoints, state: Any, step: int, save: Calla
 def _restore(
     checkpoints: Checkpoints, name: str, init: Callable[[], State], context: Context, meta: dict[str, str]
 ) -> tuple[int, State, dict[str, Any]]:
-    """The finished steps, the state then, and the tally of its records: of the newest good checkpoint, or fresh."""
+    """Returns the finished steps, the state and its records' tally: from the newest good checkpoint, or fresh."""
     state = init()
     if not checkpoints.steps:
         return 0, state, {}
     target = like(state, context.mesh)
-    for leaf in jax.tree.leaves(state):  # only its shapes are needed: two states at a time may be one too many
+    for leaf in jax.tree.leaves(state):  # only the shapes are needed; two states may not fit into memory
         leaf.delete()
     restored = checkpoints.restore_latest(target)
     assert restored is not None, "there are steps, and a damaged last one raises"

@@ -59,18 +59,18 @@ READ = "tokens", "prompt_lengths", "response_lengths", "finished"  # fields of a
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RLState:
-    """The state of an iteration. A resumed run needs nothing else."""
+    """The state between two iterations. A resumed run needs nothing else."""
 
     trained: dict[str, TrainState]  # by role: the actor, and the critics that the algorithm has
     kl: KLState
-    moments: RunningMoments  # of the scores so far
-    draws: Int[Array, ""]  # batches of prompts drawn so far
-    multiplier: MultiplierState | None = None  # of Safe RLHF
-    fleet: FleetState | None = None  # of asynchronous rollouts
+    moments: RunningMoments  # running mean and variance of all scores so far
+    draws: Int[Array, ""]  # number of prompt batches drawn so far
+    multiplier: MultiplierState | None = None  # the Lagrange multiplier of Safe RLHF
+    fleet: FleetState | None = None  # the state of asynchronous rollouts
 
 
 def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards | None = None) -> Model:
-    """Runs the stage, or the rest of it; returns the trained actor. The given policy is used up."""
+    """Runs the stage, or its remaining iterations, and returns the trained actor. The arrays of `policy` are freed."""
     config, section, task, clock = context.config, context.config.rl, context.task, rewards.clock
     name, algorithm, validation = config.algorithm, algorithm_of(config), config.validation
     assert name is not None and task.prompts is not None
@@ -138,7 +138,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         metrics |= verl_figures(metrics, len(batch.examples), context.mesh.size)
         masks = {"learned": learned, "texts": None if texts is None else texts.loss_mask}
         read, raw, masks = to_host(({field: getattr(experience, field) for field in READ}, raw, masks))
-        if utilisation is not None and is_main():  # the others lack times of calls elsewhere
+        if utilisation is not None and is_main():  # other processes lack the times of calls that they do not run
             work = {**masks, "rounds": rounds, "stopped_updates": metrics.get("actor/stopped_updates", 0.0)}
             metrics |= utilisation.metrics(seconds, read["prompt_lengths"], read["response_lengths"], **work)
         metrics |= watch(context, batch, replace(experience, **read), raw)
@@ -186,7 +186,7 @@ def _measure(
 
 
 def watch(context: Context, batch: Batch, experience: Experience, scores: Float[np.ndarray, "B"]) -> dict[str, Any]:
-    """Samples of different prompts, and the task's gold scores, if any, of all. Training never sees gold scores."""
+    """Returns samples of distinct prompts, and means of the task's gold scores, if any. Training never sees these."""
     task, config = context.task, context.config
     rows = distinct_first(len(batch.examples), config.rl.samples)[: config.evaluation.samples]
     texts = zip(rows, (response.text for response in read_responses(task.tokenizer, experience, rows)), strict=True)

@@ -1,4 +1,4 @@
-"""The two public functions: they check the arguments and choose an implementation."""
+"""The two public functions of the log-prob op. They check the arguments and choose an implementation."""
 
 from typing import Any, Literal, get_args
 
@@ -12,8 +12,8 @@ from jrlhf.kernels.logprob.common import Head, Terms, evaluate, once, target_pla
 Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 
-# On CPUs and GPUs the measured winner of forward and backward together. A Pallas kernel becomes a default where it has
-# been measured to win, not before: on TPUs nothing has been measured.
+# On CPUs and GPUs the implementation that was measured to be fastest, forward and backward together. A Pallas kernel
+# becomes a default only where a measurement shows that it is fastest; on TPUs nothing has been measured.
 DEFAULTS: dict[str, Implementation] = {"cpu": "xla", "gpu": "xla", "tpu": "xla"}
 
 
@@ -53,7 +53,7 @@ def token_logprobs(
         softcap: bound of the logits before temperature; None for none.
         vocab_size: rows with this global index and above are padding and have probability 0; None: all rows count.
         axis_name: the mesh axis over which the vocabulary is divided.
-        tile: the most tokens whose logits exist at one time; where all `N` fit, nothing is looped. None: 1024 on
+        tile: maximum number of tokens whose logits exist at one time; if all `N` fit, there is no loop. None: 1024 on
             accelerators; on CPU as many as make 8 MiB of float32 logits, but at least 256.
         implementation: None for the platform's default. A named one that cannot run raises, it never falls back.
     """

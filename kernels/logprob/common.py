@@ -147,7 +147,7 @@ def evaluate(terms: Terms, logprobs: Array, entropy: Array, data: Any) -> tuple[
 
 
 def once(x: Array, axis_name: str | None) -> Array:
-    """Types `x`, which all devices of the axis have computed alike, as the same on all of them."""
+    """Makes `x`, which all devices of the axis have computed alike, unvarying over the axis in its type."""
     if axis_name is None or axis_name not in jax.typeof(x).manual_axis_type.varying:
         return x
     return lax.psum(jnp.where(lax.axis_index(axis_name) == 0, x, 0.0), axis_name)

@@ -3,8 +3,8 @@
 On Hopper a full-vocabulary matmul per token tile runs at nearly the speed of one with stored logits, while a scan over
 vocabulary blocks halves it; hence tokens, not vocabulary, are tiled. Logits live one tile at a time, in float32.
 
-`token_sums` recomputes nothing: where the loss is elementwise in the log-probabilities, a tile's gradient is known as
-soon as its logits are, so the forward pass under differentiation makes both, and the backward pass only scales them.
+`token_sums` recomputes nothing: where the loss is elementwise in the log-probabilities, a tile's gradient can be
+computed with its logits, so the forward pass under differentiation does both, and the backward pass only scales it.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ from jrlhf.kernels.logprob.common import (
 )
 
 PyTree = Any
-Sums = tuple[Array, dict[str, Array]]  # of a loss, and of metrics by name
+Sums = tuple[Array, dict[str, Array]]  # sum of a loss, and sums of metrics by name
 
 
 class Residuals(NamedTuple):
@@ -174,8 +174,8 @@ def _evaluated(static: _Static, unembedding: Array, rows: _Rows) -> tuple[Sums, 
     terms, head, _, entropy_gradient = static
     logits = _logits(rows.hidden, unembedding, head)
     logprobs, entropy, normaliser = _finish(_statistics(logits, rows.targets, head), rows.targets, head)
-    # Merging made them the same on all devices of the axis. They must vary again before `terms` combines them with data
-    # that vary: the transpose of an implicit cast would sum one gradient over the axis.
+    # After merging they are the same on all devices of the axis. They must vary again before `terms` combines them with
+    # data that vary: the transpose of an implicit cast would sum one gradient over the axis.
     logprobs, entropy, *normaliser, _ = varying(logprobs, entropy, *normaliser, rows.hidden)
 
     def loss(logprobs: Array, entropy: Array) -> Sums:

@@ -1,4 +1,4 @@
-"""The numbers and switches that define a decoder."""
+"""`ModelConfig`: the sizes and switches that define a decoder."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -7,7 +7,7 @@ from jrlhf.models.config.checks import check_decoder
 from jrlhf.models.config.rope import RopeScaling
 
 VOCAB_MULTIPLE = 128
-MOST_LAYERS = 10_000  # a config may say anything, and each layer has an entry in what is made of it
+MOST_LAYERS = 10_000  # limits the memory that a wrong config can take: several tuples have an entry per layer
 
 Activation = Literal["silu", "gelu_tanh"]
 NormKind = Literal["rms", "layer"]
@@ -32,13 +32,13 @@ class ModelConfig:
     softcap: bounds the final logits to softcap * tanh(logits / softcap).
     initializer_range: standard deviation of the initial weights.
     output_bias, mlp_bias: biases on attention's output projection, on the mlp's projections (GPT-2).
-    activation: of the mlp: x * sigmoid(x), or GELU in its tanh approximation (Gemma, GPT-2).
-    gated_mlp: down(activation(gate x) * up x); without, down(activation(up x)) (GPT-2).
+    activation: the mlp's nonlinearity: x * sigmoid(x), or GELU in its tanh approximation (Gemma, GPT-2).
+    gated_mlp: True for down(activation(gate x) * up x), False for down(activation(up x)) (GPT-2).
     norm: RMSNorm, or LayerNorm with scale and bias (GPT-2).
     norm_offset: every RMSNorm multiplies by 1 + scale, and scales begin at 0 (Gemma).
     post_norms: a norm after attention and one after the mlp too, before each is added to the residual stream (Gemma).
     positions: rotary, or a learned table of max_positions rows that is added to the embeddings (GPT-2).
-    rope_scaling: of the rotary frequencies of global layers.
+    rope_scaling: scaling of the rotary frequencies of global layers.
     window: local layers see this many positions, their own and the ones before it. None: every layer is global.
     local_layers: which layers are local, one flag a layer; empty: all of them, where `window` is set.
     local_rope_theta: base of local layers' rotary frequencies, which are not scaled (Gemma 3). None: as global layers.

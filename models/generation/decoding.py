@@ -1,4 +1,4 @@
-"""Decoding on one device of a mesh: prefill, then one token a row and step, until every row is done.
+"""Decoding on one device of a mesh: prefill, then one token per row and step, until every row is done.
 
 Everything here runs inside one tensor-parallel `jax.shard_map`: weights are this device's slices of heads, mlp and
 vocabulary. The devices of a `tensor` group share b rows, whose attention each computes for its own heads; each of them
@@ -83,12 +83,12 @@ class Results:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rows:
-    """The states of a device's own rows. The host needs no more than this to decide what happens to rows."""
+    """The states of a device's own rows. The host reads nothing else to decide which rows go on."""
 
     keys: PRNGKeyArray  # [B]: token t of a row is drawn with fold_in(key, t)
     prompt_lengths: Int[Array, "B"]
     lengths: Int[Array, "B"]  # response tokens drawn so far
-    last: Int[Array, "B"]  # the token that is fed next: the newest one, at first the prompt's last
+    last: Int[Array, "B"]  # the token that is fed next: the newest one; before the first step the prompt's last
     finished: Bool[Array, "B"]  # drew a stop token
 
 
@@ -98,7 +98,7 @@ class _State:
     """The decode loop's carry. `last`, `positions` and `caches` belong to the b rows of a `tensor` group."""
 
     step: Int[Array, ""]
-    running: Int[Array, ""]  # rows of all devices
+    running: Int[Array, ""]  # number of rows that are not done, on all devices together
     last: Int[Array, "b"]
     positions: Int[Array, "b"]
     caches: list[LayerCache]
@@ -109,7 +109,7 @@ class _State:
 
 @dataclass(frozen=True)
 class Decoder:
-    """A model on a mesh and how it generates: all static. The arguments are those of `make_generate`."""
+    """The static settings of generation: a model, its mesh and how it samples. See `make_generate` for the fields."""
 
     config: ModelConfig
     mesh: Mesh | AbstractMesh
@@ -160,7 +160,7 @@ class Decoder:
     # ---- on each device
 
     def cast(self, weight: Array | Int8) -> Array | Int8:
-        # Int8 stays: it is made wide layer by layer.
+        # Int8 weights are dequantised later, layer by layer.
         return weight if isinstance(weight, Int8) or weight.ndim < 2 else weight.astype(self.dtype)
 
     def run(
@@ -218,7 +218,7 @@ class Decoder:
         return x + params["positions"][positions] if self.config.positions == "learned" else x
 
     def layers(self, params: Params, positions: Int[Array, "#b T"]) -> Iterator[tuple[Callable, Rotation | None, bool]]:
-        """Each layer, its rotation at these positions, and whether it is local."""
+        """Yields each layer's function, its rotation at these positions, and whether the layer is local."""
         rotations = layer_rotations(positions, self.config)
         adapters = params.get("adapters", [NO_ADAPTERS] * self.config.layers)
         for weights, local, low in zip(params["layers"], self.config.locality, adapters, strict=True):
@@ -285,10 +285,10 @@ class Decoder:
 
 
 def first_rows(prompts: Int[Array, "B P"], prompt_lengths: Int[Array, "B"], keys: PRNGKeyArray) -> Rows:
-    """Rows of which nothing is drawn yet.
+    """Returns the states of rows before their first token is drawn.
 
-    The prefill only fills the caches. The first step feeds each prompt's last token again, and so draws the first token
-    of a response like any other.
+    The prefill only fills the caches. The first step feeds each prompt's last token again, so the first token of a
+    response is drawn like any other.
     """
     last = jax.vmap(lambda row, length: row[length - 1])(prompts, prompt_lengths)
     zeros = jnp.zeros_like(prompt_lengths)

@@ -32,18 +32,18 @@ def make_generate(
 ) -> Callable[..., Generation]:
     """Builds f(params, prompts [U, P], prompt_lengths [U], row_keys [B]) -> Generation of B = U * samples rows.
 
-    params: as `param_shardings(config, mesh, GENERATE)` says: layers are a list, one dict a layer.
+    params: stored as `param_shardings(config, mesh, GENERATE)` says: layers are a list with one dict a layer.
     prompts: right-padded; prompt_lengths at least 1.
     row_keys: one PRNG key a row. Token t is drawn with fold_in(row_key, t), so that, given equal logits, a row's text
         does not depend on its neighbours, on the prompts' padding or on the mesh.
-    samples: responses to each prompt, which share its prefill and are rows after one another.
-    dtype: of weights, activations and cache. Norms, rotary angles, softmaxes and log-probabilities are float32.
-    attention: of the prefill; as in `make_logprobs`.
+    samples: number of responses to each prompt, which share its prefill and are neighbouring rows.
+    dtype: dtype of weights, activations and cache. Norms, rotary angles, softmaxes and log-probabilities are float32.
+    attention: implementation of the prefill's attention, as in `make_logprobs`.
     lora: builds f(adapter, prompts, prompt_lengths, row_keys, base) instead, as in `make_logprobs`. Nothing is merged:
-        what is drawn is what that function scores.
+        tokens are drawn from exactly the distribution that `make_logprobs` scores.
 
-    Rows come back divided over all mesh axes. The function is not jitted. A batch that does not fit on the mesh, or is
-    longer than the model's positions, is refused by a ValueError.
+    The rows of the result are divided over all mesh axes. The function is not jitted. It raises ValueError for a batch
+    that does not divide over the mesh, or is longer than the model's positions.
     """
     return _whole_rollouts(Decoder(config, mesh, sampling, samples, dtype, attention, lora))
 
@@ -73,13 +73,13 @@ def _whole_rollouts(decoder: Decoder) -> Callable[..., Generation]:
 
 
 class Engine:
-    """Generates what `make_generate`'s function generates, as a schedule says.
+    """Generates the same rollouts as the function of `make_generate`, in one program or in chunks.
 
-    A call is engine(params, prompts [U, P], prompt_lengths [U], row_keys [N]) -> Generation of N = U * samples rows, a
-    prompt's after one another; with `lora` engine(adapter, prompts, prompt_lengths, row_keys, base). The other
-    arguments are those of `make_generate`. Where the schedule needs one program only, it is that function. Otherwise
-    the first call with a shape compiles all programs that any call with that shape may need, and no call may be inside
-    jit: at the end of every chunk the host looks at which rows are done, and tells `watch`.
+    A call is engine(params, prompts [U, P], prompt_lengths [U], row_keys [N]) -> Generation of N = U * samples rows;
+    with `lora` it is engine(adapter, prompts, prompt_lengths, row_keys, base). The other arguments are those of
+    `make_generate`. If the schedule asks for one program, a call runs that function. Otherwise the first call with a
+    shape compiles all programs that any call with that shape may need, and calls must be outside jit: after every chunk
+    the host reads which rows are done, and calls `watch`.
     """
 
     def __init__(

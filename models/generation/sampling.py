@@ -24,7 +24,7 @@ class SamplingConfig:
     top_p: only the most likely tokens that together have this probability are drawn; after `top_k`, renormalised.
     min_new_tokens: number of tokens before a stop token may be drawn.
     stop_ids: a row is finished once it drew one of these, which is part of its response.
-    token_limit: ids from here on are never drawn: rows of the model's table that the tokenizer has no token for.
+    token_limit: ids from this one on are never drawn: the tokenizer has no tokens for these rows of the model's table.
     """
 
     max_new_tokens: int
@@ -95,7 +95,7 @@ def sample(
     if config.temperature > 0:
         if config.top_k is not None or config.top_p is not None:
             allowed = restrict(allowed, config.top_k, config.top_p)
-        # The largest of logits with Gumbel noise is a draw from their softmax; these are jax.random.categorical's.
+        # The largest of logits plus Gumbel noise is a draw from their softmax, as in jax.random.categorical.
         allowed = allowed + gumbel(keys, logits.shape[-1])
     drawn = largest(allowed)
     chosen = jnp.take_along_axis(scaled, drawn[:, None], axis=-1)[:, 0]
@@ -112,8 +112,8 @@ def is_stop(token: Int[Array, "*S"], config: SamplingConfig) -> Bool[Array, "*S"
 def gumbel(keys: PRNGKeyArray, size: int) -> Float[Array, "B size"]:
     """Standard Gumbel numbers, float32: row b's are jax.random.gumbel(keys[b], (size,)).
 
-    JAX's generator is an operation of its own, whose bits travel through memory, and on CPUs a loop as well; for a
-    vocabulary a row and step it is a third of what decoding a small model costs. Written out, XLA fuses it.
+    JAX's generator is a separate operation (on CPUs with a loop) that writes its bits to memory. For a whole vocabulary
+    per row and step this takes a third of the time of decoding with a small model. XLA fuses the code written out here.
     """
     data = jax.random.key_data(keys) if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else keys
     if data.shape[-1] != 2 or not jax.config.jax_threefry_partitionable:  # pyright: ignore  # another generator

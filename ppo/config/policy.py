@@ -1,4 +1,4 @@
-"""The settings that all algorithms share. What each of them adds is in `algorithms.py`."""
+"""`PolicyConfig`: the settings that all algorithms share. `algorithms.py` has the settings of single algorithms."""
 
 import math
 from dataclasses import dataclass, field
@@ -103,7 +103,7 @@ class PolicyConfig(Section):
     mask_sequence_mean: Bounds | None = _bounds()
     # The same where the mean of rho - 1 - log rho is above this number (verl's K3-RS); usually 0.001 to 0.01.
     mask_k3: float | None = positive(None, _SWITCHED)
-    # Weight 0 for tokens that weights drew which are more than this number of updates older; null: no bound.
+    # Weight 0 for tokens that were drawn by weights more than this number of updates older; null: no bound.
     staleness: int | None = natural(None, "at least 0, or null", **{"from": ""})
 
     # --- Updates on one batch of experience ---
