@@ -59,7 +59,7 @@ class RunningMoments:
         return cls(*(jnp.zeros((), jnp.float32) for _ in range(3)))
 
     def add(self, x: Float[Array, "B"]) -> "RunningMoments":
-        """Adds elements up to LARGEST; larger ones would dominate forever. Two-pass: Chan, Golub, LeVeque 1979 (2.1)."""
+        """Adds elements up to LARGEST; larger ones would dominate forever. Two-pass, as in Chan et al. 1979 (2.1)."""
         fits = jnp.abs(x) <= LARGEST
         x = jnp.where(fits, x, 0).astype(jnp.float32)
         n = jnp.sum(fits).astype(jnp.float32)

@@ -1,9 +1,9 @@
-"""The algorithms, each as the dataflow of one iteration, in a file of its own; and the types of their parameters.
+"""The algorithms: one file per algorithm, with the dataflow of one iteration; and the types of their parameters.
 
-Their mathematics is in `ppo/`; their settings are described in `ppo/config/algorithms.py`. A row of
-`config/stages.py` names an algorithm's file. A dataflow's parameters name the roles that it needs and the values from
-which it starts: `prompts` are a `Batch`, `kl_coef` is the weight of the KL. A reference that is None is not needed. A
-dataflow returns the experience and the metrics of its updates. `registry.graph_of` traces it to the graph of its calls.
+Their mathematics is in `ppo/`; `ppo/config/algorithms.py` describes their settings. A row of `config/stages.py` names
+an algorithm's file. A dataflow is a function whose parameters name the roles that it needs and its inputs: `prompts`
+are a `Batch`, `kl_coef` is the weight of the KL; `reference` is None where no reference is needed. It returns the
+experience and the metrics of its updates. `registry.graph_of` traces it to the graph of its calls.
 """
 
 from jax import Array
@@ -25,4 +25,4 @@ from jrlhf.roles.critic import FusedUpdate as FusedUpdate
 from jrlhf.roles.experience import ExperienceMaker as ExperienceMaker
 
 Number = float | Array
-Result = tuple[Experience, dict[str, Array]]  # of a dataflow: the experience, and the metrics of its updates
+Result = tuple[Experience, dict[str, Array]]  # a dataflow's result: the experience, and the metrics of its updates

@@ -1,7 +1,6 @@
-"""A dataflow of the user's own: `dataflow` in a stage's section names a function in place of the shipped one.
+"""Custom dataflows: `dataflow` in a stage's section names a user's function that replaces the shipped dataflow.
 
-It takes the parameters of the stage's own dataflow, or some of them, and computes advantages of its own by
-`estimator.custom_experience`.
+Its parameters are some of those of the shipped dataflow. `estimator.custom_experience` computes custom advantages.
 """
 
 import functools
@@ -59,7 +58,7 @@ def _returning_a_pair(dataflow: Callable) -> Callable:
 
 
 def _check_calls(config: Config, graph: Graph, shipped: Callable) -> None:
-    """Refuses a graph without a call on which the stage relies, or with one call of a model made twice."""
+    """Refuses a graph that lacks a call on which the stage relies, or that makes the same call of a model twice."""
     key, calls, parameters = _key(config), [call.name for call in graph], inspect.signature(shipped).parameters
     trained = [f"{role}.update" for role in ("actor", "critic", "cost_critic") if role in parameters]
     for needed in (*trained, "reward.score", *(["pool.batch"] if "pool" in parameters else [])):

@@ -11,7 +11,7 @@ def dapo(
     estimator: ExperienceMaker,
     kl_coef: Number,
 ) -> Result:
-    """GRPO on groups that can teach something: prompts are drawn until such groups fill a batch."""
+    """GRPO on informative groups: prompts are drawn until groups with different scores fill a batch."""
     batch = None
     while pool.wants_more():
         prompts = pool.draw()

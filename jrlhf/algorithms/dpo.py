@@ -7,7 +7,7 @@ from jrlhf.ppo import PairBatch
 
 
 def dpo(actor: PairActor, reference: PairReference, pairs: PairBatch) -> dict[str, Array]:
-    """One step: the policy learns from ranked pairs, tied to a frozen reference."""
+    """One step: the policy learns from ranked pairs, relative to a frozen reference."""
     ref = reference.logprobs(pairs)
     metrics = actor.update(pairs, ref)
     return metrics

@@ -1,4 +1,4 @@
-"""DAPO's dynamic sampling: prompts are drawn until groups that can teach something fill a batch."""
+"""DAPO's dynamic sampling: draws prompts until informative groups fill a batch."""
 
 from collections.abc import Callable
 
@@ -19,16 +19,16 @@ from jrlhf.run.clock import Clock, timed
 class DynamicSampler:
     """Fills the batch of an iteration of DAPO, round by round.
 
-    A group teaches something if its scores, as the rewards gave them and before they are shaped, are not all equal.
-    After `max_rounds` rounds the rest of the batch is filled with groups that teach nothing, in their order.
+    A group is informative if its scores, before they are shaped, are not all equal. After `max_rounds` rounds the rest
+    of the batch is filled with groups that are not informative, in their order.
 
     After an iteration `draws`, `prompts`, `raw` and `metrics()` are its results.
 
     draw_batch: number of a batch -> its prompts.
     """
 
-    draws: int  # batches of prompts drawn so far, over all iterations
-    prompts: Batch  # of the batch, row by row
+    draws: int  # number of prompt batches drawn so far, in all iterations
+    prompts: Batch  # the prompts of the batch, row by row
     raw: Float[Array, "B"]  # the batch's scores before they were shaped
 
     def __init__(
@@ -42,8 +42,8 @@ class DynamicSampler:
         """Begins an iteration, before which `draws` batches were drawn."""
         self.draws, self._first, self._metrics = draws, draws, {}
         self._batch: tuple[Rollout, Scores] | None = None
-        self._informative = np.zeros(0, bool)  # of the batch's groups
-        self._drawn = self._useful = 0  # groups of all rounds
+        self._informative = np.zeros(0, bool)  # one flag per group of the batch
+        self._drawn = self._useful = 0  # numbers of groups in all rounds
 
     @loop_condition
     def wants_more(self) -> bool:
@@ -58,7 +58,7 @@ class DynamicSampler:
     @call("compute", "kept", raw_scores=True)
     @timed("pool")
     def keep(self, rollout: Rollout, scores: Scores, prompts: Batch) -> tuple[Rollout, Scores]:
-        """Takes a round's informative groups into the batch, while there is room. Returns the batch so far."""
+        """Adds a round's informative groups to the batch, while there is room. Returns the batch so far."""
         fresh = informative(to_host(scores.raw), self._samples)
         if self._batch is None:  # the first round; merged with itself, so that the program is compiled in any case
             self._batch, self.prompts, self._informative = (rollout, scores), prompts, fresh
@@ -85,9 +85,9 @@ class DynamicSampler:
         return rollout, scores.shaped
 
     def metrics(self) -> dict[str, float | Array]:
-        """Rounds, share of informative groups, share of the batch's groups that are not; and the batch's raw scores.
+        """Number of rounds, share of informative groups drawn, share of others in the batch; and raw scores.
 
-        These replace the metrics of the last scoring. Each reward's own mean stays that of the last scoring.
+        The raw scores of the batch replace those of the last scoring. Metrics of single rewards stay those of the last.
         """
         return self._metrics | {
             "dapo/rounds": float(self.draws - self._first),
@@ -103,9 +103,9 @@ def informative(scores: Float[np.ndarray, "B"], samples: int) -> Bool[np.ndarray
 
 
 def _merged(batch: Bool[np.ndarray, "G"], fresh: Bool[np.ndarray, "G"]) -> Int[np.ndarray, "G"]:
-    """The groups of the next batch, given the informative ones of both; fresh groups are numbered behind the batch's.
+    """The groups of the next batch, given which are informative; fresh groups are numbered after those of the batch.
 
-    Every informative group of the batch stays in its place; the others' places go to fresh ones, in their order.
+    Every informative group of the batch keeps its place; informative fresh groups take the other places, in order.
     """
     source = np.arange(len(batch))
     free, newcomers = np.flatnonzero(~batch), np.flatnonzero(fresh) + len(batch)
@@ -116,7 +116,7 @@ def _merged(batch: Bool[np.ndarray, "G"], fresh: Bool[np.ndarray, "G"]) -> Int[n
 
 @jax.jit
 def _take(batch, fresh, rows: Int[Array, "B"]):
-    """Rows of both, the fresh ones numbered behind the batch's; arrays without rows are the fresh ones."""
+    """Takes `rows` of both, where fresh rows are numbered after those of the batch. Scalars come from `fresh`."""
 
     def take(old: Array, new: Array) -> Array:
         if old.ndim == 0:

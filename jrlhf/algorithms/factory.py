@@ -1,4 +1,4 @@
-"""Builds the roles of a run."""
+"""`RoleFactory`: builds the models and the roles of a run."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ Trained = TypeVar("Trained", Actor, Critic, CostCritic)
 
 
 def algorithm_of(config: Config) -> PolicyConfig:
-    """The algorithm's settings, with those that the program fills in."""
+    """Returns the algorithm's settings, completed with those that other sections determine."""
     asynchronous = config.rl.asynchronous
     staleness = None if asynchronous is None else asynchronous.staleness
     algorithm = replace(config.rl.algorithm, seed=config.seed, staleness=staleness)
@@ -63,9 +63,9 @@ class RoleFactory:
     def models(
         self, initial: InitialModels, policy: Model, rewards: Rewards, graph: Graph
     ) -> tuple[dict[str, Model], dict[str, str]]:
-        """The models of the policy's roles and the critics, where they are to be stored; digests of frozen ones.
+        """Returns the models of actor, reference and critics, stored as placed; and digests of the frozen ones.
 
-        The policy and the reward model that the run trained are moved last: the others are made from them.
+        The policy and the reward model that the run trained are moved last, because the others are made from them.
         """
         models, identities, home = {}, {}, self.placement
         if "reference" in graph.roles or "actor.logprobs_with_base" in (call.name for call in graph):
@@ -120,7 +120,7 @@ class RoleFactory:
     def _trained(
         self, kind: type[Trained], name: str, model: Model, optimizer: OptimizerConfig, **options: Any
     ) -> Trained:
-        """A role that is trained, with the micro-batches of its update's placement."""
+        """Builds a trained role, with the micro-batches of its update's placement."""
         algorithm: Any = self.algorithm
         if algorithm.micro_batch_tokens is None:
             algorithm = replace(algorithm, micro_batches=self.placement(name)["update"].parts)

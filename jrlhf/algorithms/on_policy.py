@@ -1,4 +1,4 @@
-"""PPO, GRPO and its kin, and REINFORCE++, where a batch gets a single update."""
+"""PPO, GRPO and its variants, and REINFORCE++, where a batch gets a single update."""
 
 from jrlhf.algorithms import Actor, Batch, FusedUpdate, Number, Reference, Result, Rewards
 
@@ -11,7 +11,7 @@ def on_policy(
     prompts: Batch,
     kl_coef: Number,
 ) -> Result:
-    """The passes that make the experience are those that are trained."""
+    """One program computes the experience and trains on it, so no pass is computed twice."""
     rollout = actor.generate(prompts)
     scores = reward.score(rollout, prompts)
     ref = None if reference is None else reference.logprobs(rollout)

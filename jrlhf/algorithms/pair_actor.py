@@ -20,7 +20,7 @@ class PairActor(TrainedRole):
         self._update = make_dpo_step(self.compiled("update").train_logprobs(), optimizer, algorithm)
 
     def logprobs(self, pairs: PairBatch) -> Float[Array, "2*B T"]:
-        """Log-probs of the pairs' tokens under the present weights, to be measured."""
+        """Log-probs of the pairs' tokens under the present weights, for evaluation."""
         logprobs, _ = self._logprobs(self.state.params, pairs.tokens, pairs.lengths, *self._model.frozen)
         return logprobs
 
@@ -31,7 +31,7 @@ class PairActor(TrainedRole):
 
 
 class PairReference(Role):
-    """The frozen policy to which the policy of DPO is tied."""
+    """The frozen reference policy of DPO."""
 
     def __init__(self, model: Model, site: Site):
         super().__init__(model, site)

@@ -1,4 +1,4 @@
-"""The dataflow of each stage, and the graph of its calls."""
+"""Finds the dataflow of a stage, and traces it to the graph of its calls."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -26,7 +26,7 @@ REWARD_MODEL = Graph(
 
 
 def shipped_dataflow(stage: str) -> Callable:
-    """The function in the algorithm's file, which has the file's name."""
+    """The function in the algorithm's file that has the file's name."""
     return getattr(import_module(f"jrlhf.algorithms.{FILES[stage]}"), FILES[stage])
 
 
@@ -39,7 +39,7 @@ def dataflow_of(config: Config) -> Callable:
 
 
 def dataflow_identity(config: Config) -> dict[str, str]:
-    """Returns what a resumed run must have again: the code of a user's own dataflow, the number of logical workers."""
+    """Returns inputs that a resume must have, too: the code of a custom dataflow, the number of logical workers."""
     if config.algorithm is None:
         return {}
     several = config.rl.asynchronous is not None and config.logical_workers > 1

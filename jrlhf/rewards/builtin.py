@@ -1,6 +1,6 @@
-"""Built-in reward functions. An answer is right or wrong: 1.0 and 0.0, or `right` and `wrong`. And a length.
+"""Built-in reward functions: most score an answer as right (1.0, or `right`) or wrong (0.0, or `wrong`).
 
-They are ordinary reward functions with options: `answer` is a column of the dataset (name another with
+They are ordinary reward functions with options. `answer` is a column of the dataset (name another one with
 `columns: {answer: ...}`; verl rows have `ground_truth`).
 """
 
@@ -16,13 +16,13 @@ from typing import Any
 from jrlhf.errors import UserError
 
 NAMES = ("exact_match", "format_regex", "numeric_answer", "math_verify", "word_count")
-# Stands for what the functions compute, in place of the file's hash, so that a run resumes although their text was
-# edited. Its value is the hash that older runs recorded. Replace it when a function gives some response another score.
+# Identifies the functions in checkpoints, in place of the file's hash, so that a run resumes after edits of this text.
+# Its value is the hash that older runs recorded. Change it when a function gives any response another score.
 IDENTITY = "c1e9a59c1c7362ca2705b42dc56af51755f5032d8833bbc24ade19275d4580dd"
 
 NUMBER = r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
 NUMBERS = re.compile(rf"(?<![\w.])({NUMBER})(?:\s*/\s*({NUMBER}))?")
-LONGEST = 400  # characters and powers of ten beyond which a number is no answer: exact arithmetic would not end
+LONGEST = 400  # limit of a number's characters and of its exponent: exact arithmetic with larger ones takes too long
 
 
 def spec_of(name: str, called: str) -> str:
@@ -48,9 +48,9 @@ def exact_match(
     right: float = 1.0,
     wrong: float = 0.0,
 ) -> list[float | None]:
-    """Compares the response with the answer, without white space around them, in the composed form of Unicode.
+    """Compares the response with the answer, after stripping white space and Unicode normalization (NFC).
 
-    answer: the text; or a list of texts, each of which is right. A row without one fails ("none").
+    answer: the text; or a list of texts, each of which is right. A row without an answer fails ("none").
     pattern: a regular expression. The text of its last match in the response (of its first group, if it has one) is
         compared, instead of all of the response; without a match it is wrong.
     ignore_case, ignore_punctuation: compare without. ignore_space: runs of white space count as one space.
@@ -99,7 +99,7 @@ def numeric_answer(
     right: float = 1.0,
     wrong: float = 0.0,
 ) -> list[float | None]:
-    """Compares the number in the response with the answer's. They may differ by `tolerance` (absolute).
+    """Compares the number in the response with the number in the answer. They may differ by `tolerance` (absolute).
 
     Commas between digits, $ and % are dropped (50% is 50); 1/2 and \\frac{1}{2} are one half.
 
@@ -124,7 +124,7 @@ def numeric_answer(
 def math_verify(
     completions: Sequence[Any], answer: Sequence[Any], *, right: float = 1.0, wrong: float = 0.0
 ) -> list[float | None]:
-    """Compares the mathematical expression in the response with the answer's, by the math-verify package, an extra.
+    """Compares the mathematical expression in the response with the answer's, by the optional package math-verify.
 
     answer: an expression, in LaTeX or plain; or a text with one between dollars or in \\boxed{...}. A row from whose
         answer nothing can be read fails ("none").
@@ -143,7 +143,7 @@ def math_verify(
 
 
 def word_count(completions: Sequence[Any]) -> list[float]:
-    """Returns the number of words of the response: a cost, or with a negative weight a penalty."""
+    """Returns the number of words of the response, for use as a cost or, with a negative weight, as a penalty."""
     return [float(len(_text(completion).split())) for completion in completions]
 
 
@@ -169,7 +169,7 @@ def _number(text: str, *, first: bool) -> Fraction | None:
 
 
 def _exact(number: str) -> Fraction | None:
-    """Returns a number's exact value; 1 where there is none, as below a number that is no fraction."""
+    """Returns a number's exact value; 1 for a missing number, such as the denominator of an integer."""
     if not number:
         return Fraction(1)
     power = re.search(r"[eE]([-+]?\d+)$", number)

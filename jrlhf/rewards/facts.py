@@ -1,4 +1,4 @@
-"""A reward function as its worker found it: how it is called, and what names it in logs, checkpoints and errors."""
+"""`Facts` about a reward function, found by its worker: how to call it, and its names in logs, checkpoints, errors."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,25 +12,25 @@ from jrlhf.rewards.types import Sample
 from jrlhf.rewards.worker import GIVEN
 
 SHOWN = 300  # characters of a text in a message
-MODULES = " modules"  # ends the word of what a function's file imports
+MODULES = " modules"  # suffix of the key that identifies the modules which a function's file imports
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a function. Raises UserError if its config renames a column for a parameter that takes none."""
+    """Facts about a function. Raises UserError if its config renames a column for a parameter that is no column."""
 
     config: RewardConfig
     kind: str  # "reward" or "cost"
     spec: str  # module and function, with the whole path of a file
     style: Literal["trl", "verl"]
     asynchronous: bool
-    texts: Sequence[str]  # what it takes of each sample's texts and tokens
+    texts: Sequence[str]  # its parameters for a sample's texts and tokens
     open_ended: bool  # it takes `**`
     columns: Sequence[str]  # the parameters that take a column of the dataset
-    required: Sequence[str]  # those of them without a default
+    required: Sequence[str]  # the columns without a default
     file: str | None
     sha256: str | None
-    modules: Mapping[str, str]  # that its file imports: name -> sha256
+    modules: Mapping[str, str]  # modules that its file imports: name -> sha256
 
     def __post_init__(self) -> None:
         for parameter in self.config.columns:
@@ -47,20 +47,20 @@ class Facts:
 
     @property
     def fingerprint(self) -> str:
-        """One word for the function's file and the options that it is called with."""
+        """A digest of the function's file and the options that it is called with."""
         ours = self.spec.startswith(f"{builtin.__name__}:")
         source = builtin.IDENTITY if ours else self.sha256 or ""
         return fingerprint([self.spec, source, repr(sorted(self.config.options.items()))])
 
     @property
     def identity(self) -> dict[str, str]:
-        """The words of a checkpoint's `meta` that name the function: its own, and one for the modules it imports."""
+        """The entries of a checkpoint's `meta` for the function: its digest, and one of the modules it imports."""
         key = f"{self.kind} {self.config.name}"
         imported = {f"{key}{MODULES}": fingerprint(map(str, sorted(self.modules.items())))} if self.modules else {}
         return {key: self.fingerprint} | imported
 
     def describe(self) -> str:
-        """Returns one line for the log: what runs, from which file, and what happens if it fails."""
+        """Returns one line for the log: the function, its file, and what happens if it fails."""
         config, failing = self.config, "a failure stops the run"
         source = f" ({self.file}, sha256 {self.sha256[:16]})" if self.sha256 else ""
         call = f"in {config.workers} process{'es' * (config.workers > 1)}, {config.deadline:g} s a call"
@@ -84,7 +84,7 @@ class Facts:
                 )
 
     def story(self, sample: Sample, failure: Mapping[str, str], samples: int) -> str:
-        """Returns a failure of a call in one line, with its first sample; unprintable characters are escaped."""
+        """Describes a failed call in one line, with its first sample; unprintable characters are escaped."""
         among = f"a call with {samples} samples, the first of them" if samples > 1 else "the sample"
         row, names = sample.columns, dict.fromkeys(self.config.columns.get(c, c) for c in self.columns)
         shown = {"prompt": sample.prompt_text, "response": sample.response.text}

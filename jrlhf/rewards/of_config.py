@@ -1,4 +1,4 @@
-"""The rewards and the costs of a config, opened for the length of a block."""
+"""`open_rewards`: a context manager that opens the rewards and the costs of a config."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -28,10 +28,10 @@ def open_rewards(
     policy: Model,
     trained: Model | None,
 ) -> Iterator[tuple[Rewards, Rewards | None]]:
-    """The rewards of a config, and its costs, which are not shaped. Processes of functions end with the block.
+    """Yields the rewards and the costs of a config; costs are not shaped. Processes of functions end with the block.
 
-    folder: where the functions' logs are written. placement: of the roles "reward" and "cost".
-    policy: the model on whose base a reward's adapter is put. trained: the reward model that this run trained.
+    folder: where the functions' logs are written. placement: role ("reward" or "cost") -> its placement.
+    policy: its base serves the adapters of rewards. trained: the reward model that this run trained.
     """
     config, data, clock = initial.config, initial.config.data, Clock(deadline=initial.config.deadline)
 

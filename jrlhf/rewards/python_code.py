@@ -1,9 +1,9 @@
-"""Python functions in place of user code's files: a config names them `<python>:NAME`, for the length of a run.
+"""Python functions in place of files of user code: during a run a config names them `<python>:NAME`.
 
-Reward workers get them by cloudpickle. What a function computes with identifies it: its bytecode, constants and names,
-nested code, defaults, captured values, and the globals that it reads, each in the same way; of what modules hold, the
-name, and the module's file. Names of files, lines and ids have no part in it: it is the same in all processes of one
-version of Python. Imports no JAX.
+Reward workers get them by cloudpickle. A function is identified by a digest of all that it computes with: bytecode,
+constants, names, nested code, defaults, captured values and the globals that it reads, recursively; for objects of
+modules, by name and module file. File names, line numbers and ids are left out, so the digest is the same in all
+processes of one version of Python. Imports no JAX.
 """
 
 import copyreg
@@ -24,7 +24,7 @@ from jrlhf.errors import UserError, printable
 
 PREFIX = "<python>:"
 _PLAIN = (type(None), bool, int, float, complex, str, type(...), type(NotImplemented))
-# Entries of any class that do not say what it computes.
+# Entries of a class that do not change what it computes.
 _OWN = ("__dict__", "__weakref__", "__module__", "__firstlineno__", "__static_attributes__", "_abc_impl")
 _OWN += ("__annotations_cache__",)
 
@@ -33,7 +33,7 @@ _OWN += ("__annotations_cache__",)
 class PythonCode:
     """A function, its digest, and the user's modules that it refers to. The digest is taken at its first use.
 
-    So a function that changes what it captured is still the one with which the run began.
+    So a function that changes its captured values during the run keeps its digest.
     """
 
     function: Any
@@ -41,7 +41,7 @@ class PythonCode:
     modules: tuple[str, ...] = ()
 
     def identify(self, called: str) -> None:
-        """Takes the digest, unless that was done. Raises UserError where a value has none."""
+        """Computes the digest if there is none yet. Raises UserError for a value that cannot be digested."""
         if not self.sha256:
             digest = _Digest()
             try:
@@ -51,7 +51,7 @@ class PythonCode:
             self.modules = tuple(sorted(digest.modules))
 
     def pickled(self, called: str) -> bytes:
-        """Returns the function as bytes from which another process makes it again."""
+        """Returns the pickled function, from which another process restores it."""
         import cloudpickle  # takes a while, and only these functions need it
 
         try:
@@ -74,7 +74,7 @@ _functions: ContextVar[Mapping[str, PythonCode]] = ContextVar("functions")
 def python_functions(*settings: Any) -> Iterator[list[Any]]:
     """Yields settings with names in place of functions. The names are valid inside the block.
 
-    In `rewards` and `costs` a function alone stands for a reward of its name.
+    In `rewards` and `costs` a bare function is a reward or a cost with the function's name.
     """
     functions: dict[str, PythonCode] = {}
     token = _functions.set(functions)
@@ -109,7 +109,7 @@ def _named(value: Any, functions: dict[str, PythonCode], key: str = "") -> Any:
 
 
 def python_code(spec: str, called: str) -> PythonCode:
-    """Returns the function of a name. Raises UserError if this run was not given it."""
+    """Returns the function with this name. Raises UserError if this run was not given it."""
     functions = _functions.get({})
     if spec not in functions:
         raise UserError(
@@ -120,14 +120,14 @@ def python_code(spec: str, called: str) -> PythonCode:
 
 
 class _Digest:
-    """Digests of values. A value inside itself counts as its depth.
+    """Computes digests of values. A value that contains itself is represented there by its depth.
 
-    modules: those of the user's that values are parts of.
+    modules: the user's modules to which the values belong.
     """
 
     def __init__(self):
         self.modules: set[str] = set()
-        self._done: dict[int, tuple[str, Any]] = {}  # with the value, so that its id is not used again
+        self._done: dict[int, tuple[str, Any]] = {}  # holds the value, too, so that its id is not reused
         self._open: dict[int, int] = {}
 
     def __call__(self, value: Any) -> str:
@@ -142,7 +142,7 @@ class _Digest:
         return self._done[id(value)][0]
 
     def _words(self, value: Any) -> list[str]:
-        """Returns the digests, or the texts, of what a value consists of."""
+        """Returns the digests, or the texts, of the parts of a value."""
         kind = type(value)
         if kind in (bytes, bytearray):
             return [hashlib.sha256(value).hexdigest()]
@@ -176,9 +176,9 @@ class _Digest:
             return [self(value.__func__)]
         if isinstance(value, property):
             return [self((value.fget, value.fset, value.fdel))]
-        if kind.__name__ == "PjitFunction":  # its pickle holds lines
+        if kind.__name__ == "PjitFunction":  # its pickle contains line numbers
             return [self(value.__wrapped__)]
-        if kind.__module__.partition(".")[0] == "torch" and hasattr(value, "tolist"):  # its pickles hold addresses
+        if kind.__module__.partition(".")[0] == "torch" and hasattr(value, "tolist"):  # its pickles contain addresses
             return [str(getattr(value, name, "")) for name in ("dtype", "shape")] + [self(value.tolist())]
         reduced: Any = copyreg.dispatch_table.get(kind, lambda value: value.__reduce_ex__(4))(value)
         if isinstance(reduced, str):  # the name of a global
@@ -220,7 +220,7 @@ def _filled(cell: CellType) -> bool:
 
 
 def _names_of(code: CodeType) -> tuple[set[str], set[str]]:
-    """Returns the names of globals that a code, or one nested in it, reads, and all of its other names."""
+    """Returns the names of globals that a code object, or one nested in it, reads, and all of its other names."""
     names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     attributes = {*code.co_names} - names
     for inner in code.co_consts:
@@ -231,7 +231,7 @@ def _names_of(code: CodeType) -> tuple[set[str], set[str]]:
 
 
 def _is_part(value: Any, module: str | None, name: str, main: bool = False) -> bool:
-    """Tests whether another process can import a value: from a module by a name; of `__main__` only if `main`."""
+    """True if another process can import a value by its module and name; from `__main__` only if `main`."""
     place = sys.modules.get(module or "")
     for part in name.split("."):
         place = getattr(place, part, None)
@@ -239,9 +239,9 @@ def _is_part(value: Any, module: str | None, name: str, main: bool = False) -> b
 
 
 def _installed(module: str | None) -> bool:
-    """Tests whether a module is a part of Python, of an installed package or of this program."""
+    """True if a module belongs to Python, to an installed package or to this program."""
     top = (module or "").partition(".")[0]
-    if top == "__main__":  # a notebook's has the file of the kernel's package
+    if top == "__main__":  # in a notebook its file is one of the kernel's package
         return False
     if top == "jrlhf" or top in sys.stdlib_module_names:
         return True

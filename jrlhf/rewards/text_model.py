@@ -1,4 +1,4 @@
-"""Reward models with a tokenizer of their own, which read an answer as text."""
+"""Reward models with their own tokenizer, which read an answer as text."""
 
 from collections.abc import Sequence
 
@@ -40,9 +40,9 @@ def is_ours(path: str, key: str) -> bool:
 class TextReward:
     """A frozen reward model that reads text: `encode_answered` tokenizes it anew with the model's own tokenizer.
 
-    A score that is not finite is a failure, as a function's is.
+    A score that is not finite is a failure, as in reward functions.
 
-    key: the setting that names the model, for messages. usual: the most tokens of a sequence for the actor's tokenizer.
+    key: the setting that names the model, for messages. usual: maximum sequence length under the actor's tokenizer.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class TextReward:
         divisor = self._mesh.size * placement.home.parts
         self._batch = -(-reward.batch // divisor) * divisor
         self._most = model.config.max_positions
-        # The widths of texts of usual length. This tokenizer may make longer rows.
+        # Widths for texts of usual length. This tokenizer may make longer rows.
         self._widths = sorted({program_width(length, self._most, 64) for length in (usual // 4, usual // 2, usual)})
         self._warm = False
         self._score = compiled.score_sequences()
@@ -87,7 +87,7 @@ class TextReward:
         return Scored(scores, failures={"nan": len(bad)})
 
     def _scores(self, params: Params, sequences: Sequence[Ids], width: int) -> Float[Array, "batch"]:
-        """Returns the scores of a batch, with more behind them where it is not full: one program for each width."""
+        """Returns the scores of a batch, followed by meaningless ones if it is not full. One program per width."""
         full = [*sequences, *[sequences[0]] * (self._batch - len(sequences))]
         with jax.set_mesh(self._mesh):
             scores = self._score(params, *put_rows(pad_rows(full, width), self._mesh))

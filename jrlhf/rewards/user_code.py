@@ -1,6 +1,6 @@
-"""A user's functions, as a config names them: `package.module:function` or `path/file.py:function`. Imports no JAX.
+"""Loads the functions of users that a config names: `package.module:function` or `path/file.py:function`.
 
-`<python>:NAME` is a function that a Python program has passed to a run (`python_code.py`).
+`<python>:NAME` is a function that a Python program has passed to a run (`python_code.py`). Imports no JAX.
 """
 
 import ast
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from jrlhf.errors import UserError, printable
 from jrlhf.rewards.python_code import PREFIX, python_code
 
-DETAIL = 500  # characters of an explanation
+DETAIL = 500  # maximum number of characters of an explanation
 
 
 class UserCode(NamedTuple):
@@ -33,7 +33,7 @@ class UserCode(NamedTuple):
 
 
 def resolve(spec: str, called: str) -> str:
-    """Returns the spec with its file's whole path, as far as it can be checked without running anything.
+    """Returns the spec with the absolute path of its file. Checks all that can be checked without running code.
 
     called: the setting, for messages.
     """
@@ -54,7 +54,7 @@ def resolve(spec: str, called: str) -> str:
 
 
 def load(spec: str, called: str) -> UserCode:
-    """Imports the function that a resolved spec names; a file anew where its content has changed."""
+    """Imports the function that a resolved spec names. A file is imported again if its content has changed."""
     if spec.startswith(PREFIX):
         code = python_code(spec, called)
         code.identify(called)
@@ -62,7 +62,7 @@ def load(spec: str, called: str) -> UserCode:
         for name in code.modules:
             module = sys.modules[name]
             file = getattr(module, "__file__", None)
-            if file is not None:  # a package may have none
+            if file is not None:  # a namespace package has none
                 modules |= {name: _sha256(file)} | imported_modules(file, getattr(module, "__package__", None) or "")
         return UserCode(code.function, None, code.sha256, modules)
     source, _, name = spec.rpartition(":")
@@ -109,7 +109,7 @@ def shipped(spec: str, called: str) -> dict[str, Any] | None:
 
 
 def received(code: Mapping[str, Any], called: str) -> UserCode:
-    """Makes a function again, in a worker, of what `shipped` returned."""
+    """Restores a function in a worker from the result of `shipped`."""
     sys.path.extend(path for path in code["path"] if path not in sys.path)
     try:
         return UserCode(pickle.loads(code["code"]), "a Python function", code["sha256"], code["modules"])
@@ -118,9 +118,9 @@ def received(code: Mapping[str, Any], called: str) -> UserCode:
 
 
 def imported_modules(file: str, package: str = "") -> dict[str, str]:
-    """Returns module -> sha256 of its file, for all that a Python file imports, directly or through others.
+    """Returns module -> sha256 of its file, for all modules that a Python file imports, directly or indirectly.
 
-    Without the standard library, installed packages and this program. An import whose name is computed is not seen.
+    Leaves out the standard library, installed packages and this program. Does not see imports of computed names.
     """
     modules: dict[str, str] = {}
     pending = [(file, package)]
@@ -131,7 +131,7 @@ def imported_modules(file: str, package: str = "") -> dict[str, str]:
                 continue
             try:
                 spec = importlib.util.find_spec(name)
-            except Exception:  # it is an attribute of a module, or absent and caught by the one that imports it
+            except Exception:  # an attribute of a module, or a missing module whose import error the file handles
                 continue
             origin = None if spec is None or not spec.has_location else spec.origin
             if spec is None or origin is None or {"site-packages", "dist-packages"} & set(Path(origin).parts):
@@ -142,9 +142,9 @@ def imported_modules(file: str, package: str = "") -> dict[str, str]:
 
 
 def _imports(file: str, package: str) -> Iterator[str]:
-    """Yields the names of what a file may import: modules, the packages that they are in, and attributes.
+    """Yields the names that a file may import: modules, their packages, and attributes.
 
-    package: the one that the file is in, to which relative imports refer.
+    package: the package of the file, to which relative imports refer.
     """
     try:
         nodes = list(ast.walk(ast.parse(Path(file).read_bytes())))
@@ -172,7 +172,7 @@ def _module_of(path: str, source: bytes) -> ModuleType:
     """Returns the module of a file with this content. No bytecode is written next to the file."""
     folder = os.path.dirname(path)
     if folder not in sys.path:
-        sys.path.append(folder)  # for its neighbours; last, so that none of them hides an installed module
+        sys.path.append(folder)  # lets it import its neighbours; last, so that they hide no installed module
     location = importlib.util.spec_from_file_location(f"user_{Path(path).stem}", path)
     assert location is not None, path
     module = importlib.util.module_from_spec(location)
@@ -185,7 +185,7 @@ def explain(error: BaseException) -> str:
     """Returns the message of an exception, and its last frame."""
     try:
         text = "".join(traceback.format_exception_only(error)).strip()
-    except Exception:  # its __str__ is the function's own
+    except Exception:  # a user's __str__ may fail
         text = type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""

@@ -1,16 +1,16 @@
 """The worker process of a reward function: receives calls, answers in plain numbers. Standard library only.
 
-The channel is a socket whose other end only the parent holds. A frame is 4 bytes of length and a body. Calls come as
-pickles (a dataset's columns may hold anything, and the parent is trusted). Answers go as JSON, so that the parent never
-unpickles anything that the function made.
+The channel is a socket whose other end only the parent has. A frame is 4 bytes of length and a body. Requests are
+pickles (a dataset's columns may contain anything, and the parent is trusted). Answers are JSON, so that the parent
+never unpickles anything that the function made.
 
     parent: {spec, options, deadlines, shipped}   worker: {"ready": facts about the function} | {"bad": text}
     parent: {arguments, lengths, seed}                  worker: {"results"} | {"failure", "detail"} | {"bad": text}
     parent: None                                        worker: exits, running its exit handlers
 
-`arguments` are those of one call, or a list of them for a coroutine function of single samples. A result is {"score",
-"extras"}, with one number or one number per token, or {"failure": kind, "detail": text}. A failure in place of the
-results concerns all samples. "bad" is a UserError that the function raised: bad input, which stops the run.
+`arguments` are those of one call, or a list with those of each call for a coroutine function of single samples. A
+result is {"score", "extras"}, with one number or one number per token, or {"failure": kind, "detail": text}. A failure
+in place of the results concerns all samples. "bad" is a UserError that the function raised; it stops the run.
 """
 
 import asyncio
@@ -37,15 +37,15 @@ from jrlhf.run.child import channel_to_parent, receive, send
 
 TEXTS = {"trl": ("prompts", "completions", "completion_ids"), "verl": ("solution_str",)}  # by the style of the call
 HOOKS = {"trl": ("log_extra", "log_metric"), "verl": ()}  # functions that log further numbers
-# What the program passes by itself; all other parameters are columns.
+# Parameters that the program passes by itself; all others are columns.
 GIVEN = {style: (*TEXTS[style], *HOOKS[style]) for style in TEXTS}
-LARGEST = (2 - 2**-23) * 2.0**127  # of float32, in which scores are trained on
+LARGEST = (2 - 2**-23) * 2.0**127  # the largest float32: training uses scores in float32
 
 
 def main(descriptor: int) -> None:
-    """Serves the parent at the other end of the socket `descriptor` until it says goodbye or is gone."""
+    """Serves the parent at the other end of the socket `descriptor` until it sends None or is gone."""
     channel = channel_to_parent(descriptor)
-    stderr = os.dup(2)  # the function may replace its own
+    stderr = os.dup(2)  # the function may replace sys.stderr
     faulthandler.enable(stderr)
     with asyncio.Runner() as loop:
         try:
@@ -76,21 +76,21 @@ def _limit(seconds: float, stderr: int) -> Iterator[None]:
         yield
     finally:
         if os.getpid() != owner:
-            os._exit(1)  # a child that the function forked and let return: it must not answer too
+            os._exit(1)  # a child process that the function forked and that returned here must not answer, too
         faulthandler.cancel_dump_traceback_later()
 
 
 class InProcess:
-    """A `Worker` without a process: it calls the function here, as it is. Nothing ends a call, or outlives a crash."""
+    """A `Worker` without a process: calls the function here. It cannot end a call, and a crash ends the program."""
 
-    _calling = threading.Lock()  # the process has one random state, and each call seeds it
+    _calling = threading.Lock()  # calls seed the random state, of which a process has only one
 
     def __init__(self, code: UserCode, *process: Any):
         self._code, self._function = code, None
-        self._loop = asyncio.Runner()  # one, as in a worker: locks and clients of a function belong to a loop
+        self._loop = asyncio.Runner()  # one for all calls: a function's locks and clients are bound to a loop
 
     def request(self, body: bytes, seconds: float) -> Mapping[str, Any]:
-        """Returns the answer to a request, whenever that comes."""
+        """Returns the answer to a request, without a deadline."""
         try:
             if self._function is None:
                 setup = pickle.loads(body)
@@ -109,7 +109,7 @@ class InProcess:
     def interrupt(self) -> None: ...
 
     def kill(self) -> None:
-        closing = threading.Thread(target=self._loop.close)  # this thread may run a loop of its own, as a notebook's
+        closing = threading.Thread(target=self._loop.close)  # this thread may run a loop
         closing.start()
         closing.join()
 
@@ -118,7 +118,7 @@ class InProcess:
 
 
 class Function(NamedTuple):
-    """The function with its options, the logging hooks that it takes, and what the parent must know to call it."""
+    """The function with its options bound, the logging hooks that it takes, and facts for the parent."""
 
     call: Callable[..., Any]
     hooks: tuple[str, ...]
@@ -162,7 +162,7 @@ def _prepare(code: UserCode, called: str, options: Mapping[str, Any]) -> Functio
 
 
 def _serve(function: Function, loop: asyncio.Runner, body: bytes, deadline: float) -> dict[str, Any] | None:
-    """Answers a call; None for a goodbye. Whatever the function raises, sys.exit included, becomes an answer."""
+    """Answers a call; returns None at the end. Whatever the function raises, sys.exit included, becomes an answer."""
     try:
         call = pickle.loads(body)
         return None if call is None else {"results": _results(function, loop, call, deadline)}
@@ -193,9 +193,9 @@ def _results(function: Function, loop: asyncio.Runner, call: Mapping[str, Any], 
 
 
 async def _together(call: Callable, arguments: list[Mapping], lengths: Sequence[int], seconds: float) -> list[Any]:
-    """Returns the results of a coroutine function of single samples. All run at once; a failure concerns one sample.
+    """Runs a coroutine function of single samples on all samples at once. A failure concerns one sample.
 
-    seconds: less than the process's deadline, which would take all of them.
+    seconds: limit of one sample; below the deadline of the process, which would fail all of them.
     """
 
     async def one(arguments: Mapping[str, Any], length: int) -> Any:
@@ -216,7 +216,7 @@ async def _finish(awaitable: Any) -> Any:
 
 
 def _seed(seed: str) -> None:
-    """Sets the random state of a call: a function of the run's seed, the step and the sample alone."""
+    """Sets the random state of a call, which depends only on the run's seed, the step and the sample."""
     random.seed(seed)
     number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:4], "big")
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -225,11 +225,11 @@ def _seed(seed: str) -> None:
         torch.manual_seed(number)
 
 
-# From what the function returned to plain numbers
+# Conversion of returned values to plain numbers
 
 
 class Failure(Exception):
-    """A returned value that is no score. Arguments: kind, detail."""
+    """The function returned a value that is no score. Arguments: kind, detail."""
 
 
 def _failure(error: BaseException) -> dict[str, str]:
@@ -264,7 +264,7 @@ def _result(value: Any, length: int, extras: Mapping[Any, Any] | None = None) ->
         if len(value) != length:
             raise Failure("length", f"returned {len(value)} scores for a response of {length} tokens")
         scores = [_score(x) for x in value]
-        _score(math.fsum(scores))  # what the response gets
+        _score(math.fsum(scores))  # the sum must be a valid score, too
         return {"score": scores, "extras": numbers}
     except Failure as failure:
         return _failure(failure)
@@ -284,12 +284,12 @@ def _score(value: Any) -> float:
 
 
 def _unwrapped(value: Any) -> Any:
-    """Returns the lists and numbers in an array or a tensor; everything else as it is."""
+    """Converts an array or a tensor to lists and numbers; returns everything else unchanged."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _number(value: Any) -> float | None:
-    """Returns a number of Python's, NumPy's or a tensor's; booleans are 0 and 1. None for everything else."""
+    """Converts a number of Python, NumPy or a tensor to a float; booleans become 0 and 1. None: not a number."""
     value = _unwrapped(value)
     try:
         return float(value) if isinstance(value, (bool, int, float)) else None

@@ -1,1 +1,1 @@
-"""Roles: what an algorithm calls, where they run, and their compiled functions."""
+"""Roles: the objects whose methods an algorithm calls, their placement, and their compiled functions."""

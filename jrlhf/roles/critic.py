@@ -1,4 +1,4 @@
-"""Roles with a scalar head: critics, reward models; the multiplier of a cost; the fused update of actor and critic."""
+"""Critics, reward models that read tokens, Safe RLHF's constraint, and the fused update of actor and critic."""
 
 import copy
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ from jrlhf.run.clock import Clock, timed
 
 
 class Critic(TrainedRole):
-    """A value function of the reward. See `CostCritic` for that of the cost."""
+    """The value function of the reward. `CostCritic` is that of the cost."""
 
     timed_values = "values"
 
@@ -59,7 +59,7 @@ class Critic(TrainedRole):
 
 
 class CostCritic(Critic):
-    """A value function of the cost, with names of its own for its times and its metrics."""
+    """The value function of the cost. Its times and metrics have other names than the critic's."""
 
     timed_values = "cost_values"
 
@@ -75,7 +75,7 @@ class Reward(Role):
 
     @timed("reward")
     def score(self, rollout: Rollout, method: str = "score") -> Float[Array, "B"]:
-        """The learned score of every row, read at its last token. method: the call of the rewards that asks for it."""
+        """The learned score of every row, read at its last token. method: the method of `Rewards` that calls this."""
         scores = self.compiled(method).score_sequences()
         return scores(self._weights(method), rollout.tokens, rollout.lengths, *self._frozen(method))
 
@@ -83,14 +83,14 @@ class Reward(Role):
 class Constraint:
     """The Lagrange multiplier that keeps the mean cost below its limit."""
 
-    state: MultiplierState  # of a bound constraint; `update` replaces it
+    state: MultiplierState  # set by `bind`, replaced by `update`
 
     def __init__(self, algorithm: SafeRLHFConfig, clock: Clock, placement: RolePlacement | None = None):
         self.clock, self.placement = clock, placement
         self._update = jax.jit(partial(update_multiplier, config=algorithm))
 
     def bind(self, state: MultiplierState) -> Self:
-        """This constraint with the state of an iteration."""
+        """Returns a copy of this constraint with the state of an iteration."""
         bound = copy.copy(self)
         bound.state = state
         return bound
@@ -104,12 +104,12 @@ class Constraint:
 
 
 class FusedUpdate:
-    """Trains actor and critic, if there is one, by one program, which also makes the experience.
+    """Trains the actor, and the critic if there is one, by one program, which also makes the experience.
 
-    It serves algorithms that update once per batch. responses: maximum number of tokens of a response.
+    It is for algorithms that update once per batch. responses: maximum number of tokens of a response.
     """
 
-    states: Mapping[str, TrainState]  # by role, of a bound update; `update` replaces them
+    states: Mapping[str, TrainState]  # by role; set by `bind`, replaced by `update`
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class FusedUpdate:
             self._update = make_on_policy_step(logprobs, values, actor.optimizer, critic.optimizer, algorithm)
 
     def bind(self, states: Mapping[str, TrainState]) -> Self:
-        """This update with the states of an iteration, by role. They are used up; `.states` are the present ones."""
+        """Returns a copy of this update for one iteration. It donates these states and replaces its `.states`."""
         bound = copy.copy(self)
         bound.states = {name: states[name] for name in self._trained}
         return bound
@@ -160,6 +160,6 @@ class FusedUpdate:
         return experience, metrics
 
     def prefetch(self, kind: Kind) -> None:
-        """Starts bringing the offloaded states."""
+        """Starts bringing the offloaded states to the devices."""
         for name, role in self._trained.items():
             role.offloader.prefetch(self.states[name])

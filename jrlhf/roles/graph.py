@@ -1,6 +1,6 @@
 """Traces an algorithm, a plain function over roles, to a graph of calls, as JAX traces a function to a jaxpr.
 
-So the graph that a plan is made for is the function that runs.
+So a plan is always made for the calls that really run.
 """
 
 import inspect
@@ -18,13 +18,13 @@ from jrlhf.roles.placement import CALL, CONDITION
 def trace(
     algorithm: Callable, roles: Mapping[str, type], facts: Mapping[str, Any] | None = None, *, name: str | None = None
 ) -> Graph:
-    """The calls of one iteration of `algorithm`, as the graph `name` (by default the function's own name).
+    """Returns the graph of the calls of one iteration of `algorithm`. name: of the graph; None: the function's.
 
     algorithm: a function of roles and of values. A parameter with the name of one of `roles` is that role; any other is
         an input of the graph, except for those in `facts`.
     roles: the class of each role, whose decorated methods are its calls.
-    facts: values of parameters, and as `role.method` results of undecorated methods, that are known before a run. The
-        value None of a role means that there is no such role.
+    facts: values of parameters, and results of undecorated methods (key `role.method`), that are known before a run.
+        The value None of a role means that there is no such role.
     """
     facts, recorder, inputs = dict(facts or {}), _Recorder(), []
     arguments: dict[str, Any] = {}
@@ -41,7 +41,7 @@ def trace(
 
 
 class Value:
-    """Stands for what a call returns while an algorithm is traced."""
+    """Stands for the result of a call while an algorithm is traced."""
 
     def __init__(self, name: str):
         self.name = name
@@ -75,7 +75,7 @@ class _Recorder:
 
 
 class _StandIn:
-    """A role whose calls are recorded instead of made."""
+    """Stands for a role while an algorithm is traced: records its calls instead of running them."""
 
     def __init__(self, name: str, role: type, recorder: _Recorder, facts: Mapping[str, Any]):
         self._name, self._role, self._recorder, self._facts = name, role, recorder, facts

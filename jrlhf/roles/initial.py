@@ -1,4 +1,4 @@
-"""The start of each role: its model (from a directory, fresh, or a copy of another role's) and its optimizer."""
+"""Makes each role's initial model (loaded, fresh, or a copy of another role's) and its optimizer."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -48,7 +48,7 @@ class InitialModels:
     console: Console
 
     def policy(self) -> Model:
-        """The actor before any training: `model.path`, or fresh weights. With LoRA, an adapter on them as a base."""
+        """The actor before any training: `model.path`, or fresh weights. With LoRA these are the base of an adapter."""
         config, adapted = self.config, self.config.lora is not None
         if config.model.path is None:
             model = fresh_model(config.model)
@@ -63,7 +63,7 @@ class InitialModels:
         return Model(Architecture(model, lora, shared=True), adapter, self._base(params))
 
     def reference(self, policy: Model) -> Model:
-        """The model that the actor is tied to: `roles.reference`, or a copy of the policy as it is now."""
+        """The reference of the KL penalty: `roles.reference`, or a copy of the present policy."""
         path = self.config.roles.reference
         if path is None:
             return self._frozen(policy)
@@ -111,7 +111,7 @@ class InitialModels:
         return lora, adapter
 
     def _frozen(self, policy: Model) -> Model:
-        """A copy of the policy as it is now, which is never trained."""
+        """A copy of the present policy, which is never trained; the shared base itself where that is the policy."""
         if self.config.reference_is_base:
             assert policy.base is not None
             return Model(Architecture(policy.config, shared=True), policy.base)
@@ -138,14 +138,14 @@ def scalar_model(policy: Model) -> Model:
 
 
 def stored(model: Model, device: Literal["device", "host"]) -> Model:
-    """Moves a frozen model to where it is stored between its calls. "host" uses the given model up."""
+    """Moves a frozen model to where it is stored between its calls. With "host" the arrays of `model` are deleted."""
     return model.offloaded() if device == "host" else model
 
 
 def learning_rate(config: OptimizerConfig, *, updates: int) -> optax.Schedule:
-    """The learning rate by the number of updates before, in a run of `updates` updates.
+    """Returns the learning rate as a function of the number of finished updates, for a run of `updates` updates.
 
-    It rises linearly over `config.warmup` updates, then falls by a cosine to `config.final` of itself.
+    It rises linearly over `config.warmup` updates, then falls by a cosine to `config.final` times its maximum.
     """
     warmup, fall_updates = config.duration(updates)
     rise = optax.linear_schedule(config.learning_rate / max(warmup, 1), config.learning_rate, max(warmup - 1, 1))
@@ -156,7 +156,7 @@ def learning_rate(config: OptimizerConfig, *, updates: int) -> optax.Schedule:
 
 
 def adamw(config: OptimizerConfig, *, updates: int) -> optax.GradientTransformation:
-    """AdamW under a clipped global norm, with the `learning_rate` of a run of `updates` updates."""
+    """AdamW after clipping by the global norm, with the `learning_rate` of a run of `updates` updates."""
     schedule = learning_rate(config, updates=updates)
     clip = optax.identity() if config.max_grad_norm is None else optax.clip_by_global_norm(config.max_grad_norm)
     adam = optax.adamw(schedule, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay)

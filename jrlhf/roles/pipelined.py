@@ -1,8 +1,8 @@
-"""Updates in the stages of a pipeline, and those of actor and critic in one table of operations, on the same devices.
+"""Updates of pipelined models, alone or fused: actor and critic on the same devices with one table of operations.
 
-With such a table, an algorithm calls one update after the other. The first one only begins, and its metrics are
-pending; once both have begun they take turns, a minibatch of each at a time, until each has ended. A model whose
-updates have ended, because it has fewer of them or stopped early, is left out of the table.
+With fused updates an algorithm still calls one update after the other. The first call only starts, and its metrics are
+pending. The second call runs both: one minibatch of each role at a time, until both roles have ended. A role that ends
+first, because it has fewer updates or stops early, is then left out of the table.
 """
 
 from collections.abc import Callable
@@ -25,10 +25,10 @@ Metrics = dict[str, jax.Array]
 
 
 class PendingMetrics(Pending[Metrics]):
-    """Metrics of an update that has only begun. As an algorithm returns them, `a | b` are the metrics of both."""
+    """Metrics of an update that has only begun. `a | b` merges the metrics of two updates, as algorithms do."""
 
     def on(self, mesh: Mesh) -> "PendingMetrics":
-        return self  # updates are computed on meshes of their own
+        return self  # an update sets its meshes itself
 
     def __or__(self, other: "Metrics | PendingMetrics") -> "PendingMetrics":
         return PendingMetrics(lambda: self.result() | _ready(other))
@@ -39,33 +39,33 @@ class PendingMetrics(Pending[Metrics]):
 
 @dataclass(frozen=True)
 class PipelinedModel(CompiledModel):
-    """The functions that train a model in the stages of a pipeline: those of the last stage, on its mesh."""
+    """The functions that train a pipelined model. They are functions of the last stage, on its mesh."""
 
     pipeline: PipelinePlacement = field(kw_only=True)
 
     @property
     def pipelines(self) -> tuple[Stages, ...]:
-        """The model in the stages of each of its pipelines."""
+        """The stages of each of the model's pipelines."""
         model, layout = self.architecture, self.architecture.layout(self.compute.train_layout)
         shared = layout, self.compute.forward(model), self.pipeline.schedule
         return tuple(Stages(model.config, groups, *shared) for groups in (self.pipeline.groups, *self.pipeline.copies))
 
     @property
     def runs(self) -> Pipeline:
-        """Runs updates in stages. Those of a table of several models are handed on: a `JointUpdate` runs them."""
+        """Runs the updates in stages. Fused updates are returned as they are: a `JointUpdate` runs them."""
         if self.pipeline.schedule == "fused":
             return lambda updates: updates
         return partial(finish, gradients_fn=self.pipelines[0].gradients)
 
     def _make(self, make: Function, layout: Layout, **keywords: Any) -> Function:
         model = self.architecture
-        config, mesh = self.pipelines[0].tail, self.mesh.abstract_mesh  # of any pipeline
+        config, mesh = self.pipelines[0].tail, self.mesh.abstract_mesh  # the same for all pipelines
         return make(config, mesh, model.layout(layout), self.compute.forward(model), **keywords)
 
 
 @dataclass(frozen=True)
 class PipelinedPlacement(CallPlacement):
-    """The stages that compute in the place of one mesh; `mesh` is that of the last one, where rows are read."""
+    """The placement of a call that runs in pipeline stages. `mesh` is the mesh of the last stage, which reads rows."""
 
     pipeline: PipelinePlacement = field(kw_only=True)
 
@@ -79,7 +79,7 @@ class PipelinedPlacement(CallPlacement):
 
 @dataclass(frozen=True)
 class _Begun:
-    """Updates that have begun. mesh: of their rows. keep: takes the state that they end with."""
+    """Updates that have begun. mesh: the mesh of their rows. keep: is called with their final state."""
 
     updates: Updates
     stages: tuple[Stages, ...]
@@ -88,9 +88,9 @@ class _Begun:
 
 
 class JointUpdate:
-    """Runs the updates of two roles in one table.
+    """Runs the updates of two roles by one table of operations.
 
-    table: of both. pipelines: by role: the numbers of its pipelines in the table, in the order of its `stages`.
+    pipelines: role -> the numbers of its pipelines in the table, in the order of its `stages`.
     """
 
     def __init__(self, table: Table, pipelines: dict[str, range]):
@@ -99,7 +99,7 @@ class JointUpdate:
         self._metrics: dict[str, Metrics] = {}
 
     def begin(self, role: Any, updates: Updates) -> PendingMetrics:
-        """Begins a bound role's updates, whose result is (state, metrics); runs them if the other role's wait."""
+        """Begins a bound role's updates, whose result is (state, metrics). Runs both roles' once both have begun."""
         placement = role.placement
         model = role.compiled("update")
 
@@ -120,7 +120,7 @@ class JointUpdate:
         return PendingMetrics(metrics)
 
     def _finish(self) -> dict[str, Metrics]:
-        """Runs what has begun to its end. Returns only metrics, by role: states are large."""
+        """Runs the begun updates to their end. Returns only metrics, by role, because states are large."""
         begun, self._begun = self._begun, {}
         answers: dict[str, Any] = dict.fromkeys(begun)
         while answers:
@@ -136,7 +136,7 @@ class JointUpdate:
         return dict(self._metrics)
 
     def _gradients(self, asked: dict[str, tuple]) -> dict[str, Gradients]:
-        """Differentiates one minibatch of each role. A role's pipelines have equal parts of its micro-batches."""
+        """Differentiates one minibatch of each role. A role's pipelines get equal parts of its micro-batches."""
         tasks = {}
         for role, (copies, loss, params, rows, others, frozen) in asked.items():
             for part, (number, stages) in enumerate(zip(self._pipelines[role], copies, strict=True)):
@@ -148,7 +148,7 @@ class JointUpdate:
 
 
 def _part(rows: Any, part: int, parts: int) -> Any:
-    """Micro-batches `part` of `parts` equal ones of [M, ...]."""
+    """Returns part number `part` of `parts` equal parts of the micro-batches [M, ...]."""
     count = jax.tree.leaves(rows)[0].shape[0] // parts
     return rows if parts == 1 else _on_its_mesh(_sliced, rows, part * count, count)
 

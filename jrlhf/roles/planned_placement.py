@@ -1,4 +1,4 @@
-"""The placement of an algorithm's roles by a plan."""
+"""Places an algorithm's roles as a plan says, and prefetches their offloaded arrays."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -21,9 +21,9 @@ LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (TRAIN, TRAIN_TP
 def place_roles(
     plan: Plan, graph: Graph, devices: Sequence[Device], *, fused: FusedUpdates | None = None, prefetch: bool = False
 ) -> dict[str, RolePlacement]:
-    """The placement of every role of a graph. "arithmetic" is that of calls without a model: where the actor trains.
+    """Returns the placement of every role of a graph. "arithmetic", for calls without models, is the actor's mesh.
 
-    fused: the updates that the plan fuses, if it does.
+    fused: the updates that the plan fuses; None: it fuses none.
     """
     joint = None
     if fused is not None:
@@ -36,7 +36,7 @@ def place_roles(
         layout, parts = LAYOUTS[placement.layout], placement.micro_batches
         if placement.pipeline == 1:
             return CallPlacement(whole, layout, parts)
-        orders = [range(placement.pipeline)]  # of each pipeline, the groups of its stages
+        orders = [range(placement.pipeline)]  # for each pipeline, the device groups of its stages
         if fused is not None and name in fused.pipelines:
             orders = [fused.table.pipelines[number].devices for number in fused.pipelines[name]]
         count = data * fsdp * tensor // len(orders)
@@ -65,14 +65,14 @@ def place_roles(
         stored = arithmetic if home is None else calls[home.name].stored
         return RolePlacement(stored, own, sent, transfers, role, ahead)
 
-    # The learner trains the actor and, if there is one, the critic, which then has no call of its own.
+    # A fused update trains the actor and, if there is one, the critic, which then has no call of its own.
     return {role: placement(role) for role in dict.fromkeys(("actor", "critic", "arithmetic", *graph.roles))}
 
 
 class Prefetch:
-    """Before each call, starts to bring the offloaded arrays that another role's next call needs.
+    """Before each call, starts to copy to the devices the offloaded arrays of the next call, if it is another role's.
 
-    Not those of the same role: they would be on the devices twice, because a call's copies end with it.
+    Arrays of the same role are not prefetched: they would be on the devices twice until the call has ended.
     """
 
     def __init__(self, graph: Graph):
@@ -85,7 +85,7 @@ class Prefetch:
         self._roles = roles
 
     def before(self, role: str, method: str) -> None:
-        """Starts to bring what the call after `role.method` needs. Does not wait."""
+        """Starts to copy what the call after `role.method` needs. Does not wait."""
         following = self._following.get(f"{role}.{method}")
         if following is not None and following.role in self._roles:
             self._roles[following.role].prefetch(following.kind)

@@ -27,16 +27,16 @@ from jrlhf.planning.workload import adapter_of
 from jrlhf.run.directory import HUB
 from jrlhf.storage.models import fetch
 
-# What a model directory may hold that is of use here. Never code, and no weights but safetensors.
+# The files to download of a model directory: never code, and no weights but safetensors.
 _DESCRIPTIONS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", CARD)
 _WEIGHTS = ("*.safetensors",)
 _IGNORED = ["*/*", "consolidated*"]  # other formats of the same weights
 
 
 def locate(path: str, key: str, *, weights: bool = False) -> Path:
-    """The directory of a model: a Hugging Face directory, a run's (its model/), or the copy of an address or hub name.
+    """The directory of a model: a Hugging Face directory, a run's model/, or the local copy of an address or hub name.
 
-    key: the setting that names it, for the error. weights: download weights, too; otherwise only their description.
+    key: the setting that names it, for the error. weights: download weights, too, not only their description.
     """
     wanted = _DESCRIPTIONS + (_WEIGHTS if weights else ())
     if is_address(path):
@@ -61,7 +61,7 @@ def locate(path: str, key: str, *, weights: bool = False) -> Path:
     try:
         try:
             return Path(snapshot_download(path, allow_patterns=[*wanted], ignore_patterns=_IGNORED))
-        except LocalEntryNotFoundError:  # without the hub, a cache without a card will do
+        except LocalEntryNotFoundError:  # offline: a cached copy without a model card is enough
             return Path(snapshot_download(path, allow_patterns=[*wanted], ignore_patterns=[*_IGNORED, CARD]))
     except Exception as error:  # the library's own, the network's, the file system's
         reason = hub_reason(error, path) or f"it cannot be downloaded ({type(error).__name__}: {first_line(error)})"
@@ -74,7 +74,7 @@ def describe(path: str, key: str) -> HFConfig:
 
 
 def architecture(path: str, key: str) -> ModelConfig:
-    """The architecture of a model directory, or of a hub name that is known without asking the hub."""
+    """The architecture of a model directory, or of a hub name; presets need no access to the hub."""
     return PRESETS[path] if not is_here(path) and path in PRESETS else describe(path, key).model
 
 
@@ -85,14 +85,14 @@ def own_tokenizer(path: str, key: str, data: DatasetsData, vocab_size: int) -> T
 
 
 def fresh_model(model: ModelSection) -> ModelConfig:
-    """The architecture of the sizes in a config."""
+    """Returns the architecture with the sizes that a config names."""
     sizes = {name: getattr(model, name) for name in ModelSection.__dataclass_fields__ if name != "path"}
     with user_errors():
         return ModelConfig(**sizes)
 
 
 def is_here(path: str) -> bool:
-    """True if a path to a model or to data is on this machine; else it may be the name of a hub."""
+    """True if a path to a model or to data is on this machine; otherwise it may be a name on the hub."""
     return expanded(path).exists()
 
 
@@ -109,9 +109,9 @@ def hub_names(config: Config) -> list[str]:
 
 
 def hub_model(path: str | None, names: Collection[str]) -> str | None:
-    """Returns the hub name of a model that is given by it, or as a directory of the hub's cache; else None.
+    """Returns the hub name of a model that is named by it or by a directory in the hub's cache; else None.
 
-    names: those that the run took from the hub. A relative directory may look like one.
+    names: the names that the run took from the hub; a relative directory may look like such a name.
     """
     if path is None:
         return None
@@ -121,13 +121,13 @@ def hub_model(path: str | None, names: Collection[str]) -> str | None:
 
 
 def base_name(path: str | None, names: Collection[str]) -> str | None:
-    """Returns what an adapter names as its base: `hub_model`, an address, or an absolute path, which no hub knows."""
+    """Returns the base's name in an adapter's config: its hub name, an address, or else an absolute path."""
     name = hub_model(path, names)
     return name if name is not None or path is None else path if is_address(path) else str(expanded(path).absolute())
 
 
 def check_origins(names: Collection[str], run: Path) -> None:
-    """Refuses names that the hub would be asked for, although the run in a directory did not take them from there."""
+    """Refuses names that would be downloaded from the hub although the run did not take them from there."""
     listed = (run / HUB).read_text(encoding="utf-8").splitlines() if (run / HUB).exists() else names
     for name in names:
         if name not in listed:
@@ -191,16 +191,16 @@ def abstract_weights(model: ModelConfig, mesh: Mesh) -> Params:
 
 
 def frozen_copy(params: Params, dtype: jnp.dtype) -> Params:
-    """A copy that is never trained, on the same devices, with its matrices in the compute dtype.
+    """Returns a copy that is never trained, on the same devices, with its matrices in the compute dtype.
 
-    Results stay the same: float32 matrices are cast to that dtype wherever they are used.
+    Results stay the same, because float32 matrices are cast to that dtype wherever they are used.
     """
     shardings = jax.tree.map(lambda x: x.sharding, params)
     return jax.jit(partial(cast_matrices, dtype=dtype), out_shardings=shardings)(params)
 
 
 def cast_matrices(params: Params, dtype: jnp.dtype) -> Params:
-    """Weights, layers stacked, with their matrices in `dtype`. Vectors (norm scales, a scalar head) keep theirs."""
+    """Casts the matrices of weights with stacked layers to `dtype`; not vectors (norm scales, a scalar head)."""
 
     def cast(x: jax.Array, vector: int) -> jax.Array:
         return x.astype(dtype) if x.ndim > vector else x
@@ -211,7 +211,7 @@ def cast_matrices(params: Params, dtype: jnp.dtype) -> Params:
 
 
 def share(params: Params, config: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> Params:
-    """Weights stored in GENERATE, as a base that several roles use."""
+    """Moves weights to the layout GENERATE, as a base that several roles share."""
     return reshard(params, param_shardings(config, mesh, GENERATE), dtype=dtype)
 
 

@@ -1,4 +1,4 @@
-"""Runs any number of rows through programs of one batch size: responses of a policy, scores of a reward model."""
+"""`Sampler`: responses of a policy and scores of a reward model, for any number of rows, outside of iterations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,9 +18,9 @@ from jrlhf.roles.model import Compute, Model, generation_weights, weights_at
 
 @dataclass(frozen=True)
 class Sampler:
-    """Answers prompts and scores sequences outside of iterations, with the programs of rollouts where they serve.
+    """Answers prompts and scores sequences in batches of one size. It uses the programs of rollouts where it can.
 
-    sampling, schedule, batch, samples: those of the rollouts (batch: rows; samples: responses per prompt).
+    sampling, schedule, batch, samples: the settings of rollouts (batch: rows; samples: responses per prompt).
     """
 
     mesh: Mesh
@@ -45,7 +45,7 @@ class Sampler:
         generate = CompiledModel(policy.architecture, self.mesh, self.compute).generate(sampling, schedule)
         weights = generation_weights(policy.onloaded(), self.mesh, self.compute)
         responses: list[Response] = []
-        for rows, count in whole_batches(len(prompts), self.batch):  # one shape, so that one program serves
+        for rows, count in whole_batches(len(prompts), self.batch):  # one shape needs one program
             tokens, lengths = put_rows(pad_rows([prompts[row] for row in rows], self.max_prompt), self.mesh)
             keys = row_keys(jax.random.fold_in(key, rows[0]), self.batch, self.mesh)
             generation = generate(weights, tokens, lengths, keys, *policy.frozen)
@@ -53,15 +53,15 @@ class Sampler:
         return responses
 
     def schedule_for(self, sampling: SamplingConfig) -> Schedule:
-        """The rollouts' schedule; or one of few programs, if many would be compiled only for this and memory suffices.
+        """Returns the rollouts' schedule; or one of few programs, where the former would compile many only for this.
 
-        The second reads prompts in waves, as rollouts do: all at once they may not fit.
+        The latter prefills prompts in waves, as rollouts do: all at once they may not fit into memory.
         """
         planned, limit = replace(self.schedule, last_groups=None), sampling.max_new_tokens
         shared = sampling == self.sampling and self.samples == 1
         if shared or planned.slots is not None or planned.is_one_program(self.batch, limit):
             return planned
-        rows = self.batch * self.mesh.shape["tensor"] // self.mesh.size  # of one group of devices
+        rows = self.batch * self.mesh.shape["tensor"] // self.mesh.size  # rows of one `tensor` group of devices
         wave = planned.waves(rows, rows, self.max_prompt)[-1]
         return Schedule(chunk=limit, buckets=1, lengths=1, prefill=wave)
 

@@ -1,4 +1,4 @@
-"""The settings and services that all stages of a run share."""
+"""`Context`: the settings and services that all stages of a run share."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -24,19 +24,19 @@ from jrlhf.stages.identity import Identity
 
 @dataclass(frozen=True)
 class Context:
-    """A run's settings and services. Nothing in it changes while the run goes on."""
+    """A run's settings and services. None of its fields changes during the run."""
 
     config: Config
     mesh: Mesh
     compute: Compute
     task: Task
-    vocab_size: int  # the actor's
+    vocab_size: int  # the actor's vocabulary size
     run: Run
     console: Console
     preemption: PreemptionGuard
     identity: Identity
     trackers: Sequence[Tracker] = ()
-    placements: Mapping[str, RolePlacement] = field(default_factory=dict)  # of the roles of reinforcement learning
+    placements: Mapping[str, RolePlacement] = field(default_factory=dict)  # by role, for reinforcement learning
 
     def placement(self, role: str) -> RolePlacement:
         """The placement of a role's calls in reinforcement learning. Without a plan, it is the whole mesh."""
@@ -49,7 +49,7 @@ class Context:
 
     @property
     def sampling(self) -> SamplingConfig:
-        """The sampling of responses, in rollouts and wherever else a policy answers."""
+        """The sampling settings of responses, in rollouts and everywhere else."""
         section, tokenizer = self.config.sampling, self.task.tokenizer
         spare = tokenizer.vocab_size < self.vocab_size  # the embedding has rows without a token
         return SamplingConfig(

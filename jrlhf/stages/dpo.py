@@ -1,4 +1,4 @@
-"""The stage of DPO: the policy learns from ranked pairs, tied to a frozen reference."""
+"""The DPO stage: the policy learns from ranked pairs, relative to a frozen reference."""
 
 from collections.abc import Mapping
 from functools import cache, partial
@@ -23,7 +23,7 @@ from jrlhf.stages.preferences import collect_pairs, put_pairs
 
 
 def train_dpo(context: Context, policy: Model) -> Model:
-    """Runs the stage, or the rest of it; returns the trained actor. The given policy is used up."""
+    """Runs the stage, or its remaining steps, and returns the trained actor. The arrays of `policy` are freed."""
     config = context.config.dpo
     optimizer, clock = adamw(config, updates=config.steps), Clock(deadline=context.config.deadline)
     reference_model = context.initial.reference(policy)
@@ -64,7 +64,7 @@ def train_dpo(context: Context, policy: Model) -> Model:
         return actor.state, metrics
 
     if apart:
-        pairs()  # now, because they may be sampled from the policy
+        pairs()  # collected now, because pairs may be sampled from the policy, whose arrays training frees
     meta = {"corpus": context.task.fingerprint, "reference": reference_model.fingerprint()}
     init = partial(built.create, policy.params)
     state = run_stage(context, "dpo", config.steps, init, advance, save_every=config.save_every, meta=meta)

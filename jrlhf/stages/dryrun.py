@@ -1,4 +1,4 @@
-"""`--dry-run`: predicts states, calls and plan of a run. States are exact; nothing is compiled, trained or written."""
+"""`--dry-run`: describes memory, calls and plan of a run. The sizes of states are exact; nothing is compiled or run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,12 +30,12 @@ MIB = 2**20
 
 
 def describe(config: Config, *, all_settings: bool = False) -> str:
-    """The memory of each role on a device, the plan, the data, and the settings that are not the defaults, as text.
+    """Returns a text: memory of each role on a device, the plan, the data, and settings that are not the defaults.
 
-    A hub is never asked: of its weights and data only what is known by name is described. Whether the run's place can
-    be written is tried out.
+    It never accesses the hub, so weights and data on the hub are described only as far as their names tell. It does
+    test whether the run's directory can be written.
     """
-    select(config.device, config.distributed)  # the processes meet
+    select(config.device, config.distributed)  # connects the processes
     from_main(partial(check_place, config, partial(print, flush=True)))
     run = _DryRun(config, *select_resources(config))
     data = run.sources()
@@ -135,7 +135,7 @@ class _DryRun:
 
 
 def _scored_early(config: Config, graph: Graph, plan: Plan) -> list[str]:
-    """What may score rows of a rollout while others decode: calls of models on other devices, and functions."""
+    """Names what may score rows of a rollout while others decode: calls of models on other devices, and functions."""
     drawing = [call for call in graph if call.kind == "generate"]
     drawn = {output for call in drawing for output in call.outputs}
     texts = ("cost",) if "reward_model" in config.stages else ("reward", "cost")  # their models, if any, read text
@@ -146,7 +146,7 @@ def _scored_early(config: Config, graph: Graph, plan: Plan) -> list[str]:
 
 
 def _decoding_last(placement: Placement, groups: int | None) -> Slice:
-    """The devices on which the last rows decode."""
+    """Returns the devices on which the last rows decode."""
     devices = placement.devices
     return devices if groups is None else Slice(devices.start, groups * placement.tensor)
 

@@ -1,4 +1,4 @@
-"""Held-out evaluation: a policy's answers to prompts that it was not trained on, and their scores.
+"""Held-out evaluation: samples a policy's answers to prompts that it was not trained on, and scores them.
 
 It runs before and after an algorithm (`grade_before`, `compare`), and every few iterations (`validate`).
 """
@@ -22,7 +22,7 @@ from jrlhf.run.files import decode, encode, seal, unsealed
 from jrlhf.run.processes import from_main
 from jrlhf.stages.context import Context
 
-BEFORE = "before.json"  # a file of the run: the grades of the policy that its algorithm began with
+BEFORE = "before.json"  # a file of the run: the grades of the policy before the algorithm
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def grade_heldout(
 def grade_before(
     context: Context, policy: Model, rewards: Rewards | None = None, costs: Rewards | None = None
 ) -> Graded | None:
-    """Grades the policy from which an algorithm starts, and which it will use up. See `grade_heldout`.
+    """Grades the policy before an algorithm trains it, which frees its arrays. See `grade_heldout`.
 
     The run saves it in before.json. A resumed run reads it from there, unless policy, prompts or rewards have changed.
     """
@@ -116,7 +116,7 @@ def grade_before(
 
 
 def _read(context: Context, graded_as: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The saved grades, bit for bit; None if there are none, or if they are of another policy, prompts or rewards."""
+    """Returns the saved grades, bit for bit; None if there are none, or if policy, prompts or rewards differ."""
     path = context.run.path / BEFORE
     text = unsealed(path)
     if text is None and path.exists():
@@ -134,7 +134,7 @@ def grade(
     *,
     step: int = 0,
 ) -> Graded:
-    """Scores of responses by the task's measure, or else by the run's rewards; and their costs."""
+    """Scores responses by the task's gold measure, or else by the run's rewards; also computes their costs."""
     gold, sources = context.task.gold, tuple(example.source for example in prompts.examples)
     sequences = [prompt + response.ids for prompt, response in zip(prompts.ids, responses, strict=True)]
 
@@ -172,7 +172,7 @@ def _weighted_sum(
 
 
 def compare(before: Graded, after: Graded | None) -> dict:
-    """Both summaries, and the paired difference, after minus before, with its standard error."""
+    """Returns both summaries, and the paired difference, after minus before, with its standard error."""
     comparison = {"measure": before.measure, "n": len(before.scores), "before": before.summary()}
     if after is None:
         return comparison
@@ -193,9 +193,9 @@ def standard_error(values: np.ndarray) -> float:
 def validate(
     context: Context, policy: Model, rewards: Rewards, step: int, clock: Clock
 ) -> tuple[dict[str, float], list[dict[str, object]]]:
-    """Grades `validation.k` answers to each prompt: metrics `val-*` (docs/metrics.md), and all first answers.
+    """Grades `validation.k` answers to each prompt; returns metrics `val-*` (docs/metrics.md) and all first answers.
 
-    Metrics are those of all prompts, and of each source where the held-out prompts have several.
+    There are metrics of all prompts, and of each source if the held-out prompts have several.
     """
     config, heldout = context.config.validation, context.task.heldout
     assert config is not None
@@ -220,7 +220,7 @@ def validate(
 
 
 def statistics(rounds: Sequence[Graded]) -> dict[str, float]:
-    """The metrics of k answers to each prompt; `rounds` are the first answers to all prompts, the second, ..."""
+    """Returns the metrics of k answers to each prompt. rounds[i]: the grades of the answers number i to all prompts."""
     first, k = rounds[0], len(rounds)
     scores = np.stack([graded.scores for graded in rounds])
     items = {name: np.stack([graded.items[name] for graded in rounds]) for name in first.items}

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 class Outcome:
     """The results of a run's stages so far.
 
-    seconds: of each phase, in this process. reward: the reward model that the run trained, if any.
-    before: the grades of the policy that the algorithm began with. rewards, costs: what the answers are scored by.
+    seconds: duration of each phase in this process. reward: the reward model that the run trained, if any.
+    before: the grades of the policy before the algorithm. rewards, costs: the roles that score answers.
     """
 
     policy: Model
@@ -72,7 +72,7 @@ def finish(context: Context, outcome: Outcome) -> dict[str, Any]:
 
 
 def _summarise(context: Context, outcome: Outcome, after: Graded | None) -> dict[str, Any]:
-    """Writes samples and summary.json. With no algorithm the grades are those of the only policy, as `before`."""
+    """Writes samples and summary.json. Without an algorithm the grades of the only policy appear as `before`."""
     first, second = (after, None) if outcome.before is None else (outcome.before, after)
     summary: dict[str, Any] = {}
     if first is not None:
@@ -85,7 +85,7 @@ def _summarise(context: Context, outcome: Outcome, after: Graded | None) -> dict
 
 
 def card_facts(run: Run, config: Config, stage: str, step: int) -> "Facts":
-    """The contents of the cards of a run's models, after a step of the stage that trained the policy last."""
+    """The contents of the model cards of a run, after a step of the last stage that trained the policy."""
     from jrlhf.report import read_run
     from jrlhf.report.card import facts_of
 
@@ -98,7 +98,7 @@ def export(
 ) -> None:
     """Writes a model in Hugging Face form to model/ or reward_model/; an adapter also to adapter/, in PEFT's form.
 
-    Replaces what an earlier export of this run wrote. facts: for the cards; None in a process that writes nothing.
+    Replaces the files of an earlier export. facts: contents of the cards; None in a process that writes nothing.
     """
     origin = None if config.model.path is None else describe(config.model.path, "model.path")
     dtype = config.export.dtype
@@ -139,7 +139,7 @@ def _card(facts: "Facts | None", head: HeadKind, *, adapter: bool = False) -> di
 
 
 def _write_samples(context: Context, before: Graded, after: Graded | None) -> None:
-    StageRecords(context.run.path, "evaluation", -1)  # what an earlier end of this run wrote
+    StageRecords(context.run.path, "evaluation", -1)  # removes samples of an earlier evaluation of this run
     heldout = context.task.heldout
     assert heldout is not None
     samples = []

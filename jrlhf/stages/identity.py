@@ -1,4 +1,4 @@
-"""What a run builds on outside its checkpoints: recorded in each of them, and compared by a resume."""
+"""`Identity`: digests of a run's inputs (models, tokenizer, code). Checkpoints record it; a resume compares it."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -16,11 +16,11 @@ _VERSION = "identity"  # a key that checkpoints of older versions lack
 
 @dataclass(frozen=True)
 class Identity:
-    """The inputs of a run, as words.
+    """Identifies the inputs of a run by words: input -> a value or a digest of it.
 
-    words: of those that all stages share: the numbers of models, ids of tokens, modules of reward functions.
-    functions: keys of reward functions; such a word may change if the function stopped the run.
-    accepts: they may change anyway, as the command line says so.
+    words: the inputs that all stages share: sizes of models, ids of tokens, modules of reward functions.
+    functions: keys of reward functions; their words may change if the function stopped the run.
+    accepts: their words may change in any case (--accept-rewards).
     """
 
     words: Mapping[str, str] = field(default_factory=dict)
@@ -28,15 +28,15 @@ class Identity:
     accepts: bool = False
 
     def of_stage(self, words: Mapping[str, str]) -> dict[str, str]:
-        """Returns all words of a stage, for its checkpoints; those of the modules of functions that it calls."""
+        """Returns all words of a stage, for its checkpoints. Modules count only for functions that the stage calls."""
         functions = {key: key.removesuffix(MODULES) for key in self.words}
         shared = {key: word for key, word in self.words.items() if functions[key] not in self.functions - {*words}}
         return {_VERSION: "1", **shared, **words}
 
     def compare(self, run: Run, stage: str, there: Mapping[str, str], here: Mapping[str, str]) -> Iterator[str]:
-        """Compares the words of a checkpoint with those of this process; refuses another input.
+        """Compares the words of a checkpoint, `there`, with those of this process. Refuses inputs that differ.
 
-        Notes changes that are accepted in `run.changes`. Yields notices.
+        Appends accepted changes to `run.changes`. Yields notices.
         """
         unknown = [] if _VERSION in there else [key for key in here if key not in there]
         for key in {**there, **here}:
@@ -65,20 +65,20 @@ class Identity:
 def numbers(name: str, section: Any) -> dict[str, str]:
     """Returns `name.field` -> value for the fields of a dataclass that do not have their default.
 
-    So a field that a later version adds does not change the words of a run that does not use it.
+    So a field that a later version adds does not change the words of older runs.
     """
     changed = {item.name: value for item in fields(section) if (value := getattr(section, item.name)) != item.default}
     return {f"{name}.{key}": str(value) for key, value in changed.items()}
 
 
 def note_failure(run: Run, function: Mapping[str, str], message: str) -> None:
-    """Notes that a reward function stopped the run: a resume takes its mended version."""
+    """Records that a reward function stopped the run, so that a resume accepts its corrected version."""
     if run.writes and function:
         append_jsonl(run.path / FAILURES, [{**function, "message": message}])
 
 
 def _stopped(run: Path, function: str, there: Mapping[str, str]) -> bool:
-    """Tests whether the function with which a checkpoint was made is one that has stopped the run."""
+    """True if the function, in the version that the checkpoint names, has stopped the run."""
     keys = [key for key in (function, function + MODULES) if key in there]
     records = read_jsonl(run / FAILURES) if function in there else ()
     return any(all(record.get(key) == there[key] for key in keys) for record in records)

@@ -1,4 +1,4 @@
-"""Whether a stage learns: its learning rates, and whether its updates reach the weights."""
+"""`Learning`: monitors whether a stage learns: its learning rates, and its skipped updates."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from jrlhf.roles.initial import learning_rate
 
 
 class Learning:
-    """Follows the updates of a stage. Warns of a warm-up that does not fit, and at each role's first skipped update."""
+    """Monitors the updates of a stage. Warns of a warm-up that is too long, and at a role's first skipped update."""
 
     def __init__(self, config: Config, stage: str, state: Any, warn: Callable[[str], None]):
         self._stage, self._warn, self._limit = stage, warn, config.stop_after_skipped
@@ -29,9 +29,9 @@ class Learning:
                 warn(f"{key}.warmup={optimizer.warmup} is not below the {section.updates} updates: it is {warmup} here")
 
     def measure(self, state: Any, metrics: Mapping[str, Any], step: int) -> dict[str, float]:
-        """Returns the learning rates of the last updates, after iteration `step`, which had these metrics."""
+        """Returns the learning rates of the last updates, after iteration `step` with these metrics."""
         before, self._applied = self._applied, _applied(self._stage, state)
-        # A row whose score is not finite does not count: an update without any other row is skipped for that.
+        # A row whose score is not finite does not count; an update in which no row counts is skipped.
         lost = int(sum(metrics.get(f"{score}/nonfinite", 0) for score in ("critic/score", "cost")))
         if lost:
             self._warn_once("scores", step, f"{lost} scores are not finite, and nothing is learned from their rows")
@@ -50,9 +50,9 @@ class Learning:
             self._warn(f"{self._stage} step {step}: {text}")
 
     def in_vain(self, step: int, steps: int) -> str:
-        """Says why the run must end after this step; mostly empty.
+        """Returns the reason why the run must end after this step; empty if it goes on.
 
-        It must after too many skipped updates in a row, and at the end of a stage if a role has made no other.
+        It must end after too many skipped updates in a row, and at the end of a stage in which a role skipped all.
         """
         for role, skipped in self._skipped.items():
             none = step == steps and skipped and self._applied[role] == self._start[role]
@@ -67,7 +67,7 @@ class Learning:
 
 
 def _applied(stage: str, state: Any) -> dict[str, int]:
-    """The number of updates that each role's optimizer has made. A stage without roles trains one of its own name."""
+    """The number of updates that each role's optimizer has applied. A stage without roles counts as one role."""
     trained = {stage: state} if isinstance(state, TrainState) else getattr(state, "trained", {})
     counts = {role: optax.tree.get_all_with_path(own.opt_state, "count")[0][1] for role, own in trained.items()}
     return {role: int(count) for role, count in to_host(counts).items()}

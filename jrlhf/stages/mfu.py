@@ -30,9 +30,9 @@ CALLS = {
 
 @dataclass(frozen=True)
 class Utilisation:
-    """Compares the work of an iteration with the peak of the devices.
+    """Compares the operations of an iteration with the peak of the devices.
 
-    models: by role. meshes: of each call of the iteration's graph. peak: of one device.
+    models: by role. meshes: by call of the iteration's graph. peak: the peak of one device.
     """
 
     models: Mapping[str, Model]
@@ -56,18 +56,18 @@ class Utilisation:
 
         A utilisation is the number of operations that real tokens need (`models/flops.py`: no padding, no head for
         prompts, nothing recomputed), over the number that the devices of the call could have done in its seconds, which
-        include its compilation in the first iterations. There is no roofline where the seconds are those of other
-        responses, too: ReMax's greedy ones, DAPO's further rounds.
+        include its compilation in the first iterations. There is no roofline where the seconds also include other
+        responses: ReMax's greedy ones, DAPO's further rounds.
 
-        seconds: `timing_s/*`. prompts, responses: tokens of each row.
-        learned: rows with tokens to learn from; None: all. Under a token budget an update computes no others.
+        seconds: `timing_s/*`. prompts, responses: number of tokens of each row.
+        learned: mask of rows with tokens to learn from; None: all. With a token budget updates compute only these.
         texts: mask of the tokens that the actor imitates in addition.
-        rounds: of generation. stopped_updates: those that the algorithm left out because the KL was too large.
+        rounds: number of generation rounds. stopped_updates: updates that were left out because the KL was too large.
         """
         lengths, epochs = prompts + responses, self.algorithm.epochs
         if learned is None or self.algorithm.micro_batch_tokens is None:
             learned = np.ones_like(lengths, bool)
-        # The update that stopped the others was computed itself, and not applied.
+        # The first stopped update was computed, though not applied.
         left_out = max(stopped_updates - 1, 0) / (epochs * self.algorithm.minibatches)
 
         def trained(role: str) -> float:
@@ -119,7 +119,7 @@ def utilisation_of(
     placement_of: role -> its placement.
     """
     meshes = {call.name: placement_of(call.role)[call.name.partition(".")[2]].stored.mesh for call in graph}
-    if placement_of("actor")["update"].joint is not None:  # both in one call, as a learner's
+    if placement_of("actor")["update"].joint is not None:  # timed as one call, like a fused update
         meshes["learner.update"] = meshes.pop("actor.update")
         del meshes["critic.update"]
     peak = peak_of(meshes["actor.generate"].devices.flat[0])

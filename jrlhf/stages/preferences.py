@@ -28,7 +28,7 @@ def collect_pairs(context: Context, policy: Model) -> tuple[Pairs, Pairs]:
 
 
 def put_pairs(context: Context, pairs: Pairs, rows: np.ndarray) -> list[Array]:
-    """On the mesh: tokens and lengths of the chosen answers, then of the rejected ones, then the prompts' lengths."""
+    """Puts on the mesh: tokens and lengths of chosen answers, the same of rejected ones, and the prompts' lengths."""
     chosen, rejected = (
         pad_rows([side[row] for row in rows], context.length) for side in (pairs.chosen, pairs.rejected)
     )
@@ -40,7 +40,7 @@ def put_pairs(context: Context, pairs: Pairs, rows: np.ndarray) -> list[Array]:
 class _PolicySampler:
     """Answers a task's prompts with a policy, with the settings of rollouts.
 
-    seeds: the version of the generators' seeds, from the run's record. 2: from the purpose; 1: from its length.
+    seeds: version of the generators' seeds, as the run recorded it. 2: from the purpose; 1: from the purpose's length.
     """
 
     context: Context
@@ -48,7 +48,7 @@ class _PolicySampler:
     seeds: int
 
     def responses(self, prompts: Sequence[Ids], count: int, purpose: str) -> list[list[Response]]:
-        """`count` rounds; each has one response to each prompt."""
+        """Returns `count` rounds, each with one response to every prompt."""
         context, rows, rounds = self.context, len(prompts), []
         for number in range(count):
             context.console.line(f"sampling {purpose}: {number * rows} of {count * rows} responses")

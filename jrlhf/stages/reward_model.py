@@ -17,13 +17,13 @@ from jrlhf.stages.context import Context
 from jrlhf.stages.loop import run_stage
 from jrlhf.stages.preferences import collect_pairs, put_pairs
 
-NORMALISED_BY = 32_768  # answers at most; a larger dataset is represented by every n-th of its answers
+NORMALISED_BY = 32_768  # maximum number of answers to normalise by; of a larger dataset every n-th answer is scored
 
 
 def train_reward_model(context: Context, policy: Model) -> Model:
-    """Runs the stage, or the rest of it; returns the reward model. The policy stays as it is.
+    """Runs the stage, or its remaining steps, and returns the reward model. `policy` is not changed.
 
-    At the end its scores are shifted and scaled to mean 0 and deviation 1 over the pairs of the training: so the effect
+    At the end its scores are shifted and scaled to mean 0 and deviation 1 over the training pairs, so that the effect
     of PPO's KL coefficient does not depend on the scale of the reward model.
     """
     config = context.config.reward_model
@@ -66,10 +66,10 @@ def train_reward_model(context: Context, policy: Model) -> Model:
 
 
 def normalised(params, mean: float, deviation: float):
-    """Changes the head of a scalar model whose outputs have this mean and deviation, so that they have 0 and 1."""
+    """Rescales the head of a scalar model, whose outputs have this mean and deviation, to mean 0 and deviation 1."""
     kernel, bias = params["value_head"]["kernel"], params["value_head"]["bias"]
     scale = np.float32(1.0 / max(float(deviation), 1e-6))
-    # On the host: the head is one small vector, and a loop that has settled compiles nothing.
+    # Computed on the host: the head is one small vector, and late iterations should compile nothing.
     head = {
         "kernel": to_devices(to_host(kernel) * scale, kernel.sharding),
         "bias": to_devices((to_host(bias) - np.float32(mean)) * scale, bias.sharding),
@@ -78,7 +78,7 @@ def normalised(params, mean: float, deviation: float):
 
 
 def _accuracy(context: Context, reward: Model, pairs: Pairs) -> dict[str, float]:
-    """The share of pairs in the annotator's order: of those that it could tell apart, and of all."""
+    """The share of pairs that are scored in the annotator's order: of its clear pairs, and of all pairs."""
     chosen, rejected = (context.sampler.scores(reward, ids) for ids in (pairs.chosen, pairs.rejected))
     right = chosen > rejected
     if pairs.clear is None:

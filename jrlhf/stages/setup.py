@@ -71,7 +71,7 @@ from jrlhf.tasks.docstrings import task as docstrings
 @contextmanager
 def open_context(config: Config, *, resume: bool, accept_rewards: bool = False) -> Iterator[Context]:
     """Checks everything that a run needs, cheapest first, and opens its directory and services."""
-    select(config.device, config.distributed)  # the processes meet
+    select(config.device, config.distributed)  # connects the processes
     with (
         mirrored(config, resume=resume, tell=partial(print, flush=True)) as mirror,
         ExitStack() as stack,
@@ -133,7 +133,7 @@ def _open_context(
 
 
 def _model_words(models: Mapping[str, ModelConfig], tokenizer: Tokenizer) -> dict[str, str]:
-    """Returns the numbers of the models, and the ids of the tokens that a tokenizer's text does not name."""
+    """Returns words that identify the models' sizes and the tokenizer's special ids, which its JSON does not have."""
     actor, words = models["actor"], {}
     for role, model in models.items():
         words |= numbers(role, model) if role == "actor" or model != actor else {}
@@ -173,7 +173,7 @@ def load_task(config: Config, actor: ModelConfig) -> Task:
 
 
 def actor_tokenizer(config: Config, actor: ModelConfig) -> Tokenizer:
-    """The tokenizer in the actor's directory. Refuses roles that read the actor's tokens by another tokenizer."""
+    """The tokenizer in the actor's directory. Refuses a critic or reference with another tokenizer."""
     assert config.model.path is not None and isinstance(config.data, DatasetsData)
     tokenizer = own_tokenizer(config.model.path, "model.path", config.data, actor.vocab_size)
     for role in ("critic", "reference"):
@@ -187,7 +187,7 @@ def actor_tokenizer(config: Config, actor: ModelConfig) -> Tokenizer:
 
 
 def select_resources(config: Config, *, resume: bool = False) -> tuple[Mesh, dict[str, ModelConfig], Plan | None]:
-    """The mesh, the architectures and the algorithm's plan of a run that fits into the memory of its devices."""
+    """Returns mesh, architectures and the algorithm's plan. Refuses a run that does not fit into device memory."""
     mesh, models = select_mesh(config)
     plan = None
     if config.algorithm is not None:
@@ -200,7 +200,7 @@ def select_resources(config: Config, *, resume: bool = False) -> tuple[Mesh, dic
 
 
 def select_mesh(config: Config) -> tuple[Mesh, dict[str, ModelConfig]]:
-    """The mesh that the config asks for, and the architecture of every role; checks that they suit each other."""
+    """Returns the config's mesh and the architecture of every role; checks that they fit together."""
     devices = select(config.device, config.distributed)
     models = architectures(config)
     validate(config, len(devices), models)
@@ -214,9 +214,9 @@ def select_mesh(config: Config) -> tuple[Mesh, dict[str, ModelConfig]]:
 def select_plan(
     config: Config, models: dict[str, ModelConfig], devices: Sequence[Device], *, resume: bool = False
 ) -> Plan:
-    """The plan of the RL stage. Process 0 decides it for all: files and measurements of the others may differ.
+    """Returns the plan of the RL stage. Process 0 decides for all, since files and measurements may differ.
 
-    resume: plan=auto takes the plan that the run's first search found.
+    resume: with plan=auto, takes the plan that the run's first search found.
     """
     graph = graph_of(config)
 
@@ -250,7 +250,7 @@ def select_plan(
 
 
 def architectures(config: Config) -> dict[str, ModelConfig]:
-    """Role -> architecture, for the roles that the stages need. Reads config.json files at most."""
+    """Returns role -> architecture, for the roles that the stages need. Reads no files but config.json."""
     if config.model.path is None:
         actor = fresh_model(config.model)
     else:
@@ -327,7 +327,7 @@ def _check_kernels(config: Config, models: dict[str, ModelConfig], platform: str
 def check_sources(config: Config, task: Task, actor: ModelConfig, mesh: Mesh) -> dict[str, str]:
     """Reads every model's headers and all adapters, and imports every reward function once. Loads no weights.
 
-    Returns words that identify adapters, the tokenizers of reward models and the modules of reward functions.
+    Returns words (see `Identity`) for adapters, the tokenizers of reward models and the modules of reward functions.
     """
     words: dict[str, str] = {}
     from_main(partial(check_wandb, config))
@@ -359,7 +359,7 @@ def _check_function(reward: RewardConfig, seed: int, kind: Literal["reward", "co
 
 
 def _check_reward_model(path: str, key: str) -> str:
-    """Checks a reward model that reads text; returns one word for its tokenizer."""
+    """Checks a reward model that reads text; returns a digest of its tokenizer."""
     checkpoint = check_weights(path, key, head="scalar")
     if checkpoint.head != "scalar":
         raise UserError(

@@ -14,7 +14,7 @@ from jrlhf.stages.loop import run_stage
 
 
 def train_sft(context: Context, policy: Model) -> Model:
-    """Runs the stage, or the rest of it; returns the trained policy. The given policy is used up."""
+    """Runs the stage, or its remaining steps, and returns the trained policy. The arrays of `policy` are freed."""
     config, data = context.config.sft, context.task.sft
     assert data is not None
     optimizer = adamw(config, updates=config.steps)
@@ -41,7 +41,7 @@ def train_sft(context: Context, policy: Model) -> Model:
 
 
 def sft_rows(texts: Sequences, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens [B, T] of the texts, and the mask of the tokens that are learnt."""
+    """Returns the tokens [B, T] of the texts, and the mask of the tokens to learn."""
     tokens, _ = pad_rows(texts.ids, width)
     learn, _ = pad_rows(texts.learn, width)
     return tokens, learn.astype(bool)
@@ -53,7 +53,7 @@ def _mean_loss(context: Context, score, policy: Model) -> float:
     heldout = context.task.sft.heldout
     tokens, mask = sft_rows(heldout, context.length)
     lengths = np.array([len(ids) for ids in heldout.ids], np.int32)
-    mask[:, 0] = False  # nothing comes before it
+    mask[:, 0] = False  # the first token has no log-probability
     total = 0.0
     for rows, count in whole_batches(len(tokens), context.config.sft.batch):
         logprobs, _ = score(policy.params, *put_rows((tokens[rows], lengths[rows]), context.mesh), *policy.frozen)
