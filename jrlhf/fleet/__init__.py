@@ -1,1 +1,1 @@
-"""Asynchronous rollouts: which weights draw which tokens, and when the trainer learns from them."""
+"""Asynchronous rollouts: workers draw groups of responses while the trainer updates the weights."""

@@ -1,4 +1,4 @@
-"""The rollouts of an asynchronous run, as its iterations see them: batches with their responses, drawn ahead."""
+"""`AsynchronousRollouts`: gives the iterations of an asynchronous run batches whose responses were drawn ahead."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -31,12 +31,12 @@ from jrlhf.run.files import Closing
 
 
 class AsynchronousRollouts(Closing):
-    """The fleet, its prompts, and the reward functions, which score each group as soon as it is complete.
+    """Connects a `Fleet` with prompts and with reward functions, which score each group as soon as it is complete.
 
-    It draws on the devices of `actor.generate`, or in processes with the same mesh on devices of their own.
+    Rollouts run on the devices of `actor.generate`, or in processes that have the same mesh on their own devices.
 
-    take: (mesh, number of a batch) -> its prompts. rewards: all that score, of the reward and of the cost.
-    tell: is given a sentence about each process that is lost, and about alarms that only warn.
+    take: (mesh, number of a batch) -> its prompts. rewards: the roles that score rewards and costs.
+    tell: called with a sentence for each process that is lost, and for alarms that only warn.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class AsynchronousRollouts(Closing):
         self._mesh, self._clock, self._tokenizer = actor.placement["generate"].mesh, actor.clock, tokenizer
         self._wall, self._given = options.clock == "wall", None
         self._rewards = [own for own in rewards if own is not None]
-        self._base: Identity = {}  # of the frozen weights under an adapter, once it is computed
-        self._answers = dict[int, dict[str, Answers]]()  # by group and kind of reward
+        self._base: Identity = {}  # identity of the frozen weights under an adapter; empty: not computed yet
+        self._answers = dict[int, dict[str, Answers]]()  # number of a group -> kind of reward -> pending answers
         groups = section.rollout_batch // samples
         self._stream = PromptStream(lambda number: take(self._mesh, number), self._mesh, groups, samples)
         count, compiled = config.logical_workers, actor.compiled("generate")
@@ -65,7 +65,7 @@ class AsynchronousRollouts(Closing):
             def batch() -> ContinuousBatch:
                 return compiled.continuous(sampling, config.rollout, samples, slots, width)
 
-            shares = {0: count}  # number of a process -> of its logical workers
+            shares = {0: count}  # number of a process -> number of its logical workers
             if config.fleet is None:
                 lanes = [SliceWorkers([batch() for _ in range(count)])]
             else:
@@ -73,7 +73,7 @@ class AsynchronousRollouts(Closing):
                 setup = describe(self._mesh, model, actor.compute, sampling, config.rollout, **numbers)
                 shares = dict(enumerate(map(len, np.array_split(range(count), config.fleet.workers or 1))))
                 template = batch()
-                del template.state  # its memory
+                del template.state  # frees its memory
                 lanes = [
                     ProcessWorkers(template, own, setup, config.fleet, run_path(config), tell)
                     for own in ([{number: share} for number, share in shares.items()] if self._wall else [shares])
@@ -108,11 +108,11 @@ class AsynchronousRollouts(Closing):
 
     @property
     def state(self) -> FleetState | None:
-        """The state after an iteration, as `Fleet.state`. With the wall clock one that cannot be saved: see `saved`."""
+        """The state after an iteration, as `Fleet.state`. With the wall clock a placeholder: see `saved`."""
         return self._given if self._wall else self._state()
 
     def saved(self, state: Any) -> Any:
-        """What is saved of a run's state after an iteration. With the wall clock the fleet's state is taken for it."""
+        """Returns what a checkpoint saves of a run's state. With the wall clock it gets the fleet's present state."""
         return replace(state, fleet=self._state()) if self._wall and self._fleet.started else state
 
     def _state(self) -> FleetState:
@@ -126,7 +126,7 @@ class AsynchronousRollouts(Closing):
             return self._fleet.fresh(*published)
 
     def start(self, state: FleetState | None, actor: Actor) -> None:
-        """Goes on from a state, with the actor's weights. Later calls change nothing: the state is the fleet's own."""
+        """Starts the fleet from a state, with the actor's weights. Later calls do nothing: the fleet has its state."""
         if not self._fleet.started:
             assert state is not None
             published = self._published(actor)
@@ -134,11 +134,11 @@ class AsynchronousRollouts(Closing):
                 self._fleet.start(state, *published)
             if self._wall:
                 self._given = FleetState(None, state.started, state.times)
-                for leaf in jax.tree.leaves(state.times):  # so that nobody saves what the fleet has left behind
+                for leaf in jax.tree.leaves(state.times):  # deleted, so that nobody saves the outdated state
                     leaf.delete()
 
     def collect(self, step: int) -> Batch:
-        """The next batch, with its rollout and what functions say of it."""
+        """Returns the next batch, with its rollout and the pending answers of the reward functions."""
         with jax.set_mesh(self._mesh):
             collected = self._clock.run("gen", self._collect)
             asked = [self._answers.pop(int(number)) for number in collected.numbers]
@@ -154,14 +154,14 @@ class AsynchronousRollouts(Closing):
         return self._fleet.collect()
 
     def publish(self, actor: Actor) -> dict[str, float]:
-        """Hands the actor's new weights to the fleet; returns metrics."""
+        """Publishes the actor's new weights to the fleet; returns metrics."""
         published = self._published(actor)
         with jax.set_mesh(self._mesh):
             self._clock.run("gen", self._fleet.publish, *published)
         return self._fleet.metrics()
 
     def _ask(self, group: Collected) -> None:
-        """Begins to ask the functions about a complete group."""
+        """Starts the reward functions on a complete group."""
         number = int(group.numbers[0])
         examples, texts = self._stream.rows(group)
         responses = to_responses(self._tokenizer, group.rows.tokens, group.rows.lengths, group.rows.finished)
@@ -173,14 +173,14 @@ class AsynchronousRollouts(Closing):
         }
 
     def _published(self, actor: Actor) -> tuple[Weights, Identity]:
-        """The weights as decoding programs take them, and the identity that they must have."""
+        """Returns the weights for decoding programs, and the identity that they must have."""
         model = actor.model
         with jax.set_mesh(model.mesh):
             if model.base is None:
                 expected = trained_identity(model.params, dtype=actor.compute.dtype)
             else:
                 self._base = self._base or drawing_identity(base_on(model.base, model.mesh))
-                expected = copied(self._base) | adapter_identity(model.params)  # a state has it, and may be freed
+                expected = copied(self._base) | adapter_identity(model.params)  # states may be freed
         weights, adapter = actor.drawing_weights()
         with jax.set_mesh(self._mesh):
             return (weights, copied(adapter)), expected

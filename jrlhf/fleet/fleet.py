@@ -1,8 +1,9 @@
-"""Draws groups by the rules of an asynchronous run.
+"""`Fleet`: draws groups of responses by the rules of an asynchronous run (`schedule.py`).
 
-Logical workers have decode slots. Those of a lane decode their chunks together; lanes do not wait for each other. With
-the virtual clock all workers are one lane, and counts say which chunks come before which update: a run has the same
-bits on any hardware, and again after a kill. With the wall clock each process is a lane, and arrival decides.
+A logical worker is a batch of decode slots. The workers of a lane decode their chunks together; lanes do not wait for
+each other. With the virtual clock all workers form one lane, and counts of decode steps determine which chunks come
+before which update, so a run has the same bits on any hardware and after a kill. With the wall clock each process is
+a lane, and the order of arrival decides.
 """
 
 import time
@@ -28,24 +29,24 @@ from jrlhf.models.generation.continuous import Decoding, Progress, Prompt, Weigh
 
 
 class _Update(NamedTuple):
-    """Weights that were published. saved: those, if a state needs them."""
+    """Weights that were published. handle: what `Workers.put` returned. saved: the weights, if a state needs them."""
 
     version: int
     handle: Any
-    expected: Identity  # as the trainer computes it from its own
+    expected: Identity  # computed by the trainer from its own weights
     saved: Weights | None
 
 
-_Swap = tuple[_Update, Mapping[int, Prompt] | None]  # and prompts of the rows whose caches are computed again
+_Swap = tuple[_Update, Mapping[int, Prompt] | None]  # new weights; prompts of the rows whose caches to recompute
 
 
 @dataclass
 class _Lane:
     """Workers that decode their chunks together and draw with one version.
 
-    first: number of its first logical worker. drew: the updates whose tokens are not all compared, the one that draws
-    as the last one. retired: of those that draw no more, with the rows so far. tracked: rows that go on from them.
-    chunk: what it decodes. since: when its last one ended. waited: seconds between chunks.
+    first: number of its first logical worker. drew: updates whose tokens are not all compared; the last one draws now.
+    retired: updates that no longer draw, each with the rows at its end. tracked: rows that continue with caches of
+    retired weights. chunk: the chunk that it decodes. since: when its last chunk ended. waited: seconds between chunks.
     """
 
     workers: Workers
@@ -59,20 +60,20 @@ class _Lane:
 
     @property
     def version(self) -> int:
-        """The version that draws."""
+        """The version of the weights that draw now."""
         return self.drew[-1].version
 
 
 class Fleet:
     """The rollouts of an asynchronous run. Mutable; `state` and `start` save and restore it.
 
-    Between `collect` and the next call it draws on for as long as the update takes: in a thread, if the workers have
-    devices of another process; otherwise at the beginning of the next call, when the trainer's programs are enqueued.
+    After `collect` it continues to draw for as long as the update takes. If the workers are other processes, a thread
+    does this; otherwise the next call does, when the trainer's programs are already enqueued.
 
-    lanes: with the virtual clock, one. mesh: where `state` is.
-    on_complete: is called with each group as soon as it is complete, from that thread, too.
-    samples: rows of a group. limit: tokens of a row. reward: time from a group's last token to its score.
-    recompute: what compares log-probabilities, if `compares`; None: nothing does, and no state has rows for it.
+    lanes: one with the virtual clock. mesh: the mesh of `state`.
+    on_complete: called with each group as soon as it is complete; possibly from that thread.
+    samples: rows of a group. limit: maximum tokens of a row. reward: time from a group's last token to its score.
+    recompute: compares log-probabilities if `compares` is true. None: states have no tracked rows.
     """
 
     def __init__(
@@ -97,23 +98,23 @@ class Fleet:
         self._on_complete, self._samples, self._limit = on_complete, samples, limit
         self._groups, self._drawn = Groups[int](), dict[int, Drawn]()
         self._prompts: dict[int, Prompt] = {}
-        self._worker: dict[int, int] = {}  # that draws a group
+        self._worker: dict[int, int] = {}  # number of a group -> worker that draws it
         self._times = Times(0, 0, 0, 0, 0)
-        self._taken = False  # whether this version has learned from a batch
+        self._taken = False  # whether a batch was collected since the last update
         self.started = False
         self._newest: _Update | None = None
-        self._proofs: list[tuple[int, Identity, Identity]] = []  # version, identity of what draws, what it must be
+        self._proofs: list[tuple[int, Identity, Identity]] = []  # version, identity at the workers, expected identity
         self._recompute, self._compared = recompute, Compared()
         self._compares = recompute is not None and compares
         self._ready = 0  # time at which the batch in training was complete
         self._waits: dict[str, float] = {}
         self._threads = ThreadPoolExecutor(1 + len(lanes), "fleet") if lanes[0].own_devices else None
-        self._ahead: Callable[[], None] = lambda: None  # waits for what is drawn during the update
+        self._ahead: Callable[[], None] = lambda: None  # finishes the drawing that overlaps with the update
 
-    # ---- what a run keeps
+    # ---- the state for checkpoints
 
     def fresh(self, weights: Weights, expected: Identity) -> FleetState:
-        """The state before anything is drawn, with the first weights."""
+        """Returns the state before anything is drawn, with the first weights."""
         self._newest = _Update(0, None, expected, self._saved(weights))
         self._lanes[0].drew = [self._newest]
         self._lanes[0].tracked = None if self._recompute is None else self._recompute.fresh()
@@ -121,9 +122,9 @@ class Fleet:
 
     @property
     def state(self) -> FleetState:
-        """The state as arrays on devices, which the next chunk uses up. Raises RunFailure as `collect` does.
+        """The state as arrays on devices, which the next chunk donates. Raises RunFailure as `collect` does.
 
-        With the wall clock all lanes end their chunks for it, and take the newest weights.
+        With the wall clock all lanes first finish their chunks and take the newest weights.
         """
         while any(lane.chunk is not None for lane in self._lanes):
             self._note_first()
@@ -137,7 +138,7 @@ class Fleet:
         return self._state([state for own in decoding for state in own])
 
     def _state(self, decoding: list[Decoding]) -> FleetState:
-        places = int(self._rules.batch * (self._rules.staleness + 1))  # no more groups are ever under way: `may_start`
+        places = int(self._rules.batch * (self._rules.staleness + 1))  # `may_start` admits no more groups
         blank = Drawn.blank(self._samples, limit=self._limit)
         started = pack(self._groups, self._drawn, self._worker, places, blank)
         host = started, jax.tree.map(np.int32, self._times)
@@ -145,11 +146,11 @@ class Fleet:
         slots = decoding[0] if len(decoding) == 1 else tuple(decoding)
         present = self._lanes[0].drew[-1]
         lagging = None if present.saved is None else (present.saved, present.expected)
-        # With the wall clock lanes depend on the processes, and rows that go on are not tracked after a resume.
+        # With the wall clock the lanes depend on the number of processes, so a resume does not track rows.
         return FleetState(slots, started, times, lagging, None if self._wall else self._lanes[0].tracked)
 
     def start(self, state: FleetState, weights: Weights, expected: Identity) -> None:
-        """Goes on from a state, with the trainer's present weights and their identity."""
+        """Continues from a state, with the trainer's present weights and their identity."""
         started, times = to_host((state.started, state.times))
         self._times = jax.tree.map(int, times)
         self._groups, self._drawn, self._worker = unpack(started)
@@ -170,7 +171,7 @@ class Fleet:
             lane.since = time.monotonic()
 
         for lane in self._lanes:
-            # Rows that went on while nothing was compared are not there.
+            # The state has no tracked rows if nothing was compared.
             there = self._recompute is None or (self._compares and not self._wall)
             lane.tracked = state.tracked if there or self._recompute is None else self._recompute.fresh()
         for began in [self._submit(begin, lane) for lane in self._lanes]:
@@ -186,10 +187,10 @@ class Fleet:
         if self._threads is not None:
             self._threads.shutdown()
 
-    # ---- what an iteration does
+    # ---- the calls of an iteration
 
     def wanted(self) -> list[int]:
-        """The numbers of the groups whose prompts `collect` may need, and that were not submitted."""
+        """Returns the numbers of the groups whose prompts `collect` may need and were not submitted yet."""
         self._ahead()
         rules, times = self._rules, self._times
         limit = int(rules.batch * (times.published + rules.staleness + 1 + times.spare + self._taken))
@@ -197,13 +198,13 @@ class Fleet:
         return [number for number in numbers if number not in self._prompts]
 
     def submit(self, prompts: Sequence[Prompt]) -> None:
-        """Gives the prompts of groups, which start when they may."""
+        """Adds the prompts of groups. A group starts once the rules admit it."""
         self._prompts |= {prompt.number: prompt for prompt in prompts}
 
     def collect(self) -> Collected:
-        """Draws until the next batch is complete, and takes it out. An update may take several.
+        """Draws until the next batch is complete, removes and returns it. An iteration may collect several batches.
 
-        Raises RunFailure if other weights may have drawn it, or the right ones wrongly.
+        Raises RunFailure if the workers' weights, or the log-probabilities of their tokens, fail a check.
         """
         self._ahead()
         began = time.monotonic()
@@ -231,10 +232,10 @@ class Fleet:
         return rows
 
     def publish(self, weights: Weights, expected: Identity) -> None:
-        """Draws as long as the update takes, and then takes the new weights, as soon as they may be taken.
+        """Draws as long as the update takes; then workers take the new weights as soon as the rules allow it.
 
-        expected: the identity of these weights, as the trainer computes it from its own. A batch that other weights may
-        have drawn is not given out: the next `state` or `collect` raises RunFailure.
+        expected: the identity of these weights, computed by the trainer. If the workers' weights differ from it, the
+        next `state` or `collect` raises RunFailure, so no batch of theirs is returned.
         """
         if self._wall and self._threads is None:  # JAX did not wait for the update
             leaves = jax.tree.leaves(weights)
@@ -256,9 +257,8 @@ class Fleet:
             self._swap(lane)
 
     def metrics(self) -> dict[str, float]:
-        """Returns how long each side waited for the other, in decode steps or in seconds, counts of rows and groups,
-        what it took to hand weights over, and how far the log-probabilities of tokens are from those that were computed
-        again."""
+        """Returns waiting times of both sides, in decode steps or seconds, counts of rows and groups, costs of weight
+        transfers, and the mean distance of the tokens' log-probabilities from the recomputed ones."""
         metrics = dict(self._waits)
         if self._wall:
             metrics["async/rollouts_wait_seconds"] = float(np.mean([lane.waited for lane in self._lanes]))
@@ -275,10 +275,10 @@ class Fleet:
         metrics |= {} if alarms is None else {"async/logprob_alarms": float(sum(alarms.values()))}
         return metrics | ({"async/logprob_distance": compared.distance / compared.tokens} if compared.tokens else {})
 
-    # ---- identity
+    # ---- new weights and their identity
 
     def _update(self, lane: _Lane) -> _Swap | None:
-        """The arguments of `_take`, if there are newer weights and the lane may take them, which it has to do then."""
+        """Returns the arguments of `_take` if the lane may take newer weights, else None. The lane must then do so."""
         if self._newest is None or not self._may_swap(lane):
             return None
         self._times, again = replace(self._times, version=self._newest.version), None
@@ -287,32 +287,32 @@ class Fleet:
         return self._newest, again
 
     def _swap(self, lane: _Lane) -> None:
-        """Takes the newest weights, if there are newer ones and they may be taken."""
+        """Lets the lane take the newest weights, if they are newer than its own and it may take them."""
         if update := self._update(lane):
             self._retire(lane, self._take(lane, *update))
             if self._on_new_weights == "finish" and self._threads is None:
                 self._compare_retired()  # all rows are done, and the memory of these weights is needed
 
     def _take(self, lane: _Lane, update: _Update, again: Mapping[int, Prompt] | None = None) -> DrawnRows | None:
-        """Draws with these weights from now on. Notes what `_check` compares; returns what `_retire` needs."""
-        drawn = {} if self._on_new_weights == "finish" else None  # then no row is half drawn
+        """Makes the lane draw with these weights. Records identities for `_check`; returns rows for `_retire`."""
+        drawn = {} if self._on_new_weights == "finish" else None  # with "finish" no row is running now
         if self._wall and lane.drew:
             drawn = lane.workers.drawn()
         for old, new in lane.workers.take(update.handle, again):
-            if old is not None and lane.drew:  # the old ones must not have changed meanwhile
+            if old is not None and lane.drew:  # the old weights must not have changed while they drew
                 self._proofs.append((lane.version, old, lane.drew[-1].expected))
             self._proofs.append((update.version, new, update.expected))
         lane.drew.append(update)
         return drawn
 
     def _saved(self, weights: Weights) -> Weights | None:
-        """The weights, as far as a state needs them: with "finish" older ones than the trainer's may draw."""
+        """Returns the weights that a state saves: with "finish" weights older than the trainer's may draw."""
         base, adapter = weights
-        return (({} if adapter else base), adapter) if self._on_new_weights == "finish" else None  # a base is the same
+        return (({} if adapter else base), adapter) if self._on_new_weights == "finish" else None  # not a base
 
     def _check(self) -> None:
-        """Compares the weights that drew with what they must be."""
-        while self._proofs:  # lanes add to them
+        """Compares the identities of the weights that drew with the expected ones."""
+        while self._proofs:  # threads of lanes may append meanwhile
             version, *identities = self._proofs.pop(0)
             drawing, expected = to_host(identities)
             if wrong := differences(drawing, expected):
@@ -324,12 +324,12 @@ class Fleet:
     # ---- log-probabilities
 
     def _numbers_of(self, lane: _Lane, numbers: Iterable[int]) -> list[int]:
-        """Those of these groups that a lane draws."""
+        """Returns those of these groups that a lane draws."""
         own = range(lane.first, lane.first + len(lane.workers.rooms))
         return [number for number in numbers if self._worker[number] in own]
 
     def _rows(self, numbers: Iterable[int], running: DrawnRows) -> list[Row]:
-        """The rows of these groups, as far as they are drawn. running: those that are not done."""
+        """Returns the rows of these groups with their tokens so far. running: the tokens of rows that are not done."""
         rows: list[Row] = []
         for number in numbers if self._compares else ():
             prompt, drawn = self._prompts[number], self._drawn[number]
@@ -349,7 +349,7 @@ class Fleet:
         return self._recompute.compare(update.version, weights, rows, lane.tracked)
 
     def _retire(self, lane: _Lane, running: DrawnRows | None) -> None:
-        """Notes what the versions before the present one drew: they draw no more. None: the next state will tell."""
+        """Records the rows of versions that no longer draw. running: None if unknown; then the next `state` does it."""
         if running is None or len(lane.drew) < 2:
             return
         rows = self._rows(self._numbers_of(lane, self._drawn), running)
@@ -357,7 +357,7 @@ class Fleet:
         lane.drew = lane.drew[-1:]
 
     def _compare_retired(self) -> None:
-        """Compares what was noted, and lets those versions go."""
+        """Compares the recorded rows of retired versions, and drops those versions."""
         for lane in self._lanes:
             while lane.retired:
                 _, lane.tracked = self._compare(lane, *lane.retired.pop(0))
@@ -366,16 +366,16 @@ class Fleet:
 
     @property
     def _end(self) -> int:
-        """The virtual time at which the update with the present batch ends."""
+        """The virtual time at which the update on the collected batch ends."""
         return max(self._times.trainer, self._ready) + int(self._rules.update)
 
     def _draw_ahead(self) -> Callable[[], None]:
-        """Begins to draw during the update, as long as that takes; returns what waits for the end of it."""
+        """Starts to draw during the update, for as long as that takes; returns a function that finishes it."""
         if not self._wall:
             end = self._end
             start = partial(self._draw_until, lambda: self._times.rollouts >= end)
             return cache(start) if self._threads is None else self._threads.submit(start).result
-        if self._threads is None:  # `publish` draws until the weights are there
+        if self._threads is None:  # `publish` draws until the weights are ready
             return lambda: None
         ended = Future[None]()
         drawing = self._threads.submit(self._draw_until, ended.done, ended)
@@ -404,12 +404,12 @@ class Fleet:
         return newer and may_swap(self._on_new_weights, lane.workers.running)
 
     def _advance(self, end: Future | None = None) -> None:
-        """Lets the lanes decode, and notes what those drew that are done first, unless `end` comes before."""
+        """Lets the lanes decode, and records the results of those that finish first. Returns early if `end` is done."""
         self._dispatch()
         self._note_first(end)
 
     def _dispatch(self) -> None:
-        """Lets each idle lane take new weights, fills the free slots, where it may, and begins a chunk."""
+        """Lets each idle lane take new weights, fills its free slots as far as the rules allow, and starts a chunk."""
         idle = [lane for lane in self._lanes if lane.chunk is None]
         for lane in idle if self._threads is None else ():
             self._swap(lane)
@@ -420,7 +420,7 @@ class Fleet:
                 lane.chunk = self._submit(self._decode, lane, update, entering)
 
     def _entering(self, lanes: Sequence[_Lane]) -> list[list[list[Prompt]]]:
-        """The prompts that may start, for each lane and worker: the next one is drawn where most slots are free."""
+        """Returns the prompts that may start, by lane and worker. Each goes to the worker with most free slots."""
         rooms = {(at, own): room for at, lane in enumerate(lanes) for own, room in enumerate(lane.workers.rooms)}
         entering: list[list[list[Prompt]]] = [[[] for _ in lane.workers.rooms] for lane in lanes]
         while rooms and max(rooms.values()) > 0 and self._may_start():
@@ -435,7 +435,7 @@ class Fleet:
     def _decode(
         self, lane: _Lane, update: _Swap | None, entering: list[list[Prompt]]
     ) -> tuple[DrawnRows | None, list[Progress]]:
-        """What a lane does in a thread of its own, if there are threads."""
+        """Takes new weights, if any, and decodes a chunk. Runs in a thread of the lane, if there are threads."""
         drawn = self._take(lane, *update) if update else None
         progress = lane.workers.decode(entering)
         lane.since = time.monotonic()
@@ -449,7 +449,7 @@ class Fleet:
         return done
 
     def _note_first(self, end: Future | None = None) -> None:
-        """Waits for a lane, or for `end`, and notes what lanes drew that are done."""
+        """Waits for the first lane, or for `end`, and records the results of all lanes that are done."""
         wait([own for own in (end, *(lane.chunk for lane in self._lanes)) if own], return_when=FIRST_COMPLETED)
         for lane in self._lanes:
             if lane.chunk is not None and lane.chunk.done():
@@ -458,7 +458,7 @@ class Fleet:
                 self._note(lane, progress)
 
     def _note(self, lane: _Lane, progress: Sequence[Progress]) -> None:
-        """Notes what a lane drew in a chunk. Time goes on by its steps: with the wall clock, it is an order."""
+        """Records what a lane drew in a chunk, and advances the virtual time (with the wall clock only an order)."""
         now = self._times.rollouts + max((row.end - row.start for row in progress), default=0)
         self._times = replace(self._times, rollouts=now)
         for row in progress:

@@ -1,7 +1,7 @@
-"""Fingerprints of weights: proof that the weights that draw are those that the trainer made.
+"""Fingerprints of weights, which prove that the workers draw with the trainer's weights.
 
-A fingerprint is made on the devices, from the bits of the arrays that go into the decoding programs. It does not depend
-on how they are divided over devices, nor on whether the layers are stacked.
+A fingerprint is computed on the devices, from the bits of the arrays that the decoding programs read. It does not
+depend on how they are divided over devices, nor on whether the layers are stacked.
 """
 
 from collections.abc import Mapping
@@ -17,19 +17,19 @@ from jrlhf.models.params import Params
 from jrlhf.roles.pretrained import cast_matrices
 from jrlhf.run.checkpoints import fingerprint
 
-Identity = dict[str, UInt32[Array, "..."]]  # name of a weight -> 32 bits; of a weight of all layers, 32 bits a layer
+Identity = dict[str, UInt32[Array, "..."]]  # name of a weight -> 32 bits, of each layer for a layer's weight
 
 
 @partial(jax.jit, static_argnames="dtype")
 def trained_identity(params: Params, *, dtype: Any) -> Identity:
-    """The identity of weights with stacked layers, cast to the dtype in which they draw."""
+    """The identity that weights with stacked layers have after the cast to `dtype`, in which they draw."""
     params = cast_matrices(params, dtype)
     return _named(_others(params), fingerprint) | _named({"layers": params["layers"]}, jax.vmap(fingerprint))
 
 
 @jax.jit
 def drawing_identity(weights: Params, adapter: Params | None = None) -> Identity:
-    """The identity of weights as decoding programs take them, where the layers are a list, and of their adapter."""
+    """The identity of weights for decoding programs, whose layers are a list, and of their adapter."""
     layers = [_named({"layers": layer}, fingerprint) for layer in weights["layers"]]
     own = _named(_others(weights), fingerprint) | jax.tree.map(lambda *words: jnp.stack(words), *layers)
     return own | adapter_identity(adapter)
@@ -37,12 +37,12 @@ def drawing_identity(weights: Params, adapter: Params | None = None) -> Identity
 
 @jax.jit
 def adapter_identity(adapter: Params | None) -> Identity:
-    """The part of an identity that speaks of an adapter. Neither training nor decoding stores it otherwise."""
+    """The part of an identity for an adapter, which training and decoding store in the same form."""
     return _named({"adapter": adapter}, fingerprint)
 
 
 def differences(drawing: Mapping[str, Any], trained: Mapping[str, Any]) -> list[str]:
-    """The names of the weights that two identities, both on the host, do not have in common."""
+    """The names of the weights that differ between two identities on the host."""
     names = sorted({*drawing, *trained})
     return [name for name in names if not np.array_equal(drawing.get(name), trained.get(name))]  # type: ignore[arg-type]
 

@@ -1,6 +1,6 @@
-"""Predicts what an asynchronous setting costs, from a simulated run: time, waiting, ages of tokens and lost tokens.
+"""Predicts the costs of an asynchronous setting from a simulated run: time, waiting, ages of tokens, lost tokens.
 
-`predicted` does so for a config on a plan, in seconds; `choose` for each division of the devices.
+`predict` counts in decode steps. `predicted` takes a config on a plan and seconds; `choose` compares plans.
 """
 
 import math
@@ -21,25 +21,25 @@ from jrlhf.planning.search import Found
 from jrlhf.planning.show import STEADY, in_columns
 from jrlhf.planning.time import CostModel
 
-VERSIONS = 60  # updates of a simulated run of a config: a second for a batch of a thousand rows
-BOUNDS = 0, 1, 2, 4, 8  # of the age of tokens, that are compared
+VERSIONS = 60  # updates of a config's simulated run, which takes about a second for batches of a thousand rows
+BOUNDS = 0, 1, 2, 4, 8  # bounds on the age of tokens to compare
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a setting costs. Times are in decode steps, ages in versions, shares between 0 and 1.
+    """The costs of a setting. Times are in decode steps, ages in versions, shares between 0 and 1.
 
     step: time from one update to the next. trainer_waits: share of the time in which the trainer does not update.
     rollouts_wait: share of the slots' time in which they hold no row, or decoding stops for new weights.
-    mean_age, max_age: of all tokens that an update read. max_full_age: of those with full weight.
-    group_age, max_group_age: of groups, from the version that drew their first token.
+    mean_age, max_age: ages of all tokens that updates read. max_full_age: maximum age of tokens with full weight.
+    group_age, max_group_age: mean and maximum age of groups, counted from the version that drew their first token.
     discarded: share of rows that were dropped.
     older: share of sampled tokens that an update read and that were older than the bound. A mask gives them weight 0,
-        a truncated importance weight no more than itself.
-    zero_weight: share of sampled tokens with weight 0 where older ones are masked, those of dropped rows included.
+        truncated importance weighting at most the truncation bound.
+    zero_weight: share of sampled tokens with weight 0 if older ones are masked; includes tokens of dropped rows.
     full_weight: tokens with full weight over sampled tokens, by quartile of row length, shortest rows first.
-    time_per_batch: time in which as many tokens are learned from with full weight as a batch of sampled rows has.
-    length_ratio: mean length of the rows that updates read over that of the rows that started in the meantime.
+    time_per_batch: time to learn with full weight from as many tokens as a batch of sampled rows has.
+    length_ratio: mean length of rows that updates read, over the mean length of rows that started in the same time.
     """
 
     step: float
@@ -59,7 +59,7 @@ class Prediction:
 
 
 def predict(setting: Setting, versions: int = 300, seed: int = 0) -> Prediction:
-    """Simulates this number of updates and returns what one of them costs."""
+    """Simulates `versions` updates and returns the mean costs of one."""
     return summarise(simulate(setting, versions, seed))
 
 
@@ -72,8 +72,8 @@ def trade_off(setting: Setting, bounds: Sequence[float], versions: int = 300, se
 def summarise(trace: Trace) -> Prediction:
     """Averages a simulated run of at least 5 updates, without the first fifth, in which slots and queue fill.
 
-    Ages and shares are those of the groups that started in the middle three fifths: also of a group that takes long,
-    the end of the run knows what became of it.
+    Ages and shares are those of groups that started in the middle three fifths, so that even slow groups have ended
+    when the run ends.
     """
     setting, rules, versions = trace.setting, trace.setting.rules, len(trace.begins)
     first, last = versions // 5, versions - 1
@@ -114,9 +114,9 @@ def summarise(trace: Trace) -> Prediction:
 def token_versions(
     trace: Trace, groups: Bool[np.ndarray, "G"]
 ) -> tuple[Int[np.ndarray, "N"], Int[np.ndarray, "N"], Int[np.ndarray, "N"]]:
-    """(row, version, number of tokens) of all stretches of tokens of one row that one version drew.
+    """Returns (row, version, number of tokens) for each sequence of a row's tokens that one version drew.
 
-    Rows are those of the chosen groups, numbered in order; the stretches of a row follow each other.
+    Rows are those of the chosen groups, numbered in order; the sequences of a row are neighbours.
     """
     starts, lengths = trace.starts[groups].ravel(), trace.lengths[groups].ravel()
     oldest, newest = np.searchsorted(trace.swaps, [starts, starts + lengths - 1], side="right") - 1
@@ -126,7 +126,7 @@ def token_versions(
     begins = np.append(trace.swaps, np.iinfo(np.int64).max)
     ends = np.minimum(begins[versions + 1], (starts + lengths)[rows])
     tokens = ends - np.maximum(begins[versions], starts[rows])
-    drew = tokens > 0  # versions that newer ones overtook drew none
+    drew = tokens > 0  # a version that was replaced at once drew no token
     return rows[drew], versions[drew], tokens[drew]
 
 
@@ -135,11 +135,11 @@ def token_versions(
 
 @dataclass(frozen=True)
 class Predicted:
-    """An asynchronous config on a plan. Shares are those of the time from update to update.
+    """Predicted costs of an asynchronous config on a plan. Shares are of the time from update to update.
 
-    outcome: the plan, and an iteration in which rollouts and training take turns. staleness, slots: of the config.
-    seconds: from update to update. update_steps: decode steps that an update takes. useful: seconds in which as many
-    tokens are learned from with full weight as a batch of sampled rows has.
+    outcome: the plan, and its iteration without overlap. staleness, slots: the config's settings.
+    seconds: from update to update. update_steps: an update's duration in decode steps. useful: seconds to learn with
+    full weight from as many tokens as a batch of sampled rows has.
     """
 
     outcome: Found
@@ -154,10 +154,10 @@ class Predicted:
 
 
 def predicted(config: Config, prices: CostModel, outcome: Found, sigma: float = 0.0) -> Predicted:
-    """Simulates an asynchronous config, whose decode steps and updates take what a plan's calls cost.
+    """Simulates an asynchronous config; the duration of its decode steps and updates comes from a plan's calls.
 
-    An update is what follows rollouts in an iteration of the plan; a decode step has its share of the prefill. On the
-    virtual clock what is drawn in `update_steps` is drawn while an update runs, and the longer one is waited for.
+    All calls of the plan's iteration but the rollout are the update; a decode step includes its share of the prefill.
+    On the virtual clock `update_steps` steps are drawn while an update runs, and the faster side waits for the slower.
 
     sigma: of the lognormal lengths of responses, which are cut at the workload's longest and then have its mean.
     """
@@ -193,7 +193,7 @@ def predicted(config: Config, prices: CostModel, outcome: Found, sigma: float = 
     )
     trace = simulate(setting, VERSIONS)
     result = summarise(trace)
-    alone = result.step - steps  # rows are drawn, or scored, without an update
+    alone = result.step - steps  # decode steps in which no update runs
     first, last = trace.working[[VERSIONS // 5, -1]]
     meanwhile = (last - first) / (VERSIONS - 1 - VERSIONS // 5) - alone
     seconds = step * alone + max(update, step * meanwhile)
@@ -212,7 +212,7 @@ def predicted(config: Config, prices: CostModel, outcome: Found, sigma: float = 
 
 
 def mean_before_cut(mean: float, sigma: float, longest: float) -> float:
-    """Returns the mean of lognormal lengths that have the mean `mean` once those above `longest` are cut to it."""
+    """Returns the mean of lognormal lengths whose mean is `mean` after lengths above `longest` are cut to `longest`."""
     if not sigma or mean >= longest:
         return mean
 
@@ -237,10 +237,10 @@ def choose(setting: auto.Setting, sigma: float = 0.0) -> list[Predicted]:
 
 
 def alternatives(config: Config, prices: CostModel, outcome: Found, sigma: float = 0.0) -> list[Predicted]:
-    """Predicts the config on one plan, and then with other bounds of staleness and a half and a quarter of the slots.
+    """Predicts the config on one plan, then with other bounds of staleness, and with half and a quarter of the slots.
 
-    Raises UserError where the plan's rollouts cannot divide the config's slots. Others that they cannot divide are left
-    out.
+    Raises UserError if the config's slots do not divide over the plan's rollout devices. Other numbers of slots that
+    do not divide are left out.
     """
     section, drawing = config.rl, outcome.plan["actor.generate"]
     assert section.asynchronous is not None
@@ -258,9 +258,9 @@ def alternatives(config: Config, prices: CostModel, outcome: Found, sigma: float
 
 
 def describe(config: Config, prices: CostModel, options: Sequence[Predicted], sigma: float = 0.0) -> list[str]:
-    """Returns what an asynchronous config takes on a plan, the trade-off of bounds and slots, and the best of them.
+    """Describes an asynchronous config on a plan: its costs, the trade-off of bounds and slots, and the best option.
 
-    options: as `alternatives` returns them.
+    options: the result of `alternatives`.
     """
     section, workload, own = config.rl.asynchronous, prices.workload, options[0]
     assert section is not None
@@ -286,7 +286,7 @@ def describe(config: Config, prices: CostModel, options: Sequence[Predicted], si
 
 
 def sentence(options: Sequence[Predicted]) -> str:
-    """Returns what `plan: auto` says of its choice, the first one of these."""
+    """Describes the choice of `plan: auto`, which is the first of these options."""
     best, *rest = options
     text = (
         f"plan=auto: rollouts on devices {_drawing(best)}, predicted {best.seconds:.3g} s from update to update with "
@@ -296,7 +296,7 @@ def sentence(options: Sequence[Predicted]) -> str:
 
 
 def table(options: Sequence[Predicted]) -> list[str]:
-    """Returns a row of text for each prediction, under a head."""
+    """Returns the lines of a table: a header, and a row for each prediction."""
     head = "rollouts on,staleness,slots,seconds,trainer waits,rollouts wait,mean age,max age,weight 0,full weight"
     rows: list[Sequence[str]] = [head.split(",")]
     for one in options:

@@ -1,7 +1,7 @@
-"""Logical workers in processes of this machine or of a Ray cluster, each with devices of its own.
+"""Logical workers in processes of this machine or of a Ray cluster, each with its own devices.
 
-The parent decides what is drawn and when; a process does as it is told. So it does not matter which process does it: if
-one ends or hangs, another repeats the commands since the last recorded state, and goes on.
+The parent decides what is drawn and when; a process only executes commands. If a process ends or hangs, a successor
+repeats the commands since the last recorded state and continues, with the same results.
 """
 
 import os
@@ -30,11 +30,11 @@ from jrlhf.run.child import Worker
 from jrlhf.run.files import decode, encode
 from jrlhf.run.processes import several
 
-ATTEMPTS = 3  # processes in a row that may fail at one command
+ATTEMPTS = 3  # number of processes in a row that may fail at one command
 
 
 def check_processes(section: FleetSection, platform: str, devices: int) -> None:
-    """Refuses processes that this machine cannot run. devices: number for each, that of the plan's `actor.generate`."""
+    """Refuses processes that this machine cannot run. devices: number per process, that of `actor.generate`."""
     named, listed = f"fleet.workers={section.workers}", f"fleet.devices=[{', '.join(section.devices)}]"
     if not AVAILABLE:
         raise UserError(f"{named} needs the memory files of Linux, which this machine lacks: leave fleet out")
@@ -77,9 +77,9 @@ class LocalWorker(Worker):
 
 @dataclass(frozen=True)
 class Update:
-    """Weights that were put. changes: since the update before, whose number is one less; None: all are to be sent.
+    """Published weights. changes: the differences from the update before (number - 1); None: there are none.
 
-    base: the frozen weights under an adapter.
+    whole: all weights. base: the frozen weights under an adapter.
     """
 
     number: int
@@ -95,7 +95,7 @@ class Update:
         anchor_every: int,
         base: SharedArrays | None = None,
     ) -> "Update":
-        """Returns these weights as the update after another. anchor_every: of so many updates one has no changes."""
+        """Returns these weights as the update after `last`. Every `anchor_every`-th update has no `changes`."""
         number, whole, changes = 0 if last is None else last.number + 1, SharedArrays.of(arrays), None
         if last is not None and number % anchor_every:
             changes = SharedArrays.of(delta(read(last.whole.path), arrays))
@@ -104,7 +104,7 @@ class Update:
     def command(
         self, present: "Update | None", again: Mapping[int, Prompt] | None = None
     ) -> tuple[dict[str, Any], SharedArrays]:
-        """Returns the command to take this update after `present`, and the file that it names."""
+        """Returns the command to replace the update `present` by this one, and the file that it names."""
         sent, base = self.whole, None
         if self.changes is not None and present is not None and present.number + 1 == self.number:
             sent, base = self.changes, present.number
@@ -116,8 +116,8 @@ class ProcessWorkers:
     """Logical workers in processes. See `Workers`.
 
     template: a batch of slots like that of a logical worker, for the shapes of its state. counts: number of a process
-        -> of its logical workers. description: what `worker.describe` returns. folder: for the processes' logs.
-    tell: is given a sentence about each process that is lost, or has to wait for devices.
+        -> number of its logical workers. description: what `worker.describe` returns. folder: of the processes' logs.
+    tell: called with a sentence for each process that is lost, or has to wait for devices.
     """
 
     own_devices = True
@@ -151,10 +151,10 @@ class ProcessWorkers:
             self._processes.append(_Process(number, setup, partial(start, environment), log, tell))
         self._threads = ThreadPoolExecutor(len(self._processes), "workers")
         self._anchor_every = section.anchor_every if section.transfer == "delta" else 1
-        self._put: Update | None = None  # the last one
-        self._taken: Update | None = None  # by every process
-        self._transfers: list[tuple[int, float]] = []  # bytes and seconds, of `put` and of `take`
-        self._base: tuple[Any, SharedArrays] | None = None  # under an adapter, where `put` is called: frozen weights
+        self._put: Update | None = None  # the newest update
+        self._taken: Update | None = None  # the update with which all processes draw
+        self._transfers: list[tuple[int, float]] = []  # (bytes, seconds) of `put` and `take`
+        self._base: tuple[Any, SharedArrays] | None = None  # the frozen weights under an adapter, and their file
         self._rooms, self.running = [0] * self._count, 0
 
     @property
@@ -176,7 +176,7 @@ class ProcessWorkers:
         return drawn_rows([self._treedef.unflatten(arrays) for arrays in self._arrays()])
 
     def _arrays(self) -> Iterator[list[np.ndarray]]:
-        """The leaves of each worker's state. Successors go on from here."""
+        """Yields the leaves of each worker's state. Successors of processes will start from these states."""
         assert self._taken is not None
         base, take = self._taken.base, self._taken.command(None)
         for process, share in zip(self._processes, self._shares, strict=True):
@@ -232,7 +232,7 @@ class ProcessWorkers:
         self._threads.shutdown()
 
     def _ask(self, commands: Sequence[Mapping[str, Any]], shared: Sequence[SharedArrays | None]) -> list[Any]:
-        """The answers of all processes, which work at the same time, in the order of the processes."""
+        """Sends a command to each process at the same time; returns the answers in the order of the processes."""
         return list(self._threads.map(_Process.ask, self._processes, commands, shared))
 
     def _note_room(self, answers: Sequence[Mapping[str, Any]]) -> None:
@@ -241,7 +241,7 @@ class ProcessWorkers:
 
 
 class _Process:
-    """A process that is replaced if it ends or hangs. Its successor repeats what was done since the last state."""
+    """A process that is replaced if it ends or hangs. Its successor repeats the commands since the last state."""
 
     def __init__(
         self,
@@ -254,12 +254,12 @@ class _Process:
         self._number, self._deadline, self._start, self._log = number, setup["deadline"], start, log
         self._tell, self._worker, self._closed = tell, None, False
         self._setup = encode(setup)
-        # Commands that a successor repeats, their answers if they are known, and what they refer to.
+        # Commands that a successor repeats, their answers if they are to be checked, and the files that they name.
         self._done: list[tuple[str, str | None, SharedArrays | None]] = []
-        program()  # as the files are now
+        program()  # takes the digest of the program's files now, before anybody edits them
 
     def ask(self, command: Mapping[str, Any], shared: SharedArrays | None = None) -> Any:
-        """Returns the answer to a command. shared: what it refers to."""
+        """Returns the answer to a command. shared: the arrays whose path it contains."""
         text, reason = encode(command), ""
         for _ in range(ATTEMPTS):
             try:
@@ -275,20 +275,20 @@ class _Process:
         )
 
     def repeat_from(self, commands: Sequence[tuple[Mapping[str, Any], SharedArrays]]) -> None:
-        """Lets a successor begin with these commands instead of all so far."""
+        """Makes a successor begin with these commands instead of all commands so far."""
         self._done = [(encode(command), None, shared) for command, shared in commands]
 
     def close(self) -> None:
         """Ends the process. A command that waits for its answer fails."""
         self._closed = True
-        if (worker := self._worker) is not None:  # once: a thread whose request fails meanwhile forgets it
+        if (worker := self._worker) is not None:  # read once: a thread whose request fails sets it to None
             worker.interrupt()
             worker.kill()
 
     def _started(self) -> LocalWorker | RayWorker:
         if self._worker is None:
             self._worker = self._start(self._write)
-            if self._closed:  # since the request was made
+            if self._closed:  # closed while the process started
                 self._worker.kill()
             facts = decode(self._send(self._worker, self._setup))
             if facts["program"] != program():
@@ -319,4 +319,4 @@ class _Process:
 
 
 class _Lost(Exception):
-    """Tells that a process ended or hung; the argument says how."""
+    """A process ended or hung; the argument says how."""

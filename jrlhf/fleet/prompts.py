@@ -1,4 +1,4 @@
-"""The prompts of a run by the number of their group, and batches of groups that were drawn ahead."""
+"""`PromptStream`: gives prompts by the number of their group, and makes batches of groups that were drawn ahead."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -19,7 +19,7 @@ from jrlhf.ppo import Rollout
 
 
 class _Group(NamedTuple):
-    """A group's prompt, on the host, and what its rows are about."""
+    """A group's prompt, on the host, and the examples and texts of its rows."""
 
     prompt: Prompt
     examples: Sequence[Example]
@@ -27,7 +27,7 @@ class _Group(NamedTuple):
 
 
 class PromptStream:
-    """The endless stream of a run's prompts, one a group: group n is prompt n modulo U of batch n // U.
+    """The endless stream of a run's prompts, one per group: group n is prompt n modulo U of batch n // U.
 
     take: number of a batch -> its prompts, on devices. groups: prompts of a batch, U. samples: rows of a group, S.
     """
@@ -38,11 +38,11 @@ class PromptStream:
         self._under_way: dict[int, _Group] = {}
 
     def prompt(self, number: int) -> Prompt:
-        """The prompt of a group, with its rows' keys. The group is remembered until it is in a batch."""
+        """Returns the prompt of a group, with its rows' keys. The group is stored until `batch` returns it."""
         return self._group(number).prompt
 
     def batch(self, collected: Collected, step: int, answers: Mapping[str, Any]) -> Batch:
-        """The batch of groups that were drawn ahead, with their rollout."""
+        """Returns the batch of groups that were drawn ahead, with their rollout."""
         examples, texts = self.rows(collected)
         prompts = [self._under_way.pop(int(number)).prompt for number in collected.numbers]
         tokens, lengths = (np.stack([getattr(prompt, name) for prompt in prompts]) for name in ("tokens", "length"))
@@ -57,7 +57,7 @@ class PromptStream:
         return [row for group in groups for row in group.examples], [row for group in groups for row in group.texts]
 
     def place(self, number: int) -> tuple[int, int]:
-        """The batch of a group, and the number of the group's first row in it."""
+        """Returns the number of a group's batch, and the index of the group's first row in it."""
         batch, at = divmod(number, self._groups)
         return batch, at * self._samples
 

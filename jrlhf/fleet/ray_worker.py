@@ -1,7 +1,7 @@
 """Rollout processes on the machines of a Ray cluster.
 
-Ray chooses the machine, reserves its devices, starts an actor there, tells of its death, and carries arrays in its
-object store. The actor starts the same process as on one machine and passes requests on to it.
+Ray chooses the machine, reserves its devices, starts an actor there, reports its death, and transfers arrays through
+its object store. The actor starts the same process as on one machine and passes requests on to it.
 """
 
 import logging
@@ -23,9 +23,9 @@ from jrlhf.fleet.shared import SharedArrays
 from jrlhf.run.child import Worker
 from jrlhf.run.files import decode, encode
 
-TRAVEL = 60.0  # seconds beyond a deadline for arrays to come and go
-_stored: WeakKeyDictionary[SharedArrays, Any] = WeakKeyDictionary()  # in Ray's object store: one copy for all processes
-_storing = threading.Lock()  # the processes are asked from threads
+TRAVEL = 60.0  # seconds that are added to a deadline for the transfer of arrays
+_stored: WeakKeyDictionary[SharedArrays, Any] = WeakKeyDictionary()  # references to Ray's object store
+_storing = threading.Lock()  # requests to the processes come from several threads
 
 
 def check_package() -> None:
@@ -38,10 +38,10 @@ def check_package() -> None:
 def joined(workers: int, gpus: int, tell: Callable[[str], None]) -> Iterator[None]:
     """Joins the Ray cluster of this machine, or that of the environment variable RAY_ADDRESS, and leaves it at the end.
 
-    A process that is in a cluster already stays in it. workers: number of processes, of which each needs a CPU and this
-    number of GPUs. Raises UserError without a cluster.
+    A process that has joined a cluster before stays in it. workers: number of processes; each needs a CPU and `gpus`
+    GPUs. Raises UserError without a cluster.
     """
-    import ray  # an extra
+    import ray  # an optional dependency
 
     with ExitStack() as leaving:
         if not ray.is_initialized():
@@ -72,13 +72,13 @@ def _join() -> None:
             remedy, reason = "set RAY_AUTH_MODE=token", "the cluster asks for a token"
         raise UserError(f"fleet.engine=ray cannot join a Ray cluster: {remedy} ({reason})") from error
     finally:
-        if threading.current_thread() is threading.main_thread():  # others cannot, and there Ray takes none
-            for number, handler in handlers.items():  # Ray takes SIGTERM, which here asks a run to save
+        if threading.current_thread() is threading.main_thread():  # only here Ray sets, and Python allows, handlers
+            for number, handler in handlers.items():  # Ray replaces the handler of SIGTERM, which asks a run to save
                 signal.signal(number, handler)
 
 
 def _store(shared: SharedArrays) -> Any:
-    """Returns the reference to arrays in Ray's object store, and puts them there if they are not."""
+    """Returns the reference to arrays in Ray's object store. Puts them there once, for all processes."""
     import ray
 
     with _storing:
@@ -88,7 +88,7 @@ def _store(shared: SharedArrays) -> Any:
 
 
 class RayWorker:
-    """A rollout process of a Ray cluster, as `Worker` is one of this machine."""
+    """A rollout process in a Ray cluster, with the interface of `Worker`."""
 
     def __init__(self, environment: Mapping[str, str], log: Callable[[bytes], None], *, gpus: int):
         import ray
@@ -140,7 +140,7 @@ class RayWorker:
 
 
 class _Host:
-    """The actor: a process of its machine, and copies of the arrays that requests and answers name."""
+    """The Ray actor: owns a process of its machine, and copies of the arrays that requests and answers name."""
 
     def __init__(self, environment: Mapping[str, str]):
         self._output = bytearray()
@@ -152,12 +152,12 @@ class _Host:
     def request(
         self, body: bytes, seconds: float, path: str = "", content: np.ndarray | None = None
     ) -> tuple[Mapping[str, Any], bytes, np.ndarray | None]:
-        """The answer, what the process printed meanwhile, and the arrays of the file that the answer names."""
+        """Returns the answer, the process's output so far, and the arrays of the file that the answer names."""
         if content is not None:
             copy = SharedArrays.copied(content)
             body = body.replace(encode(path).encode(), encode(copy.path).encode())
         answer = self._worker.request(body, seconds)
         output = bytes(self._output)
-        del self._output[: len(output)]  # a thread adds more
+        del self._output[: len(output)]  # a thread may append meanwhile
         named = decode(answer.get("answer", "null"))
         return answer, output, np.fromfile(named, np.uint8) if isinstance(named, str) else None

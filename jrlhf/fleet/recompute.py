@@ -1,8 +1,8 @@
-"""Log-probabilities of a few rows, computed again: proof of what fingerprints of weights do not show.
+"""`Recompute`: checks the log-probabilities of a few rows, to find faults that fingerprints of weights do not show.
 
-The weights of a worker may be right and its tokens wrong: if a program rounds too much, if caches are those of older
-weights or of another row, if an adapter is left out. So the trainer computes some rows of every logical worker and
-version again, with the weights of that version and the programs of scoring.
+A worker with the right weights may draw wrong tokens: if a program rounds too much, if caches are those of older
+weights or of another row, or if an adapter is left out. So the trainer recomputes some rows of every logical worker
+and version, with the weights of that version and the scoring programs.
 """
 
 import math
@@ -24,20 +24,20 @@ from jrlhf.models.collectives import TENSOR
 from jrlhf.models.generation.continuous import Weights
 from jrlhf.models.generation.mixture import CACHES, make_mixture
 
-ROWS = 2  # of each logical worker and version: one that goes on from older weights, where there is one, and one more
-ROUNDING = 2.0  # times as far from the exact pass as the program of scoring, on the same tokens
-SPREAD = 6.0  # standard deviations of what is rounded, too: two programs need not round alike
-LEAST = 2e-4  # nats by which a token's log-probability may differ in any dtype
-FEW = 64  # tokens of a worker in a verdict, at least: of fewer, one alone may be this far off by rounding
-KNOWN = 256  # tokens of all workers after which the spread of rounding is known, and not before
-NONE = -1  # a place whose row does not go on
+ROWS = 2  # rows compared per logical worker and version: if possible one that continues from older weights, and another
+ROUNDING = 2.0  # threshold, term 1: times the distance of the scoring pass from the exact pass on the same tokens
+SPREAD = 6.0  # term 2: standard deviations of the rounding, because two programs do not round alike
+LEAST = 2e-4  # term 3: nats per token, in any dtype
+FEW = 64  # minimum tokens of a worker for a verdict: with fewer, rounding of one token may reach the threshold
+KNOWN = 256  # tokens of all workers that are needed to estimate the spread of rounding
+NONE = -1  # marks a place without a tracked row
 
 
 class Row(NamedTuple):
     """The n tokens that a row has drawn so far."""
 
     number: int
-    worker: int  # that drew them
+    worker: int  # the logical worker that drew them
     prompt: Int[np.ndarray, "p"]
     tokens: Int[np.ndarray, "n"]
     logprobs: Float[np.ndarray, "n"]
@@ -48,22 +48,22 @@ class Row(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Tracked:
-    """The rows of the N places that go on from the keys and values of older weights."""
+    """The rows of the N places that continue with keys and values of older weights."""
 
-    row: Any  # [N]: its number, or NONE
-    since: Any  # [N]: positions that older weights were fed with
-    caches: Any  # keys and values of each layer, of these positions
+    row: Any  # [N]: number of the row, or NONE
+    since: Any  # [N]: number of positions whose keys and values come from older weights
+    caches: Any  # keys and values of each layer at these positions
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Sums over tokens of how far log-probabilities are from those of the exact pass, in nats."""
+    """Sums over tokens of the distances of log-probabilities from the exact (float32) pass, in nats."""
 
     tokens: int = 0
-    distance: float = 0.0  # of what workers recorded
-    rounding: float = 0.0  # of the pass in the compute dtype
-    squares: float = 0.0  # of the same pass, squared
-    versions: tuple[int, ...] = ()  # of the weights that drew them
+    distance: float = 0.0  # distances of the recorded log-probabilities
+    rounding: float = 0.0  # distances of the scoring pass in the compute dtype
+    squares: float = 0.0  # squared distances of the same pass
+    versions: tuple[int, ...] = ()  # versions of the weights that drew the tokens
 
     def __add__(self, other: "Compared") -> "Compared":
         both = (getattr(self, own.name) + getattr(other, own.name) for own in fields(self)[:-1])
@@ -73,14 +73,14 @@ class Compared:
 class Recompute:
     """Compares the log-probabilities that workers recorded with those that the trainer computes.
 
-    A version is compared in N places: place n has a row of worker n modulo `workers`. The computation is done in the
-    compute dtype and in float32. How far the two are from each other is the measure of what rounding does: to the same
-    tokens, since it grows with how peaked a distribution is, and by its spread over all tokens so far.
+    A version is compared in N places: place n has a row of worker n modulo `workers`. The trainer computes in the
+    compute dtype and in float32; the distance of these two passes measures rounding. It is measured on the same tokens,
+    because rounding grows with the peakedness of a distribution, and its spread over all tokens so far.
 
-    workers: whose rows are compared at a time, at most; they have consecutive numbers.
-    options: of the passes that score, with the temperature of the rollouts. length: of a prompt and a response.
-    keeps: whether rows go on with the keys and values of older weights.
-    warn: is given a sentence about the first alarm of each worker, and the run goes on; None: an alarm ends the run.
+    workers: maximum number of workers in one comparison, with consecutive numbers.
+    options: of the scoring passes, with the temperature of rollouts. length: maximum of prompt and response together.
+    keeps: whether rows continue with the keys and values of older weights.
+    warn: called with a sentence at the first alarm of each worker, and the run goes on; None: an alarm ends the run.
     """
 
     def __init__(
@@ -115,12 +115,12 @@ class Recompute:
 
         self._both = both
         self._warn = warn
-        self.alarms: dict[int, int] | None = None if warn is None else {}  # of each worker, so far
-        self._all = Compared()  # so far
-        self._pools = dict[int, Compared]()  # of a worker: what no verdict about enough tokens was given on
+        self.alarms: dict[int, int] | None = None if warn is None else {}  # worker -> number of its alarms
+        self._all = Compared()  # all tokens so far
+        self._pools = dict[int, Compared]()  # worker -> its tokens since the last verdict on enough of them
 
     def fresh(self) -> Tracked:
-        """No row that goes on."""
+        """Returns a `Tracked` without rows."""
         nothing, caches = np.full(self.places, NONE, np.int32), None
         if self._keeps:
             config, heads = self._config, max(self._config.kv_heads, self._mesh.shape[TENSOR])
@@ -132,10 +132,10 @@ class Recompute:
     def compare(
         self, version: int, weights: Weights, rows: Sequence[Row], tracked: Tracked
     ) -> tuple[Compared, Tracked]:
-        """Compares the tokens that a version drew in some of these rows; returns how far they are apart.
+        """Compares the tokens that a version drew in some of these rows.
 
-        And the rows that go on from here, for the next version. Where a worker's tokens are further from the exact pass
-        than rounding explains, raises RunFailure or warns.
+        Returns the distances, and the rows that continue, for the next version. If a worker's tokens are further from
+        the exact pass than rounding explains, it raises RunFailure or warns.
         """
         going, since = to_host((tracked.row, tracked.since))
         chosen = self._chosen(version, rows, going)
@@ -156,7 +156,7 @@ class Recompute:
             self._finite(version, own.worker, recorded, scored)
             sums = float(recorded.sum()), float(scored.sum()), float((scored**2).sum())
             owns[own.worker] = owns.get(own.worker, Compared()) + Compared(len(drawn), *sums, (version,))
-            if self._keeps and own.goes_on:  # its newest token is not fed yet
+            if self._keeps and own.goes_on:  # - 1: the newest token has no key and value yet
                 row[place], since[place] = own.number, len(own.prompt) + len(own.tokens) - 1
         total = sum(owns.values(), Compared())
         self._all += total
@@ -169,7 +169,7 @@ class Recompute:
         return total, self._placed(Tracked(row, since, caches))
 
     def _chosen(self, version: int, rows: Sequence[Row], going: Sequence[int]) -> dict[int, Row]:
-        """Place -> its row. The choice depends on the version and on the numbers of the rows alone."""
+        """Returns place -> its row. The choice depends only on the version and on the numbers of the rows."""
         drawn = [row for row in rows if version in row.versions]
         ranks = np.random.default_rng(version).permutation(len(drawn))
         order = {row.number: rank for row, rank in zip(drawn, ranks, strict=True)}
@@ -180,8 +180,8 @@ class Recompute:
             taken = {row.number for row in chosen.values()}
             own = [row for row in drawn if row.worker % self._workers == worker and row.number not in taken]
             if self._keeps:
-                own = [row for row in own if row.versions[0] == version]  # of the others older keys are not there
-            # Half of the places prefer rows in the middle of which weights change: there a cache may be wrong.
+                own = [row for row in own if row.versions[0] == version]  # older keys of others are not tracked
+            # Half of the places prefer rows during which the weights change, because their caches may be wrong.
             crosses = [nth % 2 == 0 and (row.goes_on if self._keeps else row.versions[0] != version) for row in own]
             ranked = sorted(zip(own, crosses, strict=True), key=lambda pair: (not pair[1], order[pair[0].number]))
             if ranked:
@@ -191,7 +191,7 @@ class Recompute:
     def _finite(
         self, version: int, worker: int, recorded: Float[np.ndarray, "n"], scored: Float[np.ndarray, "n"]
     ) -> None:
-        """Raises RunFailure where distances are not finite: the trainer's own, in `scored`, are no worker's fault."""
+        """Raises RunFailure for distances that are not finite. `scored` are the trainer's own, not a worker's fault."""
         if not np.isfinite(scored).all():
             raise RunFailure(
                 f"the trainer's own log-probabilities under the weights of version {version} are not finite: its "
@@ -204,7 +204,7 @@ class Recompute:
             )
 
     def _most(self, own: Compared) -> float:
-        """How far these tokens may be apart by rounding: any distance until its spread is known."""
+        """The threshold for the distance of these tokens; infinite until the spread of rounding is known."""
         if self._all.tokens < self._known:
             return math.inf
         spread = math.sqrt(self._all.squares / max(1, self._all.tokens) * max(own.tokens, FEW))

@@ -1,8 +1,8 @@
-"""The rules of an asynchronous run: pure functions of counts and of virtual times, shared by the simulator and a run.
+"""The rules of an asynchronous run: pure functions of counts and virtual times, shared by the simulator and a run.
 
 A group is the responses to one prompt. Version v of the weights is the one after v updates. Times are virtual: a decode
-step of the rollout side takes 1. So nothing here depends on how fast the hardware is. With the wall clock a run's times
-are only the order in which groups were complete.
+step of the rollout side takes 1, so nothing here depends on the speed of the hardware. With the wall clock a run's
+times only give the order in which groups were completed.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ Time = TypeVar("Time", int, float)
 
 @dataclass(frozen=True)
 class Rules:
-    """batch: groups that one update learns from. staleness: versions by which a token may be older than the weights
-    that learn from it; a fraction admits a part of a batch. update: time of one update, in decode steps."""
+    """The numbers of the rules. batch: groups that one update learns from. staleness: maximum age of a token, in
+    versions; a fraction admits a part of a batch. update: duration of one update, in decode steps."""
 
     batch: int
     staleness: float
@@ -29,10 +29,10 @@ class Rules:
 
 @dataclass
 class Groups(Generic[Time]):
-    """The groups that have started and were not learned from.
+    """The groups that have started and that no update has used yet.
 
-    started: number of all groups so far; they are numbered in the order in which they start. unfinished: number of a
-    group -> its rows that are not done. complete: (time of completion, number) of the others.
+    started: number of all groups so far; groups are numbered in the order in which they start. unfinished: number of a
+    group -> number of its rows that are not done. complete: (time of completion, number) of complete groups.
     """
 
     started: int = 0
@@ -46,7 +46,7 @@ class Groups(Generic[Time]):
         return self.started - 1
 
     def end_row(self, number: int, time: Time) -> bool:
-        """Notes that a row of a group is done. True if it was the last one: the group is complete at `time`."""
+        """Records that a row of a group is done. True if it was the last row: the group is complete at `time`."""
         self.unfinished[number] -= 1
         if self.unfinished[number]:
             return False
@@ -55,26 +55,26 @@ class Groups(Generic[Time]):
         return True
 
     def remove(self, numbers: Sequence[int]) -> None:
-        """Removes complete groups, which were learned from or dropped."""
+        """Removes complete groups, which an update has used or which were dropped."""
         removed = set(numbers)
         self.complete = [item for item in self.complete if item[1] not in removed]
 
 
 def may_start(rules: Rules, started: int, version: int) -> bool:
-    """True if one more group may start, after `started` others, while `version` draws.
+    """True if one more group may start, after `started` others, while the weights of `version` draw.
 
     The capacity rule of AReaL (Fu et al. 2025, arXiv:2505.24298, eq. 3): a group may start if the groups before it fill
-    at most the batches up to version + staleness. It bounds the groups in the system, and the mean age of groups, from
-    their first token on; no group is discarded. The age of single tokens is bounded by `fresh`.
+    at most the batches up to version + staleness. It bounds the number of groups in the system and the mean age of
+    groups, counted from their first token; no group is discarded. `fresh` bounds the age of single tokens.
     """
     return started < rules.batch * (version + rules.staleness + 1)
 
 
 def first_batch(complete: Sequence[tuple[Time, int]], rules: Rules) -> tuple[Time, list[int]] | None:
-    """The time at which the next batch is complete, and the numbers of its groups, rising. None: too few are complete.
+    """Returns when the next batch is complete, and the sorted numbers of its groups; None: too few are complete.
 
-    complete: (time of completion, number) of the groups that wait. Those that were completed first form the batch; of
-    groups of one time, those with the lowest numbers.
+    complete: (time of completion, number) of the groups that wait. The groups that were completed first form the
+    batch; of groups with the same time, those with the lowest numbers.
     """
     if len(complete) < rules.batch:
         return None
@@ -85,9 +85,9 @@ def first_batch(complete: Sequence[tuple[Time, int]], rules: Rules) -> tuple[Tim
 def may_swap(on_new_weights: OnNewWeights, running: int) -> bool:
     """True if the rollout side may take new weights while this number of rows is running.
 
-    `keep_cache` (PipelineRL, arXiv:2509.19128) and `prefill_again` (AReaL) take them in the middle of rows, which go on
-    with the caches of older weights, or with caches that are computed again. `finish` waits until no row is running;
-    then groups are complete in the order of their versions, and no token is ever older than the bound.
+    `keep_cache` (PipelineRL, arXiv:2509.19128) and `prefill_again` (AReaL) take them in the middle of rows, which
+    continue with the caches of older weights, or with recomputed caches. `finish` waits until no row is running; then
+    groups are completed in the order of their versions, and no token is ever older than the bound.
     """
     return on_new_weights != "finish" or running == 0
 
@@ -95,5 +95,5 @@ def may_swap(on_new_weights: OnNewWeights, running: int) -> bool:
 def fresh(
     versions: Int[np.ndarray, "*tokens"], version: int | Int[np.ndarray, "*tokens"], staleness: float
 ) -> Bool[np.ndarray, "*tokens"]:
-    """The tokens that may be learned from: those that weights drew which are at most `staleness` versions older."""
+    """The mask of tokens to learn from: their weights' `versions` are at most `staleness` older than `version`."""
     return version - versions <= staleness

@@ -1,7 +1,7 @@
-"""Arrays that other processes of this machine read, in files that are only in memory.
+"""Arrays in memory-only files, which other processes of this machine read; and differences between arrays.
 
-No other user can read them, and nothing is left behind when this process ends, however it ends. `delta` and `patched`
-write and read only what changed in arrays.
+Other users cannot read these files, and they vanish when this process ends, however it ends. `delta` and `patched`
+encode and apply only the changed elements of arrays.
 """
 
 import os
@@ -15,12 +15,12 @@ from jaxtyping import Int, UInt
 
 from jrlhf.run.files import decode, encode
 
-AVAILABLE = hasattr(os, "memfd_create")  # on Linux
-BLOCK = 2**22  # elements that are compared at a time, which bounds the memory for it
+AVAILABLE = hasattr(os, "memfd_create")  # only Linux has it
+BLOCK = 2**22  # number of elements compared at a time, which bounds the temporary memory
 
 
 class SharedArrays:
-    """A file in memory. It exists as long as this object, or an object that has opened it."""
+    """A file in memory. It exists as long as this object, or another object that has opened it."""
 
     def __init__(self, descriptor: int):
         self._descriptor = descriptor
@@ -48,7 +48,7 @@ class SharedArrays:
 
     @classmethod
     def copied(cls, content: np.ndarray) -> "SharedArrays":
-        """Writes the bytes of such a file of another machine."""
+        """Writes the bytes of such a file, which come from another machine."""
         shared = cls(os.memfd_create("arrays"))
         with open(shared._descriptor, "wb", closefd=False) as file:
             file.write(content.data)
@@ -61,7 +61,7 @@ class SharedArrays:
 
 
 def read(path: str) -> list[np.ndarray]:
-    """Returns the arrays of a file. Raises ValueError if they are not what was written."""
+    """Returns the arrays of a file. Raises ValueError if the checksum does not match."""
     with Path(path).open("rb") as file:
         header = file.readline()
         types, checksum = decode(header)
@@ -83,11 +83,11 @@ def _checksum(parts: Sequence[np.ndarray]) -> int:
 
 
 def delta(old: Sequence[np.ndarray], new: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Returns what `patched` needs to make the arrays `new` of `old`, which have their types and shapes.
+    """Returns the difference that `patched` needs to make `new` from `old`. Types and shapes must be equal.
 
-    Elements changed if their bits did, so NaNs and signed zeros count. Two arrays a block: how many unchanged elements
-    lie before each changed one, and by how much its bits changed, read as an integer. Both numbers are small: an update
-    with a small learning rate moves few weights of a short dtype, and those mostly to the next number.
+    An element counts as changed if its bits changed, also for NaNs and signed zeros. There are two arrays per block:
+    the number of unchanged elements before each changed one, and the change of its bits, read as an integer. Both are
+    small: with a small learning rate few weights of a short dtype change, and mostly to the neighbouring number.
     """
     parts = []
     for before, after in zip(_blocks(old), _blocks(new), strict=True):
@@ -99,7 +99,7 @@ def delta(old: Sequence[np.ndarray], new: Sequence[np.ndarray]) -> list[np.ndarr
 
 
 def patched(old: Sequence[np.ndarray], parts: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Returns the arrays of which `delta` made these parts, with the same bits. old: those that it compared with."""
+    """Returns the arrays `new` of the call of `delta` that made these parts, bit for bit. old: its argument `old`."""
     arrays = [np.array(array, order="C") for array in old]
     for block, gaps, folded in zip(_blocks(arrays), parts[::2], parts[1::2], strict=True):
         steps = _unpacked(folded).astype(block.dtype)
@@ -108,16 +108,16 @@ def patched(old: Sequence[np.ndarray], parts: Sequence[np.ndarray]) -> list[np.n
 
 
 def _blocks(arrays: Sequence[np.ndarray]) -> Iterator[UInt[np.ndarray, "..."]]:
-    """The bits of the elements as integers, in pieces, which are views."""
+    """Yields the bits of the elements as integers, in blocks, which are views."""
     for array in arrays:
         bits = array.reshape(-1).view(f"u{array.itemsize}")
         yield from (bits[first : first + BLOCK] for first in range(0, len(bits), BLOCK))
 
 
 def _packed(numbers: Int[np.ndarray, "N"]) -> UInt[np.ndarray, "..."]:
-    """Natural numbers below 2**32 in the type of the fewest bytes.
+    """Encodes natural numbers below 2**32 in the integer type that takes the fewest bytes.
 
-    Each becomes the type's largest number as often as it is contained in it, and then the rest.
+    A number n is encoded as n // m times the type's maximum m, followed by n % m.
     """
 
     def size(dtype: type[np.unsignedinteger]) -> int:

@@ -1,7 +1,7 @@
 """Simulates an asynchronous run: decode slots, groups, the queue of complete groups and the trainer, in virtual time.
 
-It goes from event to event and calls the rules that a run calls (`jrlhf.fleet.schedule`). A row is no more than its
-length. All times are in decode steps.
+It is an event simulation that calls the same rules as a run (`jrlhf.fleet.schedule`). Rows are modelled by their
+lengths only. All times are in decode steps.
 """
 
 import math
@@ -16,11 +16,11 @@ from jaxtyping import Float, Int
 from jrlhf.fleet.schedule import Groups, OnNewWeights, Rules, first_batch, may_start, may_swap
 
 Lengths = Callable[[np.random.Generator, tuple[int, int]], Int[np.ndarray, "G S"]]
-WAITING, DROPPED = -1, -2  # groups that no update has learned from
+WAITING, DROPPED = -1, -2  # in `Trace.trained`: groups that no update has used
 
 
 def lognormal(mean: float, sigma: float, longest: int | None = None) -> Lengths:
-    """A sampler of independent lengths: lognormal with this mean, rounded up, at most `longest`.
+    """Returns a sampler of independent lengths: lognormal with this mean, rounded up, at most `longest`.
 
     sigma: standard deviation of the logarithm. Cutting at `longest` lowers the mean.
     """
@@ -33,26 +33,26 @@ def lognormal(mean: float, sigma: float, longest: int | None = None) -> Lengths:
 
 
 def measured(lengths: Sequence[int]) -> Lengths:
-    """A sampler that draws from measured lengths, with replacement."""
+    """Returns a sampler that draws from measured lengths, with replacement."""
     values = np.asarray(lengths, np.int64)
     return lambda rng, shape: rng.choice(values, shape)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """An asynchronous run, as far as its schedule depends on it. Times are in decode steps.
+    """The parts of an asynchronous run that its schedule depends on. Times are in decode steps.
 
     slots: rows that decode at a time. samples: rows of a group. lengths: sampler of row lengths, in tokens.
     on_new_weights: see `schedule.may_swap`.
-    chunk: steps between two looks at rows and weights; fewer where all rows have ended.
+    chunk: decode steps between two checks for finished rows and new weights; fewer if all rows have ended.
     together: all samples of a prompt enter the slots together, as in the engine; otherwise a row takes any free slot.
     reward: time from the last token of a group to its score. transfer: time that decoding stops for new weights.
-    prefill: time to compute the cache of one token again, for `prefill_again`. prompt: tokens of a prompt.
-    empty: time of a decode step with hardly any row. It is 1 with full slots, and linear in the number of rows.
+    prefill: time to recompute the cache of one token, for `prefill_again`. prompt: tokens of a prompt.
+    empty: time of a decode step with almost no rows. The time is linear in the number of rows, and 1 with full slots.
     publish: number of updates from one publication of weights to the next.
     rule: `token_bound` is the rule of a run: admission by capacity, and a bound per token. The others are for
         comparison. `capacity` is admission alone (AReaL). With `in_order`, a batch is the groups that started first,
-        and the trainer waits for them. With `drop_oldest`, groups always start; where more than `queue` batches of
+        and the trainer waits for them. With `drop_oldest`, groups always start; if more than `queue` batches of
         complete groups wait, the oldest groups are dropped. With `discard_stale`, groups always start; those whose
         first token is more than `staleness` versions older than the weights to be updated are dropped.
     """
@@ -86,10 +86,10 @@ class Trace:
     """A simulated run: G groups in the order in which they started, of S rows each, and V updates.
 
     drawn: version that drew the first token of a group. trained: version that learned from it, `WAITING` or `DROPPED`.
-    starts: number of decode steps before a row's first one. lengths: of rows, in tokens. swaps: number of decode steps
-    before a version, or a later one, drew. begins: time at which the update of a version began. busy: integral of the
-    number of running rows over the time until then. working: time until then in which rows were running, or decoding
-    stopped for new weights.
+    starts: number of decode steps before a row's first one. lengths: lengths of rows, in tokens. swaps: number of
+    decode steps before a version, or a later one, drew. begins: time at which the update of a version began. busy:
+    integral of the number of running rows over the time until then. working: time until then in which rows were
+    running, or decoding stopped for new weights.
     """
 
     setting: Setting
@@ -104,7 +104,7 @@ class Trace:
 
 
 def simulate(setting: Setting, versions: int, seed: int = 0) -> Trace:
-    """Simulates a run of this number of updates. The lengths of the n-th group depend on the seed alone."""
+    """Simulates a run of `versions` updates. The lengths of the n-th group depend only on the seed."""
     pipeline = _Pipeline(setting, np.random.default_rng(seed))
     while len(pipeline.begins) < versions:
         pipeline.take_weights()
@@ -131,7 +131,7 @@ class _Pipeline:
     def __init__(self, setting: Setting, rng: np.random.Generator):
         self.setting, self.rng = setting, rng
         self.now, self.step = 0.0, 0  # virtual time, and decode steps so far
-        self.version, self.swaps = 0, [0]  # the version that draws
+        self.version, self.swaps = 0, [0]  # the version that draws now; see `Trace.swaps`
         self.trainer_free, self.ready = 0.0, 0.0  # the times of the trainer's next events
         self.begins: list[float] = []
         self.busy, self.area = [], 0.0
@@ -190,7 +190,7 @@ class _Pipeline:
         return True
 
     def advance(self) -> None:
-        """Goes on to the next event: a row or an update ends, or a batch has all its scores."""
+        """Advances to the next event: a row or an update ends, or a batch has all its scores."""
         setting, active = self.setting, len(self.running)
         times = [time for time in (self.trainer_free, self.ready) if time > self.now]
         if active:
@@ -205,7 +205,7 @@ class _Pipeline:
         else:
             self.waited += min(times) - self.now
             self.now = min(times)
-        self.train()  # what was complete before the rows that end now
+        self.train()  # on groups that were complete before the rows that end now
         self.end_rows()
         self.train()
 
@@ -218,7 +218,7 @@ class _Pipeline:
             self.drop(sorted(self.groups.complete)[: -setting.queue * setting.rules.batch])
 
     def train(self) -> None:
-        """Begins all updates that may begin by now."""
+        """Starts all updates that can start by now."""
         self.ready = 0.0
         while self.trainer_free <= self.now and (batch := self.batch()) is not None:
             time, groups = batch

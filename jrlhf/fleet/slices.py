@@ -1,4 +1,4 @@
-"""What draws for a lane of a fleet; and logical workers on a slice of this process's devices."""
+"""`Workers`, the interface of a fleet to its logical workers; and workers on a slice of this process's devices."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -9,13 +9,13 @@ from jrlhf.models.generation.continuous import ContinuousBatch, Decoding, Progre
 
 
 class Workers(Protocol):
-    """The decode slots of the logical workers of a lane, wherever they are."""
+    """The logical workers of a lane, in this process or in others."""
 
-    own_devices: bool  # True: rows decode in other processes, and this one may wait for them in a thread
+    own_devices: bool  # True: rows decode in other processes, so a thread of this one may wait for them
 
     @property
     def rooms(self) -> list[int]:
-        """For each worker, the number of prompts for all of whose rows it has free slots."""
+        """For each worker, the number of prompts for which it has enough free slots."""
         ...
 
     @property
@@ -28,50 +28,50 @@ class Workers(Protocol):
         ...
 
     def states(self) -> list[Decoding]:
-        """Returns the states in the form of `saved`. The next chunk uses them up."""
+        """Returns the states in the form of `saved`. The next chunk donates them."""
         ...
 
     def drawn(self) -> DrawnRows:
-        """Returns `drawn_rows` of the states. A successor of a lost process goes on from here."""
+        """Returns `drawn_rows` of the states. A successor of a lost process will start from these states."""
         ...
 
     def start(self, states: Sequence[Decoding]) -> None:
-        """Goes on from these states. `take` must be called before `decode`."""
+        """Continues from these states. `take` must be called before `decode`."""
         ...
 
     def put(self, weights: Weights) -> Any:
-        """Begins to hand weights over; returns what `take` is given."""
+        """Starts the transfer of weights to the workers; returns the argument for `take`."""
         ...
 
     def weights(self, handle: Any) -> Weights:
-        """Returns what `put` was given, on the devices of the trainer's process: themselves, or a copy."""
+        """Returns the weights that `put` got, or a copy, on devices of the trainer's process."""
         ...
 
     def take(self, weights: Any, again: Mapping[int, Prompt] | None) -> list[tuple[Identity | None, Identity]]:
-        """Draws with these weights from now on. Returns identities of the weights before and of these.
+        """Makes all workers draw with these weights. Returns the identities of the old and of the new weights.
 
-        again: prompts of the rows that decode, by number, to compute their caches again.
+        again: by number of their group, prompts of the running rows, whose caches are to be recomputed.
         """
         ...
 
     def decode(self, prompts: Sequence[Sequence[Prompt]]) -> list[Progress]:
-        """Gives slots to these prompts of each worker and decodes a chunk."""
+        """Puts these prompts into free slots, by worker, and decodes a chunk."""
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Returns what it took to hand weights over since the last call."""
+        """Returns the costs of weight transfers since the last call."""
         ...
 
     def close(self) -> None:
-        """Ends what was started."""
+        """Ends the workers' processes and frees their weights."""
         ...
 
 
 class SliceWorkers:
     """Batches of decode slots that share a mesh and weights. See `Workers`.
 
-    The program hands each chunk to their devices while the trainer's still compute the update: JAX does not wait for
-    either.
+    A chunk is dispatched to their devices while the trainer's devices still compute the update, because JAX dispatches
+    asynchronously.
     """
 
     own_devices = False

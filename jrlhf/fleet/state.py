@@ -1,4 +1,4 @@
-"""The state of an asynchronous run between two iterations, and the same as arrays for a checkpoint."""
+"""The state of an asynchronous run between two iterations, and its conversion to arrays for a checkpoint."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +16,8 @@ from jrlhf.meshes import to_devices, to_host
 from jrlhf.models.generation.chunks import EMPTY, Slots
 from jrlhf.models.generation.continuous import Decoding
 
-FREE = -1  # a place in `Started` without a group
-NEVER = np.iinfo(np.int32).max  # the time of completion of a group that is not complete
+FREE = -1  # marks a place in `Started` without a group
+NEVER = np.iinfo(np.int32).max  # completion time of a group that is not complete
 
 
 DrawnRows = dict[int, tuple[np.ndarray, np.ndarray]]  # number of a row -> its tokens and log-probabilities so far
@@ -28,13 +28,13 @@ class Drawn(NamedTuple):
 
     tokens: Int[np.ndarray, "*S R"]
     logprobs: Float[np.ndarray, "*S R"]
-    versions: Int[np.ndarray, "*S R"]  # of the weights that drew each token
+    versions: Int[np.ndarray, "*S R"]  # version of the weights that drew each token
     lengths: Int[np.ndarray, "*S"]  # 0 for a row that is not done
     finished: Bool[np.ndarray, "*S"]  # whether it drew a stop token
 
     @classmethod
     def blank(cls, *rows: int, limit: int) -> "Drawn":
-        """Returns rows without tokens, which are written to."""
+        """Returns rows without tokens, to be filled in place."""
         tokens, lengths = np.zeros((*rows, limit), np.int32), np.zeros(rows, np.int32)
         return cls(tokens, tokens.astype(np.float32), tokens.copy(), lengths, lengths > 0)
 
@@ -42,12 +42,12 @@ class Drawn(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Started:
-    """The groups that have started and were not learned from: Q places for groups of S rows."""
+    """The groups that have started and that no update has used yet: Q places for groups of S rows."""
 
-    count: Any  # of all groups that have started so far
-    number: Any  # [Q]: of the group, or FREE
-    time: Any  # [Q]: at which it was complete, or NEVER
-    worker: Any  # [Q]: that draws it
+    count: Any  # number of all groups that have started so far
+    number: Any  # [Q]: number of the group, or FREE
+    time: Any  # [Q]: time at which it was complete, or NEVER
+    worker: Any  # [Q]: worker that draws it
     rows: Drawn  # [Q, S]
 
 
@@ -56,22 +56,22 @@ class Started:
 class Times:
     """Counts and virtual times, in decode steps."""
 
-    spare: Any  # batches that were taken beyond one a version: dynamic sampling does not learn from all
-    version: Any  # of the weights that draw
+    spare: Any  # batches that were collected beyond one per version (by dynamic sampling)
+    version: Any  # version of the weights that draw
     published: Any  # the newest version
-    rollouts: Any  # time of the side that draws
-    trainer: Any  # time of the side that learns
+    rollouts: Any  # virtual time of the rollouts
+    trainer: Any  # virtual time of the trainer
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class FleetState:
-    """All that a resumed run needs: the slots that decode, the groups that started, the clock."""
+    """All that a resumed run needs: the decode slots, the groups that started, the clock."""
 
-    decoding: Any  # the `Decoding` of the logical worker; of several, a tuple
+    decoding: Any  # the `Decoding` of the logical worker; a tuple if there are several
     started: Started
     times: Times
-    weights: Any = None  # with "finish": the weights that draw, which may be older than the trainer's; their identity
+    weights: Any = None  # with "finish": (weights that draw, their identity); they may be older than the trainer's
     tracked: Tracked | None = None
 
 
@@ -80,7 +80,7 @@ class Collected(NamedTuple):
 
     numbers: Int[np.ndarray, "U"]
     rows: Drawn  # [B]
-    version: int  # of the weights that draw when the batch is given out
+    version: int  # version of the weights that draw when the batch is collected
 
 
 def collected(numbers: Sequence[int], drawn: Mapping[int, Drawn], version: int) -> Collected:
@@ -92,7 +92,7 @@ def collected(numbers: Sequence[int], drawn: Mapping[int, Drawn], version: int) 
 def pack(
     groups: Groups[int], drawn: Mapping[int, Drawn], worker: Mapping[int, int], places: int, blank: Drawn
 ) -> Started:
-    """Returns the groups under way as arrays of a fixed size. worker: of each group."""
+    """Returns the started groups as arrays of a fixed size. worker: number of a group -> worker that draws it."""
     number, time = np.full(places, FREE, np.int32), np.full(places, NEVER, np.int32)
     workers = np.zeros(places, np.int32)
     rows = Drawn(*(np.repeat(array[None], places, axis=0) for array in blank))
@@ -130,7 +130,7 @@ def drawn_rows(decoding: Sequence[Decoding]) -> DrawnRows:
 
 def saved(decoding: Decoding, mesh: Mesh) -> Decoding:
     """Returns the state of slots as arrays on devices, which a checkpoint can hold: without PRNG keys."""
-    # Copies: the arrays of a CPU may share the host's memory, which the next chunk may change.
+    # Copied, because CPU arrays may share this host memory, which the next chunk may change.
     host = np.array(decoding.owner), np.array(decoding.drawn)
     owner, drawn = to_devices(host, NamedSharding(mesh, P()))
     return _with_keys(replace(decoding, owner=owner, drawn=drawn), jax.random.key_data)

@@ -9,7 +9,7 @@ The channel is a socket whose other end only the parent has. Messages are JSON; 
     parent: {decode: prompts of each worker}       process: {progress, rooms, running}
     parent: {states: null}                         process: path of states
 
-The path of `take` holds the weights of an update with that number, or what changed in them since the update `base`.
+The file of `take` has the weights of the update with that number, or their changes since the update `base`.
 """
 
 import faulthandler
@@ -56,7 +56,7 @@ _OWN = ("jax_platforms", "jax_num_cpu_devices", "jax_cpu_collectives_implementat
 
 @cache
 def program() -> str:
-    """Returns one word for the program's files and for JAX, as they were when this was first called."""
+    """Returns a digest of the program's files and JAX's version, as they were at the first call."""
     digest = sha256(jax.__version__.encode())
     root = Path(str(jrlhf.__file__)).parent
     for folder in (root, *(root / name for name in ("kernels", "meshes", "models", "ppo"))):
@@ -68,7 +68,7 @@ def program() -> str:
 def describe(
     mesh: Mesh, model: Architecture, compute: Compute, sampling: SamplingConfig, schedule: Schedule, **numbers: int
 ) -> dict[str, Any]:
-    """Returns all that a process must know. numbers: the arguments of `CompiledModel.continuous`, and deadline."""
+    """Returns the settings that a process needs. numbers: the arguments of `CompiledModel.continuous`."""
     settings = {name: x for name, x in jax.config.values.items() if isinstance(x, bool | int | float | str | None)}
     return {
         "platform": mesh.devices.flat[0].platform,
@@ -118,8 +118,8 @@ class _Process:
         sampling = SamplingConfig(**{**setup["sampling"], "stop_ids": tuple(setup["sampling"]["stop_ids"])})
         schedule, self._stored = Schedule(**setup["schedule"]), param_shardings(model, self.mesh, GENERATE)
         self._adapted = lora and lora_shardings(model, self.mesh, lora)
-        self._base: Params = {}  # under an adapter
-        self._taken: tuple[int | None, Params] = None, {}  # number of an update, and what it brought
+        self._base: Params = {}  # the frozen weights under an adapter
+        self._taken: tuple[int | None, Params] = None, {}  # number of the last update, and its weights
         compute = Compute(jnp.dtype(setup["dtype"]), attention=setup["attention"])
         compiled = CallPlacement(self.mesh).compiled(Architecture(model, lora), compute)
         with jax.set_mesh(self.mesh):
@@ -162,7 +162,7 @@ class _Process:
 
 
 def _placed(path: str, shardings: Any) -> Any:
-    """The tree of these shardings with the arrays of a file, whose matrices may be int8."""
+    """Places the arrays of a file as the tree `shardings` says. Matrices may be int8."""
     arrays = read(path)
     quantised = any(array.dtype == np.int8 for array in arrays)
     leaves, treedef = jax.tree.flatten(int8_shardings(shardings) if quantised else shardings)
@@ -170,7 +170,7 @@ def _placed(path: str, shardings: Any) -> Any:
 
 
 def _changed(path: str, present: Params) -> Params:
-    """The weights with the changes of a file."""
+    """Returns the weights after applying the changes in a file."""
     leaves, treedef = jax.tree.flatten(present)
     arrays = patched(to_host(leaves), read(path))
     return treedef.unflatten(to_devices(arrays, [leaf.sharding for leaf in leaves]))
