@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -274,6 +275,15 @@ def test_a_run_that_one_process_is_asked_to_stop_goes_on_to_the_same_bits(runs: 
     assert all(np.array_equal(weights[name], expected[name]) for name in expected)
 
 
+def kill_second(launched: Launched, run: Path, iterations: int) -> None:
+    """Kills the second of two processes as soon as so many iterations are recorded; the first one ends by itself."""
+    metrics = run / "metrics.jsonl"
+    launched.wait_until(lambda: metrics.exists() and metrics.read_text().count('"stage": "ppo"') == iterations, 400)
+    launched.processes[1].kill()
+    launched.processes[1].wait()
+    assert launched.processes[0].wait(60) == 1 and "process 1 of 2" in launched.text(0)
+
+
 @pytest.fixture(scope="module")
 def split(tmp_path_factory) -> Path:
     """Actor and reference on one half of the devices, critic and reward model on the other: in one process and two."""
@@ -293,12 +303,7 @@ def test_calls_on_slices_of_two_processes_do_what_they_do_in_one(split: Path):
 @pytest.mark.proof("processes")
 def test_a_killed_run_on_slices_goes_on_to_the_same_bits_and_under_another_plan(split: Path):
     asleep = "plan=split", "sleep.optimizer=host", "distributed.heartbeat=10"
-    launched = train(2, split, "killed", *SMALL, *asleep)
-    metrics = split / "killed" / "metrics.jsonl"
-    launched.wait_until(lambda: metrics.exists() and metrics.read_text().count('"stage": "ppo"') == 2, 400)
-    launched.processes[1].kill()
-    launched.processes[1].wait()
-    assert launched.processes[0].wait(60) == 1 and "process 1 of 2" in launched.text(0)
+    kill_second(train(2, split, "killed", *SMALL, *asleep), split / "killed", 2)
     train(2, split, "killed", *SMALL, *asleep, "--resume").assert_codes(400, 0, 0)
     assert records(split / "killed") == records(split / "two")
     train(4, split, "killed", *SMALL, "plan=standalone", "--resume", "ppo.iterations=4").assert_codes(400, *[0] * 4)
@@ -307,7 +312,10 @@ def test_a_killed_run_on_slices_goes_on_to_the_same_bits_and_under_another_plan(
 
 @pytest.mark.proof("processes")
 def test_pipelines_of_two_processes_do_what_they_do_in_one(tmp_path: Path):
-    """The actor has a stage in each process, the critic both in the second; then both share one table."""
+    """The actor has a stage in each process, the critic both in the second; then both share one table.
+
+    There a run that is killed goes on to the same bits.
+    """
     staged: dict[str, Any] = {"layout": "train", "fsdp": 2, "pipeline": 2, "micro_batches": 2}
     actor, critic = staged | {"devices": "0-7", "tensor": 2}, staged | {"devices": "4-7", "schedule": "zb-h1"}
     calls = {call: {"layout": layout, "devices": "0-7", "fsdp": 4, "tensor": 2} for call, layout in LAYOUTS.items()}
@@ -316,11 +324,17 @@ def test_pipelines_of_two_processes_do_what_they_do_in_one(tmp_path: Path):
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"name": name, "calls": calls | updates}))
     train_one_and_two(tmp_path, *SMALL, f"plan={tmp_path / 'apart.yaml'}")
     assert_same_run(tmp_path / "one", tmp_path / "two", "model", "reward_model")
-    resumed = f"plan={tmp_path / 'fused.yaml'}", "ppo.iterations=4", "--resume"
+    resumed = f"plan={tmp_path / 'fused.yaml'}", "ppo.iterations=5", "distributed.heartbeat=10", "--resume"
+    shutil.copytree(tmp_path / "two", tmp_path / "killed")
     for count, name in ((1, "one"), (2, "two")):
         train(count, tmp_path, name, *SMALL, *resumed).assert_codes(900, *[0] * count)
     assert_same_run(tmp_path / "one", tmp_path / "two", "model")
-    assert records(tmp_path / "two")[-1]["step"] == 4
+    assert records(tmp_path / "two")[-1]["step"] == 5
+    kill_second(train(2, tmp_path, "killed", *SMALL, *resumed), tmp_path / "killed", 4)
+    train(2, tmp_path, "killed", *SMALL, *resumed).assert_codes(400, 0, 0)
+    assert records(tmp_path / "killed") == records(tmp_path / "two")
+    weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("killed", "two")]
+    assert weights[0] == weights[1]
 
 
 @pytest.mark.parametrize(
