@@ -14,6 +14,7 @@ import numpy as np
 from jrlhf.data.batches import key_for
 from jrlhf.data.encode import Prompts
 from jrlhf.data.types import Response
+from jrlhf.rewards.facts import MODULES
 from jrlhf.rewards.mixture import TRAINED, Rewards
 from jrlhf.rewards.types import to_samples
 from jrlhf.roles.model import Model
@@ -97,12 +98,14 @@ def grade_before(
 
     The run saves it in before.json. A resumed run reads it from there, unless policy, prompts or rewards have changed.
     """
+    modules = {key: word for key, word in context.identity.words.items() if key.endswith(MODULES)}
     graded_as = {
         "corpus": context.task.fingerprint,
         "policy": policy.fingerprint(),
         "prompts": context.config.evaluation.prompts,
         "rewards": None if rewards is None else rewards.identities,
         "costs": None if costs is None else costs.identities,
+        **({"modules": modules} if modules else {}),
     }
     saved = from_main(partial(_read, context, graded_as))
     if saved is not None:

@@ -17,6 +17,7 @@ from jrlhf.rewards.types import Scored
 from jrlhf.run.console import Console
 from jrlhf.run.directory import Run
 from jrlhf.stages.evaluate import Graded, compare, grade, grade_before, statistics
+from jrlhf.stages.identity import Identity
 
 TEXTS = ("a", "a b c", "a b")
 RESPONSES = tuple(Response((1, 2), text, True) for text in TEXTS)
@@ -71,6 +72,7 @@ def test_the_policy_before_is_graded_once_and_read_back_bit_for_bit(tmp_path, mo
         "jrlhf.stages.evaluate.grade_heldout", lambda context, policy, *_: graded.append(policy.word) or grades
     )
     services = {"run": Run(tmp_path), "console": Console(enabled=False), "task": SimpleNamespace(fingerprint="t")}
+    services |= {"identity": Identity({"seeds": "2", "reward exact modules": "m"})}
     run = cast(Any, SimpleNamespace(**services, config=SimpleNamespace(evaluation=SimpleNamespace(prompts=3))))
 
     def before(word: str, **rewards: tuple[float, Any]) -> Graded:
@@ -88,7 +90,10 @@ def test_the_policy_before_is_graded_once_and_read_back_bit_for_bit(tmp_path, mo
     before("one", other=(1.0, words))
     before("two", other=(1.0, words))
     before("two", other=(1.0, words))
-    assert graded == ["one", "one", "two"]
+    run.identity = Identity({"seeds": "2", "reward exact modules": "mended"})
+    before("two", other=(1.0, words))
+    before("two", other=(1.0, words))
+    assert graded == ["one", "one", "two", "two"]
 
 
 def flat(tree: Any) -> list[Any]:
