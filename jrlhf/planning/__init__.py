@@ -1,1 +1,1 @@
-"""Plans made before a run: what fits, what it costs, which plan is fastest."""
+"""Planning before a run: predicts memory and time of calls, and searches for the fastest plan that fits."""

@@ -1,10 +1,10 @@
 """Predicted temporary memory of compiled calls, in closed form.
 
-A call is a sequence of phases (a layer's attention, its mlp, the head, the optimizer). Only the largest phase counts,
-on top of what lives through all of them. How many arrays of a kind exist at once was read from XLA's own account of its
-peaks, for each backend: these numbers (`COUNTS`) are all that is not derived from shapes.
+A call is a sequence of phases (a layer's attention, its mlp, the head, the optimizer). Its memory is that of the
+largest phase, plus the arrays that live through all phases. Sizes follow from shapes; only the numbers of arrays of a
+kind that exist at once (`_COUNTS`) were read from XLA's reports of its peaks, for each backend.
 
-B rows of a device, T tokens each; D, N, K, H, F, V as in `models.config`.
+A device has B rows of T tokens each; D, N, K, H, F, V are as in `models.config`.
 """
 
 from collections.abc import Sequence
@@ -34,17 +34,17 @@ _COUNTS = {
     "scores": ((3, 3, 2, 4), (1, 2.25, 2, 0), (1, 2, 2, 0)),
     # The same after the softmax, in the compute dtype: forward, backward.
     "weights": ((0, 0), (1, 2), (1, 2)),
-    # [B, T, F]: forward, backward, while prompts are read; and what the products of adapters add, forward.
+    # [B, T, F]: forward, backward, in a prefill; and additional ones of adapters, forward.
     "mlp": ((3, 6, 3), (2, 3, 2), (2, 3, 1)),
     "adapters": (2, 0, 0),
-    # The fewer without a gate: forward, backward (the same ones that kept products spare).
+    # How many fewer there are without a gate: forward, backward (the same that kept products save).
     "ungated": ((1, 2), (0, 0), (0, 0)),
-    # Whether the mlp's arrays may lie where a layer's inputs were.
+    # Whether the mlp's arrays can reuse the memory of a layer's inputs.
     "packed": (True, False, False),
-    # Tokens from which on a CPU's library of kernels makes the sums of norms.
+    # Number of tokens from which on the CPU's kernel library computes the sums of norms.
     "library": (4096, inf, inf),
-    # [B, T, D] of a layer's backward pass: all, the fewer where products are kept, and the more where the library makes
-    # norms, with norms after sublayers, and where a gate is sliced. Queries [B, T, N H]: all, and the more of norms.
+    # [B, T, D] of a layer's backward pass: all; how many fewer if products are kept; how many more if the library
+    # computes norms, with norms after sublayers, and with a sliced gate. Queries [B, T, N H]: how many more with norms.
     "backward": ((7, 4, 4, 4, 2), (10, 0, 0, 0, 0), (10, 0, 0, 0, 0)),
     "queries": ((2, 3), (1, 0), (1, 0)),
     # [V, D] float32, gathered tables and their gradients on the device's slice of the vocabulary: in the forward pass
@@ -58,26 +58,26 @@ _COUNTS = {
     "gathered": ((1 / 3, 1.6), (1, 1), (1, 1)),
     # All layers' weights, in the layout that a training step's loop over layers reads.
     "copied": (0, 0, 1.15),
-    # All layers' weights in the compute dtype, ahead of the loop that scores.
+    # All layers' weights in the compute dtype, cast before the loop that scores.
     "cast": (0, 0, 1),
-    # All layers' matrices of an int8 base as floats, during the first layer's attention and mlp; elsewhere a layer's.
+    # All layers' matrices of an int8 base as floats, during the first layer's attention and mlp; 0: one layer's only.
     "dequantised": ((1, 0.6), (0, 0), (0, 0)),
     # Whether layers that are not in a loop are merged with their recomputation, so that no remat policy saves anything.
     "merged": (True, False, False),
     # Copies of all trained numbers while the optimizer steps. On accelerators the update's results are copies next to
     # the gradients: a conditional does not write in place.
     "optimizer": (2, 4, 4),
-    # What remat="gather" keeps of a layer: scores, [B, T, F], [B, T, D], queries and keys; and what of each it keeps in
-    # addition: under a softcap (with a mask), of a gated GELU, of norms after a sublayer, of normed queries and keys.
+    # Arrays of a layer that remat="gather" keeps: scores, [B, T, F], [B, T, D], queries and keys; and the additional
+    # ones with a softcap (and a mask), with a gated GELU, with norms after sublayers, with normed queries and keys.
     "activations": ((2, 6, 7, 2), (2.25, 7, 25, 0), (2.25, 7, 21, 0)),
     "kept": ((2.25, 2, 6, 3), (0, 0, 0, 0), (0, 0, 0, 0)),
-    # Whether host memory is another memory.
+    # Whether host memory is separate from device memory.
     "offloads": (False, True, True),
     # Whether the head is gathered before the layers, even where no embedding shares its table.
     "early": (True, False, False),
-    # Copies of a table's shard, in the order of numbers in which it is gathered.
+    # Copies of a table's shard, with its elements in the order of the gather.
     "reordered": (1, 0, 0),
-    # Whether weights gathered along their last dimension are transposed ahead of the loop over layers.
+    # Whether weights that are gathered along their last dimension are transposed before the loop over layers.
     "transposed": (False, True, False),
 }
 COUNTS = {
@@ -88,7 +88,7 @@ COUNTS = {
 
 @dataclass(frozen=True)
 class Backend:
-    """What compiles the calls. attention: the implementation for whole sequences; None: the platform's default."""
+    """The compiler of the calls. attention: implementation for whole sequences; None: the platform's default."""
 
     platform: Platform = "gpu"
     attention: AttentionImplementation | None = None
@@ -102,11 +102,11 @@ class Arrays:
 
     hidden [B, T, D]. query [B, T, N H], key [B, T, K H], mlp [B, T, F]: of a layer, sliced where it is tensor-parallel.
     scores [B, N, T, T] float32. statistics [B, N, T] float32 of an attention that stores no scores. gathered: a layer's
-    matrices; matrix: one of its mlp's. table [V, D] float32: the device's slice of the vocabulary; lookup: of it what
-    must be gathered or cast. dequantised: all layers' matrices, of an int8 base. sharing: the hidden states of all
-    devices that share a table. logits: of one tile. low: bytes of a number in the compute dtype over those of a
-    float32. projections: of `gathered`, what makes queries, keys and values. library: whether a CPU's library makes
-    norms.
+    matrices; matrix: one matrix of its mlp. table [V, D] float32: the device's slice of the vocabulary; lookup: the
+    part of it that must be gathered or cast. dequantised: all layers' matrices, of an int8 base. sharing: the hidden
+    states of all devices that share a table. logits: of one tile. low: bytes of a number in the compute dtype over
+    those of a float32. projections: the part of `gathered` for queries, keys and values. library: whether a CPU's
+    library computes norms.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Arrays:
         vocab = model.padded_vocab / tensor
         # The tile of the log-prob kernel (`kernels.logprob.api`): even parts of the tokens, in multiples of 16.
         tile = max(256, 2**21 // int(vocab)) if backend.platform == "cpu" else 1024
-        self.tiled = sharing > tile or not self.counts.packed  # of accelerators no single tile was compared
+        self.tiled = sharing > tile or not self.counts.packed  # untested: single tiles on accelerators
         tile = sharing if sharing <= tile else 16 * ceil(ceil(sharing / ceil(sharing / tile)) / 16)
         self.hidden = tokens * model.embed * size
         self.query = tokens * heads * model.head_dim * size
@@ -147,7 +147,7 @@ class Arrays:
         self.statistics = 0.0 if attention == "xla" else WIDE * tokens * heads
         self.gathered, self.matrix = (0.0, 0.0) if layout == "generate" else (matrices * size, matrix * size)
         self.projections = 0.0 if layout == "generate" else model.embed * model.head_dim * (heads + 2 * kv_heads) * size
-        # The tables of a shared base are stored as they are used, and have no gradients.
+        # Tables of a shared base are stored in the form in which they are used, and have no gradients.
         self.table = 0.0 if role.shared else WIDE * vocab * model.embed
         self.lookup = 0.0 if fsdp == 1 and size == WIDE else self.table * size / WIDE
         self.rank = 0 if role.lora is None else role.lora.rank
@@ -158,8 +158,8 @@ class Arrays:
 
 
 def layer_arrays(sizes: Arrays, counts: Sequence[float], more: Sequence[float]) -> float:
-    """Returns the bytes of these numbers of scores, mlp's arrays, hidden states, and queries and keys; `more` of each
-    under a softcap, with a gated GELU, with norms after sublayers, and with normed queries and keys.
+    """Returns the bytes of a layer's arrays. counts: numbers of scores, mlp arrays, hidden states, queries and keys;
+    more: additional ones under a softcap, with a gated GELU, norms after sublayers, and normed queries and keys.
     """
     model = sizes.model
     gelu = model.gated_mlp and model.activation == "gelu_tanh"
@@ -173,7 +173,7 @@ def kept_bytes(sizes: Arrays, remat: Remat) -> float:
     """Returns the bytes that a device keeps of all layers for the backward pass (`models.remat`)."""
     model, counts, layer = sizes.model, sizes.counts, sizes.hidden
     match remat:
-        case "offload" if counts.offloads:  # all but the current layer's are on the host
+        case "offload" if counts.offloads:  # those of all other layers are on the host
             return layer
         case "attention":
             layer += sizes.query
@@ -209,10 +209,10 @@ def infer_phase(sizes: Arrays, transposed: float, cast: float) -> Phase:
     }
     if copies := copies_ahead(sizes):
         attention = min(attention, attention | {"attention scores": sizes.scores + copies}, key=_total)
-    # A CPU's library computes an mlp that is between two norms as one.
+    # A CPU's library fuses an mlp that is between two norms.
     fused = sizes.library and sizes.model.post_norms and not sizes.sliced and not sizes.adapted
     products = 0.0 if fused else forward_products(sizes, counts.mlp[0])
-    # Inputs are dead once attention's output is added to them, but their place must be free while there are scores, and
+    # Inputs are dead once attention's output is added to them, but their memory counts while there are scores, and
     # while all rows that share a table are embedded.
     before = max(attention["attention scores"], sizes.sharing + sizes.hidden if sizes.sharing > sizes.hidden else 0.0)
     covered = counts.packed and before + sizes.hidden <= products
@@ -223,12 +223,12 @@ def infer_phase(sizes: Arrays, transposed: float, cast: float) -> Phase:
         "gathered layers": counts.gathered[0] * sizes.gathered,
         "cast layers": counts.cast * cast,
     }
-    # A tied head's table is the embedding's, in the order that is needed.
+    # A tied head uses the embedding's table, which is in the right order.
     shard = 0.0 if lm and sizes.model.tie_embeddings else counts.reordered * sizes.lookup / sizes.fsdp
     embedding = {"gathered embedding": sizes.lookup + shard, "embeddings": sizes.sharing}
     relaid: Phase = {}
     if counts.packed:
-        # The shard is dead when rows are embedded, and the residual stream comes after that.
+        # The shard is dead when rows are embedded, and the residual stream is made after that.
         embedding = {"gathered embedding": sizes.lookup + max(shard, sizes.sharing), "activations": 0.0}
         # A layer's matrices are gathered first, those of the mlp in another order, next to normed inputs.
         relaid = {"gathered layers": sizes.gathered + sizes.matrix, "activations": 2 * sizes.hidden}
@@ -237,27 +237,27 @@ def infer_phase(sizes: Arrays, transposed: float, cast: float) -> Phase:
         "gathered head": table,
         "gathered hidden states": max(sizes.sharing - sizes.hidden, 0.0),
     }
-    # A single tile needs the table no more once its logits are there.
+    # With a single tile the table is dead once the logits are computed.
     capped = sizes.model.softcap is not None
     single = {} if sizes.tiled else {"log-prob tiles": (counts.logits[1] + capped) * sizes.logits, "gathered head": 0.0}
-    # The residual stream, a product of the base, the adapter's, and their sum.
+    # The residual stream, the base's product, the adapter's product, and their sum.
     output = {"activations": 4 * sizes.hidden} if sizes.adapted and counts.packed else {}
     return _largest(through, embedding, relaid, attention, mlp, output, *((logits, single) if lm else ()))
 
 
 def forward_products(sizes: Arrays, count: float) -> float:
-    """Returns the bytes of an mlp's arrays in the forward pass, `count` of them where it has a gate."""
+    """Returns the bytes of an mlp's arrays in the forward pass. count: their number with a gate."""
     counts = sizes.counts
     return (count + counts.adapters * sizes.adapted - counts.ungated[0] * (not sizes.model.gated_mlp)) * sizes.mlp
 
 
 def copies_ahead(sizes: Arrays) -> float:
-    """Returns the bytes below the first scores where a CPU's arrays are placed in the order of their lifetimes; else 0.
+    """Returns the bytes placed before the first scores if XLA for CPUs orders arrays by lifetime; else 0.
 
-    XLA places arrays in the order of their sizes and again in that of their lifetimes, and takes what needs less. By
-    size, the scores of a layer take three places at the bottom. By lifetime, queries, keys and their copies are below
-    the first scores; where they are as large as these, the later scores fit into what the copies leave. Compiled
-    programs do so with learned positions on tensor-parallel devices, and with four or more heads to a key on one.
+    XLA allocates arrays by size and again by lifetime, and takes the smaller total. By size, the scores of a layer take
+    three places at the start. By lifetime, queries, keys and their copies come before the first scores; if they are as
+    large as these, later scores reuse the memory of the copies. Compiled programs do so with learned positions on
+    tensor-parallel devices, and with four or more query heads per key head on one device.
     """
     model = sizes.model
     if not sizes.counts.packed or sizes.adapted or sizes.sliced:
@@ -273,15 +273,15 @@ def _total(phase: Phase) -> float:
 
 
 def _largest(through: Phase, *phases: Phase) -> Phase:
-    """Returns the largest of the phases, each with what lives through all of them."""
+    """Returns the largest of the phases, each together with `through`, which lives through all of them."""
     return max(({**through, **phase} for phase in phases), key=_total)
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """Float32 bytes of a device's gradients: of the layers, and of all that is trained.
+    """Float32 bytes of a device's gradients: of the layers, and of all trained weights (`whole`).
 
-    tiled: all of them in the compiler's layout. relaid: the weights and both moments that a loop over minibatches first
+    tiled: all gradients in the compiler's layout. relaid: weights and both moments that a loop over minibatches first
     copies into another layout.
     """
 
@@ -314,13 +314,13 @@ def train_phase(sizes: Arrays, remat: Remat, gradients: Gradients, micro_batches
     head_tiles = counts.logits[0] * sizes.logits
     scatter: Phase = {}
     if counts.packed:
-        # Gathered tables stay where a loop over micro-batches reads them again, and the head's until its gradient is
-        # whole, which a single tile makes last. Gradients of tables begin as zeros, ahead of all else.
+        # Gathered tables stay if a loop over micro-batches reads them again; the head's table stays until its gradient
+        # is complete, which is last with a single tile. Gradients of tables are allocated as zeros before all else.
         gathered = sizes.fsdp > 1
         again = gathered * (micro_batches > 1) * (2 if lm and not tied else 1)
         tables = 1 + lm + max(again, gathered * lm)
         in_head, behind, shard = tables - (lm and not sizes.tiled), 1 + again, sizes.table / sizes.fsdp * lm
-        # A tile's part of the table's gradient is made of one array of the tile.
+        # A tile's part of the table's gradient is computed from one array of the tile.
         head_tiles = max(head_tiles, sizes.table + sizes.logits)
         # The embedding's gradient once more, as it is scattered.
         scatter = {"gradients of tables": (1 + again + gathered) * sizes.table + shard, "activations": sizes.sharing}
@@ -363,10 +363,10 @@ def train_phase(sizes: Arrays, remat: Remat, gradients: Gradients, micro_batches
 def merged_phase(sizes: Arrays, *, recomputed: bool) -> Phase:
     """Returns the largest phase of an adapter's step where all layers' activations live at one time.
 
-    What `layer_arrays` counts, and what each adapter's first matrix makes. Then a tile of the head, or of the last
-    layer the gradients of its mlp or of its attention.
+    They are the arrays of `layer_arrays`, and the output of each adapter's first matrix. In addition there is a tile of
+    the head, or the gradients of the last layer's mlp or attention.
 
-    recomputed: whether the mlps' arrays come only after the head: in a loop over micro-batches that keeps no products.
+    recomputed: whether mlp arrays are made only after the head: in a loop over micro-batches that keeps no products.
     """
     model, counts = sizes.model, sizes.counts
     hidden = 4 + 4 * sizes.library
@@ -394,24 +394,24 @@ def cache_bytes(model: ModelConfig, rows: float, positions: int, tensor: int, it
 def generate_phase(prompts: Arrays, cache: float, wave: float, logits: float, tensor: int) -> Phase:
     """Returns the largest phase of prefill and decoding.
 
-    prompts: arrays of the rows that are prefilled together. cache: of all slots. wave: the prefilled rows' own cache,
-        where that of all slots exists already; else 0. logits: of a step's rows, over the whole vocabulary.
+    prompts: arrays of the rows that are prefilled together. cache: bytes for all slots. wave: bytes of the prefilled
+        rows' own cache if the cache of all slots exists already; else 0. logits: of a step's rows, whole vocabulary.
     """
     counts, layers, tpu = prompts.counts, prompts.model.layers, prompts.platform == "tpu"
     scores = (counts.scores[0] + counts.weights[0] * prompts.low) * prompts.scores
-    # A product and its sum over devices; a TPU receives every device's part at once.
+    # A product and its sum over devices; a TPU receives the parts of all devices at once.
     summed = prompts.hidden * (tensor if tpu else min(tensor, 2))
-    # Except on a TPU, the last layer's output is not computed while prompts are read, and its cache comes last.
+    # Except on a TPU, prefill does not compute the last layer's output, and its cache comes last.
     new_cache, missing = wave or cache, (0, 0) if tpu else (2, 1)
     first, second = (cache * bool(wave) + new_cache * max(layers - back, 1) / layers for back in missing)
     packed = counts.packed
-    inputs = prompts.hidden + prompts.key if packed else summed  # values are transposed ahead of the scores
+    inputs = prompts.hidden + prompts.key if packed else summed  # values are transposed before the scores
     attention = {"attention scores": scores, "activations": inputs, "KV cache": first}
     products = forward_products(prompts, counts.mlp[2])
-    # A layer's normed inputs leave their place to the mlp's last array.
+    # The mlp's last array reuses the memory of a layer's normed inputs.
     inputs = summed if tpu else prompts.hidden + packed * max(prompts.hidden - prompts.mlp, 0.0)
     mlp = {"mlp": products, "activations": inputs, "KV cache": second}
-    # The residual stream, a product, and its sum or norm; the adapter's too.
+    # The residual stream, a product, and its sum or norm; also the adapter's product.
     summing = packed and (tensor > 1 or prompts.model.post_norms or prompts.adapted)
     output = {"activations": (3 + prompts.adapted) * prompts.hidden, "KV cache": second} if summing else {}
     decode = {"KV cache": cache, "logits": counts.logits[0] * logits}

@@ -1,4 +1,4 @@
-"""Plans for the devices at hand (`plan: auto`), and for a cluster that need not be there (`python -m jrlhf.plan`)."""
+"""Finds plans for the present devices (`plan: auto`), and for a described cluster (`python -m jrlhf.plan`)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,15 +27,15 @@ from jrlhf.planning.simulate import simulate
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import Workload, without_budgeted, workload_of
 
-PROPOSALS = 50_000  # takes seconds; a search of a fixed number of proposals is a function of its seed
-FEWER, GROWN = 8, 7  # halvings of slots, and doublings of devices, at which a remedy is looked for
-HOST_MEMORY = 4.0  # GiB of a simulated device, where `device.memory` does not say
+PROPOSALS = 50_000  # takes seconds; with a fixed number of proposals the result depends only on the seed
+FEWER, GROWN = 8, 7  # maximum halvings of slots, and doublings of devices, that are tried as a remedy
+HOST_MEMORY = 4.0  # GiB of a simulated device, if `device.memory` is not set
 
 
 def auto_plan(config: Config, graph: Graph, models: Mapping[str, ModelConfig], devices: Sequence[Device]) -> Plan:
     """Returns the fastest plan that a search finds for a config's algorithm on these devices.
 
-    Roles on a shared base all have the config's mesh; rows that a token budget divides have no micro-batches.
+    Roles on a shared base all use the config's mesh. Calls with a token budget have no micro-batches.
     """
     setting = Setting(config, graph, models, devices)
     processes = len({device.process_index for device in devices})
@@ -53,9 +53,9 @@ def auto_plan(config: Config, graph: Graph, models: Mapping[str, ModelConfig], d
 
 @dataclass(frozen=True)
 class Setting:
-    """A config's algorithm on devices at hand, or on a cluster that need not be there.
+    """A config's algorithm on present devices, or on a described cluster.
 
-    mean_response: tokens of a response in the mean; None: as many as there are at most.
+    mean_response: mean number of tokens of a response; None: the maximum.
     """
 
     config: Config
@@ -76,9 +76,9 @@ class Setting:
         return prices_here(self.config, self.workload, self.devices)
 
     def search(self, *, processes: int = 1, lockstep: bool = True, hypothetical: bool = False, **budget: Any) -> Result:
-        """Searches for the fastest plan. Where none fits, the error names the nearest setting with one.
+        """Searches for the fastest plan. If none fits, the error names the nearest setting with a plan that fits.
 
-        Updates are fused where that is faster. processes: of the run.
+        Updates are fused where that is faster. processes: number of processes of the run.
         """
         options = {"processes": processes, "hypothetical": hypothetical}
         try:
@@ -90,10 +90,10 @@ class Setting:
             raise UserError(f"{problem}: choose {text}") from problem
 
     def splits(self) -> list[Found]:
-        """Returns the plans of an asynchronous run: one for each number of the last devices that rollouts may have.
+        """Returns the plans of an asynchronous run: one for each number of devices that rollouts may get.
 
-        Each call has its fastest placement that fits with the others of its side; roles on a shared base have the
-        config's mesh, scaled down. With several nodes each side has whole ones.
+        Rollouts get the last devices. Each call has its fastest placement that fits together with the others of its
+        side; roles on a shared base have the config's mesh, scaled down. With several nodes each side gets whole nodes.
         """
         prices, workload, config = self.prices, self.workload, self.config
         count, node = prices.cluster.devices, prices.cluster.node
@@ -132,7 +132,7 @@ class Setting:
         if workload.on_base(call.role):
             ways = [scaled_placement(self.config, workload, call, devices, cluster.devices)]
         ways = [replace(way, devices=devices) for way in ways]
-        if prices.costs is not None:  # a profile has groups of powers of two
+        if prices.costs is not None:  # a profile has only groups of powers of two
             ways = [way for way in ways if all(size & (size - 1) == 0 for size in way.sizes)]
         options = [Candidate(way, prices.call(call, way)) for way in ways]
         return [one for one in options if one.bytes + one.price.moved * (call.kind == "generate") <= prices.capacity]
@@ -145,7 +145,7 @@ class Setting:
         return True
 
     def _changes(self) -> Iterator[tuple[str, "Setting"]]:
-        """Yields settings that need less memory, the nearest first: one change, several, more devices."""
+        """Yields settings that need less memory, the nearest first: one change, several changes, more devices."""
         config, workload, count = self.config, self.workload, self.prices.cluster.devices
         sections = {"compute": config.compute, "rollout": config.rollout, "sleep": config.offloading}
         sizes = [(workload.slots or workload.rows) >> halved for halved in range(1, FEWER + 1)]
@@ -179,14 +179,14 @@ class Setting:
 
 
 def measure_here(workload: Workload, devices: Sequence[Device], say: Callable[[str], None]) -> Path:
-    """Measures what the devices' profile lacks for a workload; returns the profile's file."""
+    """Measures the curves that the devices' profile lacks for a workload; returns the profile's file."""
     path = default_path(devices)
     save(measure(workload, devices, profile=load(path), say=say), path)
     return path
 
 
 def prices_here(config: Config, workload: Workload, devices: Sequence[Device]) -> CostModel:
-    """Returns the prices of calls on these devices: as measured where there is a profile, else by data sheet."""
+    """Returns the prices of calls on these devices: from a profile if there is one, else from data sheets."""
     profile, hardware = load(default_path(devices)), hardware_of(devices[0])
     memory = capacity(config, devices) or (HOST_MEMORY * GIB if hardware is None else hardware.memory)
     backend, away = backend_of(config, devices[0]), _away(config, workload)
@@ -203,7 +203,7 @@ def prices_here(config: Config, workload: Workload, devices: Sequence[Device]) -
 
 
 def prices_of(config: Config, workload: Workload, cluster: Cluster) -> CostModel:
-    """Returns the prices of a workload's calls on a cluster, by its data sheet."""
+    """Returns the prices of a workload's calls on a cluster, from its data sheet."""
     platform = "tpu" if cluster.hardware.name.startswith("v") else "gpu"
     backend = Backend(platform, config.compute.attention)
     return CostModel(workload, cluster, backend=backend, away=_away(config, workload))

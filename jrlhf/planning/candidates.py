@@ -1,6 +1,6 @@
 """Candidate placements of a call: slices of a cluster, and ways to divide the call's models and rows there.
 
-After ReaL (arXiv 2406.14088): slices are powers of two within a node, or neighbouring whole nodes; the fastest
+As in ReaL (arXiv 2406.14088), slices are powers of two within a node, or neighbouring whole nodes, and only the fastest
 placements are kept.
 """
 
@@ -20,15 +20,15 @@ from jrlhf.planning.memory import GIB
 from jrlhf.planning.time import CostModel, Price
 from jrlhf.planning.workload import Workload
 
-TENSOR = 8  # slices of a layer at most, as in ReaL
-ALL_RANGES = 8  # nodes; up to this number every range of nodes is a slice
-MOST = 1000  # candidates of a call, as in ReaL
-MOST_STEPS = 100  # of rows, to what every call can divide
-OF_A_SIZE = 16  # candidates on slices of one size that are kept even if they save no memory
+TENSOR = 8  # maximum number of slices of a layer, as in ReaL
+ALL_RANGES = 8  # maximum number of nodes for which every range of nodes is a slice
+MOST = 1000  # maximum number of candidates of a call, as in ReaL
+MOST_STEPS = 100  # maximum change of the number of rows that is tried for a remedy
+OF_A_SIZE = 16  # number of candidates per slice size that are kept even if they save no memory
 
 
 class NoPlan(UserError):
-    """No placement or plan runs and fits. The message is the problem, without a remedy."""
+    """No placement or plan can run and fits. The message names the problem, without a remedy."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def slices(cluster: Cluster) -> list[Slice]:
 def placements(
     workload: Workload, call: Call, count: int, node: int, *, hypothetical: bool = False
 ) -> Iterator[Placement]:
-    """Yields the ways to divide a call over the devices 0 to `count` - 1; with `hypothetical`, pipelines too."""
+    """Yields the ways to divide a call over the devices 0 to `count` - 1. hypothetical: also pipelines."""
     models = [model.config for model in workload.models[call.role]]
     for layout, stages in product(workload.layouts(call), divisors(count) if hypothetical else (1,)):
         for tensor, fsdp in product(divisors(count // stages), repeat=2):
@@ -83,7 +83,7 @@ def placements(
                 continue
             if not _stages_run(workload, call, stages, count, node):
                 continue
-            # Generation has slots instead of micro-batches, and a learner's passes are one.
+            # Generation has slots instead of micro-batches, and a fused update has a single pass.
             once = call.kind == "generate" or call.role == LEARNER
             for micro_batches in powers_of_two(1 if once else workload.rows):
                 placement = Placement(Slice(0, count), layout, data, fsdp, tensor, stages, micro_batches)
@@ -93,10 +93,10 @@ def placements(
 
 
 def undivided_rows(workload: Workload, call: Call, placement: Placement) -> Iterator[str]:
-    """Yields what hinders a placement from dividing the rows, each with its remedy.
+    """Yields the reasons why a placement cannot divide the rows, each with a remedy.
 
-    Every device takes equally many rows in every minibatch and micro-batch. A group of devices that generates answers
-    whole prompts, each with all its samples.
+    Every device must get equally many rows in every minibatch and micro-batch. A group of devices that generates gets
+    whole prompts, with all their samples.
     """
     parts, groups, slots = placement.micro_batches, placement.data * placement.fsdp, workload.slots
     count = groups * placement.tensor  # the stages of a pipeline share their rows
@@ -126,7 +126,7 @@ def undivided(key: str, rows: int, divisor: int, over: str) -> str:
 def candidates(prices: CostModel, *, hypothetical: bool = False, processes: int = 1) -> dict[str, list[Candidate]]:
     """Returns the candidates of every call that has a model, by name.
 
-    Roles on a shared base run on all devices, in one mesh: the one in which their calls take the least time in sum.
+    Roles on a shared base run on all devices, in one mesh: the one with the smallest sum of their calls' times.
     """
     workload, devices = prices.workload, prices.cluster.devices
     result = {
@@ -149,7 +149,7 @@ def candidates(prices: CostModel, *, hypothetical: bool = False, processes: int 
     def seconds(mesh: tuple[int, ...]) -> float:
         return sum(ranked[0].price.seconds for ranked in common[mesh].values())
 
-    # Of equally fast meshes the one with the fewest replicas.
+    # Among equally fast meshes, takes the one with the fewest replicas.
     return result | common[min(common, key=lambda mesh: (seconds(mesh), mesh))] if shared else result
 
 
@@ -158,8 +158,8 @@ def call_candidates(
 ) -> list[Candidate]:
     """Returns at most `MOST` placements of a call that fit alone, the fastest first.
 
-    On slices of each size, or in each mesh of a shared base, the fastest are kept, and slower ones that need less
-    memory than all faster ones. processes: of the run; the slices of several divide all devices
+    For each slice size, or each mesh of a shared base, it keeps the fastest, and slower ones that need less memory than
+    all faster ones. processes: number of processes of the run; with several, slices must divide all devices
     (`plans.refuse_cross_process`).
     """
     workload, cluster = prices.workload, prices.cluster
@@ -187,7 +187,7 @@ def call_candidates(
         count = min(by_size)
         layout = workload.layouts(call)[0]
         reason = next(undivided_rows(workload, call, Placement(Slice(0, count), layout, data=count)))
-        if reason.startswith(workload.rows_key):  # else slots
+        if reason.startswith(workload.rows_key):  # otherwise the reason is the slots
             reason = f"{reason.rsplit(':', 1)[0]}: {_rows_for(workload, cluster)}"
         raise UserError(f"{call.name} runs nowhere, for {reason}")
     if not survivors:
@@ -205,7 +205,7 @@ def call_candidates(
 
 
 def _stages_run(workload: Workload, call: Call, stages: int, count: int, node: int) -> bool:
-    """Returns whether a pipeline is within ReaL's bounds: stages per node, and enough layers and rows to fill them."""
+    """Returns whether a pipeline is within ReaL's bounds: on stages per node, and with enough layers and rows."""
     if stages == 1:
         return True
     rows = workload.rows // (2 * workload.minibatches if call.kind == "train" else 1)
@@ -214,7 +214,7 @@ def _stages_run(workload: Workload, call: Call, stages: int, count: int, node: i
 
 
 def _rows_for(workload: Workload, cluster: Cluster) -> str:
-    """Returns the nearest rows that every call can divide over all devices, as a remedy."""
+    """Returns a remedy: the nearest number of rows that every call can divide over all devices."""
 
     def divide(rows: int) -> bool:
         tried = replace(workload, rows=rows)

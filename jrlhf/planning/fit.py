@@ -1,4 +1,4 @@
-"""Checks before anything is loaded that a run fits into its devices' memory, and suggests settings that do."""
+"""Checks that a run fits into its devices' memory, before anything is loaded, and suggests settings that fit."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,17 +26,17 @@ from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import RoleModel, Workload, token_budgets, update_section, with_budgets, workload_of
 from jrlhf.run.devices import host_memory
 
-MOST_NAMED = 4  # settings in one sentence
-TOGETHER = 3  # settings that are changed at a time
+MOST_NAMED = 4  # maximum number of suggestions in one sentence
+TOGETHER = 3  # maximum number of changes in one suggestion
 ADAPTER = LoRAConfig(rank=16, alpha=32.0)
 
 
 def check_memory(
     config: Config, graphs: Iterable[Graph], mesh: Mesh, models: Mapping[str, ModelConfig], plan: Plan | None = None
 ) -> None:
-    """Refuses stages that cannot fit, where the memory of a device is known, with the nearest settings that fit.
+    """Refuses stages that cannot fit into a device's known memory. The error names the nearest settings that fit.
 
-    graphs: of the stages. plan: of the algorithm, where there is one.
+    graphs: of the stages. plan: of the algorithm, if there is one.
     """
     for graph in graphs:
         _check_stage(config, workload_of(config, graph, models), mesh, plan)
@@ -52,7 +52,7 @@ def _check_stage(config: Config, workload: Workload, mesh: Mesh, plan: Plan | No
         return
     worst = memory.largest
     settings = suggest_settings(workload, plan, limit, backend, away=away)
-    if source.startswith("its"):  # more simulated devices have smaller shares
+    if source.startswith("its"):  # simulated devices share the host's memory, so more of them do not help
         settings = [setting for setting in settings if "devices" not in setting.changes]
     remedy = " or ".join(_written(config, setting, workload, plan) for setting in settings[:MOST_NAMED])
     remedy = remedy or "fewer rows, smaller models or more memory, for no other setting fits"
@@ -80,9 +80,9 @@ def check_fits(config: Config, plan: Plan, prices: CostModel, result: Simulation
 
 
 def _share_of_host(config: Config, mesh: Mesh, plan: Plan) -> float:
-    """Returns the bytes of each CPU device that a call runs on; infinity where the run can only be described here.
+    """Returns the bytes for each CPU device that a call uses; infinity if the run can only be described here.
 
-    Devices that a call does not use are counted as empty, so no plan is refused that may fit.
+    Devices that a call does not use count as empty, so that no plan is refused that may fit.
     """
     path = config.model.path
     if mesh.devices.flat[0].platform != "cpu" or (path is not None and not expanded(path).exists()):
@@ -94,14 +94,14 @@ def _share_of_host(config: Config, mesh: Mesh, plan: Plan) -> float:
 def memory_of(
     config: Config, graph: Graph, mesh: Mesh, models: Mapping[str, ModelConfig], plan: Plan | None = None
 ) -> PlanMemory:
-    """Predicts the memory of a stage's calls: the algorithm's by `plan` if given, others' on the config's mesh."""
+    """Predicts the memory of a stage's calls. plan: of the algorithm; None: calls run on the config's mesh."""
     workload = workload_of(config, graph, models)
     plan, backend, away = _planned(config, workload, mesh, plan)
     return plan_memory(workload, plan, backend, away=away)
 
 
 def _planned(config: Config, workload: Workload, mesh: Mesh, plan: Plan | None) -> tuple[Plan, Backend, Away]:
-    """Returns how a stage runs: its plan with the parts that token budgets lead to, its compiler, and what sleeps."""
+    """Returns a stage's plan, with the micro-batches that token budgets lead to, its backend, and what is offloaded."""
     if plan is None or workload.graph.name != config.algorithm:
         plan = colocated(config, workload, mesh.size)
     backend = backend_of(config, mesh.devices.flat[0])
@@ -109,16 +109,16 @@ def _planned(config: Config, workload: Workload, mesh: Mesh, plan: Plan | None) 
 
 
 def capacity(config: Config, devices: Iterable[Device]) -> float | None:
-    """Returns the bytes of a device that a run may use: `device.memory`, or what an accelerator reports; else None."""
+    """Returns the bytes that a run may use on a device: `device.memory`, or an accelerator's report; else None."""
     if config.device.memory is not None:
         return config.device.memory * GIB
-    device = next(one for one in devices if one.process_index == jax.process_index())  # others cannot be asked
+    device = next(one for one in devices if one.process_index == jax.process_index())  # only local devices report
     stats = None if device.platform == "cpu" else device.memory_stats()
     return None if stats is None else stats.get("bytes_limit")
 
 
 def backend_of(config: Config, device: Device) -> Backend:
-    """Returns what compiles the calls. Simulated devices with a given memory stand for GPUs."""
+    """Returns the compiler of the calls. Simulated devices with a given memory stand for GPUs."""
     simulated = device.platform == "cpu" and config.device.memory is None
     return Backend("tpu" if device.platform == "tpu" else "cpu" if simulated else "gpu", config.compute.attention)
 
@@ -141,10 +141,10 @@ def _written(config: Config, setting: "Setting", workload: Workload, plan: Plan)
     if "micro_batches" in changes and token_budgets(config, stage)["train"] is not None:
         devices = max(plan[name].devices.count for name in _calls(workload, plan, "train"))
         devices = devices * changes.get("devices", plan.devices) // plan.devices
-        tokens = workload.rows // workload.minibatches * workload.length // devices  # of a minibatch on a device
+        tokens = workload.rows // workload.minibatches * workload.length // devices  # per minibatch and device
         micro_batches = f"{key}_tokens={tokens // changes['micro_batches']}"
     texts = {**_WRITTEN, "micro_batches": micro_batches}
-    if plan.name not in NAMES:  # a file's calls have meshes and parts of their own
+    if plan.name not in NAMES:  # in a plan file each call has its own mesh and parts
         texts |= {"micro_batches": "micro_batches={} in its updates", "fsdp": "data=1 with fsdp={} in its calls"}
     return " with ".join(texts[name].format(value) for name, value in changes.items())
 
@@ -154,7 +154,7 @@ def _written(config: Config, setting: "Setting", workload: Workload, plan: Plan)
 
 @dataclass(frozen=True)
 class Case:
-    """The state that a change of settings turns into another one."""
+    """The settings to which changes are applied."""
 
     workload: Workload
     plan: Plan
@@ -163,10 +163,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Setting:
-    """Changes that together fit. peak: bytes of the device that then needs most.
+    """Changes with which a run fits. peak: bytes of the device that then needs most.
 
-    changes: "micro_batches" of every call that trains, "remat", "slots", "fsdp" (with data=1), "sleep" (what is on the
-    host while nothing trains), "lora" (a rank), "devices" (all for fsdp, with the micro-batches that they leave).
+    changes: "micro_batches" of every call that trains, "remat", "slots", "fsdp" (with data=1), "sleep" (states on the
+    host while they do not train), "lora" (a rank), "devices" (all for fsdp, with as large micro-batches).
     """
 
     changes: Mapping[str, Any]
@@ -176,21 +176,21 @@ class Setting:
 def suggest_settings(
     workload: Workload, plan: Plan, capacity: float, backend: Backend = DEFAULT, *, away: Away | None = None
 ) -> list[Setting]:
-    """Returns the nearest settings whose peak is at most `capacity` bytes; [] where the plan fits, or nothing does.
+    """Returns the nearest settings whose peak is at most `capacity` bytes; [] if the plan fits, or nothing does.
 
-    Settings with the fewest changes come first, each change as mild as it can be; then adapters, where they suffice
-    alone. More devices are suggested only where no other setting fits. away: what is offloaded already.
+    Settings with the fewest changes come first, each change as small as possible; then adapters, if they suffice alone.
+    More devices are suggested only if no other setting fits. away: what is offloaded already.
     """
     case = Case(workload, plan, away or {})
 
     def peak(case: Case) -> float:
         try:
             return plan_memory(case.workload, case.plan, backend, away=case.away).peak
-        except ValueError:  # a model does not divide so
+        except ValueError:  # a model does not divide over this mesh
             return inf
 
     def mildest(names: Sequence[str]) -> Setting | None:
-        """Returns the first combination of these changes that fits, in the order of their steps in sum."""
+        """Returns the first combination of these changes that fits, in the order of their total number of steps."""
         for step in sorted(product(*(range(len(ladders[name])) for name in names)), key=sum):
             changes = {name: ladders[name][at] for name, at in zip(names, step, strict=True)}
             size = peak(reduce(_changed, changes.items(), case))
@@ -201,7 +201,7 @@ def suggest_settings(
     if peak(case) <= capacity:
         return []
     ladders = {name: list(values) for name, values in _changes_mildest_first(case)}
-    adapters = [] if (setting := mildest(["lora"])) is None else [setting]  # another run rather than another setting
+    adapters = [] if (setting := mildest(["lora"])) is None else [setting]  # last: it changes what is trained
     for count in range(1, TOGETHER + 1):
         fitting = [mildest(names) for names in combinations([name for name in ladders if name != "lora"], count)]
         if any(fitting):
@@ -230,7 +230,7 @@ def _changes_mildest_first(case: Case) -> Iterator[tuple[str, Iterable[Any]]]:
         return bool(training) and not any(rows % (count * parts) for count in training)
 
     yield "micro_batches", takewhile(divides, _doubled(_micro_batches(workload, case.plan)))
-    yield "remat", REMATS[: REMATS.index(workload.remat)][::-1]  # those that keep less
+    yield "remat", REMATS[: REMATS.index(workload.remat)][::-1]  # policies that keep less
     generating = [placements[name] for name in _calls(workload, case.plan, "generate")]
     least = max((workload.samples * at.data * at.fsdp for at in generating), default=inf)
 
@@ -266,8 +266,8 @@ def _changed(case: Case, change: tuple[str, Any]) -> Case:
 
 
 def _adapted(workload: Workload) -> Workload:
-    """Returns the workload with adapters in place of the models that have the actor's architecture, except of frozen
-    scalar models, which do not start from the actor."""
+    """Returns the workload with adapters in place of the models that have the actor's architecture. Frozen scalar
+    models stay, because they do not start from the actor."""
     config = workload.models["actor"][0].config
 
     def adapted(model: RoleModel) -> RoleModel:
@@ -294,7 +294,7 @@ def _calls(workload: Workload, plan: Plan, kind: str) -> list[str]:
 
 
 def _on_more(at: Placement, times: int) -> Placement:
-    """Returns the placement on `times` as many devices, all of them for fsdp, with as large micro-batches."""
+    """Returns the placement on `times` as many devices, all of them along fsdp, with micro-batches of the same size."""
     devices = Slice(at.devices.start * times, at.devices.count * times)
     return replace(at, devices=devices, fsdp=at.fsdp * times, micro_batches=max(1, at.micro_batches // times))
 

@@ -1,7 +1,7 @@
-"""Predicted bytes of each device: what roles keep there between calls, and what each call adds while it runs.
+"""Predicts the memory of each device: what roles store there between calls, and what each call adds while it runs.
 
-What roles keep is exact, from the shapes of shards. What a call adds follows XLA's peaks (`activations.py`). All of it
-is arithmetic: no device or compiler is asked.
+What roles store is exact, from the shapes of shards. What a call adds is modelled on XLA's peaks (`activations.py`).
+All of it is arithmetic, without a device or a compiler.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,8 +25,8 @@ from jrlhf.planning.moves import stored_alike
 from jrlhf.planning.workload import RoleModel, Workload
 
 GIB = 2**30
-COUNTERS = 8  # AdamW counts its updates twice: for the bias of the moments, and for the schedule
-# Bytes a token of a call's inputs and outputs.
+COUNTERS = 8  # bytes: AdamW counts its updates twice, for the bias of the moments and for the schedule
+# Bytes per token of a call's inputs and outputs.
 TRAINED = 13  # a step reads token, mask and three float32 of an experience
 SCORED = 12  # token, log-prob, entropy
 GENERATED = 8  # token, log-prob
@@ -54,14 +54,14 @@ def stored_bytes(
     itemsize: int,
     lora: LoRAConfig | None = None,
 ) -> float:
-    """Returns the bytes of a model's weights on a device, or of its adapter's: matrices of this item size."""
+    """Returns the bytes of a model's or its adapter's weights on a device. itemsize: of matrices."""
     shards = _shards(config, head, layout, fsdp, tensor, lora)
     return float(sum(prod(shape) * (WIDE if weight.vector else itemsize) for weight, shape in shards))
 
 
 @cache
 def base_bytes(config: ModelConfig, tensor: int, itemsize: int, int8: bool) -> float:
-    """Returns the bytes of the base under adapters, which is a language model stored as generation needs it."""
+    """Returns the bytes of the base under adapters, a language model in the layout GENERATE."""
     total = stored_bytes(config, "lm", GENERATE, 1, tensor, itemsize)
     for weight, shape in _shards(config, "lm", GENERATE, 1, tensor) if int8 else ():
         if weight.inputs:  # a byte each, and a float32 scale for each output
@@ -70,17 +70,17 @@ def base_bytes(config: ModelConfig, tensor: int, itemsize: int, int8: bool) -> f
 
 
 def trained_bytes(model: RoleModel, fsdp: int, tensor: int) -> float:
-    """Returns the bytes of what a role trains, in float32: its weights, or its adapter's. Gradients need as many."""
+    """Returns the float32 bytes of a role's trained weights, its own or its adapter's. Gradients need as many."""
     if model.lora is not None:
         return stored_bytes(model.config, model.head, GENERATE, 1, tensor, WIDE, model.lora)
     return stored_bytes(model.config, model.head, TRAIN, fsdp, tensor, WIDE)
 
 
 def resident(model: RoleModel, itemsize: int, placement: Placement) -> dict[str, float]:
-    """Returns the bytes that a role keeps of one model on each device of its home, by part.
+    """Returns the bytes that a role stores of one model on each device of its home, by part.
 
-    "base" is there once for all roles that share it. itemsize: of the compute dtype. Raises a ValueError where the
-    model does not divide.
+    "base" exists once for all roles that share it. itemsize: of the compute dtype. Raises a ValueError if the model
+    does not divide.
     """
     sizes: dict[str, float] = {}
     if model.shared:
@@ -95,22 +95,22 @@ def resident(model: RoleModel, itemsize: int, placement: Placement) -> dict[str,
 
 
 def _frozen_bytes(model: RoleModel, itemsize: int, placement: Placement) -> float:
-    """Returns the bytes of a model's own weights on a device, as the placement stores them without training them."""
+    """Returns the bytes of a model's own weights on a device, if the placement stores them but does not train them."""
     layout = GENERATE if placement.layout == "generate" else TRAIN
     return stored_bytes(model.config, model.head, layout, placement.fsdp, placement.tensor, itemsize)
 
 
 @cache
 def _layer_numbers(config: ModelConfig, head: HeadKind, fsdp: int, tensor: int, last_gathered: bool) -> float:
-    """Returns the numbers of a device's shards of the layers; with `last_gathered`, of those alone whose last dimension
-    is sharded over fsdp."""
+    """Returns how many numbers a device's shards of the layers have; with `last_gathered`, only shards of weights whose
+    last dimension is sharded over fsdp."""
     shards = _shards(config, head, TRAIN, fsdp, tensor)
     chosen = (prod(shape) for row, shape in shards if row.layered and (row.axes[-1] == "embed" or not last_gathered))
     return float(sum(chosen))
 
 
 def tiled(shape: tuple[int, ...]) -> int:
-    """Returns the numbers of a float32 array in a TPU's row-major tiles of 8 x 128; 1, 2 or 4 rows are not padded."""
+    """Returns the size of a float32 array after padding to a TPU's row-major tiles of 8 x 128; 1, 2, 4 rows are not."""
     if len(shape) < 2:
         return prod(shape)
     rows, columns = shape[-2:]
@@ -120,7 +120,7 @@ def tiled(shape: tuple[int, ...]) -> int:
 
 @cache
 def _tiled_numbers(config: ModelConfig, head: HeadKind, fsdp: int, tensor: int) -> tuple[float, float]:
-    """Returns the numbers of a device's shards after padding to TPU tiles: of all, and of the padded arrays only."""
+    """Returns the sizes of a device's shards after padding to TPU tiles: of all, and of the padded arrays only."""
     shards = [shape for weight, shape in _shards(config, head, TRAIN, fsdp, tensor) if not weight.vector]
     sizes = [(tiled(shard), prod(shard)) for shard in shards]
     return float(sum(size for size, _ in sizes)), float(sum(size for size, real in sizes if size != real))
@@ -132,18 +132,18 @@ def _tiled_numbers(config: ModelConfig, head: HeadKind, fsdp: int, tensor: int) 
 Part = Literal["weights", "optimizer", "generation"]
 Place = Literal["device", "pinned_host", "dropped"]
 Away = Mapping[tuple[str, str], Mapping[str, Place]]
-"""(role, name of a call of any role) -> part of the role's state -> where that part is while the call runs."""
+"""(role, name of any role's call) -> part of the first role's state -> its place while the call runs."""
 
 
 def residency(config: Config, role: str, call: Call, following: Call | None = None) -> dict[Part, Place]:
-    """Returns where each part of a role's model is while a call of the algorithm runs.
+    """Returns the place of each part of a role's model while a call of the algorithm runs.
 
-    role: a role with weights; a learner's weights are those of the actor and the critic.
-    following: the next call with a model. With `sleep.ahead`, what it needs may be on the devices already.
+    role: a role with weights; a fused update uses those of the actor and the critic.
+    following: the next call with a model. With `sleep.ahead`, the parts that it needs may be on the devices already.
 
-    The parts are "weights", a trained role's "optimizer", and the actor's "generation": the copy of the weights that it
-    generates with, and the KV cache. Offloaded weights are brought to the devices while that copy is made and freed
-    when it is done. With LoRA there is no copy; "weights" are then the adapter's, for the base is never offloaded.
+    The parts are "weights", a trained role's "optimizer", and the actor's "generation": the copy of the weights for
+    generation, and the KV cache. Offloaded weights are on the devices only while that copy is made. With LoRA there is
+    no copy; "weights" are then the adapter's, because the base is never offloaded.
     """
     sleep = config.offloading
     ahead = [following] if sleep.ahead and following is not None and following.role != call.role else []
@@ -166,7 +166,7 @@ def weights_sleep(role: str, sleep: SleepConfig) -> bool:
 
 
 def away_parts(config: Config, graph: Graph, roles: Mapping[str, object]) -> Away:
-    """Returns where the states of `roles` are during every call of a graph. Only RL algorithms offload anything."""
+    """Returns the places of the states of `roles` during every call of a graph. Only RL algorithms offload anything."""
     if graph.name != config.algorithm:
         return {}
     calls = [call for call in graph if call.kind != "compute"]
@@ -188,8 +188,8 @@ def away_parts(config: Config, graph: Graph, roles: Mapping[str, object]) -> Awa
 class CallBytes:
     """Bytes of one device, by name.
 
-    resident: what the call's role keeps on each device of its home. active: what the call adds while it runs. moved: a
-    copy of the weights, which is added where the role is stored elsewhere.
+    resident: parts that the call's role stores on each device of its home. active: parts that the call adds while it
+    runs. moved: a copy of the weights, which is added if the role is stored elsewhere.
     """
 
     resident: Mapping[str, float]
@@ -201,14 +201,14 @@ def call_bytes(workload: Workload, call: Call, placement: Placement, backend: Ba
     """Predicts the bytes of a call that has a model.
 
     resident: {"weights", "optimizer"}, as if this placement were the role's home, and "base" for a role on the shared
-    base; {} where a learner trains and keeps these weights. Raises a ValueError where a model does not divide.
+    base; {} for a fused update, whose weights belong to other roles. Raises a ValueError if a model does not divide.
     """
     models = workload.models.get(call.role, ())
     home, moved = home_of(workload.graph, call.role), 0.0
     active: Phase = {}
     for model in (_stage(model, placement) for model in models):
         needs = _active(workload, call, model, placement, backend)
-        # Adapters compute with the base that is there.
+        # Adapters compute with the base that is already there.
         copied = 0.0 if model.shared else _frozen_bytes(model, workload.itemsize, placement)
         if call.kind == "generate":
             needs["generation weights"] = copied
@@ -224,10 +224,10 @@ def call_bytes(workload: Workload, call: Call, placement: Placement, backend: Ba
 
 
 def _state_bytes(models: Sequence[RoleModel], itemsize: int, home: Placement) -> dict[str, float]:
-    """Returns the bytes that a role keeps of all its models, by part; "base" is counted once."""
+    """Returns the bytes that a role stores of all its models, by part; "base" is counted once."""
     sizes: dict[str, float] = {}
     for model in models:
-        # Every device has all layers of a shared base, and of an adapter on it.
+        # Every device stores all layers of a shared base, and of an adapter on it.
         stored = model if model.shared else _stage(model, home)
         for part, size in resident(stored, itemsize, home).items():
             sizes[part] = size if part == "base" else sizes.get(part, 0.0) + size
@@ -246,14 +246,14 @@ def _active(workload: Workload, call: Call, model: RoleModel, placement: Placeme
     """Predicts what a call adds for one model: its largest phase, and its inputs and outputs."""
     kind, parts, fsdp, tensor = call.kind, placement.micro_batches, placement.fsdp, placement.tensor
     rows = workload.rows_of(call)
-    if kind == "compute":  # the model only waits on the devices
+    if kind == "compute":  # the model is stored but does not compute
         return {}
     inputs = {"generate": GENERATED, "infer": SCORED, "train": TRAINED}[kind] * rows * workload.length
     inputs /= placement.devices.count
     if kind == "generate":
         return _generating(workload, rows, model, placement, backend) | {"inputs": inputs}
     layout = "generate" if model.shared else placement.layout
-    # Layouts that compute with slices give a tensor group's rows to each of its devices.
+    # In layouts that compute with slices, each device of a tensor group has all rows of the group.
     sharing = placement.devices.count // placement.pipeline // (tensor if layout in ("generate", "train_tp") else 1)
     computed = (rows / workload.minibatches if kind == "train" else rows) / (sharing * parts)
     sizes = Arrays(workload, model, computed, workload.length, layout, tensor, backend, fsdp)
@@ -267,8 +267,8 @@ def _active(workload: Workload, call: Call, model: RoleModel, placement: Placeme
         gradients = _gradients(model, placement, backend, loop=workload.minibatches > 1)
         needs = activations.train_phase(sizes, workload.remat, gradients, parts, transposed)
         if placement.pipeline > 1:
-            # A stage keeps its inputs on their way and a copy of its weights; in the end the gradients go back, to
-            # every device those of an adapter.
+            # A stage keeps its inputs in flight and a copy of its weights. At the end gradients are sent back; those of
+            # an adapter to every device.
             returned = 1 if model.lora is None else placement.pipeline
             needs["inputs in flight"] = _in_flight(placement.schedule, placement.pipeline, parts) * sizes.hidden
             needs["copies of stages"] = (1 + returned) * gradients.whole
@@ -280,9 +280,9 @@ def _active(workload: Workload, call: Call, model: RoleModel, placement: Placeme
     return needs | {"inputs": inputs}
 
 
-@cache  # a search asks for few different tables, and thousands of times
+@cache  # a search needs few different tables, but thousands of times
 def _in_flight(schedule: ScheduleName, stages: int, micro_batches: int) -> float:
-    """Returns the most inputs of stages that a device of a pipeline keeps."""
+    """Returns the maximum number of stage inputs that a device of a pipeline keeps."""
     return max(peak(SCHEDULES[schedule](stages, micro_batches)))
 
 
@@ -295,8 +295,8 @@ def _gradients(model: RoleModel, placement: Placement, backend: Backend, *, loop
     layers = _layer_numbers(model.config, model.head, fsdp, tensor, False) * WIDE
     if backend.platform != "tpu":
         return Gradients(layers, whole, whole)
-    # Arrays that do not fill a TPU's row-major tiles arrive in another order. A loop keeps them by rows, in padded
-    # tiles, and so copies the weights and both moments first.
+    # Arrays that do not fill a TPU's row-major tiles arrive in another layout. A loop stores them by rows, in padded
+    # tiles, so it copies the weights and both moments first.
     numbers, padded = _tiled_numbers(model.config, model.head, fsdp, tensor)
     return Gradients(layers, whole, numbers * WIDE, 3 * padded * WIDE if loop else 0.0)
 
@@ -306,7 +306,7 @@ def _generating(workload: Workload, rows: float, model: RoleModel, placement: Pl
     size, computed = workload.itemsize, rows / placement.micro_batches
     slots = min(workload.slots or computed, computed) / groups
     schedule = Schedule(workload.slots, workload.chunk or workload.response, prefill=workload.prefill)
-    # Prompts that are prefilled together, and their cache where they wait for slots.
+    # Prompts that are prefilled together, and their cache while they wait for slots.
     together, wave = computed / groups / workload.samples, 0.0
     if not schedule.is_one_program(ceil(computed), workload.response):
         room = max(1, int(slots) // workload.samples)
@@ -322,7 +322,7 @@ def _generating(workload: Workload, rows: float, model: RoleModel, placement: Pl
 
 @dataclass(frozen=True)
 class CallPhase:
-    """A running call, on the device of its slice that then has most: bytes that roles keep there now, and its own."""
+    """A running call, on the fullest device of its slice: bytes that roles store there meanwhile, and its own."""
 
     call: str
     resident: float
@@ -350,13 +350,13 @@ class PlanMemory:
 
 
 def keepers(workload: Workload) -> dict[str, tuple[RoleModel, ...]]:
-    """Returns role -> the models that it keeps. A learner's models belong to the roles that it trains."""
+    """Returns role -> the models that it stores. Models of a fused update belong to the roles that it trains."""
     models = dict(workload.models)
     return models | {role: (model,) for role, model in zip(LEARNED, models.pop(LEARNER, ()), strict=False)}
 
 
 def segments(slices: Iterable[Slice]) -> list[Slice]:
-    """Divides the devices of these slices into the fewest groups of which every slice has all devices or none."""
+    """Divides the devices of these slices into the fewest groups that each slice contains whole or not at all."""
     ranges = set(slices)
     bounds = sorted({bound for devices in ranges for bound in (devices.start, devices.stop)})
     groups = [Slice(start, stop - start) for start, stop in zip(bounds, bounds[1:], strict=False)]
@@ -364,9 +364,9 @@ def segments(slices: Iterable[Slice]) -> list[Slice]:
 
 
 def fused_bytes(workload: Workload, plan: Plan, backend: Backend = DEFAULT) -> dict[str, float]:
-    """Predicts what the updates that a plan fuses add together, by part.
+    """Predicts the bytes that the fused updates of a plan add together, by part.
 
-    The table's activations in flight are within those of both calls. A role may have several pipelines, on different
+    The table's activations in flight are at most those of both calls. A role may have several pipelines, on different
     devices: the gradients of each come back whole, to be summed.
     """
     sizes: dict[str, float] = {}
@@ -382,9 +382,9 @@ def fused_bytes(workload: Workload, plan: Plan, backend: Backend = DEFAULT) -> d
 
 
 def plan_memory(workload: Workload, plan: Plan, backend: Backend = DEFAULT, *, away: Away | None = None) -> PlanMemory:
-    """Predicts the memory of every call of a plan, on the device of its slice where it needs most.
+    """Predicts the memory of every call of a plan, on the fullest device of its slice.
 
-    away: the parts that are not on the devices during a call; None: all parts always are. Raises a ValueError where a
+    away: the parts that are not on the devices during a call; None: all parts always are. Raises a ValueError if a
         model does not divide.
     """
     away = away or {}

@@ -1,7 +1,7 @@
-"""Small programs, one for each part of a call, that `profile` times on the devices at hand.
+"""Small programs, one for each part of a call, that `profile` times on the present devices.
 
-Every program runs on all devices at once, each with its own rows and its own copy of the weights, so that only the
-collectives' own programs have collectives in them; and devices that share cores, as simulated ones do, share them here.
+Every program runs on all devices at once, each with its own rows and its own copy of the weights. So only the programs
+of collectives contain collectives, and simulated devices share their cores as they do in a run.
 """
 
 import time
@@ -29,18 +29,18 @@ from jrlhf.models.remat import Remat, policy
 from jrlhf.models.weights import HeadKind
 from jrlhf.ppo.updates import apply_update, finish
 
-LAYERS = 4  # of a program: the cost of calling it is divided by as many
-CHAINED = 16  # collectives in a program
+LAYERS = 4  # number of layers of a program, over which the cost of its call is divided
+CHAINED = 16  # number of collectives in a program
 BUSY_OPERATIONS = 16 * 2 * 256**3
-_TURN = 0.02  # seconds that a short program is repeated for
+_TURN = 0.02  # seconds for which a short program is repeated
 
 Program = Callable[[], Any]
 
 
 def seconds(programs: Sequence[Program], repeats: int) -> list[float]:
-    """Returns the least time of each program, for other work of the machine only adds to it.
+    """Returns the shortest time of each program, because other work of the machine only adds time.
 
-    Programs take turns, short ones several times in each turn.
+    Programs take turns; a short one runs several times in each turn.
     """
     least, turns = [], []
     for program in programs:
@@ -60,7 +60,7 @@ def _once(program: Program) -> float:
 
 
 def sliced(config: ModelConfig, slices: int) -> ModelConfig:
-    """Returns the model whose layers are one device's part of a tensor group's."""
+    """Returns the model whose layers are one device's slices in a tensor group."""
     kv_heads = max(1, config.kv_heads // slices)
     return replace(config, heads=config.heads // slices, kv_heads=kv_heads, mlp=config.mlp // slices)
 
@@ -68,7 +68,7 @@ def sliced(config: ModelConfig, slices: int) -> ModelConfig:
 def layers(
     config: ModelConfig, devices: Sequence[Device], rows: int, length: int, *, train: bool, dtype: Any, remat: Remat
 ) -> Program:
-    """Builds `LAYERS` layers over `rows` rows on each device; training goes backward too, as in `models.forward`."""
+    """Builds `LAYERS` layers over `rows` rows on each device; training includes the backward pass."""
     shallow = replace(config, layers=LAYERS, local_layers=config.local_layers[:LAYERS])
     weights = init_lm(shallow, jax.random.key(0))["layers"]
     rotations = layer_rotations(jnp.arange(length)[None, :], shallow)
@@ -105,7 +105,7 @@ def ends(
     tokens = rng.integers(0, config.vocab_size, (rows, length)).astype(np.int32)
 
     def loss(weights, tokens):
-        # A run's table differs between the devices of `tensor`, as its gradient does.
+        # In a run the table and its gradient differ between the devices of `tensor`.
         x = total(lookup(vary(weights["embedding"], TENSOR), tokens), TENSOR)
         if head == "scalar":
             return jnp.sum(jnp.einsum("btd,d->bt", x, weights["kernel"]))
@@ -125,7 +125,7 @@ def ends(
 def generation(
     config: ModelConfig, devices: Sequence[Device], rows: int, prompt: int, response: int, dtype: Any
 ) -> Program:
-    """Builds a whole generation of `rows` rows on each device, none of which ends before the limit."""
+    """Builds a whole generation of `rows` rows on each device; no row ends before the limit."""
     mesh = make_mesh(len(devices), 1, 1, devices=devices)
     params = init_lm(config, jax.random.key(0))  # GENERATE keeps layers as a list
     params["layers"] = [jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(config.layers)]
@@ -140,14 +140,14 @@ def generation(
 
 
 def update(config: ModelConfig, devices: Sequence[Device], fsdp: int) -> Program:
-    """Builds an optimizer update of a model stored over `fsdp` devices, whose gradients are there."""
+    """Builds an optimizer update of a model stored over `fsdp` devices, with given gradients."""
     mesh = make_mesh(len(devices) // fsdp, fsdp, 1, devices=devices)
     params = jax.device_put(init_lm(config, jax.random.key(0)), param_shardings(config, mesh, TRAIN))
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4, b1=0.9, b2=0.95))
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, scale):
-        def loss(params, scale):  # its gradient is the weights, read as a gradient would be
+        def loss(params, scale):  # its gradient is proportional to the weights, and is read as any gradient
             return scale * sum(jnp.sum(w * lax.stop_gradient(w)) for w in jax.tree.leaves(params)), {}
 
         done = finish(apply_update(loss, optimizer, params, state, scale, micro_batches=1, metric_names=()))
@@ -165,7 +165,7 @@ def update(config: ModelConfig, devices: Sequence[Device], fsdp: int) -> Program
 
 
 def collective(kind: str, devices: Sequence[Device], size: int, numbers: int) -> Program:
-    """Builds `CHAINED` of one collective, one after the other, in all groups of `size` neighbours at once.
+    """Builds `CHAINED` equal collectives, one after the other, in all groups of `size` neighbours at once.
 
     numbers: float32 that each device holds after an all-gather ("gather"), or puts into an all-reduce ("reduce").
     """
@@ -194,7 +194,7 @@ def offload(device: Device, numbers: int) -> Program:
 
 
 def copy(devices: Sequence[Device], numbers: int) -> Program:
-    """Reads and writes float32 numbers on each device: 8 bytes a number. With one number it does next to nothing."""
+    """Reads and writes float32 numbers on each device: 8 bytes a number. With one number it is an empty program."""
     return _on_each(devices, lambda x: x + 1, np.zeros(numbers, np.float32))
 
 
@@ -210,7 +210,7 @@ def _on_each(devices: Sequence[Device], function: Callable[..., Any], *arguments
     rows = P("data")
 
     def unvaried(x):
-        # Results may be typed as if they differed over the axes of one device.
+        # Results may have types that vary over axes of size 1.
         varies = {"fsdp", "tensor"} & set(jax.typeof(x).manual_axis_type.varying)
         return lax.psum(x, ("fsdp", "tensor"))[None] if varies else x[None]
 

@@ -1,4 +1,4 @@
-"""Predicted seconds of moving bytes: collectives, weights to another placement, rows to another call."""
+"""Predicts the seconds of data movement: collectives, weights to another placement, rows to another call."""
 
 from math import prod
 from typing import NamedTuple
@@ -14,7 +14,7 @@ class Group(NamedTuple):
     local: int
 
 
-_AXES = ("pipeline", "data", "fsdp", "tensor")  # a device's number changes fastest along the last one
+_AXES = ("pipeline", "data", "fsdp", "tensor")  # device numbers are row-major over these axes
 
 
 def group(placement: Placement, node: int, *axes: str) -> Group:
@@ -50,10 +50,10 @@ def reduce_seconds(cluster: Cluster, group: Group, size: float) -> float:
 
 
 def reallocation_seconds(stored: float, size: float, home: Placement, placement: Placement, cluster: Cluster) -> float:
-    """Predicts bringing weights from where they are stored, as `stored` bytes, to where a call needs them, as `size`.
+    """Predicts moving weights from their home, where they take `stored` bytes, to a call's placement (`size` bytes).
 
-    A device reads and casts what it stores, and writes its new shard, of which it receives the part that it did not
-    have. Where one device sends to several, its port is the bottleneck.
+    A device reads and casts its stored shard, and writes its new shard, of which it receives the part that it does not
+    have. If one device sends to several, its port is the bottleneck.
     """
     if stored_alike(home, placement):
         return 0.0
@@ -65,7 +65,7 @@ def reallocation_seconds(stored: float, size: float, home: Placement, placement:
 
 
 def transfer_seconds(size: float, source: Placement, target: Placement, cluster: Cluster) -> float:
-    """Predicts bringing `size` bytes of rows from one call's devices to another's; rows are on all devices."""
+    """Predicts moving `size` bytes of rows from one call's devices to another's; all devices have rows."""
     if source.devices == target.devices:
         return 0.0
     size /= min(source.devices.count, target.devices.count)
@@ -81,7 +81,7 @@ def stored_share(placement: Placement) -> float:
 def stored_alike(home: Placement, placement: Placement) -> bool:
     """Returns whether both placements store the same shards: training and scoring layouts store weights alike.
 
-    Weights that are trained in stages are stored without them.
+    Weights that are trained in pipeline stages are stored whole, without stages.
     """
     same_storage = (home.layout == "generate") == (placement.layout == "generate")
     same_storage &= placement.pipeline in (1, home.pipeline)
@@ -89,7 +89,7 @@ def stored_alike(home: Placement, placement: Placement) -> bool:
 
 
 def _kept_share(home: Placement, placement: Placement) -> float:
-    """Returns the share of the model that every device already has of its new shard, at the least."""
+    """Returns the minimum, over devices, of the share of the model that a device has already of its new shard."""
     if not (home.devices.start <= placement.devices.start and placement.devices.stop <= home.devices.stop):
         return 0.0
     old, new = stored_share(home), stored_share(placement)
@@ -97,11 +97,11 @@ def _kept_share(home: Placement, placement: Placement) -> float:
         return min(old, new)  # the remaining axes stay where they were: one shard contains the other
     if home.pipeline == placement.pipeline and home.tensor == placement.tensor:
         return old * new * home.tensor * home.pipeline  # the same slices of heads and mlp, other slices of embed
-    return old * new  # slices of different dimensions cross
+    return old * new  # slices of different dimensions: their intersection
 
 
 def _move_seconds(size: float, source: Slice, target: Slice, cluster: Cluster) -> float:
-    """Predicts `size` bytes a device between two slices: over links inside a node, else over the network."""
+    """Predicts moving `size` bytes per device between two slices: over links inside a node, else over the network."""
     hardware, node = cluster.hardware, cluster.node
     first, last = min(source.start, target.start), max(source.stop, target.stop)
     rate = hardware.link if first // node == (last - 1) // node else min(hardware.link, hardware.network)

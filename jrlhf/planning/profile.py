@@ -1,8 +1,8 @@
-"""A profile of the hardware at hand, and the costs of calls that follow from it.
+"""Measures a profile of the present hardware, and computes the costs of calls from it.
 
-Measured are one layer, head, generation and update, and collectives, at sizes that are powers of two. They replace the
-arithmetic of `time.Roofline`; how often each part is computed, and between which devices bytes move, stays the same. A
-profile takes minutes and is kept in a file, for the device, its number and JAX's version, with the model shapes so far.
+It measures a layer, a head, a generation, an update, and collectives, at sizes that are powers of two. The results
+replace the arithmetic of `time.Roofline`; how often each part is computed, and between which devices bytes move, stays
+the same. A profile takes minutes. It is stored in a file per device kind, number of devices and JAX version.
 """
 
 import json
@@ -32,17 +32,17 @@ from jrlhf.planning.time import Parts
 from jrlhf.planning.workload import RoleModel, Workload
 from jrlhf.run.files import cache_directory, write_atomic
 
-DEPTHS = 1, 4  # layers of two generations, whose difference is the cost of layers
-_ACCUMULATE = 1 / 3  # the share of an update's bytes that a further micro-batch reads and writes (`time._ACCUMULATE`)
+DEPTHS = 1, 4  # numbers of layers of two generations; the difference of their times is the cost of layers
+_ACCUMULATE = 1 / 3  # bytes that a further micro-batch reads and writes, over those of an update (`time._ACCUMULATE`)
 _MIB = 2**20
-_BYTES = tuple(4.0**power for power in range(3, 12))  # of collectives: 64 B to 4 MiB
+_BYTES = tuple(4.0**power for power in range(3, 12))  # sizes of collectives: 64 B to 4 MiB
 
 Curve = tuple[tuple[float, float], ...]  # (size, seconds), sizes rising
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Times measured on `count` devices at once. curves: by name. busy: number of devices -> seconds of equal work."""
+    """Times measured on `count` devices at once. curves: by name. busy: number of devices -> seconds for equal work."""
 
     device: str
     count: int
@@ -52,7 +52,7 @@ class Profile:
 
 
 def default_path(devices: Sequence[Device]) -> Path:
-    """Returns where the profile of these devices is kept."""
+    """Returns the path of the profile of these devices."""
     kind = re.sub(r"[^a-z0-9]+", "-", devices[0].device_kind.lower()).strip("-")
     return cache_directory() / f"profile-{kind}-{len(devices)}-{jax.__version__}.json"
 
@@ -76,7 +76,7 @@ def save(profile: Profile, path: Path) -> None:
 
 
 def interpolate(curve: Curve, size: float) -> float:
-    """Returns the seconds at a size: a power law between neighbours; above in proportion, below the smallest size's."""
+    """Interpolates a curve by power laws. Above its sizes seconds are proportional, below them constant."""
     if size <= curve[0][0]:
         return curve[0][1]
     if size >= curve[-1][0]:
@@ -89,7 +89,7 @@ def interpolate(curve: Curve, size: float) -> float:
 
 
 class ProfiledCosts:
-    """Costs of parts from a profile: `time.PartCosts`. devices: those at work; by default all of the profile."""
+    """Costs of parts from a profile (a `time.PartCosts`). devices: number that work; None: all of the profile."""
 
     def __init__(self, profile: Profile, workload: Workload, *, devices: int | None = None):
         self._profile, self._workload = profile, workload
@@ -108,7 +108,7 @@ class ProfiledCosts:
 
     def head(self, model: RoleModel, tokens: float, train: bool) -> Parts:
         name = ends_curve(model.config, model.head, train, self._workload.fused_loss)
-        return {"ends": self._at(name, tokens)}  # with the embeddings of these tokens only
+        return {"ends": self._at(name, tokens)}  # includes the embeddings of these tokens only
 
     def step(self, model: RoleModel, rows: float, positions: float, slices: int) -> Parts:
         _, layer = self._generation(model, rows, slices)
@@ -120,7 +120,7 @@ class ProfiledCosts:
         return {"draws": max(0.0, rest) / self._workload.response}
 
     def _generation(self, model: RoleModel, rows: float, slices: int) -> tuple[float, float]:
-        """Returns the seconds of a whole generation: outside of its layers, and of each layer."""
+        """Returns the seconds of a whole generation outside of its layers, and those of each layer."""
         shallow, deep = (self._at(generation_curve(model.config, slices, depth), rows) for depth in DEPTHS)
         layer = (deep - shallow) / (DEPTHS[1] - DEPTHS[0])
         return shallow - DEPTHS[0] * layer, layer
@@ -152,7 +152,7 @@ class ProfiledCosts:
 
 
 def cluster_of(profile: Profile, memory: float) -> Cluster:
-    """Returns the devices as hardware, for moves between calls: rates are those reached, so every fraction is 1.
+    """Returns the profiled devices as a `Cluster`, for moves between calls. Rates are measured, so fractions are 1.
 
     memory: bytes of a device.
     """
@@ -184,9 +184,9 @@ def measure(
     repeats: int = 9,
     say: Callable[[str], None] = lambda line: None,
 ) -> Profile:
-    """Measures what the workload's calls consist of, except for what is in `profile`.
+    """Measures the parts of the workload's calls that `profile` lacks.
 
-    remats: further remat policies to measure training with. say: is called with each measured curve's name.
+    remats: further remat policies with which training is measured. say: called with each measured curve's name.
     """
     setup = devices[0].device_kind, len(devices), jax.__version__
     if profile is not None and (profile.device, profile.count, profile.version) == setup:
@@ -211,7 +211,7 @@ def measure(
 def wanted_curves(
     workload: Workload, devices: Sequence[Device], remats: Collection[Remat]
 ) -> Iterator[tuple[str, _Programs]]:
-    """Yields the name of each curve that the workload's calls ask for, with its programs."""
+    """Yields the name of each curve that the workload's calls need, with its programs."""
     models = [model for models in workload.models.values() for model in models]
     generating = {call.role for call in workload.graph if call.kind == "generate"}
     generators = {model.config for role in generating for model in workload.models[role]}
@@ -230,7 +230,7 @@ def wanted_curves(
             if not _divides(config, slices):
                 continue
             part, rows = microbenchmarks.sliced(config, slices), most * slices
-            # Whether it trains, its remat policy, tokens of a row.
+            # (whether it trains, its remat policy, tokens of a row)
             passes: list[tuple[bool, Remat, int]] = [(False, "full", workload.length)]
             if any(model.trained for model in models if model.config == config):
                 passes.extend((True, remat, workload.length) for remat in remats)
@@ -267,7 +267,7 @@ def _sizes(most: int) -> list[int]:
 
 
 def shape_key(config: ModelConfig) -> str:
-    """Returns what of an architecture its costs depend on."""
+    """Returns a text of all numbers of an architecture on which its costs depend."""
     sizes = (config.embed, config.layers, config.heads, config.kv_heads, config.head_dim, config.mlp)
     kinds = (config.activation, config.norm, config.positions, config.window, config.tie_embeddings)
     return "-".join(map(str, (*sizes, config.vocab_size, *kinds, config.gated_mlp, config.post_norms)))

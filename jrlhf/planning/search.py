@@ -1,10 +1,10 @@
 """Searches for the fastest plan of a workload on a cluster, by Metropolis-Hastings over all calls' candidates.
 
 As in ReaL (arXiv 2406.14088), a proposal changes one call's placement and is accepted with probability
-min(1, exp(-beta * slower / T_best)); a plan that does not fit the memory counts as slower. Here the temperature has no
-dimension, so one beta serves models of every size. A part of the proposals changes the devices of two calls: where
-memory is scarce, often no plan fits in which only one of them has moved. Several chains run in turn: from each call's
-fastest candidate, from ReaL's symmetric heuristic, and from HybridFlow's placements of whole models (arXiv 2409.19256).
+min(1, exp(-beta * slower / T_best)); a plan that does not fit the memory counts as slower. The temperature is relative,
+so one beta works for models of every size. A part of the proposals changes the devices of two calls: if memory is
+scarce, often no plan fits in which only one of them has moved. Several chains run in turn: from each call's fastest
+candidate, from ReaL's symmetric heuristic, and from HybridFlow's placements of whole models (arXiv 2409.19256).
 """
 
 import math
@@ -26,10 +26,10 @@ from jrlhf.planning.time import CostModel
 
 Candidates = Mapping[str, Sequence[Candidate]]
 RULES = ("heuristic", "colocate", "split", "standalone")
-BETAS = (20.0, 40.0, 80.0)  # of the chains, in turn
+BETAS = (20.0, 40.0, 80.0)  # assigned to the chains in turn
 PAIRS = 0.2  # share of proposals that move two calls
-TURN = 250  # proposals of a chain before the next one's
-STARTS = 4  # chains that start from HybridFlow's placements, in addition to the named ones
+TURN = 250  # number of proposals of a chain before the next chain's turn
+STARTS = 4  # number of chains that start from HybridFlow's placements, in addition to the named ones
 RUNNERS_UP = 3
 STRANDED = 1.1  # a chain that is slower than the best by this factor at the end of its turn restarts from the best
 
@@ -44,11 +44,11 @@ class Found:
 
 @dataclass(frozen=True)
 class Result:
-    """What a search returns.
+    """The result of a search.
 
-    best: the fastest plan that fits. runners_up: the next best that differ from it in a call's devices or layout.
-    rules: plans by rule that exist and fit, by name. trace: (proposals, seconds of an iteration) of each improvement.
-    serial: the best plan whose updates are not fused, where `best` fuses them.
+    best: the fastest plan that fits. runners_up: the next best plans that differ in a call's devices or layout.
+    rules: plans by rule that fit, by name. trace: (proposals, seconds of an iteration) of each improvement.
+    serial: the best plan without fused updates, if `best` fuses them.
     """
 
     best: Found
@@ -73,10 +73,10 @@ def search(
 ) -> Result:
     """Returns the fastest plan that is found, and plans to compare it with.
 
-    proposals, seconds: the budget. With proposals alone the result is a function of the seed.
+    proposals, seconds: the budget. With proposals alone the result depends only on the seed.
     hypothetical: also consider pipelines, which no program runs today. lockstep: iterations do not overlap, as in a run
-    that reads the metrics of one before it begins the next. processes: of the run (`candidates`).
-    progress: is called with the proposals so far and the best plan's seconds after each chain's turn; it may raise
+        that reads the metrics of one before it begins the next. processes: of the run, see `candidates`.
+    progress: called after each chain's turn with the proposals so far and the best plan's seconds; it may raise
         StopIteration to end the search.
     """
     if proposals is None and seconds is None:
@@ -129,23 +129,23 @@ def search(
 
 
 def _look(plan: Plan) -> tuple:
-    """Returns what makes two plans differ to a reader: each call's devices and layout."""
+    """Returns each call's devices and layout; plans count as different if these differ."""
     return tuple((name, placement.devices, placement.layout) for name, placement in plan.placements.items())
 
 
 class Chains:
     """Metropolis-Hastings chains in turn. Iterating yields the number of proposals so far, after each turn.
 
-    best, best_seconds: the fastest choice that fits; None and infinity before there is one. least: bytes of the leanest
-    plan. elite: seconds of the best choices. trace: (proposals, seconds) of each improvement.
+    best, best_seconds: the fastest choice that fits; None and infinity before there is one. least: the smallest peak
+    bytes of a plan so far. elite: seconds of the best choices. trace: (proposals, seconds) of each improvement.
     """
 
     def __init__(
         self, simulator: Simulator, choices: Sequence[Sequence[int]], starts: Sequence[Sequence[int]], seed: int
     ):
         self.simulator, self.random = simulator, random.Random(seed)
-        self.by_size: list[list[list[int]]] = []  # of each call, its options on equally many devices
-        self.by_slice: list[dict[Slice, list[int]]] = []  # and those on the same devices, the fastest first
+        self.by_size: list[list[list[int]]] = []  # for each call, its options grouped by the number of devices
+        self.by_slice: list[dict[Slice, list[int]]] = []  # for each call, its options by slice, the fastest first
         for call, numbers in enumerate(choices):
             sizes: dict[int, list[int]] = {}
             for option in numbers:
@@ -179,8 +179,8 @@ class Chains:
         self.states[chain] = state, cost
 
     def _propose(self, state: tuple[int, ...]) -> tuple[int, ...]:
-        """Draws another candidate for one call: first a number of devices, so that large slices, of which there are
-        few, are as likely as small ones."""
+        """Draws another candidate for one call. A number of devices is drawn first, because there are few large slices:
+        so these are as likely as small ones."""
         draw = self.random
         if len(state) > 1 and draw.random() < PAIRS and (moved := self._move_two(state)) is not None:
             return moved
@@ -189,8 +189,8 @@ class Chains:
         return state[:call] + (option,) + state[call + 1 :]
 
     def _move_two(self, state: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Draws two calls, and moves them to the halves of their common devices, from two halves to the whole, or to
-        each other's devices. Fast candidates are more likely. None if there are none."""
+        """Draws two calls, and moves them to two halves of their common devices, from two halves to the whole, or to
+        each other's devices. Fast candidates are more likely. Returns None if there is no such move."""
         calls = self.random.sample(range(len(state)), 2)
         first, second = (self.simulator.options[call][state[call]].devices for call in calls)
         count, changed = first.count, list(state)
@@ -208,7 +208,7 @@ class Chains:
         return tuple(changed)
 
     def _cost(self, choice: tuple[int, ...]) -> float:
-        """Returns seconds; for a plan that does not fit or run at least twice as many, and more the less it fits."""
+        """Returns the seconds of a plan; at least twice as much if it does not fit or run, more the less it fits."""
         self.proposals += 1
         seconds, peak, runs = self.simulator.evaluate(choice)
         self.least = min(self.least, peak) if runs else self.least
@@ -229,7 +229,7 @@ class Chains:
 
 @dataclass(frozen=True)
 class Division:
-    """One of HybridFlow's plans. sets: roles that share devices, `counts` of them. seconds: its stage-wise cost."""
+    """One of HybridFlow's plans. sets: roles that share devices. counts: devices of each set. seconds: its cost."""
 
     plan: Plan
     sets: tuple[tuple[str, ...], ...]
@@ -240,8 +240,8 @@ class Division:
 def heuristic(prices: CostModel, options: Candidates) -> Plan | None:
     """Returns ReaL's symmetric heuristic: calls on all devices, tensor-parallel in a node, data-parallel beyond.
 
-    Each call has the widest tensor axis that divides its model, and as few micro-batches as fit; weights are whole in
-    every replica or, where that does not fit, sharded over all. None where nothing fits. Roles on a shared base have
+    Each call has the widest tensor axis that divides its model, and the fewest micro-batches that fit; weights are
+    whole in every replica or, if that does not fit, sharded over all. None if nothing fits. Roles on a shared base have
     the mesh of their candidates in `options`.
     """
     workload, choices = prices.workload, {}
@@ -271,10 +271,10 @@ def heuristic(prices: CostModel, options: Candidates) -> Plan | None:
 def divisions(prices: CostModel, options: Candidates) -> list[Division]:
     """Returns all plans of HybridFlow's Algorithm 1 that fit, the cheapest first.
 
-    The algorithm tries every way to divide the models into sets and the devices among the sets. In a set every model
-    has all of the set's devices, and each call its fastest layout next to its models' states. A plan costs the
-    slowest set's calls, one after the other, in every stage of the iteration; the graph's levels are the stages. Sets
-    take neighbouring devices in the order of their size, so that all are aligned.
+    The algorithm tries every way to divide the models into sets and the devices among the sets. All models of a set use
+    all devices of the set, and each call has its fastest layout that fits with the models' states. The cost of a plan
+    is the sum, over the levels of the graph, of the slowest set's calls, one after the other. Sets take neighbouring
+    devices in the order of their size, so that all are aligned.
     """
     graph, cluster, best = prices.workload.graph, prices.cluster, _fastest(options)
     roles = [role for role in graph.roles if any(call.role == role and call.name in options for call in graph)]
@@ -306,7 +306,7 @@ def divisions(prices: CostModel, options: Candidates) -> list[Division]:
 
 
 def colocates(prices: CostModel, options: Candidates) -> bool:
-    """Returns whether all models fit together on all devices. A search begins there, among other plans."""
+    """Returns whether all models fit together on all devices, which is one of the starting points of a search."""
     graph = prices.workload.graph
     choices = _of_roles(graph, graph.roles, _fastest(options), prices.cluster.devices)
     return placed_together(graph, choices, prices.capacity) is not None
@@ -315,7 +315,7 @@ def colocates(prices: CostModel, options: Candidates) -> bool:
 def named_divisions(all_divisions: Sequence[Division]) -> dict[str, Division]:
     """Returns the best division of each of HybridFlow's kinds.
 
-    colocate: one set. standalone: every role its own. split: actor and reference in one half, all others in the other.
+    colocate: one set. standalone: a set per role. split: actor and reference on one half, all others on the other.
     """
     roles = {role for division in all_divisions for members in division.sets for role in members}
     policy = frozenset(roles & {"actor", "reference"})
@@ -376,9 +376,9 @@ def _of_roles(
 def placed_together(
     graph: Graph, choices: Candidates, capacity: float
 ) -> tuple[dict[str, Placement], tuple[float, ...]] | None:
-    """Returns placements of these calls on the same devices, and seconds of each of the graph's stages.
+    """Returns placements of these calls on the same devices, and the seconds of each level of the graph.
 
-    choices: of each call, all on the same devices. None where the calls do not fit together.
+    choices: candidates of each call, all on the same devices. None if the calls do not fit together.
     """
 
     def seconds(candidate: Candidate) -> tuple[float, float]:
@@ -403,10 +403,10 @@ def _fit(
     first: Callable[[Candidate], Any],
     then: Callable[[Candidate], Any],
 ) -> dict[str, Candidate] | None:
-    """Chooses one candidate a call, all on the same devices.
+    """Chooses one candidate for each call, all on the same devices.
 
-    As in HybridFlow, placements that keep states are chosen first, by `first`; the calls get the memory that is left,
-    and are chosen by `then`. A call whose weights are stored otherwise also needs a copy of them.
+    As in HybridFlow, placements of calls that store states are chosen first, by `first`; the other calls get the
+    remaining memory, and are chosen by `then`. A call in another layout than its role's also needs a copy of weights.
     """
     if not all(choices.values()):
         return None

@@ -1,4 +1,4 @@
-"""A search's result as text, and a plan's timeline as a picture."""
+"""Shows the result of a search as text, and a plan's timeline as a picture."""
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -15,13 +15,13 @@ from jrlhf.planning.time import CostModel, operations
 from jrlhf.planning.workload import Workload
 
 WIDTH = 72  # characters of the timeline
-STEADY = 2  # the iteration that is shown: those before it differ by their start
-MOST_NUMBERED = 400  # operations of a schedule that show their micro-batches
+STEADY = 2  # the iteration that is shown; earlier ones are still filling up
+MOST_NUMBERED = 400  # maximum number of operations of a schedule whose micro-batches are numbered
 FORMATS = (".svg", ".png", ".pdf")
 
 
 def describe(prices: CostModel, result: Result) -> str:
-    """Returns the best plan of a search, and what other plans lose."""
+    """Describes the best plan of a search, and how much slower other plans are."""
     rows, least = [], result.best.simulation.seconds
     for name, outcome in [*result.rules.items(), *((outcome.plan.name, outcome) for outcome in result.runners_up)]:
         note = _by_slice(outcome.plan) if name in result.rules else differences(outcome.plan, result.best.plan)
@@ -40,7 +40,7 @@ def describe(prices: CostModel, result: Result) -> str:
 
 
 def describe_plan(prices: CostModel, outcome: Found) -> str:
-    """Returns a plan's calls and timeline, and its bottleneck."""
+    """Describes a plan's calls, its timeline and its bottleneck."""
     lines = [
         f"plan for {prices.workload.graph.name} on {prices.cluster.devices} x {prices.cluster.hardware.name}: "
         f"{_time(outcome.simulation.seconds)} an iteration, {outcome.simulation.peak / GIB:.1f} of "
@@ -95,7 +95,7 @@ def _calls(prices: CostModel, outcome: Found) -> list[str]:
 
 
 def _reasons(prices: CostModel, outcome: Found) -> list[str]:
-    """Returns a table of what each call's time is spent on, and its MFU: operations of the model over the peak's."""
+    """Returns a table of the parts of each call's time, and its MFU: operations of the model over the peak's."""
     workload, hardware = prices.workload, prices.cluster.hardware
     peak = hardware.bfloat16 if workload.itemsize == 2 else hardware.float32
     rows = [("call", "MFU", "bound by")]
@@ -118,9 +118,9 @@ def _mesh(placement: Placement) -> str:
 
 
 def timeline(simulation: Simulation) -> list[str]:
-    """Draws one steady iteration: rows are groups of devices, columns time, and letters calls.
+    """Draws one steady iteration in text: rows are groups of devices, columns are time, letters are calls.
 
-    Work of the iterations before and after is in small letters; `~` are moves of weights and values.
+    Lower-case letters are work of the iterations before and after; `~` are moves of weights and values.
     """
     spans = simulation.spans
     own = [span for span in spans if span.iteration == STEADY]
@@ -148,10 +148,10 @@ def timeline(simulation: Simulation) -> list[str]:
 
 
 def critical_path(simulation: Simulation) -> list[Span]:
-    """Returns the work that an iteration's end waits for: each span ends where the next one begins.
+    """Returns the critical path of an iteration: each span ends where the next one begins.
 
-    Built from the last span back: before each comes the longest one that ends when it starts, whether its values or its
-    devices were waited for.
+    It is built backwards from the last span: the predecessor is the longest span that ends when a span starts, because
+    that waited for its values or for its devices.
     """
     spans = [span for span in simulation.spans if span.iteration <= STEADY]
     path = [max((span for span in spans if span.iteration == STEADY), key=lambda span: span.end)]
@@ -201,7 +201,7 @@ def _time(seconds: float) -> str:
 
 
 def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Pads the cells of each column to one width, except for the last cell of a row."""
+    """Pads the cells of each column to the same width, except for the last cell of a row."""
     longest = max(map(len, rows))
     widths = [max((len(row[column]) for row in rows if column < len(row) - 1), default=0) for column in range(longest)]
     padded = ([f"{cell:<{width}}" for cell, width in zip(row[:-1], widths, strict=False)] for row in rows)
@@ -209,13 +209,13 @@ def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def check_picture(path: Path) -> None:
-    """Refuses a file whose ending names no picture."""
+    """Refuses a file whose suffix is not that of a picture."""
     if path.suffix.lower() not in FORMATS:
         raise UserError(f"the picture {path} must end in {', '.join(FORMATS)}")
 
 
 def tables(workload: Workload, plan: Plan) -> list[FusedUpdates]:
-    """Returns the table of each call that trains in stages; of fused ones, that of both together first."""
+    """Returns the table of each call that trains in stages; first, if there is one, the common table of fused ones."""
     fused = fused_updates(workload, plan)
     result = [] if fused is None else [fused]
     for call in workload.calls:
@@ -227,11 +227,11 @@ def tables(workload: Workload, plan: Plan) -> list[FusedUpdates]:
 
 
 def plot(simulation: Simulation, title: str, path: Path, staged: Sequence[FusedUpdates] = ()) -> None:
-    """Draws the iterations around a steady one into a file: rows are groups of devices; other iterations are pale.
+    """Draws a steady iteration into a file; rows are groups of devices. The iterations around it are pale.
 
-    Below them are the ticks of each of the tables.
+    Below it are the ticks of each of the tables.
     """
-    # Imported here: it takes long, and only pictures need it.
+    # Imported here because the import takes long, and only pictures need it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch, Rectangle

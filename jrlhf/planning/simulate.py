@@ -1,10 +1,9 @@
 """Simulates a plan's iterations: Algorithm 1 of ReaL (arXiv 2406.14088).
 
-Calls become ready when what they wait for has ended: the calls whose values they read, and the last training of their
-weights. In the order in which they become ready they occupy their devices, each after all work that was given to one of
-them before: a device does one thing at a time. A call whose role is stored elsewhere, or otherwise, first brings the
-weights, which occupies both places; so does a transfer of values. Among things that become ready together, transfers go
-first, then calls in the order in which the program makes them.
+A call becomes ready when the calls whose values it reads have ended, and the last training of its weights. Calls occupy
+their devices in the order in which they become ready; a device does one thing at a time. If a call's role is stored on
+other devices or in another layout, the weights are moved first, which occupies both slices; so does a transfer of
+values. Among work that becomes ready at the same time, transfers go first, then calls in the order of the program.
 """
 
 from collections.abc import Collection, Sequence
@@ -19,14 +18,14 @@ from jrlhf.planning.memory import segments
 from jrlhf.planning.time import Prices
 
 ITERATIONS = 5  # as in ReaL's code
-REMEMBERED = 100_000  # combinations of slices
+REMEMBERED = 100_000  # number of cached combinations of slices
 
 
 @dataclass(frozen=True)
 class Span:
     """Work of `call` in `iteration` (from 0) that occupies its slices from `start` to `end`.
 
-    kind: the call itself, bringing its weights, or the transfer of values from call `source` to it.
+    kind: the call itself, the move of its weights, or the transfer of values from the call `source` to it.
     """
 
     kind: Literal["call", "reallocation", "transfer"]
@@ -47,7 +46,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of each of these devices: `resident` at all times, and `active` more during the call that adds most."""
+    """Bytes of each of these devices: `resident` at all times, plus `active` during the call that adds most."""
 
     devices: Slice
     resident: float
@@ -62,8 +61,8 @@ class Memory:
 class Simulation:
     """A plan's simulated iterations.
 
-    seconds: of one iteration in the long run. total: from the first start to the last end. spans: in the order in which
-    the devices were occupied. memory: of groups of neighbouring devices that do the same.
+    seconds: of one iteration in the steady state. total: from the first start to the last end. spans: in the order in
+    which the devices were occupied. memory: of groups of neighbouring devices that run the same calls.
     """
 
     seconds: float
@@ -83,8 +82,8 @@ def simulate(
 
     lockstep: an iteration begins when the one before has ended, as in a program that reads its metrics in between.
 
-    The seconds of an iteration are (last end - first end) / (iterations - 1) of the slowest call that ends iterations,
-    and at least the work of the busiest device.
+    The seconds of an iteration are (last end - first end) / (iterations - 1) of the slowest call among the last calls
+    of an iteration, and at least the work of the busiest device.
     """
     if iterations < 2:
         raise ValueError(f"iterations={iterations}: a rate needs at least 2")
@@ -97,23 +96,23 @@ def simulate(
     return Simulation(seconds, max(span.end for span in spans if span.kind == "call"), tuple(spans), memory)
 
 
-# ---- what a graph and slices say about order
+# ---- the order of calls
 
 
 class Topology:
-    """The order of a graph's calls, which are numbered as the program makes them.
+    """The order of a graph's calls, which are numbered in the order of the program.
 
-    placed: whether a call has a model, and therefore devices. Others take no time; their values are stored where call
-        `anchor` runs.
+    placed: whether a call has a model, and therefore devices. Other calls take no time; their values are stored where
+        the call `anchor` runs.
     before: the calls whose outputs a call reads.
-    updated: the calls of the last iteration that it waits for: the training of its weights; in lockstep, calls that
-        read no other call's output wait for all that end an iteration.
-    home: the call where its role's weights are stored.
+    updated: the calls of the previous iteration that a call waits for: the training of its weights; in lockstep, calls
+        that read no other call's output also wait for all `last` calls.
+    home: the call at whose placement the role's weights are stored.
     last: placed calls whose outputs no placed call of the iteration waits for.
     """
 
     def __init__(self, graph: Graph, roles: Collection[str], *, lockstep: bool = False):
-        """roles: those with a model. lockstep: iterations do not overlap."""
+        """roles: roles with a model. lockstep: iterations do not overlap."""
         calls = graph.calls
         number = {call.name: index for index, call in enumerate(calls)}
         self.placed = placed = [call.kind != "compute" and call.role in roles for call in calls]
@@ -126,7 +125,7 @@ class Topology:
         self.anchor = (actors or trained or [index for index, has in enumerate(placed) if has])[0]
 
         def awaited(index: int) -> bool:
-            """Returns whether a placed call reads what call `index` returns, or what arithmetic made of it."""
+            """Returns whether a placed call reads the output of call `index`, directly or through arithmetic."""
             readers = [reader for reader, reads in enumerate(before) if index in reads]
             return any(placed[reader] or awaited(reader) for reader in readers)
 
@@ -146,10 +145,10 @@ def nested(slices: Sequence[Slice]) -> bool:
 
 
 class _Slices:
-    """What follows from the calls' slices alone.
+    """Facts that follow from the calls' slices alone.
 
-    devices: the distinct slices. group: of each call, its number among them. overlapping: of each group, the groups
-    that share devices with it. used, calls: of each segment of the devices, the groups and the calls that use it.
+    devices: the distinct slices, called groups. group: each call's group. overlapping: for each group, the groups that
+    share devices with it. used, calls: for each segment of the devices, the groups and the calls that use it.
     """
 
     def __init__(self, slices: Sequence[Slice]):
@@ -166,7 +165,7 @@ class Simulator:
 
     calls: the placed calls' names. options: each call's placements by number; seconds, resident, active and moved are
         their prices.
-    Prices are asked for once, and what follows from slices alone is remembered.
+    Prices and facts that follow from slices alone are cached.
     """
 
     def __init__(
@@ -184,11 +183,11 @@ class Simulator:
         self.calls = tuple(graph.calls[number].name for number in numbers)
         self.capacity = prices.capacity
         self.options: list[list[Placement]] = [[] for _ in numbers]
-        # Lists by option, for reading them is most of the work of a search.
+        # Lists indexed by option, because reading them is most of the work of a search.
         self.seconds, self.resident, self.active, self.moved = ([[] for _ in numbers] for _ in range(4))
         self._numbers_of: list[dict[Placement, int]] = [{} for _ in numbers]
-        self._slice: list[list[int]] = [[] for _ in numbers]  # of each option, the number of its slice
-        self._stored: list[list[int]] = [[] for _ in numbers]  # and of its placement without micro-batches
+        self._slice: list[list[int]] = [[] for _ in numbers]  # for each option, the number of its slice
+        self._stored: list[list[int]] = [[] for _ in numbers]  # and the number of its placement without micro-batches
         self._devices: dict[Slice, int] = {}
         self._places: dict[Placement, int] = {}
         self._transfers: dict[tuple[int, int], float] = {}
@@ -204,7 +203,7 @@ class Simulator:
         ]
         first = [len(before) for before in order.before]
         later = [len(before) + len(updated) for before, updated in zip(order.before, order.updated, strict=True)]
-        # One iteration more than there are, which never becomes ready: the last one needs no case of its own.
+        # There is an additional iteration that never becomes ready, so that the last one is no special case.
         self._pending_inputs = first + later * (iterations - 1) + [count + 2] * count
 
     def add(self, call: int, placement: Placement) -> int:
@@ -228,13 +227,13 @@ class Simulator:
         return Plan(name, {call: self.options[index][choice[index]] for index, call in enumerate(self.calls)})
 
     def evaluate(self, choice: Sequence[int]) -> tuple[float, float, bool]:
-        """Returns seconds of an iteration, bytes of the fullest device at its peak, and whether slices are nested."""
+        """Returns the seconds of an iteration, the peak bytes of the fullest device, and whether slices are nested."""
         seconds, brought = self.run(choice)
         peak = max([resident + active for resident, active in self.memory(choice, brought)])
         return seconds, peak, self._slices(choice).nested
 
     def memory(self, choice: Sequence[int], brought: Sequence[int]) -> list[tuple[float, float]]:
-        """Returns (resident, active) bytes of a device of each segment; brought: as `run` returns them."""
+        """Returns (resident, active) bytes of a device in each segment; brought: as `run` returns them."""
         resident = [values[option] for values, option in zip(self.resident, choice, strict=True)]
         active = [values[option] for values, option in zip(self.active, choice, strict=True)]
         for call in brought:
@@ -247,8 +246,8 @@ class Simulator:
     def run(self, choice: Sequence[int], record: list[Span] | None = None) -> tuple[float, list[int]]:
         """Simulates all iterations.
 
-        Returns the seconds of one, and the numbers of the calls whose weights are brought from elsewhere. record: is
-        extended by all work.
+        Returns the seconds of one, and the numbers of the calls whose weights are moved from elsewhere. record: all
+        work is appended to it.
         """
         slices, count = self._slices(choice), len(self._readers)
         group = slices.group
@@ -271,7 +270,7 @@ class Simulator:
                     fetch[number] = fetching, group[home]
                     brought.append(call)
                     work.append((fetching, group[home], own))
-        direct, moved = [], []  # who reads what a call returns: at once, or after a transfer
+        direct, moved = [], []  # readers of a call's output: without and after a transfer
         for maker, readers in enumerate(self._readers):
             source, here, there = self._runs_with[maker], list(self._next[maker]), []
             for reader in readers:
@@ -307,9 +306,9 @@ class Simulator:
     ) -> list[float]:
         """Algorithm 1. Returns when each call ends: call `number` of iteration `i` at i * count + number.
 
-        runs_on: each call's group, -1 for none. fetch: seconds to bring its weights, and their home's group. direct,
-        moved: who reads its output, at once or after a transfer's (seconds, source, target); a reader of the next
-        iteration is numbered `count` higher.
+        runs_on: each call's group, -1 for none. fetch: seconds to move its weights, and the group of their home.
+        direct, moved: the readers of its output, without a transfer or after one of (seconds, source, target); a reader
+        of the next iteration has a number that is higher by `count`.
         """
         count, overlapping = len(seconds), slices.overlapping
         everything = count * self.iterations

@@ -1,7 +1,7 @@
-"""Predicted seconds of calls and moves: how often a device computes each part of a call, times what the part costs.
+"""Predicts the seconds of calls and moves: how often a device computes each part of a call, times the part's cost.
 
-A part costs what a roofline says (`Roofline`) or what was measured (`profile.ProfiledCosts`). Parts follow each other:
-what a compiler overlaps (gathers with products, say) is not taken off. No constant was fitted to a call.
+The cost of a part is computed from a roofline (`Roofline`) or measured (`profile.ProfiledCosts`). Parts are added up:
+overlap by the compiler (of gathers with products, say) is ignored. No constant was fitted to a call.
 """
 
 from collections.abc import Mapping
@@ -25,18 +25,18 @@ from jrlhf.planning.memory import Away, call_bytes
 from jrlhf.planning.moves import Group
 from jrlhf.planning.workload import RoleModel, Workload
 
-Parts = dict[str, float]  # seconds by what they are spent on
+Parts = dict[str, float]  # seconds by kind of work
 
 
 # ---- the parts of a call
 
 
 class PartCosts(Protocol):
-    """What the parts of a call cost a device. tokens, rows: of one device, or of the devices that share them as slices.
+    """Costs of the parts of a call on a device. tokens, rows: of one device, or of a group that computes in slices.
 
     layer: one pass of a layer over rows of `length`; training adds recomputation and backward. head: log-probs over the
     vocabulary. step, draw: a layer of a decode step, and its head with sampling. update: the optimizer, for a share of
-    the weights. gather, reduce: collectives. call: an empty program. on: the costs where only `devices` are at work.
+    the weights. gather, reduce: collectives. call: an empty program. on: the costs if only `devices` of them work.
     """
 
     def layer(self, model: RoleModel, tokens: float, length: int, slices: int, train: bool) -> Parts: ...
@@ -50,19 +50,19 @@ class PartCosts(Protocol):
     def on(self, devices: int) -> "PartCosts": ...
 
 
-# Attention's two products reach this share of what plain products reach: 310 of 771 TFLOP/s in a trace of training on
-# an H200. Its backward pass has five products where the forward pass has two.
+# Attention's two products reach this share of the rate of plain products: 310 of 771 TFLOP/s in a trace of training on
+# an H200. Its backward pass has five products, the forward pass two.
 _ATTENTION, _ATTENTION_BACKWARD = 0.4, 2.5
 # Passes over a tile of float32 logits: forward it is written and read; for the gradient it is rewritten and read again.
 _LOGITS = {False: 2, True: 4}
-# Bytes of an update for each float32 weight: AdamW reads weight, gradient and two moments and writes three of them; the
+# Bytes of an update per float32 weight: AdamW reads weight, gradient and two moments and writes three of them; the
 # gradient is read once more for its norm and once for clipping. Each micro-batch reads, adds and writes a gradient.
 _UPDATE, _ACCUMULATE = 36, 12
 _DRAW = 8  # passes over a row's float32 logits to scale, filter, sample and score a token
 
 
 class Roofline:
-    """Costs by arithmetic: operations and bytes over the rates that the hardware reaches, and fixed launch times."""
+    """Costs computed from operations and bytes, the rates that the hardware reaches, and fixed launch times."""
 
     def __init__(self, workload: Workload, cluster: Cluster):
         hardware = cluster.hardware
@@ -128,7 +128,7 @@ class Roofline:
         return {"optimizer": model.numbers.trained * share * size / self._stream}
 
     def gather(self, group: Group, size: float, pieces: int = 1) -> float:
-        return moves.gather_seconds(self._cluster, group, size)  # compilers join the pieces of a layer
+        return moves.gather_seconds(self._cluster, group, size)  # compilers combine the pieces of a layer
 
     def reduce(self, group: Group, size: float, pieces: int = 1) -> float:
         return moves.reduce_seconds(self._cluster, group, size)
@@ -147,7 +147,7 @@ def _rematerialized(model: RoleModel, remat: Remat) -> tuple[float, float, float
     """
     config = model.config
     products = 2.0 * config.embed + 2.0 * (config.heads + config.kv_heads) * config.head_dim + 2.0 * config.mlp
-    again = model.numbers.layer - config.mlp * config.embed  # nothing after the mlp's last product is needed again
+    again = model.numbers.layer - config.mlp * config.embed  # the mlp's last product is not repeated
     match remat:
         case "products":
             return 0.0, 0.0, products
@@ -173,7 +173,7 @@ class CallTime:
 
 
 def operations(workload: Workload, call: Call) -> float:
-    """Returns the operations that a call's models need (`models.flops`), for rows of the mean length: those of MFU."""
+    """Returns the operations of a call's models for rows of the mean length, as MFU counts them (`models.flops`)."""
     lengths, response = np.array([round(workload.mean_prompt + workload.mean_response)]), round(workload.mean_response)
     total = 0.0
     for model in workload.models[call.role]:
@@ -184,9 +184,9 @@ def operations(workload: Workload, call: Call) -> float:
 
 
 class _Divided:
-    """A call of one model, divided by a placement. Methods predict its parts; `generate`, `infer` and `train` all.
+    """A call of one model in a placement. `generate`, `infer` and `train` predict the call, other methods its parts.
 
-    Layouts "train" and "score" compute with whole layers: every device has rows of its own and gathers each layer's
+    Layouts "train" and "score" compute with whole layers: every device has its own rows and gathers each layer's
     weights. The others compute with slices of heads and mlp: the devices of a tensor group share their rows.
     """
 
@@ -200,13 +200,13 @@ class _Divided:
         self.slices = 1 if self.whole_layers else placement.tensor
         self.layers = config.layers / placement.pipeline
         self.matrices, self.tables = 7 if config.gated_mlp else 6, 2 if model.head == "lm" else 1
-        # Bytes of a token's hidden state, of a layer as it is computed, and of a device's slice of a table.
+        # Bytes of a token's hidden state, of a layer in the compute layout, and of a device's slice of a table.
         self.width = config.embed * workload.itemsize
         self.layer = model.numbers.layer * workload.itemsize / self.slices
         self.table = config.padded_vocab * self.width / placement.tensor
         self.tensor, alone = self.group("tensor"), Group(1, 1)
-        # A layer is gathered from the shards of fsdp and, where slices are stored and whole layers computed, from those
-        # of tensor; embedding tables only over fsdp.
+        # A layer is gathered over fsdp and, if slices are stored but whole layers computed, over tensor; embedding
+        # tables are gathered only over fsdp.
         self.gathered = (
             alone if placement.layout == "generate" else self.group("fsdp"),
             self.tensor if self.whole_layers else alone,
@@ -221,11 +221,11 @@ class _Divided:
         return ceil(rows / ways / parts)
 
     def hop(self, tokens: float) -> float:
-        """Predicts handing hidden states to the next pipeline stage."""
+        """Predicts sending hidden states to the next pipeline stage."""
         return self.costs.gather(Group(2, min(2, self.group("pipeline").local)), 2 * tokens * self.width)
 
     def stage(self, tokens: float, train: bool, head: bool = True) -> Parts:
-        """Predicts some rows through the last pipeline stage, or one without head and embedding tables."""
+        """Predicts the passes of some rows through the last pipeline stage, or a stage without head and tables."""
         costs, workload, model = self.costs, self.workload, self.model
         parts: Parts = {}
         _add(parts, costs.layer(model, tokens, workload.length, self.slices, train), self.layers)
@@ -234,12 +234,12 @@ class _Divided:
         if head:
             _add(parts, costs.head(model, predicted * tokens / self.slices, train))
         turns = 2 if train else 1
-        # Slices: a layer has two partial sums, one after attention and one after the mlp, forward and again backward;
-        # recomputing the layer repeats the first one, whose result the mlp reads.
+        # Slices: a layer sums partial results after attention and after the mlp, forward and backward; recomputing the
+        # layer repeats the first sum, whose result the mlp reads.
         sums = 2 * turns + (1 if train and workload.remat in ("full", "offload", "attention") else 0)
         reduced = costs.reduce(self.tensor, tokens * self.width) if self.slices > 1 else 0.0
-        # Whole layers: tokens of the tensor group meet at each device's slice of the vocabulary. An embedding meets all
-        # tokens, an unembedding those that are predicted.
+        # Whole layers: tokens of the tensor group are gathered at each device's slice of the vocabulary; all tokens for
+        # an embedding, the predicted ones for an unembedding.
         sharers = self.placement.tensor if self.whole_layers else 1
         passed = costs.gather(self.tensor, sharers * tokens * self.width) if sharers > 1 else 0.0
         tables = self.tables - 1 + predicted if head else 0
@@ -250,7 +250,7 @@ class _Divided:
         return parts
 
     def piped(self, part: Parts, parts: int, turns: int) -> Parts:
-        """Predicts `turns` parts through the stages; after every `parts` of them the stages are empty."""
+        """Predicts the passes of `turns` parts through the stages; after every `parts` of them the pipeline drains."""
         stages = self.placement.pipeline
         total = {name: seconds * turns for name, seconds in part.items()}
         if stages > 1:
@@ -258,7 +258,7 @@ class _Divided:
         return total
 
     def bubble(self, forward: float, both: float) -> float:
-        """Predicts how long a device waits in an update: as long as its schedule's table takes beyond its work."""
+        """Predicts how long a device waits in an update: the makespan of its schedule's table minus its work."""
         parts = self.placement.micro_batches
         table = SCHEDULES[self.placement.schedule](self.placement.pipeline, parts)
         (pipeline,) = table.pipelines
@@ -268,7 +268,7 @@ class _Divided:
         return makespan(table, lambda step: costs[step.kind]) - parts * both
 
     def gathers(self, train: bool, tables: int) -> float:
-        """Predicts gathering weights where they are used, twice in training, and scattering their gradients."""
+        """Predicts the gathers of weights, twice in training, and the reduce-scatters of gradients."""
         (fsdp, tensor), gather = self.gathered, self.costs.gather
         turns = 1 if not train else 2 if self.model.lora is not None else 3
         layers = turns * gather(fsdp, self.layer / tensor.size, self.matrices)
@@ -276,7 +276,7 @@ class _Divided:
         return self.layers * layers + tables * (turns * gather(fsdp, self.table))
 
     def sums(self) -> float:
-        """Predicts summing gradients over data: scattered ones layer by layer, whole ones in float32 all at once."""
+        """Predicts the sums of gradients over data: scattered ones by layer, whole ones in float32 at once."""
         data, reduce, shards = self.group("data"), self.costs.reduce, prod(group.size for group in self.gathered)
         if shards == 1:
             summed = reduce(data, self.layers * self.layer * 4 / self.workload.itemsize, self.matrices)
@@ -295,10 +295,10 @@ class _Divided:
         return rows * self.workload.length
 
     def trained(self) -> tuple[Parts, Parts]:
-        """Predicts a micro-batch through the fullest stage: the forward operation, and both.
+        """Predicts a micro-batch on the fullest stage: its forward operation, and both operations together.
 
         The last stage, which has the head, computes in its backward operation only; all others compute their forward
-        pass twice. Where weight gradients are operations of their own, both halves of a backward compute it.
+        pass twice. If weight gradients are separate operations, both halves of a backward compute it.
         """
         whole = self.placement.pipeline == 1 or not self.workload.recomputed_stages
         forward, both = (self.stage(self.trained_tokens, train, head=whole) for train in (False, True))
@@ -311,8 +311,8 @@ class _Divided:
 
     @property
     def repeated(self) -> float:
-        """The share of a stage's passes that both halves of a split backward operation compute: all but the weight
-        gradients, which take about as long as a forward pass, for the gradient of each layer's input is needed again.
+        """The share of a stage's passes that both halves of a split backward operation compute. It is all but the
+        weight gradients, which take about as long as a forward pass: both halves need each layer's input gradient.
         """
         if self.placement.schedule != "zb-h1":
             return 0.0
@@ -327,7 +327,7 @@ class _Divided:
         if placement.schedule in ("interleaved", "zb-h1"):
             total["bubble"] = updates * self.bubble(sum(forward.values()), sum(both.values()))
         if placement.data > 1 and self.model.lora is None:
-            # Every micro-batch sums its gradients over `data`; a pipeline sums once, after its last part.
+            # Every micro-batch sums its gradients over `data`; a pipeline sums once, after its last micro-batch.
             total["gathers"] += updates * (parts if placement.pipeline == 1 else 1) * self.sums()
         _add(total, self.costs.update(self.model, moves.stored_share(placement), parts), updates)
         return total
@@ -336,7 +336,7 @@ class _Divided:
         """Predicts prefill and decoding, `micro_batches` times over a part of the rows. A prompt's samples share a
         prefill.
 
-        Without slots, rows that are done decode on until the last one is. With slots, a new row takes the place of a
+        Without slots, finished rows continue to decode until the last row is done. With slots, a new row replaces a
         finished one: all but the last row of a slot have the mean length.
         """
         workload, costs, model, placement = self.workload, self.costs, self.model, self.placement
@@ -345,8 +345,7 @@ class _Divided:
         refilled = rows / slots - 1
         steps = refilled * workload.mean_response + workload.response
         positions = workload.mean_prompt + (workload.mean_response if refilled else workload.response) / 2
-        # In a pipeline the slots go round in as many parts as there are stages; one step of all slots takes each stage
-        # as many turns.
+        # In a pipeline the slots form as many parts as there are stages; each stage computes one part after the other.
         stages, slices, step, prefill = placement.pipeline, self.slices, {}, {}
         here, filled = self.rows(slots, stages), self.rows(rows / workload.samples, stages) * workload.prompt
         _add(step, costs.step(model, here, positions, slices), self.layers)
@@ -369,7 +368,7 @@ def _add(total: Parts, parts: Mapping[str, float], times: float = 1.0) -> None:
         total[name] = total.get(name, 0.0) + times * seconds
 
 
-# ---- what the simulator and the search ask for
+# ---- prices for the simulator and the search
 
 
 @dataclass(frozen=True)
@@ -387,9 +386,9 @@ class Price:
 
 
 class Prices(Protocol):
-    """A role is stored where it is trained, or else where its first call runs; in other calls `resident` is 0. What
-    roles share is counted in one call. reallocation: seconds to bring weights to a call. transfer: seconds to bring
-    values from one call to another. capacity: bytes of a device."""
+    """Prices of calls and moves. A role is stored where it is trained, or else where its first call runs; `resident` of
+    its other calls is 0. A base that roles share is counted in one call. reallocation: seconds to move weights to a
+    call. transfer: seconds to move values from one call to another. capacity: bytes of a device."""
 
     def call(self, call: Call, placement: Placement) -> Price: ...
     def reallocation(self, role: str, home: Placement, placement: Placement) -> float: ...
@@ -398,16 +397,16 @@ class Prices(Protocol):
     def capacity(self) -> float: ...
 
 
-_HANDED_OVER = 5  # numbers a token that one call hands to another: tokens, and what models say about them
+_HANDED_OVER = 5  # numbers per token that one call passes to another: the token and results of models
 
 
 @dataclass(frozen=True)
 class CostModel:
     """The prices of a workload's calls on a cluster, each computed once.
 
-    backend: what compiles the calls. costs: of parts; None: Roofline. away: what is offloaded; what only the call at
-    its role's home needs is then active there, and travels to the host and back. fused: parts of the time and active
-    bytes of updates that run together, by the call's name and placement.
+    backend: compiler of the calls. costs: of parts; None: Roofline. away: what is offloaded; parts that only the call
+    at the role's home needs count there as active, and are copied from and to the host. fused: time and active bytes of
+    updates that run together, by the call's name and placement.
     """
 
     workload: Workload
@@ -425,7 +424,7 @@ class CostModel:
 
     @cached_property
     def _base(self) -> Call | None:
-        """The call that the base under adapters is counted in."""
+        """The call in which the base under adapters is counted."""
         on_base = [role for role in self.workload.models if self.workload.on_base(role)]
         return home_of(self.workload.graph, on_base[0]) if on_base else None
 
@@ -443,7 +442,7 @@ class CostModel:
         return self._calls[key]
 
     def time(self, call: Call, placement: Placement) -> CallTime:
-        """Predicts a call, from its inputs being there to its outputs, without moving its weights."""
+        """Predicts a call from inputs to outputs, without the move of its weights."""
         if (call.name, placement) in self.fused:
             return self.fused[call.name, placement][0]
         total: Parts = {}
@@ -453,7 +452,7 @@ class CostModel:
         return CallTime(total)
 
     def stage_seconds(self, call: Call, placement: Placement) -> tuple[float, float]:
-        """Predicts a micro-batch on a stage, forward and backward, of a call that trains one model."""
+        """Predicts the forward and backward seconds of a micro-batch on a stage, for a call that trains one model."""
         (divided,) = self._divided(call, placement)
         forward, both = (sum(parts.values()) for parts in divided.trained())
         return forward, both - forward
@@ -465,7 +464,7 @@ class CostModel:
         return [_Divided(workload, model, rows, placement, node, costs) for model in models]
 
     def _sleeps(self, home: Call, part: str) -> bool:
-        """Returns whether a part of a role's state is offloaded during every call but that at the role's home."""
+        """Returns whether a part of a role's state is offloaded during every call except the one at its home."""
         roles = LEARNED if home.role == LEARNER else (home.role,)
         places = [parts.get(part) for (role, call), parts in self.away.items() if role in roles and call != home.name]
         return bool(places) and all(place == "pinned_host" for place in places)

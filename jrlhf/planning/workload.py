@@ -1,4 +1,4 @@
-"""The workload of one iteration: each role's models and the sizes that memory and time are computed from."""
+"""`Workload`: each role's models and the sizes of one iteration, from which memory and time are predicted."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from jrlhf.models.lora import adapter_weights
 from jrlhf.models.remat import Remat
 from jrlhf.models.weights import HeadKind
 
-# The layouts that a kind of call can use; the first is the usual one. A model that only waits is stored as it trains.
+# The layouts that each kind of call can use; the first is the default. "compute": the model is only stored meanwhile.
 LAYOUTS: dict[str, tuple[LayoutName, ...]] = {
     "generate": ("generate",),
     "infer": ("score", "train_tp"),
@@ -63,7 +63,7 @@ class RoleModel:
 
 
 class Numbers:
-    """Sizes of a model that its costs are made of.
+    """Sizes of a model from which its costs are computed.
 
     layer: weights in the matrices of a layer. head: weights of the head. adapters: weights of a layer's adapters.
     total: weights in all matrices. trained: weights that an update changes. cache: numbers of a position and layer in
@@ -82,11 +82,11 @@ class Numbers:
         self.per_pair = 4.0 * config.heads * config.head_dim
         self._local, self._window = sum(config.locality) / config.layers, config.window
         self._wide = 10.0 * config.embed  # two norms, two additions to the residual stream
-        heads = 4.0 * (config.heads + config.kv_heads) * config.head_dim  # rotation; what attention reads and writes
+        heads = 4.0 * (config.heads + config.kv_heads) * config.head_dim  # rotation, and attention's inputs and outputs
         self._sliced = heads + (3.0 if config.gated_mlp else 2.0) * config.mlp
 
     def attention(self, length: int) -> float:
-        """Returns attention's forward operations a token and layer, averaged over rows of `length` and all layers."""
+        """Returns attention's forward operations per token and layer, averaged over rows of `length` and all layers."""
         whole = (length + 1) / 2
         window = length if self._window is None else min(length, self._window)
         near = window * (length - (window - 1) / 2) / length
@@ -99,7 +99,7 @@ class Numbers:
         return positions + self._local * (min(positions, self._window) - positions)
 
     def traffic(self, slices: int) -> float:
-        """Returns the numbers a token that elementwise work reads and writes. Slices divide heads and mlp only."""
+        """Returns how many numbers per token elementwise work reads and writes. Slices divide only heads and mlp."""
         return _UNFUSED * (self._wide + self._sliced / slices)
 
 
@@ -107,8 +107,8 @@ class Numbers:
 class Workload:
     """One iteration of an algorithm, or one step of another stage.
 
-    models: of the roles whose calls use a model. A role may have several: a learner trains actor and critic in one
-        program, and a sum of reward models scores with each.
+    models: by role, for roles whose calls use a model. A role may have several: a fused update trains actor and critic
+        in one program, and a sum of reward models scores with each.
     rows: responses of an iteration. rows_key: the setting for it, for messages. samples: responses to each prompt.
     prompt, response: widths of the token arrays. mean_prompt, mean_response: average lengths.
     slots: rows that decode at a time, None for all. chunk: steps of one decode program, None for all.
@@ -159,7 +159,7 @@ class Workload:
         return any(model.shared for model in self.models.get(role, ()))
 
     def layouts(self, call: Call) -> tuple[LayoutName, ...]:
-        """The layouts that the call can use. The shared base is always stored as generation needs it."""
+        """The layouts that the call can use. The shared base is always stored in GENERATE."""
         return ("generate",) if self.on_base(call.role) else LAYOUTS[call.kind]
 
     def rows_of(self, call: Call) -> int:
@@ -172,7 +172,7 @@ def workload_of(config: Config, graph: Graph, models: Mapping[str, ModelConfig])
 
     graph: the calls of the stage, with its name. models: role -> architecture: "actor", "critic", "reward NAME", ...
 
-    Mean lengths are the widths of the arrays: a config does not say how long answers will be.
+    Mean lengths are the widths of the arrays, because a config does not tell how long answers will be.
     """
     stage = graph.name
     compute = {"dtype": jnp.dtype(config.compute.dtype), "remat": config.compute.remat}
@@ -188,7 +188,7 @@ def workload_of(config: Config, graph: Graph, models: Mapping[str, ModelConfig])
             rows, key = 2 * rows, f"2 x {key}"
         return Workload(graph, roles, rows=rows, rows_key=key, fused_loss=False, spanned=(), **widths, **compute)
     section, algorithm = config.rl, config.rl.algorithm
-    # A learner's passes make the experience too, so it has the head of a plain forward pass.
+    # A fused update's passes also make the experience, so its head is that of a plain forward pass.
     learner = "learner" in graph.roles
     fused = config.compute.fused_loss and not algorithm.couples_tokens and not learner
     spanned = learner or (fused and not algorithm.ptx_coef)  # texts of the pretraining mix have no response
@@ -224,7 +224,7 @@ def _models_of_roles(
         return RoleModel(models[role], head, trained, adapter, is_base=adapter is None, int8=int8)
 
     def policy_like(role: str, head: HeadKind, *, trained: bool, own: bool) -> RoleModel:
-        """own: the role does not start from the policy but has a model of its own."""
+        """own: the role has its own model instead of starting from the policy."""
         if lora is None or own:
             return RoleModel(models[role], head, trained)
         return adapted(role, lora, head, trained=trained)
@@ -241,7 +241,7 @@ def _models_of_roles(
     if "reward_model" in config.stages:
         trained = RoleModel(models["reward"], "scalar", trained=False, wide=True)
         add("reward", trained if lora is None else adapted("reward", lora, "scalar"))
-    for key, role, part in config.rewards_and_costs if config.algorithm is not None else ():  # no other stage asks them
+    for key, role, part in config.rewards_and_costs if config.algorithm is not None else ():  # used by algorithms only
         if part.adapter is not None:
             with user_errors(f"{key}.adapter={part.adapter}"):
                 adapter = read_adapter_config(expanded(part.adapter))
@@ -254,7 +254,7 @@ def _models_of_roles(
 
 
 def adapter_of(section: LoRASection, actor: ModelConfig) -> LoRAConfig:
-    """Returns the settings of the actor's adapter, a new one's or a file's; refuses one that the actor cannot have."""
+    """Returns the settings of the actor's adapter, new or from a file; refuses one that does not fit the actor."""
     with user_errors("lora"):
         if section.path is not None:
             lora = read_adapter_config(expanded(section.path))
@@ -291,19 +291,19 @@ def without_budgeted(config: Config, graph: Graph, plan: Plan) -> Plan:
 
 
 def token_budgets(config: Config, stage: str) -> dict[str, int | None]:
-    """Returns kind of call -> the number of tokens that a device computes at a time, None where none is set."""
+    """Returns kind of call -> the number of tokens that a device computes at a time; None: no limit."""
     _, section = update_section(config, stage)
     return {"train": getattr(section, "micro_batch_tokens", None), "infer": config.compute.score_tokens}
 
 
 def update_section(config: Config, stage: str) -> tuple[str, Any]:
-    """Returns the key and the section that say into how many parts a stage's updates are divided."""
+    """Returns the key and the section of the settings that divide a stage's updates into parts."""
     section = config.sections[stage]
     return (f"{stage}.algorithm", section.algorithm) if hasattr(section, "algorithm") else (stage, section)
 
 
 def _reward_batches(config: Config, role: str, rows: int) -> int:
-    """Returns the number of batches that a role's own reward models read. One that the run trains reads all at once."""
+    """Returns the number of batches of a role's loaded reward models. A model that the run trains reads one batch."""
     parts = {"reward": config.rewards, "cost": config.costs}[role]
     if "reward_model" in config.stages or any(part.adapter is not None for part in parts):
         return 1

@@ -1,4 +1,4 @@
-"""A schedule from priorities: every device computes what is ready and most urgent."""
+"""`Dispatcher`: makes a schedule from priorities. Every device computes the most urgent operation that is ready."""
 
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -7,16 +7,16 @@ from typing import TypeAlias
 from jrlhf.meshes.pipeline import Step, Table, arrange
 from jrlhf.planning.fusion.problem import Problem
 
-Values: TypeAlias = list[list[list[float]]]  # of each device, class of operations and operation
+Values: TypeAlias = list[list[list[float]]]  # indexed by device, class of operations and operation
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How a device chooses.
+    """Rules by which a device chooses its next operation.
 
-    patience: a device rather waits where a more urgent operation arrives within this share of an operation's seconds.
-    ranks: of each pipeline; a device keeps room for one micro-batch of every pipeline of a smaller rank, so that memory
-        does not lead to a deadlock.
+    patience: a device waits if a more urgent operation becomes ready within this share of an operation's seconds.
+    ranks: rank of each pipeline; a device reserves memory for one micro-batch of every pipeline of a smaller rank, so
+        that memory limits cause no deadlock.
     """
 
     patience: float
@@ -35,9 +35,9 @@ class Dispatched:
 class Dispatcher:
     """Makes schedules of one problem.
 
-    Micro-batches of a pipeline are alike, so that they keep their order. The operations of a device fall into classes:
-    2 p for the forwards of pipeline p, 2 p + 1 for its backwards. Seen from the end of the step, a schedule is one of
-    the same pipelines with the seconds of forward and backward exchanged; one method makes both.
+    Micro-batches of a pipeline are alike, so they keep their order. The operations of a device have classes: 2 p for
+    the forwards of pipeline p, 2 p + 1 for its backwards. A schedule that is read from its end is a schedule of the
+    same pipelines with the seconds of forward and backward exchanged, so one method makes both.
     """
 
     def __init__(self, problem: Problem):
@@ -68,9 +68,9 @@ class Dispatcher:
         ]
 
     def run(self, keys: Values, memory: float, rules: Rules, backwards: bool) -> Dispatched:
-        """Returns the schedule in which every device takes the operation of the smallest key of those that are ready.
+        """Returns the schedule in which every device takes the ready operation with the smallest key.
 
-        memory: the most activations that a device may have in flight.
+        memory: maximum activations in flight on a device.
         """
         problem, counts, ranks = self.problem, self.counts, rules.ranks
         sizes, costs = problem.activations, self._costs(backwards)
@@ -120,7 +120,7 @@ class Dispatcher:
                     elif now + rules.patience * costs[kind] <= horizon:
                         break
                 else:
-                    continue  # nothing is ready, or it is worth waiting
+                    continue  # nothing is ready, or waiting is better
                 begun[kind].append(now)
                 free[device] = end = now + costs[kind]
                 if not kind % 2:
@@ -131,7 +131,7 @@ class Dispatcher:
         return Dispatched(now, starts, backwards)
 
     def turned(self, schedule: Dispatched) -> Values:
-        """Returns the start of every operation if time runs in the other direction."""
+        """Returns the start of every operation when time runs in the other direction."""
         costs = self._costs(schedule.backwards)
         return [
             [
@@ -142,7 +142,7 @@ class Dispatcher:
         ]
 
     def table(self, schedule: Dispatched) -> Table:
-        """Returns the schedule as a table: each device computes in this order, as soon as it can."""
+        """Returns the schedule as a table, with the order in which each device computes."""
         starts = self.turned(schedule) if schedule.backwards else schedule.starts
         orders = []
         for device, kinds in enumerate(starts):

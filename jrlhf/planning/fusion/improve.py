@@ -1,9 +1,9 @@
-"""The search for a fused schedule: the shortest first, then the one of that length with the lowest peak memory.
+"""Searches for a fused schedule: first for the shortest one, then for one of that length with the lowest peak memory.
 
-A dispatcher makes a schedule from priorities. The next schedule is made in the other direction of time, and takes its
-priorities from the last one: what ended last begins first (forward-backward improvement: Li and Willis, EJOR 56, 1992;
-Valls, Ballestin and Quintanilla, EJOR 165, 2005). So operations on the longest path come first, and the order of steps
-in which a schedule repeats itself spreads. Noise on the priorities leaves local optima.
+A dispatcher makes a schedule from priorities. The next schedule is made in the other direction of time, with priorities
+from the last one: operations that ended last start first (forward-backward improvement: Li and Willis, EJOR 56, 1992;
+Valls, Ballestin and Quintanilla, EJOR 165, 2005). So operations on the longest path come first, and periodic patterns
+of a schedule spread. Noise on the priorities helps to leave local optima.
 """
 
 import math
@@ -16,18 +16,18 @@ from jrlhf.meshes.pipeline import Table, makespan, peak
 from jrlhf.planning.fusion.dispatch import Dispatched, Dispatcher, Rules, Values
 from jrlhf.planning.fusion.problem import Problem
 
-_STEPS = 2_000_000  # operations that the search for the makespan dispatches at most, about two seconds a million
-_STEPS_OF_LIMIT = 2_000_000  # the same for each limit of memory
-_LIMITS = 6  # limits of memory that are tried
-_STALL = 40  # schedules without a gain, after which new priorities are drawn
+_STEPS = 2_000_000  # maximum operations dispatched in the search for the makespan; a million takes about two seconds
+_STEPS_OF_LIMIT = 2_000_000  # the same for each memory limit
+_LIMITS = 6  # number of memory limits that are tried
+_STALL = 40  # number of schedules without a gain after which new priorities are drawn
 _PATIENCE = (0.0, 0.5, 1.0)
-_NOISE = (0.0, 0.3, 1.0, 2.0, 4.0)  # of the longest operation
-_TOLERANCE = 1e-9  # of sums of floating-point numbers
+_NOISE = (0.0, 0.3, 1.0, 2.0, 4.0)  # times the longest operation
+_TOLERANCE = 1e-9  # relative tolerance of floating-point sums
 
 
 @dataclass(frozen=True)
 class Fused:
-    """A schedule, its seconds, the activations in flight on its fullest device, and a bound of its seconds."""
+    """A schedule, its seconds, the peak of activations in flight on a device, and a lower bound of its seconds."""
 
     table: Table
     makespan: float
@@ -40,8 +40,8 @@ def search(
 ) -> Fused:
     """Returns the best schedule that the search finds. The same seed and effort give the same schedule.
 
-    memory: also lower the peak memory at the makespan found. most: activations that a device may have in flight, at
-        least `problem.least_memory`. effort: factor of the number of schedules tried.
+    memory: also lower the peak memory without a longer makespan. most: maximum activations in flight on a device, at
+        least `problem.least_memory`. effort: scales the number of schedules that are tried.
     """
     dispatcher, generator = Dispatcher(problem), random.Random(seed)
     schedule = _shortest(dispatcher, generator, problem.bound, most, effort * _STEPS)
@@ -61,7 +61,7 @@ def search(
 
 
 def _shortest(dispatcher: Dispatcher, generator: random.Random, goal: float, memory: float, steps: float) -> Dispatched:
-    """Returns the shortest schedule within the memory, the first one that reaches the goal."""
+    """Returns the shortest schedule within the memory; stops at the first one that reaches the goal."""
     best = None
     schedules = _schedules(dispatcher, generator, memory * (1 + _TOLERANCE))
     for schedule in islice(schedules, max(1, round(steps / dispatcher.operations))):
@@ -74,7 +74,7 @@ def _shortest(dispatcher: Dispatcher, generator: random.Random, goal: float, mem
 
 
 def _schedules(dispatcher: Dispatcher, generator: random.Random, memory: float) -> Iterator[Dispatched]:
-    """Yields schedules without end, each made from the one before with noise, or from new priorities after a stall."""
+    """Yields schedules endlessly: each from the one before with noise, or from new priorities after a stall."""
     longest = max(max(model.forward, model.backward) for model in dispatcher.problem.models)
     while True:
         keys, rules = _drawn(dispatcher, generator, longest)
@@ -90,7 +90,7 @@ def _schedules(dispatcher: Dispatcher, generator: random.Random, memory: float) 
 
 
 def _drawn(dispatcher: Dispatcher, generator: random.Random, longest: float) -> tuple[Values, Rules]:
-    """Draws an order of the classes of each device, and how much later micro-batches yield to earlier ones."""
+    """Draws priorities: an order of the classes of each device, and a preference for earlier micro-batches."""
     first = dispatcher.values(lambda *_: 0.0)
     first = [[20 * longest * generator.random() for _ in kinds] for kinds in first]
     slope = generator.choice((0, 1)) * generator.uniform(0, 2 * longest)

@@ -1,4 +1,4 @@
-"""What a fused schedule has to train, and bounds of its time and memory."""
+"""`Problem`: the models that a fused schedule trains, with lower bounds of its time and memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from jrlhf.meshes.pipeline import Pipeline, Step
 class Model:
     """One model in its own pipeline.
 
-    depth: stages, each on one device. micro_batches: of one pipeline. forward, backward: seconds of a micro-batch on a
-    stage. activations: of a micro-batch in flight on a stage, in any unit.
+    depth: number of stages, each on one device. micro_batches: number per pipeline. forward, backward: seconds of a
+    micro-batch on a stage. activations: memory of a micro-batch in flight on a stage, in any unit.
     """
 
     depth: int
@@ -43,11 +43,11 @@ class Problem:
 
     @property
     def bound(self) -> float:
-        """Returns seconds that no schedule can undercut: the larger of two bounds (RLHFuse, arXiv 2409.13221).
+        """Returns a lower bound of the seconds of all schedules: the larger of two bounds (RLHFuse, arXiv 2409.13221).
 
         - A pipeline alone: its fullest stage works without a break, between the first forwards and the last backwards.
-        - A device: all its work, after the shortest way of a first micro-batch to it, before the shortest way of a last
-          micro-batch back to a first stage.
+        - A device: all its work, plus the shortest time until a first micro-batch reaches it, plus the shortest time
+          from there back to a first stage for a last micro-batch.
         """
         alone = [(model.micro_batches + model.depth - 1) * (model.forward + model.backward) for model in self.models]
         return max(alone + [self._busy(device) for device in range(self.devices)])
@@ -71,9 +71,9 @@ class Problem:
 
 
 def fuse(actor: Model, critic: Model) -> Problem:
-    """Returns the problem in which the critic's pipelines run against the actor's on the same devices.
+    """Returns the problem in which the critic's pipelines run in the opposite direction of the actor's.
 
-    The smallest group of devices that both depths divide is cut into whole pipelines of each model.
+    The smallest number of devices that both depths divide is cut into whole pipelines of each model.
     """
     devices = range(lcm(actor.depth, critic.depth))
     pipelines = [*_cut(actor, devices), *_cut(critic, devices[::-1])]

@@ -1,7 +1,7 @@
-"""Plans with fused updates, made from the best plans of a search: its candidates have no pipelines.
+"""Makes plans with fused updates from the best plans of a search, whose candidates have no pipelines.
 
-Both updates take the devices of one of them, or all. Pairs of placements there are ranked by a bound of the time of
-their table; tables are searched for only where that bound leaves a gain.
+Both updates take the devices of one of them, or all devices. Pairs of placements there are ranked by a lower bound of
+their table's time; a table is searched for only if that bound promises a gain.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,26 +21,26 @@ from jrlhf.planning.search import Found, Result
 from jrlhf.planning.simulate import simulate
 from jrlhf.planning.time import CostModel
 
-_PLANS = 3  # of a search, that are tried with fused updates
-_TABLES = 3  # that are searched for, about two seconds of a core each
-_SIMULATED = 4  # pairs of placements on the same devices
-_OF_A_DEPTH = 4  # placements of a call in as many stages
-_GROUPS = 64  # of devices, in the largest table
+_PLANS = 3  # number of a search's plans that are tried with fused updates
+_TABLES = 3  # number of tables that are searched for, about two core-seconds each
+_SIMULATED = 4  # number of simulated pairs of placements on the same devices
+_OF_A_DEPTH = 4  # number of placements of a call with the same number of stages
+_GROUPS = 64  # maximum number of device groups in a table
 
 
 def with_fused(
     prices: CostModel, result: Result, runs: Callable[[Plan], bool], *, lockstep: bool, processes: int = 1
 ) -> Result:
-    """Returns the result with a plan that fuses the updates as its best one, where that is predicted to be faster.
+    """Returns the result with a plan with fused updates as its best one, if that is predicted to be faster.
 
-    runs: whether the config's algorithm can run a plan. processes: see `fused_prices`.
+    runs: tests whether the config's algorithm can run a plan. processes: see `fused_prices`.
     """
     if not all(name in result.best.plan.placements for name in FUSED):
         return result
     graph, options = prices.workload.graph, cache(partial(_options, prices))
 
     def faster(plan: Plan, best: Found, *, least: bool) -> Found | None:
-        """Simulates a plan, with the table of its updates or the `least` that one might take; None: not faster."""
+        """Simulates a plan, with its updates' table or, if `least`, that table's lower bound. None: not faster."""
         priced = fused_prices(prices, plan, least=least, processes=processes)
         simulation = simulate(graph, plan, priced, lockstep=lockstep)
         better = simulation.seconds < best.simulation.seconds and simulation.peak <= prices.capacity
@@ -72,8 +72,8 @@ def with_fused(
 
 @dataclass(frozen=True)
 class _Option:
-    """A pipeline of an update. model: of one pipeline, with its seconds. updates: minibatches of an iteration. fixed:
-    further seconds of it. resident, active: bytes of a device."""
+    """An update as pipelines. model: one pipeline, with its seconds. updates: number of minibatches per iteration.
+    fixed: further seconds per iteration. resident, active: bytes of a device."""
 
     placement: Placement
     model: Model
@@ -83,7 +83,7 @@ class _Option:
     active: float
 
     def seconds(self, parts: int) -> float:
-        """Returns the seconds of an iteration in which a minibatch takes so many times a micro-batch on a stage."""
+        """Returns the seconds of an iteration if a minibatch takes as long as `parts` micro-batches on a stage."""
         return self.fixed + self.updates * parts * (self.model.forward + self.model.backward)
 
     @property
@@ -123,7 +123,7 @@ def _options(prices: CostModel, name: str, count: int) -> list[_Option]:
 
 
 def _pairs(first: Sequence[_Option], second: Sequence[_Option], room: float) -> list[tuple[Placement, Placement]]:
-    """Returns the pairs of pipelines that promise most. room: bytes of a device for both."""
+    """Returns the most promising pairs of pipelines. room: bytes of a device for both."""
     fitting = []
     for one, two in product(first, second):
         groups = lcm(one.model.depth, two.model.depth)

@@ -14,22 +14,22 @@ from jrlhf.planning.memory import fused_bytes
 from jrlhf.planning.time import CallTime, CostModel
 from jrlhf.planning.workload import Workload
 
-# Relative costs decide on a table. They are this device's everywhere, so that a run has the same table on all machines.
+# Relative costs determine a table. They are always those of this device, so that a run's table is the same everywhere.
 _REFERENCE, _NODE = "h100", 8
-_EFFORT = 0.25  # of a search: at most about two seconds of a core
-_DIGITS = 2  # of relative costs
+_EFFORT = 0.25  # effort of a search: at most about two core-seconds
+_DIGITS = 2  # digits to which relative costs are rounded
 
 
 @dataclass(frozen=True)
 class FusedUpdates:
-    """The table of a plan's fused updates. pipelines: of each call, the numbers of its pipelines in the table."""
+    """The table of a plan's fused updates. pipelines: name of a call -> numbers of its pipelines in the table."""
 
     table: Table
     pipelines: Mapping[str, range]
 
 
 def fused_updates(workload: Workload, plan: Plan) -> FusedUpdates | None:
-    """Returns the updates that a plan fuses and their table; None: it fuses none. A pure function of both."""
+    """Returns the updates that a plan fuses, with their table; None if it fuses none. A pure function."""
     if not (names := plan.fused):
         return None
     seconds, sizes, prices = {}, {}, CostModel(workload, Cluster(HARDWARE[_REFERENCE], _NODE))
@@ -50,11 +50,11 @@ def fused_updates(workload: Workload, plan: Plan) -> FusedUpdates | None:
 
 
 def fused_prices(prices: CostModel, plan: Plan, *, least: bool = False, processes: int = 1) -> CostModel:
-    """Returns prices by which each of a plan's fused updates takes its share, by its work, of the makespan of their
-    table, and both need the memory of both.
+    """Returns prices in which each fused update of a plan takes a share of their table's makespan, in proportion to its
+    work, and each needs the memory of both.
 
-    least: for the shortest table that there might be; none is searched for. processes: of the run, each with equally
-        many devices.
+    least: uses a lower bound of the makespan, without a search for a table. processes: number of processes of the run,
+        which have equally many devices.
     """
     workload = prices.workload
     if not plan.fused:
@@ -86,6 +86,6 @@ def _model(placement: Placement, forward: float, backward: float, activations: f
 
 @cache
 def _table(first: Model, second: Model) -> Table:
-    # Within what both have in flight if each runs 1F1B, by which the memory of their calls is predicted.
+    # Limit: the activations in flight if each ran 1F1B; the memory of the calls is predicted with it.
     most = sum(min(model.depth, model.micro_batches) * model.activations for model in (first, second))
     return search(fuse(first, second), memory=False, most=most, effort=_EFFORT).table
