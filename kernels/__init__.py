@@ -1,1 +1,1 @@
-"""Fused operations, one folder each: `reference` is the specification, `api` chooses an implementation."""
+"""Fused operations, one folder per operation: `reference` is the specification, `api` chooses an implementation."""

@@ -1,8 +1,8 @@
-"""Rows of a batch in micro-batches of similar length, which saves the computation of padding.
+"""Computes a batch in micro-batches of rows of similar length, which saves the computation of padding.
 
 Rows are sorted by length, longest first. A micro-batch is as wide as its longest row, rounded up to one of a few static
-widths (`bucket_widths`), and has about the same number of tokens whatever its width. It is one compiled program: each
-width has its own loop, whose number of turns follows from the lengths, so other lengths compile nothing again. The
+widths (`bucket_widths`); micro-batches of all widths have about the same number of tokens. It is one compiled program:
+each width has its own loop, whose number of iterations follows from the lengths, so other lengths do not recompile. The
 price is that the given function is compiled once per width. Row r of the sorted rows goes to device r mod D, so that
 devices get equal numbers of similar rows. Every device receives all rows for this, once per update; inside the loops no
 row moves.
@@ -23,7 +23,7 @@ from jrlhf.meshes.rows import groups, reshaped, row_axes, row_shards, whole
 
 PyTree = Any
 Carry = TypeVar("Carry")
-WIDTHS = 4  # at most: each is another copy of the model in the compiled program
+WIDTHS = 4  # maximum number of widths; each is another copy of the model in the compiled program
 
 
 class ByLength(NamedTuple):
@@ -62,7 +62,7 @@ def bucket_widths(length: int) -> tuple[int, ...]:
 
 
 def row_ends(mask: Bool[Array, "B T"]) -> Int[Array, "B"]:
-    """The number of tokens to compute in each row for those in `mask`: one past its last True, 0 without any."""
+    """The number of tokens to compute in each row: one past the last True of `mask`, or 0 without any True."""
     return jnp.max(jnp.where(mask, 1 + jnp.arange(mask.shape[1])[None, :], 0), axis=1)
 
 
@@ -71,7 +71,7 @@ def fold_by_length(step: Callable[[Carry, PyTree], Carry], start: Carry, rows: P
 
     rows: a tree of arrays [B, T, ...], cut to the width of their micro-batch, and [B]. All are divided over devices
         alike, and B is a multiple of the devices.
-    step: is traced with at most `bucket_widths(T)` shapes. The last micro-batch is filled up with rows of zeros: they
+    step: is traced with at most `bucket_widths(T)` as widths. The last micro-batch is padded with rows of zeros, which
         must not change the step's result, as they do not change sums over a mask.
     """
     division = _divide(rows, by)
@@ -106,8 +106,8 @@ def _divide(rows: PyTree, by: ByLength) -> _Division:
     widths = reversed(bucket_widths(length))
     buckets = tuple(_Bucket(width, _even(shard_rows, max(1, by.tokens // width))) for width in widths)
     longest_first = jnp.argsort(whole(by.lengths), descending=True)
-    # Zeros that the compiler does not recognise as such: they give the order, which is the same everywhere, the
-    # sharding of the rows, and with it what is taken in this order.
+    # Zeros that the compiler does not recognise as such. Adding them gives the replicated order the sharding of the
+    # rows, and so everything that is taken in this order.
     zeros = jnp.minimum(by.lengths, 0)
     order = longest_first.reshape(shard_rows, shards).T + groups(zeros, shard_rows)
     spare = max(bucket.rows for bucket in buckets) - 1
@@ -124,7 +124,7 @@ def _shards(rows: Array) -> int:
 
 
 def _even(rows: int, most: int) -> int:
-    """The size of the fewest equal parts of at most `most` rows: equal parts leave less padding in the last one."""
+    """The size of the fewest equal parts of at most `most` rows. Equal parts need less padding in the last one."""
     return -(-rows // -(-rows // most))
 
 
@@ -149,7 +149,7 @@ def _fold(step: Callable[[Carry, PyTree, Array], Carry], start: Carry, ordered: 
     """`step` gets the carry, a micro-batch, and the position of its first rows on their devices."""
     lengths, shards = division.by.lengths, division.order.shape[0]
     state = jnp.zeros((), jnp.int32), start
-    # A wide micro-batch with room for more rows than need its width is filled with the next ones, which are shorter.
+    # A wide micro-batch that has room for further rows is filled with the next ones, which are shorter.
     for bucket, narrower in pairwise((*division.buckets, _Bucket(0, 0))):
         end = -(-jnp.sum(lengths > narrower.width, dtype=jnp.int32) // shards)
 

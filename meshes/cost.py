@@ -1,4 +1,4 @@
-"""The cost of a reshard in bytes a device, from sharding arithmetic alone."""
+"""Computes the cost of a reshard in bytes per device, from shardings alone."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class ReshardCost:
 
 
 def reshard_cost(shape: tuple[int, ...], itemsize: int, src: Sharding, dst: Sharding) -> ReshardCost:
-    """The cost of moving one array of `itemsize` bytes an element from `src` to `dst`, on the devices of both."""
+    """The cost of moving one array with `itemsize` bytes per element from `src` to `dst`, on the devices of both."""
     return _cost(itemsize, _boxes(src, shape), [_boxes(dst, shape)])
 
 

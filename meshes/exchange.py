@@ -1,8 +1,8 @@
-"""The way of an array to other devices: partitioned at the source, so that every shard can be copied as it is.
+"""Copies arrays to other devices. They are partitioned at the source, so that every shard is copied unchanged.
 
-`jax.device_put` copies them between devices of one process. Between processes `exchange` does: all devices that send or
-receive run one program, in which every device of the destination gets its shard from one device that has it. A process
-without a device on either side runs nothing, but must make the same calls, as for every program of several processes.
+`jax.device_put` copies shards between devices of one process, and `exchange` between processes: all devices that send
+or receive run one program, in which every device of the destination gets its shard from one device that has it. A
+process without a device on either side runs nothing, but must make the same calls, as for all multi-process programs.
 Every device runs its programs in the order of the calls, so both sides of an exchange wait for each other.
 """
 
@@ -25,12 +25,12 @@ Permutation = tuple[tuple[int, int], ...]  # (sender, receiver) of each copy, by
 _AXIS = "device"
 
 
-# ---- partitionings on the way
+# ---- intermediate partitionings
 
 
 @lru_cache(maxsize=4096)
 def landing_of(target: NamedSharding, rank: int, sources: int) -> NamedSharding:
-    """The partitioning in which an array arrives: `target`, or the finest coarser one that the source has devices for.
+    """The partitioning in which an array arrives: `target`, or the finest coarser one that fits the source's devices.
 
     A copy from device to device needs every shard of the destination to exist at the source: otherwise JAX goes
     through the host.
@@ -44,8 +44,8 @@ def landing_of(target: NamedSharding, rank: int, sources: int) -> NamedSharding:
 
 
 def stage_of(source: Sharding, devices: Sequence[Device], landing: NamedSharding, rank: int) -> NamedSharding:
-    """The partitioning of `landing` on the source's `devices`, of an array that is there as `source` says. Where
-    dropping mesh axes is enough, no axis is moved, and the stage costs at most an all-gather."""
+    """The partitioning of `landing` on the source's `devices`, for an array with the sharding `source`. If dropping
+    mesh axes of it is enough, no axis is moved, and the stage costs at most an all-gather."""
     parts = [1] * rank if len(devices) == 1 else _divisions(landing, rank)
     if isinstance(source, NamedSharding):
         coarse = _coarsen(source, parts)
@@ -69,7 +69,7 @@ def _coarsen(sharding: NamedSharding, parts: Sequence[int]) -> NamedSharding:
         for axis in axis_names(entry):
             sizes[axis] = gcd(mesh.shape[axis], left)
             left //= sizes[axis]
-            if sizes[axis] < mesh.shape[axis]:  # a more minor axis would move if it stayed
+            if sizes[axis] < mesh.shape[axis]:  # drop all more minor axes, which would otherwise move
                 break
     factors = [factor for axis, size in mesh.shape.items() for factor in (sizes[axis], size // sizes[axis])]
     names = [name for axis in mesh.shape for name in (axis, f"{axis}_dropped")]
@@ -80,10 +80,10 @@ def _coarsen(sharding: NamedSharding, parts: Sequence[int]) -> NamedSharding:
 
 
 def copied(arrays: Sequence[jax.Array], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
-    """Returns the arrays as `shardings` place them on other devices: the same bits; the sources are not freed.
+    """Copies the arrays to the devices of `shardings`, bit for bit. The sources are not freed.
 
-    All arrays must be on the same devices, and all shardings too. Every shard of the destination must be one at the
-    source; `jax.device_put`, which copies within a process, also divides arrays that are on one device.
+    All arrays must be on the same devices, and all shardings too. Every shard of the destination must exist at the
+    source; within a process `jax.device_put` also divides arrays that are on one device.
     """
     if not (arrays[0].is_fully_addressable and shardings[0].is_fully_addressable):
         return exchange(arrays, shardings)
@@ -94,9 +94,7 @@ def copied(arrays: Sequence[jax.Array], shardings: Sequence[NamedSharding]) -> l
 
 
 def exchange(arrays: Sequence[jax.Array], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
-    """`copied` between processes. On each device there are temporarily as many bytes as the arrays have there, or would
-    have.
-    """
+    """`copied` between processes. Temporarily each device of both sides needs memory for its shards once more."""
     sources = [_parts(array.sharding, array.shape) for array in arrays]
     targets = [_parts(target, array.shape) for array, target in zip(arrays, shardings, strict=True)]
     devices = tuple(sorted({*sources[0], *targets[0]}, key=lambda device: device.id))
@@ -117,10 +115,10 @@ def exchange(arrays: Sequence[jax.Array], shardings: Sequence[NamedSharding]) ->
 
 
 def permutations(sent: Sequence[Hashable | None], wanted: Sequence[Hashable | None]) -> tuple[Permutation, ...]:
-    """Returns the rounds of copies by which each device gets what it wants, each a partial permutation of the devices.
+    """Returns rounds of copies, each a partial permutation of the devices, after which each device has its shard.
 
-    sent, wanted: by device, which shard it has, and which one it gets; None: no shard. A device that has what it wants
-    receives nothing. Devices without a shard send on what they got: so a shard has twice as many senders in each round.
+    sent, wanted: by device, the shard that it has, and the one that it needs; None: no shard. A device that has its
+    shard already receives nothing. Devices forward received shards, so the senders of a shard double in each round.
     """
     owners, receivers = defaultdict[Hashable, list[int]](list), defaultdict[Hashable, list[int]](list)
     for device, shard in enumerate(sent):
@@ -141,9 +139,9 @@ def permutations(sent: Sequence[Hashable | None], wanted: Sequence[Hashable | No
 
 @lru_cache(maxsize=4096)
 def _program(union: Mesh, schedules: tuple[tuple[tuple[bool, ...], tuple[Permutation, ...]], ...]):
-    """A jitted program, cached: arrays of one shard a device -> the same, as each schedule copies them.
+    """Returns a cached jitted program: arrays with one shard per device -> the arrays after the copies.
 
-    schedules: for each array, whether a device has none of its shards; and the rounds of copies.
+    schedules: for each array, whether each device has none of its shards; and the rounds of copies.
     """
 
     def move(*shards: jax.Array) -> list[jax.Array]:
@@ -163,13 +161,13 @@ def _received(x: jax.Array, blank: Sequence[bool], rounds: Sequence[Permutation]
 
 
 def _parts(sharding: Sharding, shape: tuple[int, ...]) -> dict[Device, tuple[int, ...]]:
-    """By device, where the shard that it has begins."""
+    """Returns device -> the start indices of its shard."""
     indices = sharding.devices_indices_map(shape)
     return {device: tuple(part.start or 0 for part in index) for device, index in indices.items()}
 
 
 def _joined(array: jax.Array, union: Mesh) -> jax.Array:
-    """One array of all shards, one a device along axis 0; devices that have none get zeros."""
+    """Returns one array of all shards, with one per device along axis 0; devices without a shard get zeros."""
     shape = array.sharding.shard_shape(array.shape) or (1,)
     shards = {shard.device: _shaped(shard.data, shape, shard.device) for shard in array.addressable_shards}
     for device in union.local_devices:
@@ -181,20 +179,20 @@ def _joined(array: jax.Array, union: Mesh) -> jax.Array:
 
 
 def _parted(joined: jax.Array, target: NamedSharding, shape: tuple[int, ...]) -> list[jax.Array]:
-    """The shards of the destination's devices in this process, of an array of this shape."""
+    """Returns the shards of an array with this shape on the destination's devices in this process."""
     shards = {shard.device: shard.data for shard in joined.addressable_shards}
     part = target.shard_shape(shape)
     return [_shaped(shards[device], part, device) for device in target.addressable_devices]
 
 
 def _blank(device: Device, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    """Zeros that are made on the device."""
+    """Returns zeros that are created on the device."""
     with jax.set_mesh(Mesh(np.asarray([device]), (_AXIS,))):
         return _zeros(shape, dtype)
 
 
 def _shaped(x: jax.Array, shape: tuple[int, ...], device: Device) -> jax.Array:
-    """An array of one device: itself, or where its shape is another, a copy."""
+    """Reshapes an array of one device; returns it unchanged if it has the shape."""
     if x.shape == shape:
         return x
     with jax.set_mesh(Mesh(np.asarray([device]), (_AXIS,))):

@@ -1,4 +1,4 @@
-"""The calls of an algorithm and the values that they pass to each other, as plain data."""
+"""`Graph`: the calls of an algorithm and the values that they pass to each other, as plain data."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ LEARNED = ("actor", "critic")
 
 @dataclass(frozen=True)
 class Call:
-    """One call: a role's model generates, infers or is trained; or arithmetic between the models ("compute").
+    """One call: a role's model generates, infers or is trained; or arithmetic without a model ("compute").
 
     name: unique in its graph. inputs, outputs: names of values.
     """
@@ -68,7 +68,7 @@ class Graph:
         return tuple(other for other in self.calls if set(other.outputs) & set(call.inputs))
 
     def levels(self) -> tuple[tuple[Call, ...], ...]:
-        """The calls in groups that need only values of earlier groups: calls of one group may overlap."""
+        """The calls in groups that read only values of earlier groups, so that calls of one group may overlap."""
         order, levels = self._order(), []
         while order.is_active():
             ready = order.get_ready()
@@ -86,8 +86,8 @@ def home_of(graph: Graph, role: str, plan: Plan | None = None) -> Call | None:
     """Returns the call in whose placement a role's weights are stored: the one that trains them, or else the role's
     first call. None: the role has no call.
 
-    plan: ignore calls that it does not place. Among calls that do not train, prefer one that stores the layers stacked:
-        from there they can be unstacked for generation.
+    plan: ignores calls that it does not place. Among calls that do not train, prefers one with stacked layers, because
+        these can be unstacked for generation.
     """
     if role in LEARNED and LEARNER in graph.roles:
         role = LEARNER

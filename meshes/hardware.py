@@ -1,4 +1,4 @@
-"""Accelerators: memory, peak rates and links of each device, and the clusters that are made of them."""
+"""Data of accelerators: memory, peak rates and links of each device, and clusters of them."""
 
 import re
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from jrlhf.meshes.mesh import Device
 class Peak:
     """Peak rates of one device: the denominators of utilisation.
 
-    memory: bytes a second. bfloat16, float32: dense operations a second, without sparsity. float32 is the rate of a
-    matrix product as JAX computes it by default: TF32 on NVIDIA GPUs from Ampere on, one bfloat16 product on TPUs.
+    memory: bytes per second. bfloat16, float32: dense operations per second, without sparsity. float32 is the rate of
+    a matrix product in JAX's default precision: TF32 on NVIDIA GPUs from Ampere on, one bfloat16 product on TPUs.
     hardware: the entry of `HARDWARE` for clusters of this device, "" without one.
     """
 
@@ -54,23 +54,23 @@ PEAKS = {
 
 
 def peak_of(device: Device) -> Peak | None:
-    """The peak rates of a device, None where they are not known."""
+    """The peak rates of a device; None if they are not known."""
     return PEAKS.get(device.device_kind)
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device and its links. Rates are the makers'; the fractions say how much of them programs reach.
+    """One device and its links. Rates are the makers'; fractions are the parts of them that programs reach.
 
-    memory: bytes of a device. bandwidth: of that memory, bytes a second.
-    bfloat16, float32: dense operations a second, as in `Peak`.
-    node: devices that share the fast link: one host's, or a whole slice's on TPUs.
-    link, network: bytes a second that a device sends to others of its node, to other nodes.
-    host: bytes a second between a device and its host's memory.
+    memory: bytes of a device. bandwidth: bytes per second of that memory.
+    bfloat16, float32: dense operations per second, as in `Peak`.
+    node: number of devices that share the fast link: those of a host, or of a whole slice on TPUs.
+    link, network: bytes per second that a device sends to others of its node, to other nodes.
+    host: bytes per second between a device and its host's memory.
     infer, train: fraction of the operations that matrix products of whole sequences reach, forward and in training.
     decode: fraction of the bandwidth that decoding reaches.
-    launch: seconds of a layer beyond its bytes and operations. latency: of a collective beyond its bytes.
-    per_host: devices of a host, which one process has.
+    launch: seconds per layer in addition to bytes and operations. latency: the same per collective.
+    per_host: number of devices of a host, which belong to one process.
     collective: fraction of links and network that collectives reach. stream: fraction of the bandwidth that elementwise
         work reaches.
     """
@@ -103,7 +103,7 @@ class Cluster:
 
     @property
     def node(self) -> int:
-        """Devices of a node, or of the whole cluster where it is smaller."""
+        """Number of devices of a node, or of the whole cluster if that is smaller."""
         return min(self.hardware.node, self.devices)
 
     @property
@@ -115,20 +115,20 @@ def _gpu(name: str, memory: float, link: float, network: float, host: float) -> 
     """Builds an NVIDIA node of eight.
 
     The fractions and `launch` were measured with this program on an H200 (benchmarks/NOTES.md): products ran at 771 of
-    989 TFLOP/s in training, a copy at 4.17 of 4.8 TB/s; decode steps fit 15 us a layer and 0.6 of the bandwidth,
-    counting the bytes that are needed. Other GPUs are assumed to be like it. Collectives are assumed to reach three
-    quarters of the link, as NCCL's bus bandwidth does at large messages; 20 us is what its small all-reduces in a node
-    take.
+    989 TFLOP/s in training, a copy at 4.17 of 4.8 TB/s; decode steps fit 15 us per layer plus the necessary bytes at
+    0.6 of the bandwidth. Other GPUs are assumed to have the same fractions. Collectives are assumed to reach three
+    quarters of the link, as NCCL's bus bandwidth does with large messages; 20 us is the time of its small all-reduces
+    in a node.
     """
     fractions: Any = {"infer": 0.78, "train": 0.78, "decode": 0.6}
     return Hardware(name, memory, *_rates(name), 8, link, network, host, **fractions, launch=15e-6, latency=20e-6)
 
 
 def _tpu(name: str, memory: float, node: int, link: float, network: float, host: float, per_host: int = 8) -> Hardware:
-    """Builds a TPU slice. Its program is one queue of compiled operations: the host launches nothing in between.
+    """Builds a TPU slice. A program is one queue of compiled operations, without launches by the host in between.
 
-    The fractions are not measured here: they are those of GPUs, except for products: public training runs (MaxText)
-    reach 0.6 to 0.7 of the peak as a whole.
+    The fractions were not measured. They are those of GPUs except for products, where public training runs (MaxText)
+    reach 0.6 to 0.7 of the peak.
     """
     rest = {"infer": 0.8, "train": 0.8, "decode": 0.6, "launch": 4e-6, "latency": 4e-6}
     return Hardware(name, memory, *_rates(name), node, link, network, host, **rest, per_host=per_host)
@@ -159,11 +159,11 @@ HARDWARE: dict[str, Hardware] = {
 
 # A v5p's name counts TensorCores; two of them are one device.
 _CORES = {"v5p": 2}
-_MOST = 2**14  # GPUs of a cluster
+_MOST = 2**14  # maximum number of GPUs of a cluster
 
 
 def hardware_of(device: Device) -> Hardware | None:
-    """The hardware of a device, None where it is not known."""
+    """The hardware of a device; None if it is not known."""
     peak = peak_of(device)
     return None if peak is None else HARDWARE.get(peak.hardware)
 
@@ -172,7 +172,7 @@ def cluster(text: str) -> Cluster:
     """Parses the name of a cluster: `16xh100` is sixteen GPUs in nodes of eight, `v5p-512` a TPU slice, and so is
     `v5litepod-16`, Google's name of a v5e-16.
 
-    Raises ValueError, one sentence with the nearest valid name, where there is no such hardware or number of devices.
+    Raises ValueError, one sentence with the nearest valid name, if there is no such hardware or number of devices.
     """
     match = re.fullmatch(r"(\d+)x([a-z]\w*)|(v\d\w*)-(\d+)", text.lower().replace("v5litepod", "v5e"))
     if match is None:

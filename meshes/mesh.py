@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 AXES = ("data", "fsdp", "tensor")
-Device: TypeAlias = Any  # jax.Device, which type checkers do not see: jaxlib carries no stubs
+Device: TypeAlias = Any  # jax.Device, which type checkers do not know, because jaxlib has no stubs
 
 
 def make_mesh(
@@ -22,12 +22,12 @@ def make_mesh(
 ) -> Mesh:
     """Returns a `("data", "fsdp", "tensor")` mesh over `devices` (default: all of them).
 
-    axis_type: of all axes. Explicit, the default, makes shardings a part of the types of arrays: `jax.set_mesh(mesh)`
-    is then needed around programs, and an operation whose result could be divided in two ways must be told which one
-    (`out_sharding=`). With `AxisType.Auto` the compiler chooses, as on a mesh from `jax.sharding.Mesh`.
+    axis_type: of all axes. Explicit, the default, makes shardings a part of the types of arrays: programs then need
+    `jax.set_mesh(mesh)` around them, and an operation whose result could be divided in two ways needs `out_sharding=`.
+    With `AxisType.Auto` the compiler chooses, as on a mesh from `jax.sharding.Mesh`.
 
-    At most one size may be -1: it takes the devices that the others leave. `tensor` is the innermost axis, so its
-    collectives, the most frequent ones, run between neighbouring devices.
+    At most one size may be -1: it is computed from the others. `tensor` is the innermost axis, so its collectives, the
+    most frequent ones, run between neighbouring devices.
     """
     devices = jax.devices() if devices is None else list(devices)
     count = len(devices)
@@ -50,7 +50,7 @@ def make_mesh(
             f"mesh {described} needs {product} devices, but there are {count}: "
             f"choose sizes whose product is {count} (its divisors are {', '.join(map(str, divisors))})"
         )
-    # Mesh and not jax.make_mesh: the caller's device order is kept, also for a slice of the devices.
+    # Mesh and not jax.make_mesh, because it keeps the caller's device order, also for a slice of the devices.
     return Mesh(np.asarray(devices).reshape(tuple(sizes.values())), AXES, axis_types=(axis_type,) * len(AXES))
 
 

@@ -25,16 +25,16 @@ def check_host_memory(mesh: Mesh) -> None:
 def offload(tree: Any, *, group_bytes: int = GROUP_BYTES) -> Any:
     """Moves `tree` to pinned host memory and deletes its arrays on devices: nothing else may use them any more.
 
-    Arrays that share their memory move once. Waits for each group to arrive before it frees the sources; a donation
-    would free nothing here.
+    Arrays that share their memory move once. It waits until each group has arrived and then frees the sources, because
+    donation does not free them here.
 
-    group_bytes: bytes of a device moved at a time (a larger array alone).
+    group_bytes: maximum bytes per device that are moved at a time (a larger array moves alone).
     """
     return _move(tree, HOST, free=True, group_bytes=group_bytes)
 
 
 def onload(tree: Any) -> Any:
-    """Copies what is in host memory to the devices; returns `tree` itself if nothing is. Does not wait for the copy."""
+    """Copies arrays in host memory to the devices; returns `tree` itself if there are none. Does not wait."""
     return _move(tree, DEVICE, free=False, group_bytes=GROUP_BYTES) if is_on_host(tree) else tree
 
 
@@ -46,7 +46,7 @@ def free_host(tree: Any) -> None:
 
 
 def groups(arrays: Sequence[jax.Array], group_bytes: int = GROUP_BYTES) -> Iterator[list[int]]:
-    """Indices of neighbours that together have at most `group_bytes` on a device; a larger array is alone."""
+    """Yields indices of neighbours that together have at most `group_bytes` on a device; a larger array is alone."""
     shards = [array.dtype.itemsize * prod(array.sharding.shard_shape(array.shape)) for array in arrays]
     return grouped(range(len(shards)), shards.__getitem__, group_bytes)
 
@@ -74,7 +74,7 @@ def _move(tree: Any, kind: str, *, free: bool, group_bytes: int) -> Any:
 def _put(array: jax.Array, kind: str) -> jax.Array:
     sharding = array.sharding.with_memory_kind(kind)
     with nullcontext() if sharding.is_fully_addressable else jax.set_mesh(_mesh_of(array)), host_transfers_refused():
-        return jax.device_put(array, sharding)  # of several processes JAX runs a program, on the mesh of the context
+        return jax.device_put(array, sharding)  # with several processes JAX runs a program, which needs a mesh
 
 
 def _mesh_of(array: jax.Array) -> Mesh:
@@ -83,7 +83,7 @@ def _mesh_of(array: jax.Array) -> Mesh:
 
 
 def _memory(array: jax.Array) -> tuple[Any, ...]:
-    """A key that is equal for arrays that share their memory. Those of other processes have none here."""
+    """Returns a key that is equal for arrays that share their memory. Shards of other processes do not count."""
     shards = [(shard.device.id, shard.data.unsafe_buffer_pointer()) for shard in array.addressable_shards]
     return (array.shape, array.dtype, array.sharding, *(shards or [id(array)]))
 

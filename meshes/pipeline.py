@@ -1,4 +1,4 @@
-"""Pipeline schedules as plain data: which stage computes what for which micro-batch, and when.
+"""Pipeline schedules as plain data: which operation of which stage and micro-batch runs when.
 
 A pipeline cuts a model into stages of consecutive layers. Forwards go up the stages, backwards come down. A table lists
 the operations of one training step, of one model or of several that share the devices. Nothing here computes with
@@ -16,7 +16,7 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "fused"]
 
 
 class Step(NamedTuple):
-    """What a device computes at one time. model: the number of its pipeline in the table."""
+    """One operation of a device. model: the number of its pipeline in the table."""
 
     model: int
     stage: int
@@ -39,8 +39,8 @@ Seconds: TypeAlias = Callable[[Step], float]
 class Pipeline:
     """The stages of one model.
 
-    devices: the device of each stage, first layers first. Interleaved stages share devices.
-    split: weight gradients are operations of their own, and "backward" computes only the gradient of a stage's input.
+    devices: the device of each stage, in the order of layers. Interleaved stages share devices.
+    split: weight gradients are separate operations, and "backward" computes only the gradient of a stage's input.
     """
 
     devices: tuple[int, ...]
@@ -63,7 +63,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Table:
-    """A schedule. Operations are in the order of their ticks; a device computes its own in this order."""
+    """A schedule. Operations are in the order of their ticks; each device computes its operations in this order."""
 
     pipelines: tuple[Pipeline, ...]
     operations: tuple[Operation, ...]
@@ -104,7 +104,7 @@ def one_forward_one_backward(stages: int, micro_batches: int) -> Table:
 def interleaved(stages: int, micro_batches: int, chunks: int) -> Table:
     """Returns Megatron's interleaved 1F1B (arXiv 2104.04473): device d has stages d, d + S, d + 2 S, ...
 
-    stages: devices S. chunks: stages of each device. Micro-batches go in groups of S, which must divide their number.
+    stages: number S of devices. chunks: stages per device. Micro-batches form groups of S, which divides their number.
     """
     if micro_batches % stages:
         raise ValueError(f"interleaved schedule: {micro_batches} micro-batches are no multiple of {stages} devices")
@@ -127,15 +127,15 @@ SCHEDULES: dict[ScheduleName, Callable[[int, int], Table]] = {
     "1f1b": one_forward_one_backward,
     "interleaved": partial(interleaved, chunks=2),
     "zb-h1": zero_bubble,
-    "fused": one_forward_one_backward,  # of one of the models alone; the table of both is searched for
+    "fused": one_forward_one_backward,  # for one model alone; the table of both models is searched for
 }
 
 
 def _table(pipeline: Pipeline, warmup: Callable[[int], int]) -> Table:
-    """Returns the table of one model: forwards to fill the pipeline, then a forward and a backward in turn, then
+    """Returns the table of one model: forwards to fill the pipeline, then alternately a forward and a backward, then
     backwards.
 
-    warmup: the forwards of a device before its first pair.
+    warmup: device -> number of its forwards before the first pair.
     """
     count = 1 + max(pipeline.devices)
     chunks = len(pipeline.devices) // count
@@ -165,9 +165,9 @@ def _table(pipeline: Pipeline, warmup: Callable[[int], int]) -> Table:
 def violation(table: Table, memory: float | None = None, activations: Sequence[float] | None = None) -> str | None:
     """Returns one sentence on the first rule that the table breaks, None if it is valid.
 
-    The rules: every operation of every model once; one operation of a device at a tick; forwards up the stages,
-    backwards down, a backward after its forward, a weight gradient after its backward, all at later ticks, so that no
-    device waits for ever; activations in flight within `memory` on each device (see `peak`).
+    The rules: every operation of every model occurs once; a device has one operation per tick; forwards go up the
+    stages, backwards down, a backward follows its forward, a weight gradient its backward, all at later ticks, so that
+    no device waits forever; activations in flight are within `memory` on each device (see `peak`).
     """
     expected = {step for number, pipeline in enumerate(table.pipelines) for step in _steps(number, pipeline)}
     ticks: dict[Step, int] = {}
@@ -197,13 +197,13 @@ def violation(table: Table, memory: float | None = None, activations: Sequence[f
 
 
 def makespan(table: Table, seconds: Seconds) -> float:
-    """Returns the seconds of the table: every operation starts as soon as its device and what it needs are ready."""
+    """Returns the seconds of the table if every operation starts as soon as its device and its inputs are ready."""
     return max(end for _, end in _times(table.pipelines, table.orders, seconds).values())
 
 
 def synchronous_makespan(table: Table, seconds: Seconds) -> float:
-    """Returns the seconds of the table where sender and receiver of a result wait for each other when its tick has
-    ended, as stages of different processes do."""
+    """Returns the seconds of the table if sender and receiver of a result wait for each other at the end of its tick,
+    as stages of different processes do."""
     free = [0.0] * table.devices
     for _, operations in groupby(table.operations, key=lambda operation: operation.tick):
         meetings = []
@@ -219,13 +219,13 @@ def synchronous_makespan(table: Table, seconds: Seconds) -> float:
 
 
 def bubble(table: Table, seconds: Seconds) -> float:
-    """Returns the share of the devices' time in which they wait."""
+    """Returns the share of the devices' time that they spend waiting."""
     work = sum(seconds(step) for _, step in table.operations)
     return 1 - work / (table.devices * makespan(table, seconds))
 
 
 def peak(table: Table, activations: Sequence[float] | None = None) -> list[float]:
-    """Returns the most activations that each device has in flight, from a forward until its last backward operation.
+    """Returns the peak of activations in flight on each device, from a forward until its last backward operation.
 
     activations: of a micro-batch on a stage of each model, in any unit; default 1.
     """
@@ -249,7 +249,7 @@ def _steps(number: int, pipeline: Pipeline) -> Iterator[Step]:
 
 
 def needs_of(pipelines: Sequence[Pipeline], step: Step) -> Iterator[Step]:
-    """Yields the steps whose results this one reads."""
+    """Yields the steps whose results `step` reads."""
     if step.kind == "forward":
         if step.stage:
             yield step._replace(stage=step.stage - 1)
@@ -266,7 +266,7 @@ def _times(
     times: dict[Step, tuple[float, float]] = {}
     heads, free = [0] * len(orders), [0.0] * len(orders)
     waiting = list(range(len(orders)))
-    blocked: dict[Step, list[int]] = {}  # by the step that they wait for: devices
+    blocked: dict[Step, list[int]] = {}  # step -> devices that wait for it
     while waiting:
         device = waiting.pop()
         for step in orders[device][heads[device] :]:

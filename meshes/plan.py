@@ -1,4 +1,4 @@
-"""Plans as data: the devices and the partitioning of each call of a graph."""
+"""`Plan`: the devices and the partitioning of each call of a graph, as plain data."""
 
 import re
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ class Slice:
 
     @classmethod
     def of(cls, text: Any) -> "Slice":
-        """Parses what `str` returns. Raises ValueError for other texts."""
+        """Parses the result of `str`. Raises ValueError for other texts."""
         match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", str(text), re.ASCII)
         if match is None:
             raise ValueError(f"devices={str(text)[:20]} must be a number or a range such as 0-7")
@@ -51,9 +51,9 @@ class Placement:
 
     devices: the slice; `data * fsdp * tensor * pipeline` is its count.
     layout: the name of a layout in `meshes.layout`. data, fsdp, tensor: sizes of the mesh axes.
-    pipeline: number of groups of neighbouring devices, each with the mesh data x fsdp x tensor, that consecutive layers
-        are divided over. schedule: the order in which they compute; see `meshes.pipeline`.
-    micro_batches: parts in which a device computes its rows (of a minibatch, where the call trains).
+    pipeline: number of groups of neighbouring devices, each with a mesh data x fsdp x tensor, over which the layers are
+        divided. schedule: the order in which they compute; see `meshes.pipeline`.
+    micro_batches: number of parts in which a device computes its rows (of a minibatch, if the call trains).
     """
 
     devices: Slice
@@ -96,7 +96,7 @@ class Placement:
 class Plan:
     """A placement for every call of a graph that has a model. Arithmetic between them runs where the actor trains.
 
-    name: "colocate", "split", "standalone", or the name of its maker.
+    name: "colocate", "split", "standalone", or how it was made.
     """
 
     name: str
@@ -107,7 +107,7 @@ class Plan:
 
     @property
     def fused(self) -> tuple[str, ...]:
-        """The calls that train in one table."""
+        """The calls that train by a common table."""
         return tuple(sorted(name for name, place in self.placements.items() if place.schedule == "fused"))
 
     @property

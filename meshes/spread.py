@@ -1,4 +1,4 @@
-"""Divides arrays of which a process has no part over the devices of all processes, for example to save them."""
+"""Redistributes arrays so that every process has a part of each, for example to save them in a checkpoint."""
 
 from math import gcd
 from typing import Any
@@ -15,9 +15,9 @@ from jrlhf.meshes.reshard import reshard
 
 
 def spread(tree: Any) -> Any:
-    """Returns `tree` with its arrays placed as `spread_sharding` says: the same bits. Sources are not freed.
+    """Returns `tree` with its arrays moved to their `spread_sharding`, bit for bit. Sources are not freed.
 
-    So every process has a part of each array. All processes must call this, in one order.
+    Afterwards every process has a part of each array. All processes must call this in the same order.
     """
     leaves, treedef = jax.tree.flatten(tree)
     away = [index for index, leaf in enumerate(leaves) if spread_sharding(leaf) != leaf.sharding]
@@ -32,8 +32,8 @@ def spread(tree: Any) -> Any:
 
 
 def spread_sharding(leaf: jax.Array | jax.ShapeDtypeStruct) -> Sharding:
-    """The array's own sharding, if each process has a part of it. Else one over all devices: the array's shards, each
-    divided once more along one axis, as far as it divides, and else copied. So no shard needs parts of two."""
+    """Returns the array's own sharding if each process has a part of it. Otherwise one over all devices, in which each
+    of the array's shards is divided further along one axis or, if that is impossible, replicated."""
     sharding = leaf.sharding
     assert sharding is not None
     if not (isinstance(sharding, NamedSharding) and absent_processes(sharding.mesh)):
@@ -42,8 +42,8 @@ def spread_sharding(leaf: jax.Array | jax.ShapeDtypeStruct) -> Sharding:
 
 
 def _over_all(sharding: NamedSharding, shard: tuple[int, ...]) -> NamedSharding:
-    """The sharding with other devices beside each of its own, over which its shards are divided: those of this shape
-    along one axis, or else copied. Their number must divide that of all devices."""
+    """Returns the sharding extended by a group of further devices for each of its own, over which a shard of the shape
+    `shard` is divided along one axis, or else replicated. Its number of devices must divide that of all devices."""
     source = sharding.mesh
     assert isinstance(source, Mesh), "an array's mesh has devices"
     own = list(np.asarray(source.devices).flat)

@@ -16,7 +16,7 @@ TENSOR = AXES[-1]
 
 
 def place(x: Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Array:
-    """`x` under `spec`: at a `shard_map`'s border Explicit axes demand that an argument already has its in_spec."""
+    """Reshards `x` to `spec`. With Explicit axes the arguments of a `shard_map` must already have their in_specs."""
     return jax.device_put(x, NamedSharding(mesh, spec))
 
 
@@ -61,8 +61,8 @@ def lookup(table: Array, tokens: Int[Array, "B T"]) -> Array:
 
 @jax.custom_vjp
 def _rows_of(table: Array, index: Int[Array, "B T"]) -> Array:
-    """Rows of a table, 0 where there is none. Gradients of a row that occurs often are summed in float32: in bfloat16
-    the sum would stop growing as soon as it is 256 times what is added."""
+    """Rows of a table; 0 for indices outside of it. Gradients are summed in float32: for a frequent row a bfloat16 sum
+    would stop growing at 256 times the summands."""
     return table.at[index].get(mode="fill", fill_value=0)
 
 

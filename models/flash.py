@@ -1,10 +1,9 @@
 """Attention that never stores scores: what cuDNN and splash support, and splash, JAX's Pallas kernels for TPUs.
 
-Splash is adapted to a `jax.shard_map` that checks its types. The kernels do not say over which mesh axes their results
-vary, which a checking `shard_map` demands. So they run in an inner `shard_map` over no further axis, which does not
-check. There a derivative would be wrong if an operand were the same on several devices: nothing would sum its gradient
-over them. Hence all operands are cast, outside, to vary as their union does; the casts' transposes are those sums; and
-kernels and pullback meet only what differs everywhere.
+Splash is adapted to `jax.shard_map` with type checks. The kernels do not declare over which mesh axes their results
+vary, which the checks demand. So they run in an inner `shard_map` over no further axis, without checks. There the
+gradient of an operand that is the same on several devices would be wrong, because nothing sums it over them. Therefore
+all operands are first cast to vary over the union of their axes: the transposes of the casts are those sums.
 """
 
 from collections.abc import Callable
@@ -34,7 +33,7 @@ def computes(implementation: AttentionImplementation, head_dim: int, softcap: fl
 
 def _largest_cudnn_head() -> int:
     """The largest head dimension of cuDNN's flash attention on the GPUs of this process: 256 from Hopper on, 128 on
-    Ampere and Ada, 0 where there is none, as on AMD's. A program for GPUs that are not here is one for Hopper's.
+    Ampere and Ada, 0 where it does not exist, as on AMD. Without a GPU here, the program is for Hopper.
     """
     if jax.default_backend() != "gpu":
         return 256
@@ -64,9 +63,9 @@ def splash_attention(
         raise ValueError(
             f"splash attention needs head_dim=64 or a multiple of 128, not {head_dim}: use attention='xla'"
         )
-    # The kernels do not scale. Float32, for in bfloat16 128^-0.5 is off by 0.2 % and so would be all scores.
+    # The kernels do not scale. In float32, because bfloat16 rounds 128^-0.5 by 0.2 %, and so all scores.
     query = (query.astype(jnp.float32) * scale).astype(query.dtype)
-    # Keys of the padding come after every query that counts, so causality hides them.
+    # Padded keys come after every real query, so causality masks them.
     size = -(-length // LANES) * LANES
     padding = (0, 0), (0, size - length), (0, 0), (0, 0)
     operands = [jnp.pad(x, padding) for x in varying(query, key, value)]
@@ -79,7 +78,7 @@ def _splash_supports(head_dim: int) -> bool:
 
 def _kernel(heads: int, size: int, softcap: float | None, window: int | None, interpret: Interpret) -> Callable:
     """The kernels of `heads` query heads [B, N, T, H] and keys and values [B, K, T, H]."""
-    # Here, so that only a program that uses them imports them.
+    # Imported here, so that only programs that use the kernels import them.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -100,7 +99,7 @@ def _kernel(heads: int, size: int, softcap: float | None, window: int | None, in
 
 
 def _attend(kernel: Callable[[], Callable]) -> Callable[[Array, Array, Array], Array]:
-    """The kernel's attention with batch and time first, differentiable, for operands that vary alike."""
+    """Returns the kernel's attention, differentiable, for operands [B, T, N, H] that vary over the same axes."""
 
     @jax.custom_vjp
     def attend(query: Array, key: Array, value: Array) -> Array:
@@ -117,9 +116,9 @@ def _attend(kernel: Callable[[], Callable]) -> Callable[[Array, Array, Array], A
         return tuple(vary(x.swapaxes(1, 2), sorted(axes)) for x in gradients)
 
     def local_forward(*heads: Array) -> tuple[Array, Any]:
-        # Made anew in each trace: a kernel holds arrays of its mask, which belong to the trace that made them.
+        # The kernel is built in each trace, because it contains arrays of its mask, which belong to a trace.
         out, pullback = jax.vjp(kernel(), *heads)
-        # The output is one of the arrays that the pullback holds; a checkpoint would keep both.
+        # The pullback contains the output, too; a checkpoint would keep both.
         return out, jax.tree.map(lambda x: None if x is out else x, pullback)
 
     def local_backward(out: Array, pullback: Any, cotangent: Array) -> tuple[Array, ...]:
@@ -131,12 +130,12 @@ def _attend(kernel: Callable[[], Callable]) -> Callable[[Array, Array, Array], A
 
 
 def _heads_first(*arrays: Array) -> tuple[Array, ...]:
-    """[B, T, N, H] as [B, N, T, H], whose types no longer say how they vary: so `_unchecked` returns them."""
+    """[B, T, N, H] -> [B, N, T, H], with types that do not say how they vary, as `_unchecked` returns them."""
     return _unchecked(lambda *arrays: tuple(x.swapaxes(1, 2) for x in arrays))(*arrays)
 
 
 def _unchecked(function: Callable) -> Callable:
-    """`function` of this device's arrays, without the check of types; outside `shard_map`, `function` itself."""
+    """Returns `function` without the type checks of `shard_map`; outside of `shard_map`, `function` itself."""
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return function
     return jax.shard_map(function, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)

@@ -1,7 +1,7 @@
-"""Operations and bytes that a model's calls need, from its config alone, to compare with a device's peak.
+"""Counts the operations and bytes that a model's calls need, from its config alone, to compare with a device's peak.
 
-An operation is one multiplication or addition of a matrix product: a weight costs 2 a token. Norms, softmaxes and other
-elementwise work are not counted, nor what a backward pass recomputes, nor padding: rows are given by their lengths.
+An operation is one multiplication or addition of a matrix product: a weight costs 2 per token. Not counted are
+elementwise work such as norms and softmaxes, recomputation in a backward pass, and padding.
 """
 
 import math
@@ -54,8 +54,8 @@ def forward_operations(
     2 (layers + adapters) a token, 2 head for each predicted token, and causal attention.
 
     predicted: number of predicted tokens of each row, with the head "lm"; None: all but the first.
-    passes: forward passes of equal work: 3 with a backward pass. There a base under an adapter counts 2, for it has no
-        gradient of its own.
+    passes: number of forward passes with the same work: 3 with a backward pass. Then a base under an adapter counts 2,
+        because it has no weight gradients.
     """
     trained = 2.0 * passes
     frozen = trained if lora is None else max(2.0, trained - 2.0)
@@ -75,14 +75,14 @@ training_operations = partial(forward_operations, passes=3.0)
 def weight_bytes(config: ModelConfig, itemsize: float, *, layer_itemsize: float | None = None) -> float:
     """Bytes of weights that a decode step reads: all matrices but an untied embedding, of which it reads single rows.
 
-    itemsize: bytes a number; layer_itemsize: of the layers' matrices, if it differs (1 for int8).
+    itemsize: bytes per number; layer_itemsize: the same for the layers' matrices, if it differs (1 for int8).
     """
     layers = itemsize if layer_itemsize is None else layer_itemsize
     return layer_weights(config) * layers + head_weights(config) * itemsize
 
 
 def cache_bytes(config: ModelConfig, itemsize: float) -> float:
-    """Keys and values of one position, in all layers."""
+    """Bytes of the keys and values of one position, in all layers."""
     return 2.0 * config.layers * config.kv_heads * config.head_dim * itemsize
 
 
@@ -98,7 +98,7 @@ def generation_seconds(
     copies: int = 1,
     samples: int = 1,
 ) -> float:
-    """The least seconds of a generation: its prefill by operations, each decode step by bytes or operations.
+    """The minimum seconds of a generation: its prefill by operations, each decode step by bytes or operations.
 
     A local layer sees as many positions as its window has.
 
@@ -108,15 +108,15 @@ def generation_seconds(
 
     memory, operations: bytes and operations a second of all devices together.
     itemsize, layer_itemsize: of weights as in `weight_bytes`; of the cache `itemsize`.
-    copies: of the weights, each of which is read at every step: groups of devices that decode rows of their own.
-    samples: of each prompt, rows after one another, which share its prefill.
+    copies: number of copies of the weights, each of which is read at every step: groups of devices with their own rows.
+    samples: responses to each prompt, which are neighbouring rows and share its prefill.
     """
     steps = np.arange(int(responses.max(initial=0)))[:, None]
     running = responses[None, :] > steps  # [T, B]
     rows = running.sum(axis=1)
     positions = prompts[None, :] + steps
     near = positions if config.window is None else np.minimum(positions, config.window)
-    nearby = sum(config.locality) / config.layers  # of the layers
+    nearby = sum(config.locality) / config.layers  # share of local layers
     whole, local = (running * positions).sum(axis=1), (running * near).sum(axis=1)
     seen = whole + nearby * (local - whole)  # in the mean of the layers
     read = copies * weight_bytes(config, itemsize, layer_itemsize=layer_itemsize) + seen * cache_bytes(config, itemsize)
@@ -129,7 +129,7 @@ def generation_seconds(
 
 
 def _pairs(lengths: Lengths, window: int | None) -> float:
-    """Pairs of positions of which one sees the other: itself and all before it, or as many as the window has."""
+    """Number of pairs of a position and one that it sees: itself and all before it, or those in the window."""
     whole = lengths.astype(np.float64)
     inside = whole if window is None else np.minimum(whole, window)
     return float(np.sum(inside * (inside + 1) / 2 + (whole - inside) * inside))

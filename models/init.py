@@ -1,4 +1,4 @@
-"""First weights of a model: drawn, or copied from another model's decoder."""
+"""Initial weights of a model: drawn, or copied from another model's decoder."""
 
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,7 @@ from jrlhf.models.weights import HeadKind, WeightInfo, weights
 
 
 def init_lm(config: ModelConfig, key: PRNGKeyArray) -> Params:
-    """The first weights of a language model, float32.
+    """Returns the initial weights of a language model, float32.
 
     {embedding, positions if learned, layers (stacked along L), final_norm, unembedding if untied}
     """
@@ -24,8 +24,8 @@ def init_lm(config: ModelConfig, key: PRNGKeyArray) -> Params:
 
 
 def init_scalar(config: ModelConfig, key: PRNGKeyArray, *, zero_head: bool = True) -> Params:
-    """The first weights of a decoder with a scalar head, float32: `init_lm` without unembedding, and value_head =
-    {kernel [D], bias []}.
+    """Returns the initial weights of a decoder with a scalar head, float32: `init_lm` without unembedding, and
+    value_head = {kernel [D], bias []}.
 
     zero_head: every output starts at 0; otherwise the kernel is drawn with variance 1 / (D + 1).
     """
@@ -33,13 +33,13 @@ def init_scalar(config: ModelConfig, key: PRNGKeyArray, *, zero_head: bool = Tru
 
 
 def _initial(config: ModelConfig, head: HeadKind, key: PRNGKeyArray, *, zero_head: bool = False) -> Params:
-    """Draws every weight with a key of its own: number n of its stream, the model's or its layer's."""
+    """Draws each weight with its own key: number n of the stream of the model, or of the weight's layer."""
     numbers, layer_numbers = count(), count()
     layer_keys = None
 
     def fresh(weight: WeightInfo) -> Array:
         nonlocal layer_keys
-        if weight.layered and layer_keys is None:  # the layers take the number of the first of them
+        if weight.layered and layer_keys is None:  # all layers together use one number of the model's stream
             layer_keys = jax.random.split(jax.random.fold_in(key, next(numbers)), config.layers)
         if weight.init[0] == "constant":
             return jnp.full(weight.shape, weight.init[1], jnp.float32)
@@ -54,15 +54,15 @@ def _initial(config: ModelConfig, head: HeadKind, key: PRNGKeyArray, *, zero_hea
 
 
 def draw(weight: WeightInfo, key: PRNGKeyArray) -> Array:
-    """A normal weight's first numbers, one layer's where layers have it. Padding rows are zero: nothing ever gives
-    them a gradient."""
+    """Draws a normally distributed weight, for one layer if layers have it. Padding rows are zero and never get a
+    gradient."""
     rows, *others = weight.layer_shape
     drawn = weight.init[1] * jax.random.normal(key, (rows - weight.padding, *others))
     return jnp.pad(drawn, ((0, weight.padding), *((0, 0) for _ in others))) if weight.padding else drawn
 
 
 def scalar_from(params: Params, *, keep_head: bool = False) -> Params:
-    """A scalar model that starts from another model's decoder; all arrays are copies.
+    """Returns a scalar model that starts from another model's decoder; all arrays are copies.
 
     The other is a language model (the reward model starts from the SFT actor) or a scalar model (the critic starts from
     the reward model).
@@ -83,7 +83,7 @@ def scalar_from(params: Params, *, keep_head: bool = False) -> Params:
 def init_sharded(
     config: ModelConfig, key: PRNGKeyArray, mesh: Mesh, head: HeadKind = "lm", *, zero_head: bool = True
 ) -> Params:
-    """`init_lm` or `init_scalar` stored as TRAIN and SCORE store it; no device makes whole weights.
+    """`init_lm` or `init_scalar` in the storage of TRAIN and SCORE. Each device computes only its shards.
 
     The numbers do not depend on the mesh.
     """

@@ -1,11 +1,11 @@
 """Low-rank adapters on a frozen base (Hu et al. 2021, LoRA).
 
-Where a projection of the base computes x W, its adapted form computes x W + (x a) b alpha / r: equation 3, with
-a = A^T and b = B^T. Only a and b are trained. b begins at zero, so an adapted model begins as its base.
+A projection of the base computes x W; its adapted form computes x W + (x a) b alpha / r: equation 3, with a = A^T and
+b = B^T. Only a and b are trained. b starts at zero, so an adapted model starts as its base.
 
-One base, in the GENERATE storage, serves every role: `make_logprobs(..., lora=)` and its siblings build functions of an
-adapter and a base, and without `lora` functions of the base alone. The sum is never formed but by `merge`: a bfloat16
-W + a b would round away most of a small a b.
+All roles share one base, in the storage of GENERATE: `make_logprobs(..., lora=)` and its siblings build functions of an
+adapter and a base, and without `lora` functions of the base alone. Only `merge` computes the sum W + a b, because in
+bfloat16 it would round away most of a small a b.
 """
 
 import math
@@ -34,7 +34,7 @@ class LoRAConfig:
     """Settings of an adapter: the projections that it adapts, and its size.
 
     rank: r, the inner size of every adapter.
-    alpha: scales what an adapter adds, by alpha / r.
+    alpha: an adapter's output is scaled by alpha / r.
     targets: the adapted projections, of every layer, in PEFT's names; sorted as `PROJECTIONS`.
     rslora: scale by alpha / sqrt(r) (Kalajdzievski 2023, rsLoRA), so that it does not fall with a larger rank.
     """
@@ -61,7 +61,7 @@ class LoRAConfig:
 
 
 def adapted(config: ModelConfig, lora: LoRAConfig, tensor: int = 1) -> list[WeightInfo]:
-    """The weights that an adapter changes, in the order of `PROJECTIONS`."""
+    """The base's weights that an adapter changes, in the order of `PROJECTIONS`."""
     table = weights(config, "lm", tensor)
     if not config.gated_mlp or config.positions == "learned":
         raise ValueError("lora does not know GPT-2's projections: PEFT adapts its fused c_attn, which we keep apart")
@@ -89,13 +89,13 @@ def adapter_weights(
 def init_lora(
     config: ModelConfig, lora: LoRAConfig, key: PRNGKeyArray, head: HeadKind = "lm", *, zero_head: bool = True
 ) -> Params:
-    """The first weights of an adapter, which changes nothing yet, float32; with a scalar head of its own for
-    head="scalar".
+    """Returns the initial weights of an adapter, float32, with which it changes nothing; for head="scalar" with its own
+    scalar head.
 
     {"layers": {part: {weight: {"a": [L, *inputs, r], "b": [L, r, *outputs]}}}} and, scalar, value_head as `init_scalar`
     has it.
     """
-    # One key for each projection that there is, so that its numbers do not depend on which others are adapted.
+    # One key for every possible projection, so that its numbers do not depend on which others are adapted.
     keys = dict(zip((*PROJECTIONS, None), jax.random.split(key, len(PROJECTIONS) + 1), strict=True))
 
     def fresh(weight: WeightInfo) -> Array:
@@ -112,19 +112,19 @@ def init_lora(
 def lora_shardings(
     config: ModelConfig, mesh: Mesh | AbstractMesh, lora: LoRAConfig, head: HeadKind = "lm"
 ) -> dict[str, Any]:
-    """Returns each leaf's sharding: over `tensor` with the heads or the mlp of its projection, else on every device."""
+    """Returns each leaf's sharding: over `tensor` along the heads or the mlp of its projection, else replicated."""
     table = adapter_weights(config, lora, head, mesh.shape["tensor"])
     return stored(nested((weight.path, weight.axes) for weight in table), mesh, GENERATE)
 
 
 def with_adapter(params: Params, adapter: Params, lora: LoRAConfig, dtype: Any) -> Params:
-    """Inside `shard_map`: the base's weights with the adapter's scalar head, if any, and `adapters`.
+    """Returns, inside `shard_map`, the base's weights with the adapter's scalar head, if any, and "adapters".
 
-    These are one `Adapters` a layer, as a block applies them: b scaled and both cast.
+    The latter is one `Adapters` per layer, in the form that a block applies: b is scaled, and both are cast.
     """
 
     def ready(low: Params) -> tuple[Array, Array]:
-        # Made varying in one piece, so that the gradient is summed over devices once, for all layers together.
+        # Cast to vary before the layers are split, so that the gradient of all layers is summed over devices once.
         a, b = (vary(low[name], AXES) for name in ("a", "b"))
         return a.astype(dtype), (b * lora.scale).astype(dtype)
 
@@ -135,8 +135,8 @@ def with_adapter(params: Params, adapter: Params, lora: LoRAConfig, dtype: Any) 
 
 
 def base_on(base: Params, mesh: Mesh) -> Params:
-    """Weights in the layout GENERATE, such as a base, on `mesh`, a part of their devices with the same `tensor` axis:
-    arrays that share their memory."""
+    """Returns views of weights in the layout GENERATE, such as a base, on `mesh`: a part of their devices with the same
+    `tensor` axis. The views share the memory of the weights."""
 
     def view(leaf: Array) -> Array:
         sharding, parts = NamedSharding(mesh, leaf.sharding.spec), {}  # type: ignore[attr-defined]
@@ -151,10 +151,10 @@ def base_on(base: Params, mesh: Mesh) -> Params:
 
 
 def merge(base: Params, adapter: Params, lora: LoRAConfig) -> Params:
-    """The full weights W + a b scale, where the base has them: layers stacked or a list. Other weights are shared.
+    """Returns the full weights W + a b scale, stored as the base (layers stacked or a list). Other weights are shared.
 
-    Each sum is made in float32 and rounded once to the base's dtype; an int8 base becomes one of its embedding's dtype.
-    The head is that of the adapter's kind of model: its own scalar one, or the base's unembedding.
+    Each sum is computed in float32 and rounded once to the base's dtype; for an int8 base, to its embedding's dtype.
+    The head is the adapter's scalar head, if it has one, else the base's unembedding.
 
     base, adapter: arrays on one set of devices.
     """
@@ -167,7 +167,7 @@ def merge(base: Params, adapter: Params, lora: LoRAConfig) -> Params:
 
 
 def merge_layers(layers: Params, adapter: Params, index: int | slice, lora: LoRAConfig, dtype: Any) -> Params:
-    """`merge` for the one layer with this index, or for a slice of stacked ones; matrices that change become `dtype`.
+    """`merge` for the layer with this index, or for a slice of stacked layers; changed matrices get the dtype `dtype`.
 
     layers: those layers' weights only.
     """
@@ -182,9 +182,9 @@ def merge_layers(layers: Params, adapter: Params, index: int | slice, lora: LoRA
 
 
 def headed(base: Params, adapter: Params) -> Params:
-    """The base with the head of the adapter's kind of model: a scalar one is the adapter's own. Layers are the base's.
+    """Returns the base with the adapter's scalar head, if it has one, else with the base's own. Layers are the base's.
 
-    A base may come with the other kind's head, which nothing would read.
+    A head that the adapted model does not use is removed.
     """
     other = "unembedding" if "value_head" in adapter else "value_head"
     own = {name: leaf for name, leaf in adapter.items() if name != "layers"}

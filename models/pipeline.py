@@ -1,17 +1,17 @@
-"""A model cut into stages of consecutive layers, on meshes of their own, and the loop that runs a table of operations.
+"""Pipelines: cuts a model into stages of consecutive layers, each on its own mesh, and runs a table of operations.
 
 Between two updates a model is stored whole, on the mesh of all devices of its stages. For an update each stage gets a
-copy of its layers (the first one the embeddings as well, the last one final norm and head), and its gradients go
-back. Where embeddings are tied, the last stage has a copy too, and the gradients of both are summed. Of an adapter only
-its own weights are copied: a stage's part of the base is a view of what its devices have for all roles.
+copy of its layers (the first one also the embeddings, the last one final norm and head), and its gradients are sent
+back. If embeddings are tied, the last stage has a copy of them, too, and the gradients of both are summed. For an
+adapter only its own weights are copied: a stage's part of the base is a view of the base on its devices.
 
-A stage keeps the input of a micro-batch from the forward to the last backward operation, which computes the forward
-pass again: so what is in flight follows from the table alone (`meshes.pipeline.peak`). The last stage computes in its
-backward operation only. What a backward operation keeps within its stage is `ForwardOptions.remat`.
+A stage keeps the input of a micro-batch from the forward to the last backward operation, which repeats the forward
+pass, so memory in flight follows from the table alone (`meshes.pipeline.peak`). The last stage computes in its backward
+operation only. `ForwardOptions.remat` decides what a backward operation keeps within its stage.
 
-Programs are dispatched in the order of the table and run when their inputs are there. Results go to other stages when
-all operations of their tick are dispatched, because stages of different processes wait for each other to send them.
-All processes walk through the whole table: the programs of a stage do nothing in those without a device of it.
+Programs are dispatched in the order of the table and run when their inputs are ready. Results are sent to other stages
+when all operations of their tick are dispatched, because sending between processes is a joint program of both. All
+processes walk through the whole table; in a process without a device of a stage its programs do nothing.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,9 +39,9 @@ _FIRST, _LAST = ("embedding", "positions"), ("final_norm", "unembedding", "value
 
 @dataclass(frozen=True)
 class PipelinePlacement:
-    """The meshes of a pipeline's groups of devices, first layers first, and the mesh of all devices.
+    """The meshes of a pipeline's device groups, in the order of layers, and the mesh of all devices.
 
-    copies: the groups of a model's further pipelines, which compute other micro-batches in the same table.
+    copies: the groups of the model's other pipelines, which compute other micro-batches in the same table.
     """
 
     groups: tuple[Mesh, ...]
@@ -54,7 +54,7 @@ class PipelinePlacement:
 class Stages:
     """The stages of a model.
 
-    config: of the whole model. groups: the meshes, of one shape; each has a stage, or several if they are interleaved.
+    config: of the whole model. groups: meshes of the same shape; each has one stage, or several if interleaved.
     """
 
     config: ModelConfig
@@ -96,10 +96,10 @@ class Stages:
         return replace(self.config, layers=len(layers), local_layers=flags[layers.start : layers.stop])
 
     def cut(self, params: Params, stage: int, *, head: bool) -> Params:
-        """Returns a stage's part of weights, of an adapter or of a base under one, on its mesh. head: params may have
-        tied ones.
+        """Returns a stage's part of weights, of an adapter or of its base, on the stage's mesh. head: whether the last
+        stage needs tied embeddings as its head.
 
-        Every device has the base already, in the layout GENERATE, so that its part shares the memory of the whole.
+        Every device has the base already, in the layout GENERATE, so a stage's part of it shares its memory.
         """
         names = (*(_FIRST if stage == 0 else ()), *(_LAST if stage == self.last else ()))
         if stage == self.last and head and self.config.tie_embeddings:
@@ -114,7 +114,7 @@ class Stages:
     def gradients(
         self, loss: "Loss", params: Params, rows: Any, others: tuple[Any, ...], frozen: tuple[Params, ...]
     ) -> "Gradients":
-        """The sums over a minibatch; see `Task`."""
+        """Returns loss, metrics and gradients of a minibatch. See `Task` for the arguments."""
         task = Task(self, loss, params, rows, others, frozen)
         return run(self.table(task.micro_batches), {0: task})[0]
 
@@ -123,10 +123,10 @@ class Stages:
 class Task:
     """The training of one model on the micro-batches of one minibatch.
 
-    loss: differentiated by the weights of the last stage, among which is its input, "hidden". One object for all
-        minibatches: it is compiled once.
-    rows: a tree of arrays [M, b, ...] on the mesh of the last stage. A micro-batch of them has `tokens` [b, T].
-    others: further arguments of the loss, on that mesh. frozen: a base under an adapter.
+    loss: is differentiated by the weights of the last stage, which include its input, "hidden". Pass the same object
+        for all minibatches, so that it compiles once.
+    rows: a tree of arrays [M, b, ...] on the mesh of the last stage. Each micro-batch has `tokens` [b, T].
+    others: further arguments of the loss, on that mesh. frozen: the base under an adapter.
     """
 
     stages: Stages
@@ -149,10 +149,10 @@ class Gradients(NamedTuple):
 
 
 def run(table: Table, tasks: Mapping[int, Task]) -> dict[int, Gradients]:
-    """Returns the sums over the micro-batches of each task: loss and metrics on the mesh and gradients in the form and
-    on the mesh of its weights.
+    """Runs a table. Returns the sums over the micro-batches of each task, on the mesh of its weights; gradients have
+    the form of the weights.
 
-    tasks: by the number of a pipeline of the table that has their stages and micro-batches. Operations of pipelines
+    tasks: number of a pipeline of the table -> its task, with as many stages and micro-batches. Operations of pipelines
         without a task are left out.
     """
     running = {number: _Running(task) for number, task in tasks.items()}
@@ -166,7 +166,7 @@ def run(table: Table, tasks: Mapping[int, Task]) -> dict[int, Gradients]:
 
 
 class _Running:
-    """A task's weights, what is in flight, and the sums, by stage."""
+    """A task's weights, arrays in flight, and sums, by stage."""
 
     def __init__(self, task: Task):
         stages, head = task.stages, "value_head" not in task.params
@@ -179,7 +179,7 @@ class _Running:
         self.rows = [rows[mesh] for mesh in stages.meshes]
         self.functions = [*(_stage(stages, stage) for stage in numbers[:-1]), _last(task.loss)]
         self.sums = [_on(mesh, _zeros, weights) for mesh, weights in zip(stages.meshes, self.weights, strict=True)]
-        self.shares: list[tuple[Array, dict[str, Array]]] = []  # of the micro-batches: loss and metrics
+        self.shares: list[tuple[Array, dict[str, Array]]] = []  # (loss, metrics) of each micro-batch
         # In flight, by stage and micro-batch: the stage's input, and the gradient of its output.
         self.inputs: dict[tuple[int, int], Params] = {(0, number): {} for number in range(task.micro_batches)}
         self.gradients: dict[tuple[int, int], Any] = {}
@@ -211,7 +211,7 @@ class _Running:
             return
         forward = step.kind == "forward"
         stage = step.stage + (1 if forward else -1)
-        # Both meshes divide the array alike, so each device copies what it has to its neighbour.
+        # Both meshes divide the array in the same way, so each device copies its shard to one other device.
         (placed,) = copied([x], [NamedSharding(self.task.stages.meshes[stage], x.sharding.spec)])
         if forward:
             self.inputs[stage, step.micro_batch] = {"hidden": placed}
@@ -231,7 +231,7 @@ Function = Callable[..., tuple[Array, Any]]
 
 @cache
 def _stage(stages: Stages, stage: int) -> Function:
-    """The function of a stage but the last: its output is the hidden states [B, T, D] in the compute dtype."""
+    """The function of any stage but the last. It returns the hidden states [B, T, D] in the compute dtype."""
     forward = ShardedForward(stages.part(stage), stages.meshes[stage], stages.layout, "lm", stages.options)
     hidden = forward.shard(forward.hidden)
     return lambda params, rows, *frozen: (hidden(params, rows.tokens, *frozen), ())
@@ -239,7 +239,7 @@ def _stage(stages: Stages, stage: int) -> Function:
 
 @cache
 def _last(loss: Loss) -> Function:
-    """The function of the last stage: its output is the loss."""
+    """The function of the last stage. It returns the loss."""
 
     def function(*arguments: Any) -> tuple[Array, Any]:
         output, metrics = loss(*arguments)
@@ -259,7 +259,7 @@ def _forward(*arguments: Any) -> Array:
 
 
 def _pull(function: Function, weights: Params, given: Params, rows: Any, number: Array, others: Any, gradient: Array):
-    """Returns the gradients of weights and input, given that of the output, and the loss and metrics."""
+    """Returns the gradients of weights and input, given the gradient of the output; and the loss and metrics."""
     _, pull, shares = jax.vjp(
         lambda weights, given: _apply(function, weights, given, rows, number, others), weights, given, has_aux=True
     )
@@ -289,7 +289,7 @@ def _total(shares: list[tuple[Array, dict[str, Array]]]) -> tuple[Array, dict[st
 
 @jax.jit
 def _joined(params: Params, parts: list[Params]) -> Params:
-    """The stages' gradients as one tree, in the dtypes of `params`. A tied embedding is in two of them."""
+    """Joins the stages' gradients to one tree, in the dtypes of `params`. A tied embedding is in two stages."""
 
     def join(name: str) -> Any:
         trees = [part[name] for part in parts if name in part]

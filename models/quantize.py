@@ -1,8 +1,8 @@
-"""An int8 base: the matrices of the layers as 8-bit integers with one scale an output channel.
+"""Int8 quantization of a base: the matrices of the layers as 8-bit integers with one scale per output channel.
 
-Weights only, symmetric: w ~ q s with s = max |w| / 127 over a channel's inputs, so no entry is off by more than s / 2.
-Embeddings, unembedding, norms and biases stay as they are. `modules.dequantised` makes a layer's weights floats again
-where that layer is computed. They cannot be trained: they are a base under an adapter.
+Weight-only and symmetric: w ~ q s with s = max |w| / 127 over a channel's inputs, so the error is at most s / 2.
+Embeddings, unembedding, norms and biases are not quantized. `modules.dequantised` converts a layer's weights to floats
+when that layer is computed. Int8 weights cannot be trained; they are a base under an adapter.
 """
 
 from collections.abc import Callable
@@ -22,11 +22,11 @@ from jrlhf.models.weights import INPUTS
 
 
 def to_int8(params: Params, *, donate: bool = False) -> Params:
-    """The same weights with the layers' matrices as `Int8`, stored as they were. Other arrays are shared.
+    """Returns the weights with the layers' matrices as `Int8`, stored in the same way. Other arrays are shared.
 
     params: arrays on devices; layers stacked or a list.
-    donate: delete each matrix once it is quantised, so that at no time there is more than `params` and one matrix. In a
-        stack that is one of all layers. Otherwise `params` and the result are whole together at the end.
+    donate: deletes each matrix once it is quantised, so that memory never exceeds `params` and one matrix (of all
+        layers, if they are stacked). Otherwise `params` and the whole result exist together at the end.
     """
     return _map_matrices(partial(_quantized, donate=donate), params)
 
@@ -37,7 +37,7 @@ def int8_shardings(shardings: Params) -> Params:
 
 
 def int8_error(params: Params, quantized: Params) -> dict[str, float]:
-    """Per matrix name the relative error |W - q s| / |W| (Frobenius, all layers together), such as attention/wq."""
+    """Returns matrix name, such as attention/wq -> relative error |W - q s| / |W| (Frobenius, all layers together)."""
 
     def squares(weight: Array, rounded: Int8) -> Float[Array, "2"]:
         wide = weight.astype(jnp.float32)
@@ -56,7 +56,7 @@ def int8_error(params: Params, quantized: Params) -> dict[str, float]:
 
 
 def _map_matrices(function: Callable[[str, Any, tuple[int, ...]], Any], params: Params) -> Params:
-    """`function(name, leaf, the dimensions that are summed over)` of the layers' matrices; other leaves stay."""
+    """Replaces the layers' matrices by `function(name, leaf, dimensions that are summed over)`; other leaves stay."""
     first = 0 if isinstance(params["layers"], list) else 1
 
     def change(path: Any, leaf: Any) -> Any:
@@ -84,7 +84,7 @@ def _quantizer(sharding: Any, inputs: tuple[int, ...]) -> Callable[[Array], tupl
     def both(weight: Array) -> tuple[Int8, Array]:
         wide = weight.astype(jnp.float32)
         largest = jnp.max(jnp.abs(wide), axis=inputs, keepdims=True)
-        scale = jnp.maximum(largest, 1e-30) / 127  # of a channel of zeros any; NaN and infinity stay
+        scale = jnp.maximum(largest, 1e-30) / 127  # any scale for a channel of zeros; NaN and infinity stay
         return Int8(jnp.round(wide / scale).astype(jnp.int8), scale), jnp.all(jnp.isfinite(scale))
 
     if not isinstance(sharding, NamedSharding):

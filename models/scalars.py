@@ -51,7 +51,7 @@ def make_scores(
 def _forward(
     config: ModelConfig, mesh: Mesh | AbstractMesh, layout: Layout, options: ForwardOptions, keywords: dict[str, Any]
 ) -> ShardedForward:
-    """The forward pass with these keywords, among them none that only log-probabilities use."""
+    """Returns the forward pass; raises TypeError for keywords that only log-probabilities use."""
     for name in keywords.keys() & {"temperature", "implementation", "span"}:
         raise TypeError(f"unexpected keyword argument {name!r}: it would have no effect here")
     return ShardedForward(config, mesh, layout, "scalar", replace(options, **keywords))

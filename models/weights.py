@@ -1,7 +1,7 @@
-"""The weights of a model, each described once: shape, axes, first numbers, names in files and adapters.
+"""The table of a model's weights: shape, axes, initialization, and names in files and adapters.
 
 Initialization (`init`), sharding, adapters (`lora`), int8 (`quantize`), Hugging Face files (`hf/names`), operations
-(`flops`) and planned memory are computed from this table. It needs no device and compiles nothing:
+(`flops`) and planned memory all use this table. It needs no device and compiles nothing:
 
     weights(config, head, tensor)                       a model, for a mesh whose `tensor` axis has this size
     lora.adapter_weights(config, lora, head, tensor)    an adapter, as rows of the same kind
@@ -23,20 +23,20 @@ from jrlhf.models.config.decoder import ModelConfig
 Path = tuple[str, ...]
 Axes = tuple[str | None, ...]
 HeadKind = Literal["lm", "scalar"]
-Init = tuple[Literal["normal", "uniform", "constant"], float]  # with standard deviation, bound, or the number itself
+Init = tuple[Literal["normal", "uniform", "constant"], float]  # (distribution, its standard deviation, bound or value)
 
 
 @dataclass(frozen=True)
 class WeightInfo:
-    """One weight of a model; where it is a layer's, those of all layers, stacked along a first axis "layers".
+    """One weight of a model. A weight of the layers is stacked for all layers along a first axis "layers".
 
     path: keys in the nested dict of parameters.
-    axes: what each dimension is, in the words of `meshes.layout.ShardingRules`; None: never sharded.
-    padding: rows at the end of the first dimension that exist only so that a table divides over devices; zero.
+    axes: logical axis of each dimension (`meshes.layout.ShardingRules`); None: never sharded.
+    padding: zero rows at the end of the first dimension, with which a table divides over devices.
     inputs: number of dimensions, after the layers', that a layer's matrix sums over; 0: not a matrix of a layer. The
         other dimensions are outputs; int8 has one scale for each output.
-    lora: the projection's name in PEFT, where it can be adapted.
-    names: the tensor in a Hugging Face file, by dialect (llama, gemma, gpt2); {layer} is the layer's number.
+    lora: the projection's name in PEFT, if it can be adapted.
+    names: dialect (llama, gemma, gpt2) -> name of the tensor in a Hugging Face file; {layer} is the layer's number.
     """
 
     path: Path
@@ -50,17 +50,17 @@ class WeightInfo:
 
     @property
     def layered(self) -> bool:
-        """True if each layer has one."""
+        """True if each layer has such a weight."""
         return self.path[0] == "layers"
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
-        """The shape of one layer's part; the whole shape of a weight that belongs to no layer."""
+        """The shape for one layer; for a weight that belongs to no layer, its whole shape."""
         return self.shape[1:] if self.layered else self.shape
 
     @property
     def vector(self) -> bool:
-        """True if one layer's part has at most one dimension: norms, the scalar head, most biases."""
+        """True if `layer_shape` has at most one dimension: norms, the scalar head, most biases."""
         return len(self.layer_shape) < 2
 
     def shard(self, layout: Layout, fsdp: int, tensor: int) -> tuple[int, ...]:
@@ -74,12 +74,12 @@ class WeightInfo:
 
 @dataclass(frozen=True)
 class _Row:
-    """A weight that any model may have.
+    """A weight that a model may have.
 
     dims: one letter of `_DIMS` for each dimension.
-    llama, gpt2: its tensor's name in their files, of a layer's weight without the layer's prefix. gemma: where it is
-        another name than Llama's.
-    needs: the switches of `_switches` that must all be on.
+    llama, gpt2: name of its tensor in files of these dialects, without the prefix of a layer. gemma: the same, if it
+        differs from Llama's.
+    needs: switches of `_switches` that must all be on for a model to have it.
     """
 
     path: str
@@ -114,7 +114,7 @@ _PREFIXES = {"llama": "model.layers.{layer}.", "gemma": "model.layers.{layer}.",
 _POST_ATTENTION = "post_attention_layernorm.weight"  # Llama's name of the norm that follows the attention's addition
 
 
-# In the order of files. First numbers are drawn in this order, too: it must not change, or seeds give other models.
+# In the order of files. Initial weights are drawn in this order, so it must not change: seeds would give other models.
 _ROWS = (
     _Row("embedding", "VD", "normal", "model.embed_tokens.weight", "transformer.wte.weight"),
     _Row("positions", "TD", "normal", None, "transformer.wpe.weight", "learned"),
@@ -149,7 +149,7 @@ _ROWS = (
     _Row("final_norm.scale", "d", "scale", "model.norm.weight", "transformer.ln_f.weight"),
     _Row("final_norm.bias", "d", "zero", None, "transformer.ln_f.bias", "layer_norm"),
     _Row("unembedding", "VD", "normal", "lm_head.weight", "lm_head.weight", "unembedding"),
-    # transformers' `score` has no bias; ours, where it is not zero, is written in addition.
+    # `score` of transformers has no bias; ours is written in addition if it is not zero.
     _Row("value_head.kernel", "d", "head", "score.weight", "score.weight", "scalar"),
     _Row("value_head.bias", "", "zero", "score.bias", "score.bias", "scalar"),
 )
@@ -159,7 +159,7 @@ def _lora_name(row: _Row) -> str | None:
     return row.llama.split(".")[1] if row.inputs and row.llama else None
 
 
-PROJECTIONS = tuple(name for row in _ROWS if (name := _lora_name(row)))  # PEFT's names of what can be adapted
+PROJECTIONS = tuple(name for row in _ROWS if (name := _lora_name(row)))  # names in PEFT
 
 
 INPUTS: Mapping[str, int] = {row.path.split(".")[-1]: row.inputs for row in _ROWS if row.inputs}  # by last key
@@ -169,7 +169,7 @@ INPUTS: Mapping[str, int] = {row.path.split(".")[-1]: row.inputs for row in _ROW
 def weights(config: ModelConfig, head: HeadKind = "lm", tensor: int = 1) -> tuple[WeightInfo, ...]:
     """All weights of a model, for a mesh whose `tensor` axis has this size.
 
-    Key-value heads fewer than `tensor` are not sharded over it: every device stores all of them and uses one.
+    If there are fewer key-value heads than `tensor`, they are not sharded: every device stores all and uses one.
     """
     check_tensor(config, tensor)
     switches = _switches(config, head)

@@ -1,4 +1,4 @@
-"""RL mathematics and jitted steps over functions and arrays: bring any model that gives log-probs and values."""
+"""RL mathematics and jitted steps over functions and arrays, for any model that computes log-probs and values."""
 
 from jrlhf.meshes.by_length import ByLength as ByLength
 from jrlhf.meshes.by_length import bucket_widths as bucket_widths

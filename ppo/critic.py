@@ -1,8 +1,8 @@
-"""Steps of the critic, and steps that train actor and critic, if there is one, by one program.
+"""Steps that train the critic, and steps that train the actor, and a critic if there is one, by one program.
 
 The on-policy steps are for algorithms with one update per batch: experience and update share their forward passes. With
-one epoch of one minibatch, old log-probs and values come from the weights that the update starts from, so its forward
-passes would repeat theirs. Here each model runs forward once and backward once.
+one epoch of one minibatch, old log-probs and values come from the weights before the update, so the update would repeat
+these forward passes. Here each model runs forward once and backward once.
 """
 
 from collections.abc import Callable
@@ -53,7 +53,7 @@ class ValueFn(Protocol):
 
 
 class CriticRows(NamedTuple):
-    """The arrays that the value loss reads of an experience."""
+    """The arrays of an experience that the value loss reads."""
 
     tokens: Int[Array, "B T"]
     mask: Bool[Array, "B T"]
@@ -80,7 +80,7 @@ def value_loss(
     *,
     clip: float | None = 0.2,
 ) -> ValueLoss:
-    """Half the squared error of the critic, for each token; with `clip` the pessimistic form of PPO's first code.
+    """Half the squared error of the critic, for each token; with `clip` in the pessimistic form of PPO's first code.
 
         L = 1/2 max((V - R)^2, (V_old + clamp(V - V_old, -clip, clip) - R)^2)
 
@@ -118,7 +118,7 @@ def make_ppo_step(
     *,
     sums_fn: SumsFn | None = None,
 ) -> Callable[..., tuple[PPOState, Metrics]]:
-    """One jitted step that trains actor and critic and moves the KL controller. Donates the state.
+    """Makes one jitted step that trains actor and critic and updates the KL controller. It donates the state.
 
     Both functions read the same `frozen`, if there is any. `target_kl` stops the actor only. `sums_fn` and the texts of
     `config.ptx_coef` are the actor's, as in `make_actor_step`. Metrics are those of both steps and, if the experience
@@ -186,7 +186,7 @@ def make_on_policy_step(
     """Builds f(actor, critic, rollout, scores, ref_logprobs, kl_coef) -> (actor, critic, experience, metrics), jitted.
 
     The result equals that of `make_experience` with recomputed log-probs and values, then `make_actor_step` and
-    `make_critic_step`; with recomputed log-probs the metrics of the ratio are trivial. Donates the states. The
+    `make_critic_step`; with recomputed log-probs the metrics of the ratio are trivial. It donates the states. The
     residuals of both models' backward passes exist at the same time, for the whole batch.
 
     logprob_fn: (params, tokens, starts [B]) -> the outputs of a `LogprobFn`, read in responses only: from `starts` on.
@@ -258,7 +258,7 @@ def _check_single(config: PolicyConfig) -> None:
 def _run_actor(
     logprob_fn: ResponseLogprobFn, params: PyTree, rollout: Rollout, config: PolicyConfig
 ) -> tuple[Logprobs, LogprobFn]:
-    """Log-probs under `params`, and a `LogprobFn` that returns this pass's outputs and knows their gradient."""
+    """Returns log-probs under `params`, and a `LogprobFn` that returns the outputs of this pass, differentiably."""
 
     def outputs(params: PyTree) -> tuple[Array, Array]:
         return logprob_fn(params, rollout.tokens, rollout.prompt_lengths)
@@ -272,7 +272,7 @@ def _run_actor(
 
 
 def _computed(outputs: PyTree, pull: Callable[[PyTree], tuple[PyTree]]) -> Callable[..., PyTree]:
-    """Outputs that are computed already, as a function of (params, tokens) with their vector-Jacobian product."""
+    """Makes a differentiable function of (params, tokens) from outputs that are computed already, and their VJP."""
 
     @jax.custom_vjp
     def run(params: PyTree) -> PyTree:

@@ -1,4 +1,4 @@
-"""Fields of configuration classes: a default, the values that are allowed, and what must be set for an effect."""
+"""Fields of configuration classes: a default, the allowed values, and the condition for having an effect."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -6,14 +6,14 @@ from dataclasses import MISSING, field, fields
 from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-MOST = 2**31 - 1  # the largest number of an integer field that names no other: sizes and steps are int32 in programs
-LONGEST = 1e9  # seconds, some thirty years: no clock of an operating system waits much longer
+MOST = 2**31 - 1  # default maximum of an integer field, because sizes and steps are int32 in programs
+LONGEST = 1e9  # seconds (about thirty years); operating systems cannot wait much longer
 
 
 def checked(default: Any = MISSING, holds: Callable[[Any], bool] | None = None, expected: str = "", **more: Any) -> Any:
-    """Returns a dataclass field whose value must satisfy `holds`. None, where the type allows it, always does.
+    """Returns a dataclass field whose value must satisfy `holds`, or is None where the type allows it.
 
-    more: further metadata, such as `most`, the largest value, `bounds`, what JSON Schema calls its bounds, or
+    more: further metadata, such as `most` (the largest value), `bounds` (as JSON Schema names them), or
         `**only_if(...)`.
     """
     return field(default=default, metadata={"holds": holds, "expected": expected, **more})
@@ -22,7 +22,7 @@ def checked(default: Any = MISSING, holds: Callable[[Any], bool] | None = None, 
 def only_if(holds: Callable[[Any], object], reason: str) -> dict[str, Any]:
     """Returns metadata of a field that has an effect only if its section satisfies `holds`.
 
-    reason: names what makes the field void; `{path}` stands for the section's path, `{section}` for the section.
+    reason: names why the field has no effect; `{path}` stands for the section's path, `{section}` for the section.
     """
     return {"only_if": (holds, reason)}
 
@@ -60,9 +60,9 @@ def between(default: float | None, low: float, high: float, expected: str = "", 
 
 
 class Section:
-    """Base class of dataclasses that check their fields when they are made.
+    """Base class of dataclasses that check their fields when they are created.
 
-    A subclass that gives a field another default keeps the rules that the field has in the class above.
+    A subclass that gives a field another default keeps the field's rules of its base class.
 
     Raises:
         ValueError: a value that its field does not allow, as `name=value: it must be ...`.
@@ -82,14 +82,14 @@ class Section:
                 self.require(name, value <= rules["most"], f"at most {rules['most']:.10g}")
 
     def require(self, name: str, holds: bool, expected: str) -> None:
-        """Raises ValueError unless the field's value satisfies a condition, `holds`, on several fields."""
+        """Raises ValueError unless `holds`, a condition on this field and others."""
         if not holds:
             raise ValueError(f"{name}={getattr(self, name)!r}: it must be {expected}")
 
 
 @cache
 def rules_of(cls: type[Section]) -> dict[str, dict[str, Any]]:
-    """Returns field -> its metadata, those of the classes above included, its choices, and whether it may be None."""
+    """Returns field -> its metadata, also from base classes, its choices, and whether it may be None."""
     rules: dict[str, dict[str, Any]] = {}
     for base in reversed(cls.__mro__):
         for item in base.__dict__.get("__dataclass_fields__", {}).values():
@@ -107,7 +107,7 @@ def rules_of(cls: type[Section]) -> dict[str, dict[str, Any]]:
 
 
 def default_of(cls: Any, name: str) -> Any:
-    """The value of a field that is not given."""
+    """The default value of a field."""
     item = cls.__dataclass_fields__[name]
     return item.default if item.default_factory is MISSING else item.default_factory()
 
@@ -123,7 +123,7 @@ def without_effect(section: Any, path: str = "") -> Iterator[tuple[str, object, 
                 yield key, value, reason.format(path=path, section=section)
         inner = {key: value}
         if isinstance(value, Mapping):
-            inner = value  # the stages' sections, which stand at the top
+            inner = value  # the stages' sections, which are at the top level
         elif isinstance(value, tuple):
             inner = {f"{key}[{index}]": entry for index, entry in enumerate(value)}
         for name, entry in inner.items():

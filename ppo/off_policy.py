@@ -1,4 +1,4 @@
-"""Tokens that other weights drew than those that learn: their weights in the policy loss, their ages, their metrics."""
+"""Off-policy tokens, which older weights drew: their weights in the policy loss, their ages, and metrics."""
 
 import math
 from dataclasses import replace
@@ -18,7 +18,7 @@ Metrics = dict[str, Float[Array, ""]]
 def proximal_logprobs(
     logprobs: Float[Array, "*S"], rollout_logprobs: Float[Array, "*S"], ages: Int[Array, "*S"]
 ) -> Float[Array, "*S"]:
-    """The log-probs of the weights one update before these, interpolated: no gradient, no forward pass.
+    """Interpolates the log-probs of the weights one update ago, without a gradient or a forward pass.
 
         log pi_prox = log pi_rollout + alpha (log pi - log pi_rollout)        alpha = 1 - 1 / max(age, 1)
 
@@ -32,7 +32,7 @@ def proximal_logprobs(
 def importance_weights(
     log_ratio: Float[Array, "B T"], mask: Bool[Array, "B T"], config: PolicyConfig
 ) -> Float[Array, "B T"]:
-    """The weights of the policy loss for tokens that another policy drew; 0 outside `mask`, without a gradient.
+    """Returns tokens' weights in the policy loss, if another policy drew them; 0 outside `mask`, without a gradient.
 
     With rho = exp(log_ratio) = pi_old / pi_rollout of a token, products and means over a response's n tokens:
 
@@ -49,9 +49,9 @@ def importance_weights(
 
     (Names: verl 0.9, docs/algo/rollout_corr.md.) verl's k1 bounds are of 1 / rho: its "low_high" is [1/high, 1/low]
     here. Log-ratios are clamped to +-20, as in verl. A token of weight 0 counts in all denominators, as in AReaL, so
-    that the others keep their part in the loss; verl removes it from the response mask, which raises theirs.
+    that the others keep their share of the loss; verl removes it from the response mask, which raises their share.
 
-    Elementwise, in any shape, unless something of a whole response is asked for.
+    Elementwise, in any shape, unless a setting concerns whole responses.
     """
     log_ratio = jnp.where(mask, log_ratio, 0)
 
@@ -83,7 +83,7 @@ def importance_weights(
     return lax.stop_gradient(jnp.where(mask, weights, 0))
 
 
-# The metrics of weights, as `weight_terms` gives them.
+# The metrics that `weight_terms` returns.
 WEIGHT_MEANS = tuple(
     f"rollout_corr/{name}"
     for name in ("rollout_is_mean", "rollout_is_ratio_fraction_high", "rollout_rs_masked_fraction")
@@ -91,7 +91,7 @@ WEIGHT_MEANS = tuple(
 
 
 def without_older(experience: Experience, ages: Array, staleness: int) -> Experience:
-    """The experience with weight 0 for tokens whose age exceeds the bound."""
+    """Returns the experience with weight 0 for tokens whose age exceeds `staleness`."""
     weights = experience.importance
     if weights is None:
         weights = experience.response_mask.astype(jnp.float32)
@@ -99,7 +99,7 @@ def without_older(experience: Experience, ages: Array, staleness: int) -> Experi
 
 
 def weight_shares(weights: Array, mask: Array, config: PolicyConfig) -> Metrics:
-    """The shares of a batch's tokens, and of its rows, that weights truncate or leave out."""
+    """The shares of a batch's tokens and rows whose weight is truncated or 0."""
     _, *terms = weight_terms(weights, config).items()
     rows = jnp.any(mask & (weights == 0), axis=1).astype(jnp.float32)
     masked = masked_mean(rows, jnp.any(mask, axis=1))
@@ -128,11 +128,11 @@ def importance_metrics(experience: Experience, weights: Array) -> Metrics:
 
 
 def age_metrics(experience: Experience, ages: Int[Array, "B T"]) -> dict[str, Float[Array, ""]]:
-    """Metrics of tokens drawn by weights `ages` versions before those that learn, under verl's names where it has one.
+    """Metrics of the tokens' ages, in versions of weights, under verl's names where it has one.
 
-    Of the rows that count: training/off_policy/trajectory_spans, the versions from a row's oldest to its newest token,
-    both included; trajectory_staleness and trajectory_staleness_worst, the ages of its newest and of its oldest token.
-    Of response tokens: training/off_policy/token_staleness. Mean, max and min of all.
+    For rows that count: training/off_policy/trajectory_spans, the number of versions from a row's oldest to its newest
+    token, both included; trajectory_staleness and trajectory_staleness_worst, the ages of its newest and oldest token.
+    For response tokens: training/off_policy/token_staleness. Each has mean, max and min.
     """
     mask = experience.response_mask
     ages = ages.astype(jnp.float32)

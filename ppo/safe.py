@@ -1,4 +1,4 @@
-"""Safe RLHF: experience of rewards and costs, and the Lagrange multiplier (units of reward for a unit of cost)."""
+"""Safe RLHF: experience from rewards and costs, and the Lagrange multiplier (units of reward per unit of cost)."""
 
 import math
 from dataclasses import dataclass, replace
@@ -21,8 +21,8 @@ class MultiplierState:
     """The multiplier's logarithm and the costs of the last `window` episodes; saved with the run."""
 
     log_multiplier: Float[Array, ""]
-    costs: Float[Array, "window"]  # a ring: the next one is written at count % window
-    count: Int[Array, ""]  # of costs ever seen
+    costs: Float[Array, "window"]  # a ring buffer: the next cost is written at count % window
+    count: Int[Array, ""]  # number of all costs so far
 
     @classmethod
     def create(cls, config: SafeRLHFConfig) -> Self:
@@ -44,7 +44,7 @@ class MultiplierState:
 
 
 def update_multiplier(state: MultiplierState, costs: Float[Array, "B"], *, config: SafeRLHFConfig) -> MultiplierState:
-    """The multiplier after a batch of episodes with these costs: one step of gradient ascent on its logarithm.
+    """Updates the multiplier with the costs of a batch of episodes: one step of gradient ascent on its logarithm.
 
         ln lambda <- min(ln lambda + multiplier_rate lambda (mean cost - cost_limit), ln multiplier_max)
 
@@ -84,8 +84,8 @@ def make_safe_experience(
 
         A = (A_reward - multiplier A_cost) / (1 + multiplier)
 
-    with the KL's penalty in both streams, as `SafeRLHFConfig` says. (Dai et al. 2024, arXiv:2310.12773, enter half of
-    theirs in each.) A is whitened after the two are combined.
+    with the KL penalty in both streams, as `SafeRLHFConfig` says. (Dai et al. 2024, arXiv:2310.12773, put half of it in
+    each.) A is whitened after the two are combined.
 
     Arguments as those of `make_experience`, and
 

@@ -1,12 +1,12 @@
-"""Jitted steps that learn from stored data: imitation (SFT), the reward model's preferences, and DPO.
+"""Jitted steps that learn from stored data: imitation (SFT), preferences for a reward model, and DPO.
 
 They are called like those of `steps.py`: (state, batch, *frozen) -> (state, metrics), one update. They donate the
 state. Metrics include PREFIX/grad_norm, PREFIX/skipped_updates (1: something was not finite or no token counted, so
 nothing was applied) and PREFIX/nonfinite_updates (1: something was not finite). A step raises ValueError when it is
 first called with rows that do not divide into its micro-batches.
 
-Both sequences of a pair go through the model in one call of 2B rows, pair by pair, so that sharded weights are gathered
-once.
+The model computes both sequences of all pairs in one call of 2B rows, pair by pair, so that sharded weights are
+gathered once.
 """
 
 from collections.abc import Callable
@@ -96,11 +96,11 @@ def make_sft_step(
     micro_batch_tokens: int | None = None,
     pipeline: Pipeline | None = None,
 ) -> Step:
-    """A step of imitation: one update on the mean of -log pi over the tokens of the batch in `loss_mask`.
+    """Makes an imitation step: one update on the mean of -log pi over the tokens of the batch in `loss_mask`.
 
     Metrics: sft/loss (nats per token), sft/entropy.
 
-    micro_batch_tokens: number of tokens of a part per device, in place of `micro_batches`, as in `PPOConfig`.
+    micro_batch_tokens: number of tokens per part and device, in place of `micro_batches`, as in `PPOConfig`.
     """
     check_one_division(micro_batches, micro_batch_tokens)
 
@@ -132,12 +132,12 @@ def make_preference_step(
     centre: float = 0.0,
     pipeline: Pipeline | None = None,
 ) -> Step:
-    """A step of reward learning: one update on the mean `bradley_terry_loss` of the pairs.
+    """Makes a step of reward learning: one update on the mean `bradley_terry_loss` of the pairs.
 
     Metrics: reward_model/loss, reward_model/accuracy (ties count as wrong), reward_model/margin (mean of r_chosen -
     r_rejected).
 
-    micro_batch_tokens: number of tokens of pairs of a part per device, in place of `micro_batches`, as in `PPOConfig`.
+    micro_batch_tokens: number of pairs' tokens per part and device, in place of `micro_batches`, as in `PPOConfig`.
     """
     check_one_division(micro_batches, micro_batch_tokens)
 
@@ -157,9 +157,9 @@ def make_dpo_step(
     *,
     pipeline: Pipeline | None = None,
 ) -> Step:
-    """A step of DPO: one update on the mean `dpo_loss` of the pairs, which need the reference's log-probs.
+    """Makes a DPO step: one update on the mean `dpo_loss` of the pairs, which need the reference's log-probs.
 
-    Log-probabilities must be of temperature 1. Metrics, under TRL's names: the means of `pair_terms`.
+    Log-probabilities must be at temperature 1. Metrics, under TRL's names: the means of `pair_terms`.
     """
 
     def terms(params: PyTree, rows: PairBatch, *frozen: PyTree) -> dict[str, Array]:
@@ -179,11 +179,11 @@ def _pair_step(
     micro_batch_tokens: int | None,
     pipeline: Pipeline | None,
 ) -> Step:
-    """A step on the mean over pairs of the first of `names`. terms_fn: (params, pairs, *frozen) -> [B] by name."""
+    """Makes a step on the mean over pairs of the term names[0]. terms_fn: (params, pairs, *frozen) -> {name: [B]}."""
 
     def loss_fn(params: PyTree, rows: PreferenceBatch, count: Array, *frozen: PyTree) -> tuple[Array, Metrics]:
         terms = terms_fn(params, rows, *frozen)
-        exists = rows.chosen_lengths > 0  # the other rows fill up a micro-batch
+        exists = rows.chosen_lengths > 0  # other rows are padding of a micro-batch
         shares = {name: masked_sum(term, exists) / count for name, term in terms.items()}
         return shares[names[0]], shares
 
@@ -202,7 +202,7 @@ def _pair_step(
 
 
 def _result(prefix: str, state: TrainState, update: Update) -> tuple[TrainState, Metrics]:
-    """The next state and the metrics of a step of one update; their names get the prefix unless they have one."""
+    """Returns the next state and the metrics of one update. Names get the prefix unless they have one."""
     metrics = {name if "/" in name else f"{prefix}/{name}": value for name, value in update.metrics.items()}
     metrics[f"{prefix}/skipped_updates"] = (~update.sound).astype(jnp.float32)
     metrics[f"{prefix}/nonfinite_updates"] = (~update.finite).astype(jnp.float32)
@@ -212,7 +212,7 @@ def _result(prefix: str, state: TrainState, update: Update) -> tuple[TrainState,
 def pair_terms(logprobs: Float[Array, "2*B T"], batch: PairBatch, *, config: DPOConfig) -> dict[str, Float[Array, "B"]]:
     """DPO's loss and metrics of each pair, given the policy's log-probs of `batch.tokens`.
 
-    dpo/loss; rewards/chosen and rewards/rejected, beta (log pi - log pi_ref) of whole responses whatever the loss;
+    dpo/loss; rewards/chosen and rewards/rejected, beta (log pi - log pi_ref) of whole responses, for every loss;
     rewards/accuracies (1 where the chosen one's is higher, ties count as wrong); rewards/margins, their difference;
     logps/chosen and logps/rejected, the policy's log-probs of whole responses.
     """

@@ -1,4 +1,4 @@
-"""Advantages of tokens, by a critic, by returns or by a user's function, and the experience that is made from them.
+"""Advantages of tokens from a critic, from returns or from a user's function, and the experience with them.
 
 The shared arguments and the rewards are described in `experience.py`.
 """
@@ -37,7 +37,7 @@ def gae(
         delta_t = r_t + discount * V_t' - V_t        A_t = delta_t + discount * lam * A_t'        R_t = A_t + V_t
 
     where t' is the next position after t where `mask` is True. Positions in between (tool output, another speaker's
-    turn, padding) are stepped over: value and accumulator are carried across the gap, neither zeroed nor discounted.
+    turn, padding) are skipped: value and accumulator are carried across the gap, neither zeroed nor discounted.
     After the last position V' is `bootstrap_value` (default 0: the sequence ends there) and A' is 0.
 
     Args:
@@ -73,8 +73,8 @@ def gae(
 def returns_to_go(rewards: Float[Array, "T"], mask: Bool[Array, "T"], *, discount: float) -> Float[Array, "T"]:
     """R_t = r_t + discount R_t' of one sequence, t' the next position after t where `mask` is True; zero elsewhere.
 
-    Positions in between are stepped over, neither summed nor discounted, as in `gae`, whose advantages these are with
-    lam 1 and no values. (verl's REINFORCE++ starts anew after a gap.) For a batch use `jax.vmap`.
+    Positions in between are skipped, neither summed nor discounted. This equals the advantages of `gae` with lam 1 and
+    no values. (verl's REINFORCE++ restarts after a gap.) For a batch use `jax.vmap`.
     """
     return gae(rewards, jnp.zeros_like(rewards), mask, discount=discount, lam=1.0)[0]
 
@@ -92,7 +92,7 @@ def make_experience(
 ) -> Experience:
     """PPO's experience: advantages and returns by `gae` from a critic.
 
-    values: the critic's (`[:, t]` before the token at t).
+    values: the critic's values (`[:, t]` is V before the token at t).
     bootstrap_values: V after each row's last token. Needed for `truncation="bootstrap"`, read in rows cut off.
     """
     experience = rewarded(Scored(rollout, scores, old_logprobs, ref_logprobs, kl_coef), config)
@@ -112,8 +112,7 @@ def make_return_experience(
 ) -> Experience:
     """The experience of REINFORCE++ and ReMax: A_t = `returns_to_go` - baselines[b].
 
-    baselines: one for all tokens of a row. ReMax needs it: the score of the greedy response to the row's prompt.
-        REINFORCE++ has none.
+    baselines: one per row. ReMax needs them: scores of the greedy responses to the rows' prompts. REINFORCE++ has none.
     """
     if baselines is None and isinstance(config, ReMaxConfig):
         raise ValueError("baselines=None: ReMax needs the greedy responses' scores")
@@ -138,7 +137,7 @@ def make_custom_experience(
     config: PolicyConfig,
     kl_coef: Coefficient,
 ) -> Experience:
-    """The experience of a user's own algorithm: A = `advantages(experience, config, *others)`.
+    """The experience of a custom algorithm: A = `advantages(experience, config, *others)`.
 
     advantages: a function of the experience so far, whose advantages are 0 and which has no values or returns. It
         returns the advantages of rows [B] or of tokens [B, T], or a mapping with several of an experience's fields,
@@ -168,7 +167,7 @@ def make_custom_experience(
 def with_critic(
     experience: Experience, values: Array, bootstrap_values: Array | None, config: PPOConfig, *, prefix: str = ""
 ) -> Experience:
-    """Adds the values of a critic, and the advantages and returns made from them."""
+    """Adds the values of a critic, and advantages and returns computed from them."""
     if config.truncation == "bootstrap" and bootstrap_values is None:
         name = f"{prefix}bootstrap_values"
         raise ValueError(f"truncation='bootstrap' needs {name}: pass them, or choose 'zero' or 'mask'")
@@ -186,7 +185,7 @@ def with_critic(
 
 
 def learned_rewards(experience: Experience, config: PolicyConfig) -> Float[Array, "B T"]:
-    """The rewards that advantages are computed from."""
+    """The rewards from which advantages are computed."""
     if not config.whiten_rewards:
         return experience.rewards
     return masked_whiten(experience.rewards, experience.response_mask, shift_mean=False)

@@ -1,4 +1,4 @@
-"""Shared by the Pallas kernels, which walk over blocks of the vocabulary."""
+"""`absorb`: the online reduction over blocks of the vocabulary that the Pallas kernels share."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from jrlhf.kernels.logprob.common import Statistics
 def absorb(
     statistics: Statistics, logits: Array, hits: Array, *, columns: Callable[[Array], Array] | None = None
 ) -> Statistics:
-    """The statistics with one more block of logits in them, whose second axis is the vocabulary's.
+    """Adds one more block of logits, whose second axis is the vocabulary, to the statistics.
 
     hits: where a column is the token's target. columns: adds a column axis to a statistic; None: they have one, of
         size 1.

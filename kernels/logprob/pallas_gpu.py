@@ -1,9 +1,9 @@
-"""Hopper: the forward pass as one Mosaic GPU kernel; the backward pass in XLA's token tiles.
+"""The log-prob op for Hopper: the forward pass is one Mosaic GPU kernel; the backward pass uses XLA's token tiles.
 
 A CTA of one warpgroup owns 64 tokens and walks over the vocabulary. For each block of 128 rows of the unembedding it
 accumulates the products over `embed` with WGMMA, fed by a pipeline of TMA copies, and reduces them in registers into
-the tokens' statistics; logits never leave registers. It is written to be simple: one warpgroup both copies and
-computes, and each CTA reads the whole unembedding.
+the tokens' statistics; logits never leave registers. The kernel is simple rather than fast: one warpgroup both copies
+and computes, and each CTA reads the whole unembedding.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from jrlhf.kernels.logprob.xla import differentiable, tiled_gradients
 
 Ref = Any  # a reference to memory of the device, or to shared memory
 # WGMMA tiles are 64 rows high; 64 elements of 16 bits fill the widest swizzle, 128 bytes; 64 x 128 float32 accumulators
-# and the temporaries made of them fit a warpgroup's registers.
+# and their temporaries fit into a warpgroup's registers.
 TOKENS, VOCABULARY, EMBED = 64, 128, 64
 
 
@@ -42,8 +42,8 @@ class Forward:
         limit, targets = head.in_slice(unembedding, targets)
         hidden, unembedding, targets, limit = varying(hidden, unembedding, targets, limit)
 
-        # TMA moves whole 8-row tiles, and every block must be inside its array. Only ragged arrays are padded, that is
-        # copied: never a slice of the vocabulary of 128 rows or more whose size is a multiple of 8.
+        # TMA moves whole 8-row tiles, and every block must be inside its array. Only ragged arrays are padded (copied),
+        # never a vocabulary slice of at least 128 rows whose size is a multiple of 8.
         hidden, targets = _pad_rows(hidden, -count % TOKENS), _pad_rows(targets, -count % TOKENS)
         unembedding = _pad_rows(unembedding, max(VOCABULARY - vocabulary, -vocabulary % 8))
 
@@ -77,8 +77,8 @@ def token_logprobs(
 ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
     """Log-probabilities of `targets` and entropies; `tile` is the token tile of the backward pass.
 
-    `forward` interprets the kernel on another platform; given, the platform is not checked, so that the kernel can also
-    be lowered for a GPU where there is none.
+    `forward` may interpret the kernel on another platform; if it is given, the platform is not checked, so that the
+    kernel can also be lowered for a GPU on a machine without one.
 
     Raises ValueError unless the inputs have 16 bits, D is a multiple of 64, and the program is for a Hopper GPU.
     """
@@ -121,7 +121,7 @@ def _kernel(limit: Ref, hidden: Ref, unembedding: Ref, targets: Ref, *refs: Ref,
     target = targets_smem[...]
 
     def block(v: Array, statistics: Statistics) -> Statistics:
-        # The last block starts early, to end with the array; its overlap with the one before is masked.
+        # The last block starts early, so that it ends with the array; its overlap with the previous block is masked.
         start = jnp.minimum(v * VOCABULARY, vocabulary - VOCABULARY)
         products = pl.run_scoped(
             partial(_multiply, hidden.at[rows], unembedding.at[pl.ds(start, VOCABULARY)], embed // EMBED, stages),
@@ -147,7 +147,7 @@ def _multiply(hidden: Ref, unembedding: Ref, steps: int, stages: int, products: 
 
     def step(_: Any, hidden_smem: Ref, unembedding_smem: Ref) -> None:
         plgpu.wgmma(products, hidden_smem, unembedding_smem.transpose((1, 0)))
-        # One WGMMA stays in flight; hence blocks are released one step late.
+        # One WGMMA stays in flight, so blocks are released one step later.
         plgpu.wgmma_wait(1)
 
     transforms = (plgpu.TilingTransform((8, EMBED)), plgpu.SwizzleTransform(128))

@@ -1,12 +1,12 @@
-"""TPU: forward and backward as Pallas kernels over blocks of tokens and vocabulary; logits never reach HBM.
+"""The log-prob op for TPUs: Pallas kernels over blocks of tokens and vocabulary; logits never reach HBM.
 
 *Forward*: the grid is (tokens, vocabulary, embed). A product block of [tokens, vocabulary] is accumulated in VMEM over
 `embed` and reduced at once into the tokens' statistics, online over the vocabulary.
 
 *Backward*: one kernel for dX, whose grid is (tokens, vocabulary), and one for dW, whose grid is (vocabulary, tokens). A
 step recomputes a block of products over the whole of `embed`, turns it into its gradient and multiplies that with the
-operand it still has in VMEM, into a float32 accumulator of the inner loop. HBM holds nothing but the results; the price
-is that both recompute: 8·N·D·V operations, where XLA's token tiles take 6.
+operand that is still in VMEM, into a float32 accumulator of the inner loop. HBM holds nothing but the results. The
+price is that both kernels recompute: 8·N·D·V operations, where XLA's token tiles take 6.
 """
 
 from dataclasses import dataclass
@@ -41,9 +41,9 @@ Ref = Any  # a reference to a block in VMEM or SMEM
 class Forward:
     """The forward kernel's block sizes: upper limits, multiples of 128.
 
-    Blocks of n tokens and v rows of the vocabulary do n·v/(n + v) FLOP a bfloat16 byte that they read: 680 by default,
-    more than the 170 to 560 at which v5e, v5p, v6e and v7x are bound by arithmetic. The default compiles for these four
-    and takes 37 MiB of their VMEM; for a v4, which has 16 MiB, give tokens=512 and vocabulary=1024.
+    Blocks of n tokens and v rows of the vocabulary do n·v/(n + v) FLOP per bfloat16 byte that they read: 680 by
+    default, more than the 170 to 560 at which v5e, v5p, v6e and v7x are bound by arithmetic. The default compiles for
+    these four and takes 37 MiB of their VMEM; for a v4, which has 16 MiB, set tokens=512 and vocabulary=1024.
     """
 
     tokens: int = 1024
@@ -88,11 +88,11 @@ class Forward:
 
 @dataclass(frozen=True)
 class Backward:
-    """The backward kernels' block sizes, for both: upper limits, multiples of 128.
+    """The block sizes of both backward kernels: upper limits, multiples of 128.
 
-    A step does 4·n·v·D FLOP and reads v·D (dX) or n·D (dW) new elements: at 512 that is 1024 FLOP a bfloat16 byte.
+    A step does 4·n·v·D FLOP and reads v·D (dX) or n·D (dW) new elements: at 512 that is 1024 FLOP per bfloat16 byte.
     Whole rows of `embed` are in VMEM, in bfloat16 about 8·D bytes for each token and row of the vocabulary in a block,
-    so blocks shrink where D exceeds 4096. The default compiles for v5e, v5p and v6e, also in float32.
+    so blocks shrink if D exceeds 4096. The default compiles for v5e, v5p and v6e, also in float32.
     """
 
     tokens: int = 512
@@ -128,8 +128,8 @@ def token_logprobs(
 ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
     """Log-probabilities of `targets` and entropies.
 
-    `forward` and `backward` override block sizes, or interpret the kernels on another platform; where `forward` is
-    given the platform is not checked, so that the kernels can also be lowered for a TPU where there is none.
+    `forward` and `backward` override block sizes, or interpret the kernels on another platform; if `forward` is given,
+    the platform is not checked, so that the kernels can also be lowered for a TPU on a machine without one.
 
     Raises ValueError if the program is not for a TPU.
     """
@@ -162,7 +162,7 @@ def _kernel(*refs: Ref, head: Head) -> None:
     @pl.when(d == pl.num_programs(2) - 1)
     def _():
         token = v * products.shape[1] + lax.broadcasted_iota(jnp.int32, products.shape, 1)
-        # Beyond the array the last block may contain anything, NaN and the next slice's targets included.
+        # Beyond the array the last block may contain anything, even NaN and targets of the next slice.
         counts = token < limit[0]
         logits = jnp.where(counts, cap(products[...], head) / head.temperature, MASKED)
         before = Statistics(*(output[...] for output in outputs))
@@ -182,10 +182,10 @@ def _gradient(
     *,
     over_tokens: bool,
 ) -> Array:
-    """The gradient of `outer`, one of hidden and unembedding, as a sum over the rows of `inner`, which is the other.
+    """The gradient of `outer` (hidden or unembedding), as a sum over the rows of `inner`, which is the other operand.
 
-    over_tokens: whether `inner` is hidden. Products are [outer, inner], so that no operand is transposed; the `numbers`
-    of a token are a row then, and else a column.
+    over_tokens: whether `inner` is hidden. Products are [outer, inner], so that no operand is transposed; then the
+    `numbers` of tokens are a row, otherwise a column.
     """
     (block, inner_block), embed = blocks, outer.shape[1]
     if over_tokens:
@@ -233,8 +233,8 @@ def _gradient_kernel(
     d_products = gradient_of_products(
         cap(products, head), token == target, None, normaliser, entropy, d_logprob, d_entropy, head
     )
-    # Beyond an array the last block may contain anything, NaN included: it is masked in both factors of the product.
-    # Beyond `outer` it stays in rows that are not written.
+    # Beyond an array the last block may contain anything, even NaN, so both factors of the product are masked. Garbage
+    # beyond `outer` stays in rows that are not written.
     values, counts = inner[...], token < limit[0]
     if inner_size % inner.shape[0]:
         counts &= index[1] < inner_size
@@ -254,14 +254,14 @@ def _dot(a: Array, b: Array, b_axis: int) -> Array:
 
 
 def _at_most(block: int, size: int, multiple: int) -> int:
-    """`block`, or less where the array is smaller: its size rounded up."""
+    """Returns `block`, or the array's size rounded up to `multiple`, if that is smaller."""
     return min(block, multiple * pl.cdiv(size, multiple))
 
 
 def _divisor(size: int, block: int) -> int:
     """The largest divisor of `size` that is a multiple of 128 and at most `block`, else `size` whole.
 
-    The contracted dimension must divide: what is beyond the array would be summed.
+    The block must divide the contracted dimension, because elements beyond the array would be summed.
     """
     divisors = [d for d in range(128, block + 1, 128) if size % d == 0]
     return divisors[-1] if divisors else size

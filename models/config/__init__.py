@@ -1,1 +1,1 @@
-"""The numbers and switches that define a decoder: `decoder.py`, and what they must satisfy."""
+"""The sizes and switches that define a decoder (`decoder.py`), and their checks."""

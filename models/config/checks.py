@@ -1,4 +1,4 @@
-"""Checks of a decoder's numbers, for settings that anyone may write."""
+"""Checks the sizes and switches of a decoder, which may come from untrusted files."""
 
 import sys
 from dataclasses import fields
@@ -8,7 +8,7 @@ _CHOICES = {"activation": ("silu", "gelu_tanh"), "norm": ("rms", "layer"), "posi
 
 
 def check_decoder(config: Any) -> None:
-    """Raises a ValueError that names the first number or switch of a `ModelConfig` that no decoder can have."""
+    """Raises a ValueError that names the first invalid number or switch of a `ModelConfig`."""
     for field in fields(config):
         value = getattr(config, field.name)
         if field.type in (int, "int") and not is_count(value):

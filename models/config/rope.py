@@ -12,11 +12,11 @@ from jrlhf.models.config.checks import is_count, positive
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Settings that lower rotary frequencies: positions beyond those of pretraining then have angles that it has seen.
+    """Settings that lower rotary frequencies, so that positions beyond those of pretraining get angles seen there.
 
-    kind: "linear" divides every frequency by `factor`. "llama3" divides by it those whose wavelength exceeds
-        original_max_positions / low_freq_factor, leaves those whose wavelength is below original_max_positions /
-        high_freq_factor, and changes smoothly between the two (Llama 3.1). For linear scaling the other numbers are
+    kind: "linear" divides every frequency by `factor`. "llama3" divides frequencies whose wavelength exceeds
+        original_max_positions / low_freq_factor, keeps those whose wavelength is below original_max_positions /
+        high_freq_factor, and interpolates smoothly in between (Llama 3.1). For linear scaling the other numbers are
         None.
     """
 

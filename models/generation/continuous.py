@@ -1,6 +1,6 @@
-"""Continuous batching: decode slots that take one prompt after the other, between whose chunks the weights may change.
+"""Continuous batching: decode slots that are refilled with new prompts. The weights may change between two chunks.
 
-Chunks, prefills and caches are the programs of `chunks`, so the same rows with the same weights are drawn alike.
+It uses the programs of `chunks` for prefill and decoding, so the same weights draw the same rows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,24 +20,24 @@ from jrlhf.models.generation.decoding import Decoder, Results
 from jrlhf.models.generation.schedule import Schedule
 from jrlhf.models.params import Params
 
-Weights = tuple[Params, Params]  # all weights and no adapter; or a base and its adapter
+Weights = tuple[Params, Params]  # (all weights, {}), or (base, adapter)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt whose `samples` rows enter together. Its rows are number * samples and the following ones."""
+    """A prompt whose `samples` rows start together. Its rows have the numbers number * samples + 0, 1, ..."""
 
     number: int
     tokens: Int[np.ndarray, "P"]  # right-padded
     length: int
-    keys: np.ndarray  # [samples, ...]: the data of one PRNG key a row
+    keys: np.ndarray  # [samples, ...]: data of one PRNG key per row
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The tokens that a row drew in a chunk: numbers start to end of its response.
+    """A row's tokens from one chunk: those from `start` to `end` of its response.
 
-    response: all of its tokens [R], their log-probabilities [R], and if it drew a stop token. None: it goes on.
+    response: all its tokens [R], their log-probabilities [R], and whether it drew a stop token; None: it is not done.
     """
 
     row: int
@@ -49,21 +49,21 @@ class Progress:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Decoding:
-    """The state between two chunks. The programs of `ContinuousBatch` use it up.
+    """The state between two chunks. The programs of `ContinuousBatch` donate it.
 
-    Arrays of the host are replaced and never written to: a checkpoint may be writing them.
+    Arrays on the host are replaced and never changed in place, because a checkpoint may still read them.
     """
 
     slots: Slots
-    results: Results  # of the row in each slot
-    owner: Any  # [slots]: the row in each slot, or EMPTY
-    drawn: Any  # [slots]: the tokens that it drew so far
+    results: Results  # tokens of the row in each slot
+    owner: Any  # [slots]: number of the row in each slot, or EMPTY
+    drawn: Any  # [slots]: number of tokens that the row drew so far
 
 
 class ContinuousBatch:
-    """Decode slots on a mesh, filled with new prompts as rows are done. Mutable: `state` is all that changes.
+    """Decode slots on a mesh, which are refilled with new prompts when rows are done. Only `state` is mutable.
 
-    slots: over all groups of devices. width: of the prompts, P.
+    slots: number of slots on all devices. width: P, the width of the prompts' array.
     """
 
     state: Decoding
@@ -72,7 +72,7 @@ class ContinuousBatch:
         self.mesh, limit = mesh, decoder.sampling.max_new_tokens
         self._programs = programs = Programs(decoder, mesh, min(schedule.chunk, limit))
         check_rows(slots, mesh, AXES, "decode slots")
-        self._own, self._width, self._limit = slots // programs.groups, width, limit  # slots of one group
+        self._own, self._width, self._limit = slots // programs.groups, width, limit  # slots per group of devices
         if self._own < programs.samples:
             raise ValueError(f"slots={slots}: each of {programs.groups} groups needs {programs.samples}, raise it")
         room = self._own // programs.samples
@@ -82,7 +82,7 @@ class ContinuousBatch:
         self.state = self.fresh()
 
     def fresh(self) -> Decoding:
-        """The state in which no slot is taken."""
+        """Returns the state in which all slots are empty."""
         programs, count = self._programs, self._own * self._programs.groups
         slots = programs.empty(self._blank, self._own, self._width + self._limit)
         owner, drawn = np.full(count, EMPTY, np.int32), np.zeros(count, np.int32)
@@ -94,16 +94,16 @@ class ContinuousBatch:
 
     @property
     def room(self) -> int:
-        """The number of prompts for all of whose rows there are free slots."""
+        """The number of prompts for which there are enough free slots."""
         return int((self._free.sum(axis=1) // self._programs.samples).sum())
 
     @property
     def rows(self) -> Int[np.ndarray, "n"]:
-        """The rows that decode."""
+        """The numbers of the rows in the slots."""
         return self.state.owner[self.state.owner != EMPTY]
 
     def admit(self, weights: Weights, prompts: Sequence[Prompt]) -> None:
-        """Gives slots to all rows of these prompts, at most `room` of them."""
+        """Puts all rows of these prompts, at most `room` of them, into free slots."""
         programs, samples, waiting, entering = self._programs, self._programs.samples, list(prompts), []
         for free in self._free.sum(axis=1) // samples:
             entering.append(waiting[:free])
@@ -123,7 +123,7 @@ class ContinuousBatch:
             self.state = replace(self.state, owner=owner, drawn=drawn)
 
     def decode(self, weights: Weights) -> list[Progress]:
-        """Decodes a chunk. Returns what each row drew; rows that are done leave their slots."""
+        """Decodes a chunk. Returns the tokens that each row drew; rows that are done leave their slots."""
         state = self.state
         slots, results = self._programs.chunk(*weights, state.slots, state.results, self._row_of)
         lengths, finished = to_host((slots.rows.lengths, slots.rows.finished))
@@ -140,7 +140,7 @@ class ContinuousBatch:
         return progress
 
     def prefill_again(self, weights: Weights, prompt_of: Callable[[int], Prompt]) -> None:
-        """Computes the caches of all rows again with other weights. prompt_of: a prompt's number -> the prompt."""
+        """Recomputes the caches of all rows with new weights. prompt_of: number of a prompt -> the prompt."""
         state, programs, samples = self.state, self._programs, self._programs.samples
         drawn = to_host(state.results.tokens)
         groups, width = [], self._width + self._limit
@@ -156,7 +156,7 @@ class ContinuousBatch:
             programs.fill_caches(state.slots, prefilled, admitted)
 
     def _whole(self, prompt_of: Callable[[int], Prompt], slot: int, drawn: Int[np.ndarray, "R"]) -> "_Entry":
-        """A row so far, prompt and response, as an entry that is prefilled."""
+        """Returns a row's prompt and response so far as an entry for prefill."""
         number, sample = divmod(int(self.state.owner[slot]), self._programs.samples)
         prompt, count = prompt_of(number), self.state.drawn[slot]
         tokens = np.concatenate([prompt.tokens[: prompt.length], drawn[:count]])
@@ -164,7 +164,7 @@ class ContinuousBatch:
         return padded, len(tokens), prompt.keys[sample : sample + 1]
 
     def _put(self, groups: Sequence[Sequence["_Entry"]], width: int, size: int, keys: int) -> Prompts:
-        """Entries of each group on its devices, filled up to `size` entries with `keys` keys each."""
+        """Puts the entries of each group on its devices, padded to `size` entries with `keys` keys each."""
         blank = np.zeros(width, np.int32), 1, np.asarray(jax.random.key_data(jax.random.split(jax.random.key(0), keys)))
         entries = [entry for own in groups for entry in (*own, *[blank] * (size - len(own)))]
         tokens, lengths, data = (np.stack([entry[part] for entry in entries]) for part in range(3))
@@ -173,11 +173,11 @@ class ContinuousBatch:
         return Prompts(prompts, lengths, self._programs.put(row_keys))
 
 
-_Entry = tuple[Int[np.ndarray, "T"], int, np.ndarray]  # tokens, their number, data of keys
+_Entry = tuple[Int[np.ndarray, "T"], int, np.ndarray]  # (tokens, number of tokens, data of keys)
 
 
 def _waves(groups: Sequence[list], sizes: Sequence[int]) -> Iterator[tuple[int, list[list]]]:
-    """Yields waves of entries: the size, which at least one group fills if any can, and the entries of each group."""
+    """Yields waves of entries: a size, the largest that some group can fill, and the entries of each group."""
     waiting = [list(own) for own in groups]
     while most := max(map(len, waiting)):
         size = max((size for size in sizes if size <= most), default=sizes[0])

@@ -1,6 +1,6 @@
-"""Log-probabilities of rows that several versions of the weights drew, each going on from the keys of the one before.
+"""Log-probabilities of rows that several versions of the weights drew, each continuing from earlier versions' caches.
 
-The passes are those of scoring, over whole rows, and share no program with decoding.
+It runs forward passes over whole rows, as scoring does, and shares no program with decoding.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from jrlhf.models.lora import lora_shardings, with_adapter
 from jrlhf.models.modules import NO_ADAPTERS, Block, Norm, dequantised
 from jrlhf.models.params import Params, layer_axes, spec_tree
 
-CACHES = P(GENERATE.batch, None, TENSOR)  # rows over the groups, and heads over a group's devices
+CACHES = P(GENERATE.batch, None, TENSOR)  # rows are divided over the groups, heads over the devices of a group
 
 Caches = Sequence[tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]]  # each layer's rotated keys, and values
 
@@ -34,14 +34,14 @@ def make_mixture(
 ) -> Callable[..., tuple[Float[Array, "B T"], Caches | None]]:
     """Builds f(weights, adapter, tokens [B, T], since [B], caches) -> (logprobs [B, T], caches).
 
-    logprobs[:, t] = log pi(tokens[:, t] | tokens[:, :t]), where positions from `since` on are computed with these
-    weights, and those before are keys and values that are there already. It is meant where t > since; other weights
-    drew the tokens before.
+    logprobs[:, t] = log pi(tokens[:, t] | tokens[:, :t]). Positions from `since` on are computed with these weights;
+    keys and values of earlier positions come from `caches`. Only results with t > since are meaningful, because other
+    weights drew the tokens before.
 
-    weights, adapter: as decoding takes them; no adapter without `options.lora`.
-    caches: keys and values of the positions before `since`; other positions are not read. What is returned has those of
-        all positions, for the next version. None where no row goes on: then `since` is 0.
-    by_head: rows and their key-value heads attend one after the other, so that the scores of one are in memory.
+    weights, adapter: as for decoding; the adapter is {} without `options.lora`.
+    caches: keys and values of the positions before `since`; other positions are not read. The returned caches have
+        those of all positions, for the next version. None if all `since` are 0.
+    by_head: computes attention for one row and key-value head at a time, so only one set of scores is in memory.
     """
     forward, lora = ShardedForward(config, mesh, GENERATE, "lm", options), options.lora
     rows, adapted = GENERATE.batch_spec(), {}

@@ -1,4 +1,4 @@
-"""Sampling from the most likely tokens only: top-k, and top-p (nucleus sampling)."""
+"""Restricts sampling to the most likely tokens: top-k, and top-p (nucleus sampling)."""
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +24,9 @@ def restrict(logits: Float[Array, "B V"], top_k: int | None, top_p: float | None
 
 
 def _nucleus(logits: Float[Array, "B V"], top_p: float) -> Float[Array, "B 1"]:
-    """The smallest logit above which a row's tokens have less than `top_p` together.
+    """Returns the smallest logit such that the tokens above it have less than `top_p` together.
 
-    Found by bisection of all floats: 32 sums over the vocabulary, where a sort takes more than ten times as long.
+    It bisects the range of all floats with 32 sums over the vocabulary; a sort takes more than ten times as long.
     """
     probabilities = jax.nn.softmax(logits, axis=-1)
 
@@ -42,7 +42,7 @@ def _nucleus(logits: Float[Array, "B V"], top_p: float) -> Float[Array, "B 1"]:
 
 
 def _order_of(x: Float[Array, "..."]) -> Int[Array, "..."]:
-    """Integers in the order of the float32 numbers. Bits of negative numbers, but for the sign, count downwards."""
+    """Maps float32 numbers to integers of the same order. For negative numbers all bits but the sign are inverted."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.int32(2**31 - 1), bits)
 

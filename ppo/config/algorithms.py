@@ -1,4 +1,4 @@
-"""The settings of each algorithm; what all share is in `policy.py`.
+"""The settings of each algorithm. `policy.py` has the settings that all share.
 
 A class's docstring gives the paper, the objective, the differences from the paper, and the source of the defaults.
 """
@@ -39,7 +39,7 @@ class PPOConfig(PolicyConfig):
 
 @dataclass(frozen=True)
 class GRPOConfig(PolicyConfig):
-    """GRPO: a group of responses to one prompt is its own baseline (Shao et al. 2024, arXiv:2402.03300, section 4.1).
+    """GRPO: the responses to one prompt are each other's baseline (Shao et al. 2024, arXiv:2402.03300, section 4.1).
 
         A_t = (score - mean of the group) / (std of the group + 1e-6)        loss = clipped surrogate + kl_coef k3
 
@@ -86,9 +86,9 @@ class DrGRPOConfig(GRPOConfig):
 class DAPOConfig(GRPOConfig):
     """DAPO (Yu et al. 2025, arXiv:2503.14476): GRPO with clip-higher, a mean over tokens, and dynamic sampling.
 
-    A group with equal scores teaches nothing: prompts are drawn until the batch is full of other groups (eq. 11).
-    Groups are judged by the scores that the rewards gave, before shaping and penalties. The soft overlong punishment
-    is a `ScoreConfig`. Defaults are the paper's: clip_high 0.28, no KL, no entropy bonus; samples 8 instead of 16.
+    A group with equal scores has no gradient: prompts are drawn until other groups fill the batch (eq. 11). Groups are
+    compared by the scores of the rewards, before shaping and penalties. The soft overlong punishment is a
+    `ScoreConfig`. Defaults are the paper's: clip_high 0.28, no KL, no entropy bonus; samples 8 instead of 16.
     Difference: after `max_rounds` (verl's max_num_gen_batches) the batch is filled with the groups collected so far,
     counted in `dapo/filled`; verl raises an error.
     """
@@ -152,7 +152,7 @@ class ReinforcePPBaselineConfig(GRPOConfig):
 
         A = score - mean of the group, whitened over all tokens of the batch        KL in the loss, by k2
 
-    The deviation is the batch's, not the group's: a group with nearly equal scores is not blown up. Defaults: samples
+    The deviation is the batch's, not the group's, so nearly equal scores of a group are not blown up. Defaults: samples
     8; k2 is the paper's; kl_coef 0.001 is that of verl's KL loss.
     """
 
