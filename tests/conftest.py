@@ -16,6 +16,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Programs of this process are compiled, so that they can be looked at. Those of runs in other processes are kept.
 jax.config.update("jax_enable_compilation_cache", False)
+# Outside of the next line's directory: matplotlib takes seconds to build its font cache, and logs a warning after five.
+os.environ.setdefault("MPLCONFIGDIR", os.path.expanduser("~/.cache/matplotlib"))
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
 
 
