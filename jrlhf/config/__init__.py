@@ -1,4 +1,4 @@
-"""The configuration of a run: its classes, how it is loaded, and what its sections demand of each other."""
+"""The configuration of a run: its classes, how it is loaded, and how it is checked as a whole."""
 
 from jrlhf.config.check import mesh_sizes as mesh_sizes
 from jrlhf.config.check import validate as validate

@@ -1,4 +1,4 @@
-"""Old keys of configs: where their settings are now. Configs and run directories that have them load as before."""
+"""Maps old keys of configs to new ones, so that old configs and run directories still load."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,19 +10,19 @@ _ANNOTATOR = ("prompts", "samples_per_prompt", "foreign_lines", "margin", "heldo
 _ARITHMETIC = ("terms", "digits", "problems", "demonstrations", "forgotten", "units_first")
 _SAMPLING = ("temperature", "top_k", "top_p", "min_new_tokens")
 
-# Old key -> new key. RL stands for the run's stage of reinforcement learning, or ppo where there is none.
+# Old key -> new key. RL stands for the run's stage of reinforcement learning, or ppo if there is none.
 MOVED = {
     **{f"arithmetic.{key}": f"data.{key}" for key in _ARITHMETIC},
     **{f"reward_model.{key}": f"data.annotator.{key}" for key in _ANNOTATOR},
     "sft.renaming": "data.renaming",
     **{f"evaluation.{key}": f"validation.{key}" for key in ("every", "k", "temperature")},
     **{f"RL.{key}": f"sampling.{key}" for key in _SAMPLING},
-    "RL.rollout_batch": "sampling.batch",  # only where there is none
+    "RL.rollout_batch": "sampling.batch",  # only without such a stage
 }
 
 
 def modernize(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns a parsed config with new keys in place of old ones, and the notices on these as a field of `Config`."""
+    """Returns a parsed config with new keys in place of old ones, and notices about them for `Config.notices`."""
     mapping = _copied(given)
     stages = parsed(mapping.get("stages"), "stages")
     stages = list(stages) if isinstance(stages, list | tuple) else ["ppo"]

@@ -21,7 +21,7 @@ from jrlhf.ppo.fields import default_of, without_effect
 
 
 def mesh_sizes(mesh: MeshConfig, device_count: int, *, simulates: bool = True) -> tuple[int, int, int]:
-    """Returns the sizes of (data, fsdp, tensor) on this number of devices, -1 resolved. simulates: as a remedy."""
+    """Returns the sizes of (data, fsdp, tensor), with -1 resolved. simulates: errors may suggest simulated devices."""
     sizes = [mesh.data, mesh.fsdp, mesh.tensor]
     written = f"mesh data={mesh.data}, fsdp={mesh.fsdp}, tensor={mesh.tensor}"
     if sizes.count(-1) > 1:
@@ -40,7 +40,7 @@ def mesh_sizes(mesh: MeshConfig, device_count: int, *, simulates: bool = True) -
 
 
 def validate(config: Config, device_count: int, models: Mapping[str, ModelConfig]) -> None:
-    """Checks what no section can check alone, before anything is compiled or written; raises the first violation.
+    """Checks conditions across sections, before anything is compiled or written. Raises the first violation.
 
     models: role -> architecture, for the roles that the stages need.
     """
@@ -49,7 +49,7 @@ def validate(config: Config, device_count: int, models: Mapping[str, ModelConfig
 
 
 def uncorrected(config: Config) -> str | None:
-    """Returns a warning if tokens of older weights are learned from as if the present weights had drawn them."""
+    """Returns a warning if updates treat tokens of older weights as if the present weights had drawn them."""
     if config.algorithm is None or config.rl.asynchronous is None or not config.rl.asynchronous.staleness:
         return None
     name, algorithm = config.algorithm, config.rl.algorithm
@@ -63,7 +63,7 @@ def uncorrected(config: Config) -> str | None:
 
 
 def unrepeatable(config: Config) -> str | None:
-    """Returns a warning if no run repeats another one: arrival decides."""
+    """Returns a warning if the run cannot be reproduced, because the order of arrival decides."""
     if config.algorithm is None or config.rl.asynchronous is None or config.rl.asynchronous.clock == "virtual":
         return None
     return (
@@ -73,7 +73,7 @@ def unrepeatable(config: Config) -> str | None:
 
 
 def _violations(config: Config, device_count: int, models: Mapping[str, ModelConfig]) -> Iterator[str]:
-    """Yields a sentence for each violation; later checks may rely on earlier ones."""
+    """Yields a sentence for each violation. Later checks may rely on earlier ones."""
     yield from _stages(config)
     yield from _data(config)
     if config.profile is not None:
@@ -172,7 +172,7 @@ def _without_effect(config: Config) -> Iterator[tuple[str, object, str]]:
 
 
 def _void_settings(config: Config) -> Iterator[tuple[bool, str, str]]:
-    """Yields (condition, keys, reason): under the condition the settings have no effect."""
+    """Yields (condition, keys, reason): if the condition holds, the settings have no effect."""
     name, dpo, stages = config.algorithm, "dpo" in config.stages, f"stages={_list(config.stages)}"
     datasets, parts = isinstance(config.data, DatasetsData), (*config.rewards, *config.costs)
     scored = "reward_model" in config.stages or any(part.function is None for part in parts)
@@ -201,7 +201,7 @@ def _void_settings(config: Config) -> Iterator[tuple[bool, str, str]]:
         by_age = algorithm.ratio == "token"
         why = "old_logprobs=interpolate and its rows' weights" if by_age else f"ratio={algorithm.ratio}"
         yield algorithm.couples_tokens, "compute.fused_loss", f"{policy}.{why}"
-        # ReMax's baselines are scores of responses that are cut off, too; a user's dataflow may read them.
+        # ReMax's baselines include scores of truncated responses; a custom dataflow may read them, too.
         masked = algorithm.truncation == "mask" and name != "remax" and config.rl.dataflow is None
         mask = f"{policy}.truncation=mask, which leaves such responses out"
         yield masked, f"{name}.scores.missing_eos_penalty", mask
@@ -272,7 +272,7 @@ def _model(config: Config, role: str, model: ModelConfig, fsdp: int, tensor: int
 
 
 def indivisible(model: ModelConfig, fsdp: int, tensor: int) -> Iterator[tuple[str, int, int, str, int]]:
-    """Yields (key, value, divided size, mesh axis, size of the axis) where a size of a model does not divide."""
+    """Yields (key, value, divided size, mesh axis, size of the axis) for each size of a model that does not divide."""
     kv_heads = tensor if model.kv_heads < tensor else model.kv_heads  # fewer kv-heads than slices are repeated
     for key, written, size, axis, parts in (
         ("embed", model.embed, model.embed, "fsdp", fsdp),
@@ -427,7 +427,7 @@ def _algorithm(config: Config, name: str) -> Iterator[str]:
 
 
 def divisors(number: int) -> list[int]:
-    """Returns all divisors of a number, rising."""
+    """Returns all divisors of a number in ascending order."""
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     return sorted({*small, *(number // divisor for divisor in small)})
 

@@ -1,4 +1,4 @@
-"""What settings mean, read from the sources of their classes, where their comments are the only documentation."""
+"""Reads the descriptions of settings from the comments in the sources of their classes."""
 
 import ast
 import inspect
@@ -17,7 +17,7 @@ WIDTH = 110
 
 
 def summary(cls: Any) -> str:
-    """Returns the first paragraph of what a section's class says of itself, in one line; "" if it says nothing."""
+    """Returns the first paragraph of a section class's docstring in one line; "" if there is none."""
     about = (cls.__doc__ or "").split("\n\n")[0]
     return "" if about.startswith(f"{cls.__name__}(") else " ".join(about.split())
 
@@ -27,11 +27,11 @@ def descriptions(cls: Any) -> dict[str, str]:
     """Returns field -> description of a section's class.
 
     It is the comment at the field's end, the comment above it, the string below it, or a line of the class's docstring.
-    A class that only changes a default keeps the description of the class above.
+    A class that only changes a default keeps the description of its base class.
     """
     texts: dict[str, str] = {}
     for base in reversed(cls.__mro__):
-        written = getattr(sys.modules[base.__module__], base.__name__, None) is base  # others are made by a function
+        written = getattr(sys.modules[base.__module__], base.__name__, None) is base  # False for generated classes
         if written and base.__dict__.get("__dataclass_fields__") and base.__module__.startswith("jrlhf"):
             texts |= {name: text for name, text in _described(base) if text}
     return texts
@@ -57,7 +57,7 @@ def _described(cls: type) -> Iterator[tuple[str, str]]:
 
 
 def commented(settings: Mapping[str, Any], cls: Any, head: str) -> str:
-    """Returns settings as YAML, in the order of a section's class, with what each one means as its comment."""
+    """Returns settings as YAML, in the order of a section's class, with their descriptions as comments."""
     return "\n".join([*_comment(head, ""), *_lines(settings, cls, "")]) + "\n"
 
 

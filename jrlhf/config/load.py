@@ -1,4 +1,4 @@
-"""Finds and loads configs: the file, or the packaged one of a name, with `key=value` overrides."""
+"""Finds and loads configs, by file or by name of a packaged config, with `key=value` overrides."""
 
 import argparse
 import difflib
@@ -18,7 +18,7 @@ from jrlhf.errors import UserError
 def load_config(path_or_name: str, overrides: Sequence[str] = ()) -> Config:
     """Returns the config of a YAML file, or of a name among the packaged ones, with `key=value` overrides.
 
-    A run without a name is called as its file is.
+    A run without a name gets the name of its file.
     """
 
     def change(mapping: dict[str, Any]) -> None:
@@ -31,7 +31,7 @@ def load_config(path_or_name: str, overrides: Sequence[str] = ()) -> Config:
 def make_config(source: str | Path | Mapping[str, Any], changes: Mapping[str, Any] | None = None) -> Config:
     """Returns the config of a file, a packaged name or a nested mapping, with some settings changed.
 
-    Keys of mappings may be dotted. A mapping in changes changes only those keys of a section that it has.
+    Keys of mappings may be dotted. A mapping in `changes` changes only the keys of a section that it contains.
     """
     if not isinstance(source, str | Path | Mapping) or source == "":
         raise UserError(f"config={source!r}: it must be the name of a config, a YAML file, or a dict of settings")
@@ -52,12 +52,12 @@ def _merge(mapping: dict[str, Any], changes: Mapping[str, Any]) -> None:
         if isinstance(value, Mapping):
             section[name] = section[name] if is_section else {}
             _merge(section[name], value)
-        else:  # a null in place of a section is refused, unless the feature may be off
+        else:  # null in place of a section is refused, unless the feature may be off
             section[name] = Override("null") if value is None and is_section else value
 
 
 def plain_value(value: Any) -> Any:
-    """Returns a Python value as a config file would hold it: paths are text, tuples lists, numbers Python's own."""
+    """Converts a Python value to the form of a config file: paths become text, tuples lists, numbers Python's own."""
     if isinstance(value, Mapping):
         return {str(key): plain_value(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -87,7 +87,7 @@ def _build_file(path_or_name: str, change: Callable[[dict[str, Any]], None]) -> 
 
 
 def parse_with_settings(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parses a command line whose words `key=value`, or `--key=value`, are settings: the list `overrides`."""
+    """Parses a command line. Words `key=value` or `--key=value` are settings and go to the list `overrides`."""
     help_text = "settings in place of the file's: seed=1"
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=help_text)
     options, unknown = parser.parse_known_intermixed_args(arguments)

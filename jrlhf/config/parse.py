@@ -1,7 +1,7 @@
-"""YAML and `key=value` overrides -> frozen dataclasses. Every mistake is one sentence with key, value and remedy.
+"""Parses YAML and `key=value` overrides to frozen dataclasses. An error is one sentence with key, value and remedy.
 
-Every value in a file is text until the type of its field says what it means, so YAML's surprises (`1e-5` a string, `on`
-a bool, `010` eight) do not exist. This is also why no library converts the values: msgspec refuses unions of
+Every value in a file is text until it is converted to the type of its field, so YAML's surprises (`1e-5` is a string,
+`on` a bool, `010` eight) do not occur. This is also why no library converts the values: msgspec refuses unions of
 dataclasses, and with cattrs the hooks for these rules and sentences are longer than this module.
 """
 
@@ -22,22 +22,22 @@ from jrlhf.errors import UserError
 from jrlhf.ppo.fields import Section, default_of
 
 T = TypeVar("T")
-_LARGEST = 1 << 20  # characters of YAML, which is read by a slow parser
+_LARGEST = 1 << 20  # maximum number of characters of YAML, whose parser is slow
 
 
 class Feature(Section):
-    """A section that a config has only if the feature is used: `in_use`."""
+    """A section that a config has only if its feature is used; see `in_use`."""
 
     SWITCHES: ClassVar[tuple[str, ...]]  # the fields that turn the feature on
-    OFF: ClassVar[str]  # the name in sentences for a config without it; {path} stands for the section's key
+    OFF: ClassVar[str]  # how messages name a config without the feature; {path} stands for the section's key
 
 
 class _Quoted(str):
-    """A scalar that was quoted: never null."""
+    """A quoted scalar, which is never null."""
 
 
 class Override(str):
-    """The right side of `key=value`: text for a text field, otherwise YAML."""
+    """The right side of `key=value`: text for a text field, YAML for other fields."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -96,7 +96,7 @@ def flatten(mapping: object, prefix: str = "") -> dict[str, str]:
 
 
 def override(mapping: dict[str, Any], assignment: str) -> None:
-    """Puts `key=value` into a parsed mapping, in place; dots in the key lead into its sections."""
+    """Sets `key=value` in a parsed mapping, in place. Dots in the key separate sections."""
     key, equals, value = assignment.lstrip("-").partition("=")
     if not equals or not all(key.strip().split(".")):
         raise UserError(f"override {assignment!r} is not understood: write key=value, for example seed=1")
@@ -105,9 +105,9 @@ def override(mapping: dict[str, Any], assignment: str) -> None:
 
 
 def section_with(mapping: dict[str, Any], key: str, called: str) -> tuple[dict[str, Any], str]:
-    """Returns the section of a parsed mapping that a dotted key leads into, and the key in it; adds missing sections.
+    """Returns the section of a parsed mapping for a dotted key, and the key in it. Adds missing sections.
 
-    called: the setting, for messages.
+    called: the setting's name in messages.
     """
     *sections, name = key.split(".")
     for depth, part in enumerate(sections, start=1):
@@ -119,7 +119,7 @@ def section_with(mapping: dict[str, Any], key: str, called: str) -> tuple[dict[s
 
 
 def section_in(mapping: dict[str, Any], name: str) -> Any:
-    """Returns what a parsed mapping holds under a key; an empty section is put there if it holds nothing."""
+    """Returns the value of a key in a parsed mapping; adds an empty section if there is none."""
     value = parsed(mapping.get(name), name)
     mapping[name] = {} if value is None else value
     return mapping[name]
@@ -130,7 +130,7 @@ def parsed(value: object, path: str) -> object:
 
 
 def config_yaml(config: object, *, off: bool = False, defaults: bool = True) -> str:
-    """Returns a config dataclass as YAML that `build` reads back to an equal one.
+    """Returns a config dataclass as YAML, from which `build` makes an equal one.
 
     off: also write sections of features that are off, with their defaults. defaults: also write settings that have
     their default value.
@@ -140,7 +140,7 @@ def config_yaml(config: object, *, off: bool = False, defaults: bool = True) -> 
         if not is_dataclass(value):
             return [plain(item) for item in value] if isinstance(value, tuple) else value
         own = {item.name: getattr(value, item.name) for item in fields(value)}
-        tables = [own[item.name] for item in fields(value) if "table" in item.metadata]  # of sections, by key
+        tables = [own[item.name] for item in fields(value) if "table" in item.metadata]  # key -> section
         values, mapping = {key: section for part in (own, *tables) for key, section in part.items()}, {}
         for name, kind in kinds_of(type(value)).items():
             is_tag = get_origin(kind) is Literal and len(get_args(kind)) == 1
@@ -155,7 +155,7 @@ def config_yaml(config: object, *, off: bool = False, defaults: bool = True) -> 
 
 
 def build(cls: type[T], mapping: object, path: str = "") -> T:
-    """Returns a dataclass made of nested dicts, each value read by the type of its field; absent keys are defaults.
+    """Builds a dataclass from nested dicts. Values are converted by the types of fields; absent keys get defaults.
 
     Values may be text, as `parse_yaml` returns it, or Python values. path: the dotted key of `mapping`.
     """
@@ -185,7 +185,7 @@ def build(cls: type[T], mapping: object, path: str = "") -> T:
 
 
 def convert(kind: Any, value: object, path: str) -> Any:
-    """Returns `value` as a `kind`: bool, int, float, str, Literal, X | None, tuple[X, ...], Mapping or dataclasses."""
+    """Converts `value` to `kind`: bool, int, float, str, Literal, X | None, tuple[X, ...], Mapping or dataclasses."""
     origin, inner = get_origin(kind), get_args(kind)
     if kind is str and isinstance(value, str) and not _is_text(value):
         raise UserError(f"{path}={value!r}: it must be text, without NUL and halves of surrogate pairs")
@@ -194,7 +194,7 @@ def convert(kind: Any, value: object, path: str) -> Any:
     if kind is str and isinstance(value, Override):
         return str(value)
     was_set, value = isinstance(value, Override), parsed(value, path)
-    if is_dataclass(kind) and not (was_set and value is None):  # a null on a command line would undo a file's section
+    if is_dataclass(kind) and not (was_set and value is None):  # on a command line, null removes a file's section
         return build(kind, value, path)  # pyright: ignore[reportArgumentType]
     if value is None:
         raise UserError(f"{path} has no value: give it one, or leave the key out for its default")
@@ -210,8 +210,8 @@ def convert(kind: Any, value: object, path: str) -> Any:
         return str(value).lower() == "true"
     number = _number(value) if kind in (int, float) else math.nan
     if math.isfinite(number) and (kind is float or number.is_integer()):
-        with contextlib.suppress(ValueError):  # of int("1e3")
-            return kind(value)  # pyright: ignore  # a number, or text that float() reads
+        with contextlib.suppress(ValueError):  # raised by int("1e3")
+            return kind(value)  # pyright: ignore  # a number, or text that float() accepts
     if origin is tuple:
         expected = f"a list, write [{_shown(value)}]"
     elif origin is Mapping:
@@ -227,7 +227,7 @@ def convert(kind: Any, value: object, path: str) -> Any:
 
 
 def _convert_union(kinds: list[Any], value: object, path: str) -> Any:
-    """Reads `X | None`, or one of several sections that differ in the Literal of their first field."""
+    """Converts to `X | None`, or to one of several sections that differ in the Literal of their first field."""
     given = parsed(value, path)
     if len(kinds) > 1:
         return convert(kinds[0], value, path) if given is None else _convert_tagged(kinds, given, path)
@@ -237,7 +237,7 @@ def _convert_union(kinds: list[Any], value: object, path: str) -> Any:
 
 
 def in_use(value: Any, path: str) -> Any:
-    """Returns a setting, but None for a feature that is off; one whose other settings were changed is refused."""
+    """Returns a setting, or None for a feature that is off. Refuses changed settings of a feature that is off."""
     if not isinstance(value, Feature) or any(key in value.SWITCHES for key, _ in changed(value)):
         return value
     for key, setting in changed(value):
@@ -254,7 +254,7 @@ def _convert_tagged(kinds: list[Any], value: object, path: str) -> Any:
     chosen = convert(Literal[tuple(members)], given.get(tag, next(iter(members))), f"{path}.{tag}")
     for key in [key for key in given if key not in kinds_of(members[chosen])]:
         other = next((kind for kind in kinds if key in kinds_of(kind)), None)
-        if other is not None:  # a key of another member may be given if it has its default there
+        if other is not None:  # a key of another section is accepted if it has its default value there
             setting = convert(kinds_of(other)[key], given.pop(key), f"{path}.{key}")
             if setting != default_of(other, key):
                 raise UserError(other.unread(f"{path}.{key}", setting, f"{path}.{tag}={chosen}"))
@@ -262,7 +262,7 @@ def _convert_tagged(kinds: list[Any], value: object, path: str) -> Any:
 
 
 def changed(section: Any) -> Iterator[tuple[str, object]]:
-    """Yields (key, value) of settings that are not the defaults of a section and of the sections in it."""
+    """Yields (key, value) of settings that differ from the defaults, in a section and its subsections."""
     for item in fields(section):
         value, default = getattr(section, item.name), default_of(type(section), item.name)
         if is_dataclass(value) and type(value) is type(default):
@@ -272,7 +272,7 @@ def changed(section: Any) -> Iterator[tuple[str, object]]:
 
 
 def _is_text(value: str) -> bool:
-    """False for what neither a path nor a file can hold."""
+    """False for text that neither a path nor a file can contain."""
     return "\0" not in value and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
@@ -284,7 +284,7 @@ def _number(value: object) -> float:
 
 
 def _untyped(value: object) -> object:
-    """Returns a value of no declared type: text, unless it clearly is a number, true, false or null."""
+    """Converts a value without a declared type: to text, unless it clearly is a number, true, false or null."""
     if isinstance(value, list):
         return [_untyped(item) for item in value]
     if isinstance(value, Mapping):
@@ -301,12 +301,12 @@ def _untyped(value: object) -> object:
 
 
 def classes_of(kind: Any) -> list[Any]:
-    """Returns the sections that a value of this type may be."""
+    """Returns the section classes among the types that `kind` allows."""
     return [one for one in (kind, *get_args(kind)) if is_dataclass(one) and get_origin(kind) is not tuple]
 
 
 def kinds_of(cls: Any) -> dict[str, Any]:
-    """Returns key -> type for the keys that a config may give, not for fields that are filled in `from` others."""
+    """Returns key -> type for the keys of a config, without fields that are filled `from` other settings."""
     kinds, hints = {}, get_type_hints(cls)
     for item in fields(cls):
         if "from" not in item.metadata:
@@ -315,7 +315,7 @@ def kinds_of(cls: Any) -> dict[str, Any]:
 
 
 def _suggestion(cls: Any, key: str, path: str, mapping: Mapping[str, Any]) -> str:
-    """Names the section below this one that has the key, or the nearest key, or all keys."""
+    """Suggests the subsection that has the key, or the most similar key, or all keys."""
     sources = {item.name: item.metadata["from"] for item in fields(cls) if "from" in item.metadata}
     if sources.get(key):
         return f"the run's {sources[key]} is used, set that"
@@ -323,7 +323,7 @@ def _suggestion(cls: Any, key: str, path: str, mapping: Mapping[str, Any]) -> st
     if " " in key:
         return key
     table = [name for item in fields(cls) for name in item.metadata.get("table", ())]
-    absent = set(table) - set(mapping) if set(table) & set(mapping) else set()  # stages that this run does not have
+    absent = set(table) - set(mapping) if set(table) & set(mapping) else set()  # stages that the run does not have
     below = {inner: inner.rsplit(".", 1)[-1] for inner in _paths(cls) if inner.split(".")[0] not in absent}
     meant = [inner for inner, name in below.items() if key in (inner, name)]
     meant = meant or difflib.get_close_matches(key, kinds, n=1)

@@ -1,7 +1,7 @@
-"""Names of settings in TRL and verl, and what they are called here. They are suggested, and never read.
+"""Names of settings in TRL and verl, mapped to the names here. They are only suggested in errors, never accepted.
 
-What has no key here has a sentence. The names are TRL 1.16's and verl 0.9's; those of PPO are TRL 1.12's, the last
-version that had it."""
+A setting without a key here has a sentence. The names are those of TRL 1.16 and verl 0.9; for PPO those of TRL 1.12,
+the last version that had it."""
 
 PEERS = {
     # TRL: the fields of its configs

@@ -1,4 +1,4 @@
-"""Settings that name a place: a path on this machine, or an address in an object store."""
+"""Settings that are a path on this machine, or an address in an object store."""
 
 import os
 import re
@@ -9,41 +9,41 @@ from typing import Any
 from jrlhf.errors import UserError
 from jrlhf.ppo.fields import LONGEST, Section, checked, positive
 
-PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}  # scheme of an address -> the package that speaks to the store
+PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}  # scheme of an address -> the client package of the store
 
 
 def place(default: str | None = None) -> Any:
-    """A field with a path, or a name that is looked for as a path first."""
+    """A field for a path, or for a name, which is first looked up as a path."""
     return checked(default, _is_path, "a path on this machine, with names of at most 255 bytes and without ://")
 
 
 def address(default: str | None = None) -> Any:
-    """A field with a path, a name that is looked for as a path first, or an address of an object store."""
+    """A field for a path, a name, which is first looked up as a path, or an address in an object store."""
     kinds = "a path on this machine, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, with names of at most 255 bytes"
     return checked(default, lambda text: _is_path(text) or is_address(text), kinds)
 
 
 def _is_path(text: str) -> bool:
-    if "://" in text or re.match(r"\w+:/", text):  # an address of another kind, or one that lost a slash
+    if "://" in text or re.match(r"\w+:/", text):  # another kind of address, or one with a missing slash
         return False
     is_known = not os.path.expanduser(text).startswith("~")
     return is_known and len(text) < 4000 and all(len(os.fsencode(name)) < 256 for name in text.split("/"))
 
 
 def is_address(text: str) -> bool:
-    """Tests whether a setting names a place in an object store, such as s3://bucket/runs."""
+    """True if a setting is an address in an object store, such as s3://bucket/runs."""
     scheme, separator, rest = text.partition("://")
     names = rest.rstrip("/").split("/")
     return separator != "" and scheme in PACKAGES and _is_path(rest) and not {"", ".", ".."} & {*names}
 
 
 def expanded(text: Path | str) -> Path:
-    """Returns a path with the home directory in place of `~`; one of a user that is unknown stays as it is."""
+    """Returns a path with the home directory in place of `~`; with an unknown user it stays unchanged."""
     return Path(os.path.expanduser(text))
 
 
 def local(argument: str, text: Path | str) -> Path:
-    """Returns the path that an argument of a command or a function gives; refuses an address."""
+    """Returns the path in an argument of a command or a function; refuses an address."""
     if re.match(r"\w+:/", str(text)):
         raise UserError(f"{argument}={text} is an address: give a path on this machine (of a run: a copy)")
     return expanded(text)
@@ -53,9 +53,9 @@ def local(argument: str, text: Path | str) -> Path:
 class StorageConfig(Section):
     """The object store of a run whose run_dir is an address."""
 
-    # Directory on a disk, in which such runs work before their files are copied; null: ~/.cache/jrlhf/runs
+    # Local working directory of such runs, whose files are copied to the store; null: ~/.cache/jrlhf/runs
     scratch: str | None = place()
-    # Seconds in which a request must be answered; large files get one more for each MB.
+    # Timeout of a request in seconds; large files get one more for each MB.
     timeout: float = positive(60.0, most=LONGEST)
     patience: float = positive(600.0, most=LONGEST)  # seconds of failed requests after which the run ends
-    lease: float = positive(60.0, most=LONGEST)  # seconds without a sign of life after which another process takes over
+    lease: float = positive(60.0, most=LONGEST)  # seconds without a heartbeat after which another process may take over

@@ -1,7 +1,7 @@
-"""The configuration of a run: its sections. How a file becomes one is in `load.py`, what sections demand in `check.py`.
+"""`Config` and its sections: the settings of a run. `load.py` reads a file, `check.py` checks sections together.
 
 A section exists only if its stage or feature is used. A new setting is one line in one of these classes, with a comment
-on its effect and unit, which is also its documentation; `parse.py` reads it and explains mistakes.
+on its effect and unit, which is also its documentation; `parse.py` parses it and explains mistakes.
 """
 
 import re
@@ -26,7 +26,7 @@ from jrlhf.models.config.decoder import MOST_LAYERS
 from jrlhf.models.generation.schedule import Schedule
 from jrlhf.ppo.fields import LONGEST, Section, between, checked, count, natural, non_negative, only_if, positive
 
-MOST_DEVICES = 4096  # of a process
+MOST_DEVICES = 4096  # maximum number of devices of a process
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class DeviceConfig(Section):
 class DistributedConfig(Section):
     """The processes of a run, which all run the same program. Unset fields are detected from the cluster."""
 
-    # auto: by the keys below, by JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or by the cluster that
-    # JAX detects (Slurm, TPU, GKE), else one process; off: one process.
+    # auto: from the keys below, from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or from the cluster
+    # that JAX detects (Slurm, TPU, GKE), else one process; off: one process.
     mode: Literal["auto", "off"] = "auto"
     # HOST:PORT of process 0, the same in every process; null: detected
     coordinator: str | None = checked(
@@ -57,9 +57,9 @@ class DistributedConfig(Section):
     )
     processes: int | None = count(None)  # number of processes; null: detected
     process: int | None = natural(None)  # number of this process, starting at 0; null: detected
-    # Seconds in which all must have connected.
+    # Seconds within which all processes must have connected.
     timeout: float = checked(300.0, lambda value: value >= 1, "at least 1", most=LONGEST)
-    # Seconds without a sign of life of a process, after which the others end.
+    # Seconds without a heartbeat of a process after which the others end.
     heartbeat: float = checked(100.0, lambda value: value >= 1, "at least 1", most=LONGEST)
 
 
@@ -121,8 +121,8 @@ class LoRASection(Feature):
         default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), metadata=_OWN_RANK
     )
     base: Literal["auto", "int8"] = "auto"  # type of the base: compute.dtype, or int8 matrices with a scale per channel
-    # The critic is an adapter and a head on the same base; false: a model of its own. Safe RLHF's critic of the costs
-    # is always such an adapter.
+    # The critic is an adapter and a head on the same base; false: a separate model. Safe RLHF's cost critic is always
+    # such an adapter.
     critic: bool = True
 
     def __post_init__(self) -> None:
@@ -135,10 +135,10 @@ class LoRASection(Feature):
 class ComputeConfig(Section):
     """Settings of the computation of models."""
 
-    # Type of activations, of the copy that generates and of frozen models; weights in training are float32.
+    # Type of activations, of the weights' copy for generation and of frozen models; trained weights are float32.
     dtype: Literal["float32", "bfloat16"] = "float32"
-    # What the backward pass keeps of a layer, from least to most memory: its input in host memory; its input; also
-    # attention's output; all products; everything.
+    # Values of a layer that the backward pass keeps, from least to most memory: its input in host memory; its input;
+    # also attention's output; all products; everything.
     remat: Literal["offload", "full", "attention", "products", "gather"] = "full"
     # Implementation of the log-probabilities; null: the platform's default.
     logprob: Literal["reference", "xla", "pallas_tpu", "pallas_gpu"] | None = None
@@ -146,12 +146,12 @@ class ComputeConfig(Section):
     fused_loss: bool = field(
         default=True, metadata=only_if(lambda section: not section.shared_passes, "compute.shared_passes")
     )
-    # With a single update per batch, the passes of the update also make the experience. All trained models are then in
-    # memory at once, and the loss is not fused, because the advantages are not known yet.
+    # With a single update per batch, the forward passes of the update also make the experience. Then all trained models
+    # are in memory at the same time, and the loss is not fused, because the advantages are not known yet.
     shared_passes: bool = False
     attention: Literal["xla", "cudnn", "splash"] | None = None  # for whole sequences; null: the platform's default
     # Tokens that a device scores at a time, rows of similar length together; null: the whole batch with its padding.
-    # Compiles each model that scores up to four times.
+    # Compiles each scoring model up to four times.
     score_tokens: int | None = count(None)
     score_rows: int | None = count(None)  # rows that are scored together while others decode; null: all after the last
 
@@ -161,7 +161,7 @@ Memory = Literal["device", "host"]
 
 @dataclass(frozen=True)
 class SleepConfig(Feature):
-    """Parts of an algorithm's models that wait in pinned host memory while others compute. Results stay the same."""
+    """Parts of an algorithm's models that are offloaded to pinned host memory while others compute. Same results."""
 
     SWITCHES: ClassVar[tuple[str, ...]] = ("optimizer", "actor", "critic", "reference", "reward")
     OFF: ClassVar[str] = "nothing asleep"
@@ -170,7 +170,7 @@ class SleepConfig(Feature):
     critic: Memory = "device"  # the critics of rewards and of costs
     reference: Memory = "device"  # the frozen policy, also if only the evaluation needs it
     reward: Memory = "device"  # all reward models and cost models
-    ahead: bool = False  # each call starts loading what the next one needs: less waiting, more memory
+    ahead: bool = False  # each call starts to load the parts for the next one: less waiting, more memory
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class DatasetConfig(Feature):
 
 @dataclass(frozen=True)
 class DataConfig(Section):
-    """The data that a run learns from, of one of three kinds, which `source` names."""
+    """The data of a run, of one of three kinds, which `source` names."""
 
     source: str = ""  # the kind of data
     max_prompt: int = count(20)  # longest prompt in tokens
@@ -215,7 +215,7 @@ class DataConfig(Section):
 
 @dataclass(frozen=True)
 class AnnotatorConfig(Section):
-    """Preferences of the built-in task's annotator, who compares sampled responses by a rubric."""
+    """Preferences of the built-in task's annotator, which compares sampled responses by a rubric."""
 
     prompts: int = count(1500)  # prompts for which responses are sampled
     samples_per_prompt: int = count(4)  # responses to each of them
@@ -244,7 +244,7 @@ class ArithmeticData(DataConfig):
     """The built-in task of sums, worked out one addition at a time: source arithmetic."""
 
     source: Literal["arithmetic"] = "arithmetic"
-    heldout_rows: int = natural(64)  # sums that are kept apart to measure with
+    heldout_rows: int = natural(64)  # held-out sums, for measurements
     terms: int = checked(2, lambda value: value >= 2, "at least 2")  # numbers in a sum
     digits: int = checked(2, lambda value: 1 <= value <= 9, "from 1 to 9")  # digits of each number
     problems: int = count(3000)  # sums to learn from
@@ -260,14 +260,14 @@ class ArithmeticData(DataConfig):
 
 @dataclass(frozen=True)
 class DatasetsData(DataConfig):
-    """Datasets of the user, one for each stage that the run has: source datasets."""
+    """Datasets of the user, one for each stage of the run: source datasets."""
 
     source: Literal["datasets"] = "datasets"
     sft: DatasetConfig | None = None  # prompts with completions, conversations or text
     preferences: DatasetConfig | None = None  # chosen and rejected answers
     prompts: DatasetConfig | None = None  # prompts for reinforcement learning
-    heldout: DatasetConfig | None = None  # prompts to validate on; null: rows that are kept apart from prompts
-    heldout_rows: int = natural(64)  # rows that are kept apart from each stage's data, to measure with
+    heldout: DatasetConfig | None = None  # prompts for validation; null: held-out rows of prompts
+    heldout_rows: int = natural(64)  # held-out rows of each stage's data, for measurements
     chat: bool = False  # a plain text prompt becomes a user's turn in the model's chat template
     system: str | None = None  # system message for conversations that have none
     template: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template, e.g. enable_thinking
@@ -288,11 +288,11 @@ class RewardConfig(Section):
     model: str | None = address()  # a directory with a sequence classifier of one label, such as a run's reward_model
     adapter: str | None = place()  # a PEFT directory of a reward model on the actor's base; it reads the actor's tokens
     function: str | None = place()  # package.module:function, file.py:function, or one of jrlhf/rewards/builtin.py
-    weight: float = 1.0  # factor in the sum; 0: it is measured and logged, and nothing learns from it
+    weight: float = 1.0  # factor in the sum; 0: it is only measured and logged
     workers: int = count(1, most=1024, **_PROCESSES)  # processes of a function
     deadline: float = positive(30.0, most=1e6, **_PROCESSES)  # seconds per batch, after which a function is stopped
-    # Call the function in the process that trains, for one that no other process can get: nothing stops a call, a crash
-    # ends the run, and of a Python function a resume checks the name alone.
+    # Call the function in the training process, if it cannot be sent to another one: then nothing stops a call, a crash
+    # ends the run, and a resume checks only the name of a Python function.
     in_process: bool = field(default=False, metadata=_FUNCTION)
     # The score used when a function or a model fails to give one; null: a failure ends the run.
     on_failure: float | None = checked(None, lambda value: abs(value) < 3.4e38, "finite in float32")
@@ -313,7 +313,7 @@ class RewardConfig(Section):
 
 @dataclass(frozen=True)
 class SamplingSection(Section):
-    """Settings of the drawing of responses, in rollouts and in all other sampling."""
+    """Sampling settings of responses, in rollouts and in all other sampling."""
 
     temperature: float = positive(1.0)  # logits are divided by it
     top_k: int | None = count(None)  # draw from the k most likely tokens; null: from all
@@ -327,7 +327,7 @@ class SamplingSection(Section):
 class CheckpointConfig(Section):
     """The checkpoints of a stage."""
 
-    keep: int = count(2)  # newest ones that are kept; with 1 there is no other one if it is damaged
+    keep: int = count(2)  # number of newest checkpoints that are kept; 1: no other one if it is damaged
 
 
 @dataclass(frozen=True)
@@ -389,13 +389,13 @@ class Config(Section):
         lambda value: re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", value) is not None,
         "letters, digits, '.', '_' and '-': it names the run's directory",
     )
-    # Of all random numbers.
+    # Seed of all random numbers.
     seed: int = checked(0, lambda value: 0 <= value < 2**32, "from 0 to 4294967295", most=2**32 - 1)
     run_dir: str = address("runs")  # directory of all runs, or its address in an object store
     # Seconds per iteration; a longer one ends the run and shows where it hung.
     deadline: float = positive(3600.0, most=LONGEST)
-    # Updates in a row after which a run ends because numbers that are not finite kept all of them from a model's
-    # weights; 0 or null: it goes on.
+    # Number of updates in a row that are skipped because of numbers that are not finite, after which the run ends; 0 or
+    # null: it goes on.
     stop_after_skipped: int | None = natural(5)
     stages: tuple[Stage, ...] = ("sft", "reward_model", "ppo")  # what the run does, in this order
     device: DeviceConfig = DeviceConfig()
@@ -410,8 +410,8 @@ class Config(Section):
     roles: RolesConfig = RolesConfig()
     lora: LoRASection | None = None
     data: DocstringsData | ArithmeticData | DatasetsData = DocstringsData()
-    rewards: tuple[RewardConfig, ...] = ()  # what scores answers, beside a reward model that the run trains
-    costs: tuple[RewardConfig, ...] = ()  # of safe_rlhf, which keeps their sum below its limit
+    rewards: tuple[RewardConfig, ...] = ()  # rewards, in addition to a reward model that the run trains
+    costs: tuple[RewardConfig, ...] = ()  # costs for safe_rlhf, which keeps their sum below its limit
     sections: Mapping[str, Any] = field(default_factory=dict, metadata={"table": STAGES})  # stage -> its settings
     sampling: SamplingSection = SamplingSection()
     rollout: Schedule = Schedule()  # how rows share the devices while they are generated
@@ -424,7 +424,7 @@ class Config(Section):
     wandb: WandbConfig | None = None
     prometheus: bool = False  # write metrics.prom after each iteration, for the textfile collector of node_exporter
     profile: ProfileConfig | None = None
-    notices: tuple[str, ...] = field(default=(), compare=False, metadata={"from": ""})  # on old keys, for the log
+    notices: tuple[str, ...] = field(default=(), compare=False, metadata={"from": ""})  # about old keys, for the log
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -432,11 +432,11 @@ class Config(Section):
             object.__setattr__(self, name, in_use(value, name))
         learner = self.algorithm or ("dpo" if "dpo" in self.stages else None)
         for name in self.sections:
-            # Without a learner the run is narrowed to its first stages and may keep the sections of the others.
+            # A run that is reduced to its first stages may keep the sections of the others.
             if name in self.stages or not learner or not list(changed(self.sections[name])):
                 continue
             void = f"section {name} has no effect with stages=[{', '.join(self.stages)}]"
-            if name not in ("sft", "reward_model"):  # which configs of old may have
+            if name not in ("sft", "reward_model"):  # old configs may have these two
                 raise ValueError(f"{void}: leave it out")
             object.__setattr__(self, "notices", (*self.notices, void))
         complete = {stage: self.sections.get(stage) or STAGES[stage]() for stage in self.stages}
@@ -490,7 +490,7 @@ class Config(Section):
 
     @property
     def offloading(self) -> SleepConfig:
-        """The memory in which each model waits, also in a run in which none sleeps."""
+        """The memory in which each model is stored between calls, also in a run without offloading."""
         return self.sleep or SleepConfig()
 
     @property

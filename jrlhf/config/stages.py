@@ -15,7 +15,7 @@ class OptimizerConfig(Section):
     """AdamW with a clipped global norm. One update is one step of the optimizer."""
 
     learning_rate: float = non_negative(1e-5)  # after the warm-up
-    # Updates over which the learning rate rises linearly from 0; a tenth of the updates where there are not more.
+    # Updates over which the learning rate rises linearly from 0; a tenth of all updates if there are not more of them.
     warmup: int = natural(20)
     final: float = between(0.1, 0.0, 1.0)  # share of the learning rate at the end of its cosine decay; 1: no decay
     weight_decay: float = non_negative(0.01)  # as in AdamW, times the learning rate
@@ -25,7 +25,7 @@ class OptimizerConfig(Section):
     max_grad_norm: float | None = positive(1.0)  # global norm to which gradients are clipped; null: not clipped
 
     def duration(self, updates: int) -> tuple[int, int | None]:
-        """Returns the numbers of updates over which the learning rate rises, and then falls (None: it stays)."""
+        """Returns the numbers of updates over which the learning rate rises, and then falls (None: it is constant)."""
         warmup = self.warmup if self.warmup < updates else updates // 10
         return warmup, None if self.final == 1.0 else max(updates - warmup, 1)
 
@@ -53,7 +53,7 @@ class PairsStageConfig(OptimizerConfig):
 
     steps: int = count(250)  # updates
     batch: int = count(64)  # rows, or pairs, per update
-    eval_every: int = count(50)  # steps between evaluations on rows that are kept apart
+    eval_every: int = count(50)  # steps between evaluations on held-out rows
     save_every: int = count(100)  # steps between checkpoints
 
     @property
@@ -85,10 +85,10 @@ class SFTConfig(PairsStageConfig):
 class RewardModelConfig(SFTConfig):
     """A Bradley-Terry model of preferences, from a dataset or from the annotator of the built-in task."""
 
-    weight: float = 1.0  # of its scores in the sum of the rewards
+    weight: float = 1.0  # weight of its scores in the sum of the rewards
     steps: int = 250
     batch: int = 96  # pairs per update
-    eval_every: int = 50  # steps between evaluations on pairs that are kept apart
+    eval_every: int = 50  # steps between evaluations on held-out pairs
 
 
 @dataclass(frozen=True)
@@ -105,38 +105,38 @@ _VIRTUAL = only_if(lambda section: section.clock == "virtual", "{path}.clock=wal
 
 @dataclass(frozen=True)
 class AsynchronousConfig(Section):
-    """Rollouts on devices of their own (`plan: disaggregated` or `auto`), which go on while the actor is trained.
+    """Rollouts on their own devices (`plan: disaggregated` or `auto`), which continue while the actor is trained.
 
-    Which tokens an update learns from follows from counts alone: a virtual clock takes 1 for a decode step and
-    `update_steps` for an update. So a run has the same bits on any hardware, and again after a kill, unless `clock` is
-    "wall".
+    Counts alone determine the tokens of each update: on a virtual clock a decode step takes 1 and an update
+    `update_steps`. So a run has the same bits on any hardware, and after a kill, unless `clock` is "wall".
     """
 
-    # Versions by which the weights that drew a token may be older than those that learn from it; 0: a synchronous run.
+    # Maximum age of a token with full weight: versions between the weights that drew it and the weights that learn from
+    # it; 0: a synchronous run.
     staleness: int = natural(1, most=1000)
     on_new_weights: Literal["keep_cache", "prefill_again", "finish"] = "keep_cache"
-    """What rows do that are half drawn when new weights arrive. "keep_cache": they go on with the new weights and the
-    keys and values of the old ones (PipelineRL, arXiv:2509.19128). "prefill_again": their caches are computed again
-    (AReaL, arXiv:2505.24298). "finish": they are finished with the old weights, and no row starts meanwhile."""
+    """What happens to unfinished rows when new weights arrive. "keep_cache": they continue with the new weights and the
+    keys and values of the old ones (PipelineRL, arXiv:2509.19128). "prefill_again": their caches are recomputed (AReaL,
+    arXiv:2505.24298). "finish": they are finished with the old weights, and no row starts in the meantime."""
     clock: Literal["virtual", "wall"] = "virtual"
-    """What decides which rows form a batch, and between which chunks weights change. "virtual": counts of tokens, so
-    the bits are the same again. "wall": what arrives first, so no process waits for another one, and no run repeats."""
+    """What determines which rows form a batch, and between which chunks weights change. "virtual": counts of tokens, so
+    a run can be reproduced. "wall": the order of arrival, so no process waits for another, and runs differ."""
     # Time of one update on the virtual clock, in decode steps.
     update_steps: int = count(128, **_VIRTUAL)
-    # Time from the last token of a prompt's responses to their scores, in decode steps as well.
+    # Time from the last token of a prompt's responses to their scores on the virtual clock, in decode steps.
     reward_steps: int = natural(0, most=10**6, **_VIRTUAL)
-    # Batches of decode slots, each with the same share of the slots. Results depend on it, and not on the processes
-    # that decode. null: fleet.workers, else 1.
+    # Number of batches of decode slots, each with the same share of the slots. Results depend on it, but not on the
+    # number of processes. null: fleet.workers, else 1.
     logical_workers: int | None = count(None, most=1024)
     logprob_check: Literal["stop", "warn", "off"] = "stop"
-    """What follows if a worker's log-probabilities are further from those that the trainer computes again than rounding
+    """What happens if a worker's log-probabilities differ from those that the trainer recomputes by more than rounding
     explains. "stop": the run ends. "warn": it prints a sentence for each such worker, counts in async/logprob_alarms,
-    and learns from what was drawn. "off": nothing is computed again."""
+    and learns from the tokens. "off": nothing is recomputed."""
 
 
 @dataclass(frozen=True)
 class FleetSection(Feature):
-    """Processes that draw the rollouts of asynchronous training, each with devices of its own."""
+    """Processes that draw the rollouts of asynchronous training, each with its own devices."""
 
     SWITCHES: ClassVar[tuple[str, ...]] = ("workers",)
     OFF: ClassVar[str] = "a run without fleet.workers"
@@ -145,11 +145,11 @@ class FleetSection(Feature):
     engine: Literal["local", "ray"] = "local"
     # The GPUs of each process, as CUDA_VISIBLE_DEVICES, such as ["4,5", "6,7"]; empty: on CPUs, simulated devices.
     devices: tuple[str, ...] = ()
-    # Seconds for one chunk or one transfer, after which a process is replaced; the first chunk compiles.
+    # Seconds for one chunk or one transfer after which a process is replaced; the first chunk includes compilation.
     deadline: float = positive(600.0, most=LONGEST)
-    # What an update sends; full: all weights that are trained; delta: which bits changed, if that is less. Same bits.
+    # How new weights are sent; full: all trained weights; delta: only the changed bits, if that is less. Equal results.
     transfer: Literal["full", "delta"] = "full"
-    # Of so many updates one sends all.
+    # With delta, number of updates after which all weights are sent again.
     anchor_every: int = count(100, **only_if(lambda section: section.transfer == "delta", "fleet.transfer=full"))
 
 
@@ -164,7 +164,7 @@ class RLStageConfig(Section):
     save_every: int = count(10)  # iterations between checkpoints
     actor: ActorOptimizerConfig = ActorOptimizerConfig()
     algorithm: PolicyConfig = PolicyConfig()
-    scores: ScoreConfig = ScoreConfig()  # changes a response's score before the algorithm sees it
+    scores: ScoreConfig = ScoreConfig()  # changes a response's score before the algorithm gets it
     asynchronous: AsynchronousConfig | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""Renders conversations as text by a model's own chat template."""
+"""Renders conversations as text with a model's chat template."""
 
 import os
 import pickle
@@ -13,8 +13,8 @@ from jrlhf.errors import UserError
 from jrlhf.run.child import Worker
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-# Written behind a message that is to be continued, to find its end in the rendered text. The blank behind it shows
-# whether the template strips its messages.
+# Appended to a message that is to be continued, to find its end in the rendered text. The blank after it shows whether
+# the template strips messages.
 _MARK = "\ue000\ue001\ue000"
 
 
@@ -28,8 +28,8 @@ def render_chat(
 ) -> str:
     """Returns the text of a conversation, as the model's chat template writes it.
 
-    add_generation_prompt: ends with what comes before an answer.
-    continue_final: ends inside the last message, which the model is to continue.
+    add_generation_prompt: the text ends with the tokens that precede an answer.
+    continue_final: the text ends inside the last message, which the model is to continue.
     tools: JSON schemas of functions that the template may offer to the model.
     """
     if tokenizer.chat_template is None:
@@ -56,14 +56,14 @@ def render_chat(
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """Returns the message for a template: the keys that have a value, and its reasoning under every usual name."""
+    """Returns the message for a template: keys that have a value, and the reasoning under all usual names."""
     message = {key: value for key, value in message.items() if value is not None}
     reasoning = next((message[name] for name in _REASONING if name in message), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 class _Renderer:
-    """Renders templates in a process of its own, which ends with this one, and which a failure ends."""
+    """Renders templates in a separate process, which ends with this one and after a failure."""
 
     def __init__(self):
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""A task made of datasets: what each stage learns from, and the held-out rows."""
+"""Makes a `Task` from datasets: the data of each stage, and held-out rows."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, TypeVar
@@ -73,17 +73,17 @@ def load_task(config: Config, tokenizer: Tokenizer) -> Task:
 
 
 class Split(NamedTuple):
-    """Rows to learn from, and rows that are only measured."""
+    """Rows for training, and rows for evaluation only."""
 
     trained: Dataset
     heldout: Dataset
 
 
 def keep_apart(datasets: Mapping[str, Dataset], count: int) -> dict[str, Split]:
-    """Splits each dataset so that no row to learn from, in any of them, has a prompt that is held out in one of them.
+    """Splits each dataset so that no training row in any of them has a prompt that is held out in any of them.
 
     Prompts are held out in the order of a hash of their text, which does not depend on a run's seed and dataset, until
-    they are `count` rows of the dataset. Of a dataset "heldout" all rows are held out, and then none of "prompts".
+    they have `count` rows of the dataset. Of a dataset "heldout" all rows are held out, and then none of "prompts".
     """
     prompts = {key: [prompt_text(example) for example in dataset.examples] for key, dataset in datasets.items()}
     chosen: dict[str, list[int]] = {}
@@ -104,14 +104,14 @@ def keep_apart(datasets: Mapping[str, Dataset], count: int) -> dict[str, Split]:
 
 
 def prompt_text(example: Example) -> str:
-    """Returns the question: a plain prompt, or what the user said in a conversation."""
+    """Returns the question: a plain prompt, or the user's messages of a conversation."""
     if isinstance(example.prompt, str):
         return example.prompt or str(example.completion)
     return "\n".join(str(message.get("content")) for message in example.prompt if message.get("role") == "user")
 
 
 def _common_end(examples: Iterable[Example]) -> str:
-    """Returns the white space in which all prompts end; empty where they end differently, or in conversations."""
+    """Returns the white space with which all prompts end; empty if they end differently, or for conversations."""
     prompts = [example.prompt if isinstance(example.prompt, str) else "" for example in examples]
     ends = {prompt[len(prompt.rstrip()) :] for prompt in prompts}
     return ends.pop() if len(ends) == 1 else ""

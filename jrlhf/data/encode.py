@@ -1,4 +1,4 @@
-"""Examples to token ids: prompts to answer, sequences to learn, answers to compare."""
+"""Encodes examples as token ids: prompts, sequences for supervised learning, and pairs of answers."""
 
 from bisect import bisect_right
 from collections import Counter
@@ -21,7 +21,7 @@ Overlong = Literal["error", "filter", "truncate_left"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Encoded rows. `filtered` rows were too long and left out, `truncated` ones cut off at the beginning."""
+    """Encoded rows. filtered: number of rows left out as too long. truncated: number of rows cut at the beginning."""
 
     examples: Sequence[Example] = ()
     filtered: int = 0
@@ -36,13 +36,13 @@ class Rows:
 
 @dataclass(frozen=True)
 class Prompts(Rows):
-    """Prompts to answer. A prompt that was cut off keeps its whole text.
+    """Prompts for generation. A truncated prompt keeps its whole text.
 
-    The prompts of `examples` are conversations where the model is given conversations.
+    The prompts of `examples` are conversations if the model gets conversations.
     """
 
     ids: tuple[Ids, ...]
-    texts: tuple[str, ...]  # as the chat template wrote them
+    texts: tuple[str, ...]  # as rendered by the chat template
 
     def describe(self) -> str:
         return self._describe("prompts", self.ids)
@@ -53,8 +53,8 @@ class Sequences(Rows):
     """Whole sequences for supervised learning."""
 
     ids: tuple[Ids, ...]
-    learn: tuple[tuple[bool, ...], ...]  # whether each token is learned from those before it. Never the first one
-    prompt_lengths: tuple[int, ...]  # tokens before the first that is learned
+    learn: tuple[tuple[bool, ...], ...]  # mask of the tokens to learn; never the first one
+    prompt_lengths: tuple[int, ...]  # number of tokens before the first one to learn
 
     def describe(self) -> str:
         learned = f"; {sum(map(sum, self.learn))} of {sum(map(len, self.learn))} tokens are learnt"
@@ -68,8 +68,8 @@ class Pairs(Rows):
     chosen: Sequence[Ids]
     rejected: Sequence[Ids]
     prompt_lengths: Sequence[int]  # both sequences of a row begin with these tokens
-    clear: np.ndarray | None = None  # mask of the pairs that the annotator could tell apart; None: all
-    rows: Sequence[Mapping[str, Any]] = ()  # the pairs as rows of a dataset, if they were sampled: a run keeps them
+    clear: np.ndarray | None = None  # mask of the pairs with a clear preference of the annotator; None: all
+    rows: Sequence[Mapping[str, Any]] = ()  # the pairs as rows of a dataset, if they were sampled; a run saves them
     same: int = 0  # number of rows left out because their answers have the same tokens
 
     def __len__(self) -> int:
@@ -82,10 +82,10 @@ class Pairs(Rows):
 
 @dataclass(frozen=True)
 class Encoding:
-    """The rules by which examples become token ids.
+    """Rules for encoding examples as token ids.
 
-    overlong: "error": a row that is too long is refused; "filter": it is left out; "truncate_left": the beginning of
-        its prompt, or of a whole conversation or text, is cut off, except the token that begins every text.
+    overlong: what happens to a row that is too long. "error": it is refused; "filter": it is left out; "truncate_left":
+        the beginning of its prompt, or of a whole conversation or text, is cut, except the token that begins each text.
     chat: plain text becomes the user's turn of a conversation.
     system: a system message for every conversation that has none.
     """
@@ -98,7 +98,7 @@ class Encoding:
     def prompts(self, data: Dataset | Sequence[Example], max_prompt: int) -> Prompts:
         """Prompts of at most `max_prompt` tokens: the rendered conversation up to the answer, or the plain text.
 
-        A conversation that ends with the assistant's words is continued there. Of a dataset of whole conversations
+        A conversation that ends with the assistant's words is continued there. For a dataset of whole conversations
         ("messages") the last answer is left out.
         """
         whole = isinstance(data, Dataset) and data.shape == "messages"
@@ -118,11 +118,11 @@ class Encoding:
     def sequences(self, data: Dataset | Sequence[Example], max_length: int) -> Sequences:
         """Returns sequences of at most `max_length` tokens to imitate.
 
-        Of a prompt and its completion, the completion and its end are learned; of a conversation without a completion,
-        every assistant turn and its end; of a text, everything and its end.
+        The tokens to learn are: the completion and its end, if there is one; in a conversation without a completion,
+        every assistant turn and its end; in a text, everything and its end.
 
-        A prompt has the very tokens that `prompts` gives it. An answer ends with an end-of-text token: the template's,
-        behind which nothing is kept, or else the tokenizer's. "truncate_left" never cuts a completion.
+        A prompt has exactly the tokens of `prompts`. An answer ends with an end-of-text token: the template's, after
+        which everything is dropped, or else the tokenizer's. "truncate_left" never cuts a completion.
         """
 
         def encode(example: Example, counts: Counter[str]) -> tuple[Ids, tuple[bool, ...], int, Example] | None:
@@ -151,7 +151,7 @@ class Encoding:
     def pairs(self, data: Dataset | Sequence[Example], max_length: int) -> Pairs:
         """Returns pairs of whole sequences, each of at most `max_length` tokens, of which the first is preferred.
 
-        Rows whose two answers have the same tokens are left out: nothing can be learned from them.
+        Rows whose two answers have the same tokens are left out, because nothing can be learned from them.
         """
 
         def encode(example: Example, counts: Counter[str]) -> tuple[Ids, Ids, int, Example] | None:
@@ -170,7 +170,7 @@ class Encoding:
     def _encoded(
         self, data: Dataset | Sequence[Example], encode: Callable[[Example, Counter[str]], tuple | None], limit: int
     ) -> tuple[Any, dict[str, Any]]:
-        """Returns the columns of the encoded rows, and numbers of rows that were left out or cut off, by reason."""
+        """Returns the columns of the encoded rows, and the numbers of rows that were left out or cut, by reason."""
         whole = isinstance(data, Dataset)
         places = data.places if whole else [f"row {row}" for row in range(1, len(data) + 1)]
         rows, counts = [], Counter[str]()
@@ -186,8 +186,8 @@ class Encoding:
         return zip(*rows, strict=True), counts
 
     def _as_conversation(self, example: Example) -> Example:
-        """The example as a conversation, with its system message, if one of its texts is a conversation or `chat` is
-        set; else as it is."""
+        """Returns the example as a conversation, with its system message, if one of its texts is a conversation or
+        `chat` is set; otherwise unchanged."""
         answers = {name: getattr(example, name) for name in ("completion", "chosen", "rejected")}
         if not self.chat and not any(isinstance(text, tuple) for text in (example.prompt, *answers.values())):
             if self.system is not None:
@@ -203,7 +203,7 @@ class Encoding:
         return replace(example, prompt=prompt, **turns)
 
     def _fit(self, prompt: Ids, answer: int, max_length: int, counts: Counter[str]) -> Ids | None:
-        """The prompt, cut off at its beginning if it and `answer` more tokens do not fit; None: leave the row out."""
+        """Returns the prompt, cut at its beginning if it and `answer` more tokens do not fit; None: drop the row."""
         room = max_length - answer
         if len(prompt) <= room:
             return prompt
@@ -231,7 +231,7 @@ class Encoding:
         return render_chat(self.tokenizer, messages, tools=tools_of(example.columns), **options)
 
     def _prompt(self, example: Example) -> tuple[str, Ids]:
-        """Returns the text and the token ids of a prompt. A template writes the beginning of text itself."""
+        """Returns the text and the token ids of a prompt. A template writes the begin-of-text token itself."""
         if isinstance(example.prompt, str):
             return example.prompt, tuple(self.tokenizer.encode_prompt(example.prompt))
         own = example.prompt[-1]["role"] == "assistant"
@@ -239,23 +239,23 @@ class Encoding:
         return text, tuple(self.tokenizer.encode(text))
 
     def _with_answers(self, example: Example, *answers: Text) -> tuple[Ids, list[Ids]]:
-        """The token ids of the prompt, as generation gets it, and of the answers that follow it, with their ends."""
+        """Returns the token ids of the prompt, as in generation, and of the answers that follow it, with their ends."""
         tokenizer, (prompt, begun) = self.tokenizer, self._prompt(example)
 
         def encode(answer: Text) -> Sequence[int]:
             if isinstance(answer, str):
                 return encode_continuation(tokenizer, prompt, begun[len(tokenizer.prefix_ids) :], answer)
             whole = self._rendered(example, (*_conversation(example.prompt, "user"), *answer))
-            # What a template writes behind the end, like a line break, no model gets to write.
+            # Text of a template after the end, like a line break, is dropped, because a model never generates it.
             return _up_to_end(tokenizer, encode_continuation(tokenizer, prompt, begun, _rest(whole, prompt)))
 
         return begun, [_ended(tokenizer, encode(answer)) for answer in answers]
 
     def _turns(self, example: Example) -> tuple[Ids, tuple[bool, ...]]:
-        """(ids, learn) of a whole conversation, up to the end of its last assistant turn.
+        """Returns (ids, learn) of a whole conversation, up to the end of its last assistant turn.
 
-        A turn begins where the messages before it, rendered up to an answer, end. It ends with its first end-of-text
-        token, or where a template without one ends it.
+        A turn begins where the rendered text of the messages before it, with a generation prompt, ends. It ends with
+        its first end-of-text token, or where a template without one ends it.
         """
         messages, eos_ids = example.prompt, self.tokenizer.eos_ids
         if isinstance(messages, str):
@@ -269,7 +269,7 @@ class Encoding:
             _rest(whole, before)
             start = bisect_right(ends, len(before))
             until = self._rendered(example, messages[: turn + 1])
-            # Some templates write a turn differently when others follow; then only its end-of-text token marks its end.
+            # Some templates render a turn differently when others follow; then its end-of-text token marks its end.
             limit = bisect_right(ends, len(until)) if whole.startswith(until) else None
             stop = next((n + 1 for n in range(start, limit or len(ids)) if ids[n] in eos_ids), limit)
             if stop is None:
@@ -282,15 +282,15 @@ class Encoding:
 
 
 def encode_continuation(tokenizer: Tokenizer, before: str, begun: Sequence[int], text: str) -> list[int]:
-    """Returns token ids of a text that follows `before`, whose tokens `begun` stay as they are.
+    """Returns token ids of a text that follows `before`, whose tokens `begun` stay unchanged.
 
-    They are the tokens behind `begun` in the two texts together. Where a token would reach over from one text to the
-    other, they are those of the text alone, without the blank with which SentencePiece-like vocabularies begin.
+    They are the tokens after `begun` in the concatenation of both texts. If a token would contain parts of both, they
+    are those of the text alone, without the blank with which SentencePiece-like vocabularies begin.
     """
 
     def beginnings() -> Iterator[tuple[str, list[int]]]:
         yield before, list(begun)
-        if tokenizer.encode("\na") != tokenizer.encode("\n") + tokenizer.encode("a"):  # texts depend on their place
+        if tokenizer.encode("\na") != tokenizer.encode("\n") + tokenizer.encode("a"):  # ids depend on the position
             yield from ((first, tokenizer.encode(first)) for first in ("\n", "a", "."))
 
     for first, ids in beginnings():
@@ -309,15 +309,15 @@ def encode_answered(
     finished: bool = True,
     cut: bool = False,
 ) -> Ids:
-    """Returns the token ids of a prompt with an answer, as a reward model reads them.
+    """Returns the token ids of a prompt with an answer, for a reward model.
 
-    With a chat template: the whole conversation as `apply_chat_template` gives it, a plain text being the user's turn.
-    Without one: the two texts one after the other, and an end of text.
+    With a chat template: the whole conversation as `apply_chat_template` renders it; a plain text is the user's turn.
+    Without one: the two texts one after the other, and an end-of-text token.
 
-    tools: what the prompt's row offers (`tools_of`), for the template.
-    finished: whether the answer came to its end; else the sequence ends with the answer's own last token.
-    cut: the sequence ends with its last end-of-text token, not with what a template writes behind it, such as a line
-        break. So end the sequences of `Encoding.pairs`, and samples.
+    tools: tools of the prompt's row (`tools_of`), for the template.
+    finished: whether the answer is complete; otherwise the sequence ends with the answer's last token.
+    cut: the sequence ends with its last end-of-text token, without what a template writes after it, such as a line
+        break, as in `Encoding.pairs` and in samples.
     """
     if tokenizer.chat_template is None and isinstance(prompt, str) and isinstance(answer, str):
         ids = tokenizer.encode_prompt(prompt + answer)
@@ -328,7 +328,7 @@ def encode_answered(
 
 
 def tools_of(columns: Mapping[str, Any]) -> Any:
-    """Returns the JSON schemas in a row's column `tools`, written out or as JSON; None where it has none."""
+    """Returns the JSON schemas in a row's column `tools`, which has objects or JSON; None if it has none."""
     tools = columns.get("tools")
     try:
         tools = parse_json(tools) if isinstance(tools, str) else tools  # a table's cell
@@ -357,6 +357,6 @@ def _ended(tokenizer: Tokenizer, ids: Sequence[int]) -> Ids:
 
 
 def _up_to_end(tokenizer: Tokenizer, ids: Sequence[int]) -> Sequence[int]:
-    """Returns the ids up to the last end-of-text token; all of them where there is none."""
+    """Returns the ids up to the last end-of-text token; all ids if there is none."""
     last = max((place for place, token in enumerate(ids) if token in tokenizer.eos_ids), default=len(ids) - 1)
     return ids[: last + 1]

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: uploads of exports, and sentences on what it refuses or does not give."""
+"""The Hugging Face hub: uploads exports, and explains its errors in one sentence."""
 
 import contextlib
 import time
@@ -9,20 +9,20 @@ from typing import TypeVar
 from jrlhf.errors import UserError
 
 T = TypeVar("T")
-_WAITS = (1.0, 4.0)  # seconds before a request that failed is tried again
-_LOST = {"TransportError", "ConnectionError", "Timeout"}  # errors of a connection
+_WAITS = (1.0, 4.0)  # seconds before each retry of a failed request
+_LOST = {"TransportError", "ConnectionError", "Timeout"}  # names of connection errors
 LOG_IN = "`hf auth login`, or set HF_TOKEN"
 
 
 def push(directory: Path, name: str, *, private: bool = False, revision: str | None = None) -> str:
-    """Uploads the files of an export in one commit, and makes the repository if it is missing; returns its address.
+    """Uploads the files of an export in one commit, creates the repository if it is missing, and returns its address.
 
-    Files of an earlier export that this one has not are deleted in the same commit; other files stay. Refused are a
-    repository with files that has no card of ours, and a commit on what another one has changed meanwhile. What was
-    uploaded before an error is not uploaded again, and is not seen until the commit.
+    Files of an earlier export that this one does not have are deleted in the same commit; other files stay. It refuses
+    a repository that has files but no card of ours, and a commit if the branch has changed in the meantime. Files that
+    were uploaded before an error are not uploaded again, and are not visible until the commit.
 
-    name: as `account_name` returns it. private: of a new repository; one that is there must be private already.
-    revision: a branch, which is made if it is missing; None: the main one.
+    name: as `account_name` returns it. private: for a new repository; an existing one must be private already.
+    revision: a branch, which is created if it is missing; None: the main branch.
     """
     import huggingface_hub
     from huggingface_hub.errors import RevisionNotFoundError
@@ -37,7 +37,7 @@ def push(directory: Path, name: str, *, private: bool = False, revision: str | N
         head = hub.model_info(name)
         if private and not head.private:
             raise UserError(f"--push {name} --private: it is there already and public: make it private on its page")
-        with contextlib.suppress(RevisionNotFoundError):  # a new branch begins as the main one
+        with contextlib.suppress(RevisionNotFoundError):  # a new branch starts from the main one
             head = hub.model_info(name, revision=revision)
         there = hub.list_repo_files(name, revision=head.sha)
         ours = CARD in there and not is_foreign_card(Path(hub.hf_hub_download(name, CARD, revision=head.sha)))
@@ -60,7 +60,7 @@ def push(directory: Path, name: str, *, private: bool = False, revision: str | N
 
 
 def account_name(name: str) -> str:
-    """Returns USER/NAME of a repository that is to be written. Checks the name, and the token with the hub."""
+    """Returns USER/NAME of the repository to write to. Checks the name, and the token with the hub."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils import validate_repo_id
 
@@ -73,7 +73,7 @@ def account_name(name: str) -> str:
 
 
 def hub_reason(error: BaseException, name: str) -> str | None:
-    """Returns why the hub does not give or take `name`, and the remedy; None where the error is not of the hub."""
+    """Returns why the hub refuses to send or accept `name`, and the remedy; None if the error is not the hub's."""
     for cause, kinds, status in _causes(error):
         missing = "DatasetNotFoundError" in kinds  # of the library `datasets`, which drops its cause
         if "GatedRepoError" in kinds or (missing and "gated" in str(cause)):
@@ -110,7 +110,7 @@ def _explained(setting: str, name: str, work: Callable[[], T], state: str) -> T:
 
 
 def _patiently(work: Callable[[], T]) -> T:
-    """Tries again where the hub could not be reached or was too busy. The library repeats some of its requests only."""
+    """Retries if the hub could not be reached or was too busy. The library itself retries only some requests."""
     for wait in _WAITS:
         try:
             return work()
@@ -132,7 +132,7 @@ def _is_busy(status: int) -> bool:
 
 
 def _causes(error: BaseException | None) -> Iterator[tuple[BaseException, set[str], int]]:
-    """Yields an error and those that it came from, the outermost first: their classes' names, and the hub's status."""
+    """Yields an error and its causes, the outermost first, each with its classes' names and the hub's status."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         seen.append(error)
@@ -142,6 +142,6 @@ def _causes(error: BaseException | None) -> Iterator[tuple[BaseException, set[st
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's text, or else its kind."""
+    """Returns the first line of an error's message, or its class if there is none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

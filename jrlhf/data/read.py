@@ -1,4 +1,4 @@
-"""Reads datasets from files and from the hub: rows of the usual shapes, as examples."""
+"""Reads datasets from files and from the hub, and converts rows of the usual shapes to examples."""
 
 import csv
 import difflib
@@ -24,9 +24,9 @@ from jrlhf.run.devices import host_memory
 from jrlhf.run.files import sha256
 
 Shape = Literal["preference", "prompt-completion", "verl", "prompt-only", "messages", "text"]
-Numbered = tuple[str, Any]  # where a row stands, for messages; and the row
+Numbered = tuple[str, Any]  # (position of a row, for messages; the row)
 
-SPLIT = "train"  # where none is named
+SPLIT = "train"  # the default split
 _SPLITS = (SPLIT, "test", "validation", "valid", "val", "dev", "eval")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
@@ -34,7 +34,7 @@ USUAL = ColumnsConfig()
 _BOM = b"\xef\xbb\xbf"
 
 _USUAL = {field.name: field.name for field in fields(ColumnsConfig)} | {"source": "data_source"}
-# The fields that each shape needs, the most telling shape first.
+# The fields that each shape needs, the most specific shape first.
 _NEEDS: dict[Shape, tuple[str, ...]] = {
     "preference": ("chosen", "rejected"),
     "prompt-completion": ("prompt", "completion"),
@@ -58,9 +58,9 @@ class Dataset:
     shape: Shape
     examples: tuple[Example, ...]
     columns: tuple[str, ...]  # all columns, in their order
-    fingerprint: str  # a hash of examples and shape: equal rows have an equal one, whatever file they are from
+    fingerprint: str  # a hash of examples and shape, which does not depend on the file format
     names: Mapping[str, str]  # field of the examples -> the column that it was read from
-    places: tuple[str, ...]  # where each example stands, for messages
+    places: tuple[str, ...]  # position of each example, for messages
 
     def take(self, rows: Sequence[int]) -> "Dataset":
         """Returns the dataset with only these examples, in this order. The fingerprint stays that of the whole."""
@@ -68,7 +68,7 @@ class Dataset:
         return replace(self, examples=examples, places=places)
 
     def describe(self) -> str:
-        """Returns one line for the log: rows, shape, and which columns were read as what."""
+        """Returns one line for the log: number of rows, shape, and the column of each field."""
         chats = sum(not isinstance(example.prompt, str) for example in self.examples)
         kind = {0: "plain text", len(self.examples): "conversations"}.get(chats, f"{chats} conversations")
         used = ", ".join(name if name == column else f"{column} as {name}" for name, column in self.names.items())
@@ -81,16 +81,16 @@ def read_dataset(source: Path | str, *, columns: ColumnsConfig = USUAL, split: s
     """Reads a dataset and checks every row of it.
 
     source: a .jsonl, .ndjson, .json, .csv or .parquet file; a directory that `datasets.save_to_disk` wrote or that
-        holds such files; or a name on the hub, with its configuration behind a colon ("openai/gsm8k:main").
-    columns: names that differ from the usual ones. Columns that are named here decide how the rows are read: with
-        `prompt="question"` a GSM8K row is a prompt, with `completion="answer"` too it is a prompt and its completion.
-    split: which part of a directory or of a hub dataset. Where there are no parts, as in a file, all is read.
+        contains such files; or a name on the hub, with its configuration after a colon ("openai/gsm8k:main").
+    columns: names that differ from the usual ones. They determine the shape of the rows: with `prompt="question"` a
+        GSM8K row is a prompt, with `completion="answer"` in addition a prompt and its completion.
+    split: the split of a directory or of a hub dataset. If there are no splits, as in a file, all rows are read.
     """
     return make_dataset(read_rows(source, split), columns, str(source))
 
 
 def read_rows(source: Path | str, split: str = SPLIT) -> Iterator[Numbered]:
-    """Returns the rows of a dataset as they are, each with its place. source, split: as in `read_dataset`."""
+    """Returns the unprocessed rows of a dataset, each with its position. source, split: as in `read_dataset`."""
     path = expanded(source)
     if "[" in split and path.exists():
         raise UserError(f"split={split!r} slices, which only datasets on the hub can be: name the split alone")
@@ -105,14 +105,14 @@ def read_rows(source: Path | str, split: str = SPLIT) -> Iterator[Numbered]:
 
 
 def hub_library(source: Path | str) -> ModuleType:
-    """Returns the library that loads a dataset from the hub; refuses what is no name there."""
+    """Returns the library that loads a dataset from the hub. Refuses a source that cannot be a name on the hub."""
     if not is_hub_name(source):
         raise UserError(f"{source} does not exist: name a file, a directory or a dataset on the hub")
     return _datasets(str(source))
 
 
 def is_hub_name(source: Path | str) -> bool:
-    """True for what can only be a dataset on the hub: no file or directory, and no file's name."""
+    """True if a source can only be a dataset on the hub: it is no file or directory, and no file name."""
     path = expanded(source)
     return bool(_HUB_NAME.fullmatch(str(source))) and path.suffix not in _READERS and not path.exists()
 
@@ -122,7 +122,7 @@ def _check_whole(path: Path, split: str) -> None:
         raise UserError(f"{path} has no splits and is read whole, not split={split!r}: leave split out, or name a part")
 
 
-# Rows of files, each with its place.
+# Rows of files, each with its position.
 
 
 def _from_file(path: Path) -> Iterator[Numbered]:
@@ -149,7 +149,7 @@ def _json_lines(path: Path) -> Iterator[Numbered]:
 
 
 def _json(path: Path) -> Iterator[Numbered]:
-    """Yields the rows of an array of objects; many files of that name hold JSON lines."""
+    """Yields the rows of an array of objects, or of JSON lines, which many .json files contain."""
     content = path.read_bytes().removeprefix(_BOM)
     if not content.lstrip().startswith(b"["):
         yield from _json_lines(path)
@@ -162,7 +162,7 @@ def _json(path: Path) -> Iterator[Numbered]:
 
 
 def _csv(path: Path) -> Iterator[Numbered]:
-    longest = csv.field_size_limit(sys.maxsize)  # by default a cell of 128 KiB is an error
+    longest = csv.field_size_limit(sys.maxsize)  # by default cells are limited to 128 KiB
     lines: list[tuple[int, list[str]]] = [(0, [])]
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
@@ -236,7 +236,7 @@ def _from_directory(path: Path, split: str) -> Iterator[Numbered]:
 
 
 def _split_of(file: str) -> str | None:
-    """The split that a file's name tells: any name that the hub's shards have, or one of the usual beginnings."""
+    """Returns the split in a file's name: any name in the format of the hub's shards, or one of the usual prefixes."""
     if shard := re.match(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}\b", file):
         return shard[1]
     return next((name for name in _SPLITS if re.match(rf"{name}(?![a-z])", file)), None)
@@ -307,7 +307,7 @@ def _detect(columns: ColumnsConfig, there: Sequence[str], source: str) -> tuple[
     half = {"chosen", "rejected"} & set(names) if not given else ()
     for shape, needed in _NEEDS.items():
         if len(half) == 1:
-            break  # a pair without its other half is a mistake, not a prompt with a column more
+            break  # half a pair is a mistake, not a prompt with an additional column
         shape_fields = {*needed, "source", *(["prompt"] if shape == "preference" else [])}
         if set(needed) <= set(names) and set(given) <= shape_fields:
             return shape, {name: column for name, column in names.items() if name in shape_fields}
@@ -344,8 +344,8 @@ def _example(shape: Shape, names: Mapping[str, str], row: Mapping[str, Any], the
 
 
 def _with_prompt(example: Example) -> Example:
-    """The pair with its prompt. Where it has none of the answers' kind, the prompt is what the two have in common:
-    whole messages, or the characters of two texts, less a blank at their end (as TRL's `extract_prompt` does)."""
+    """Returns the pair with its prompt. If there is no prompt of the answers' kind, it is their common beginning: whole
+    messages, or the characters of two texts without a blank at the end (as in TRL's `extract_prompt`)."""
     chosen, rejected = example.chosen, example.rejected
     assert chosen is not None and rejected is not None
     if isinstance(chosen, str) != isinstance(rejected, str):
@@ -356,7 +356,7 @@ def _with_prompt(example: Example) -> Example:
         common = len(os.path.commonprefix([chosen, rejected]))
         common -= common > 0 and chosen[common - 1] == " "
     else:
-        pairs = zip(chosen[:-1], rejected[:-1], strict=False)  # each keeps a message of its own
+        pairs = zip(chosen[:-1], rejected[:-1], strict=False)  # each keeps at least one message
         common = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)) - 1)
         if not common:
             raise ValueError("chosen and rejected have no message in common, and there is no prompt of their kind")
@@ -379,7 +379,7 @@ def _text(value: Any, column: str) -> Text:
 def _message(message: Any, place: str) -> Message:
     if not isinstance(message, Mapping):
         raise ValueError(f"{place} is a {type(message).__name__}, not an object with role and content")
-    message = {key: value for key, value in message.items() if value is not None}  # tables fill up with nulls
+    message = {key: value for key, value in message.items() if value is not None}  # tables fill missing keys with nulls
     if message.get("role") not in _ROLES:
         raise ValueError(f"{place} has the role {message.get('role')!r}, which is none of {', '.join(_ROLES)}")
     if "content" not in message:
@@ -390,7 +390,7 @@ def _message(message: Any, place: str) -> Message:
 
 
 def _content(content: Any, place: str) -> str:
-    """Returns a message's text, which may come in parts."""
+    """Returns a message's text, which may consist of parts."""
     if isinstance(content, (list, tuple)):
         for part in content:
             if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
@@ -411,7 +411,7 @@ def _well_formed(text: str, place: str) -> str:
 
 
 def fingerprint(texts: Iterable[str]) -> str:
-    """Returns one word for all these texts: a run that others began is not resumed."""
+    """Returns a digest of these texts; a run that was started with others is not resumed."""
     return sha256("\0".join(texts))[:16]
 
 
@@ -423,7 +423,7 @@ def _fingerprint(shape: Shape, examples: Iterable[Example]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A JSON form of other values. Never an address: equal rows must have an equal fingerprint in every process."""
+    """Converts other values for JSON, never to an address, so that equal rows have equal fingerprints everywhere."""
     if isinstance(value, (bytes, bytearray)):
         return value.hex()
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The data of a run, whatever they were read from."""
+"""`Task`: the data of a run, independent of their source."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from jrlhf.data.types import Example, Ids, Response
 
 
 class PairSampler(Protocol):
-    """Gives a task what it needs to make preference pairs: answers of the run's policy, and random numbers."""
+    """The interface with which a task makes preference pairs: answers of the run's policy, and random numbers."""
 
     def responses(self, prompts: Sequence[Ids], count: int, purpose: str) -> list[list[Response]]:
-        """`count` rounds; each has one response to each prompt. Equal purposes give equal responses."""
+        """Returns `count` rounds, each with one response to every prompt. Equal purposes give equal responses."""
         ...
 
     def rng(self, purpose: str) -> np.random.Generator:
@@ -27,15 +27,15 @@ class PairSampler(Protocol):
 class SFTData:
     """Texts to imitate."""
 
-    count: int  # rows to learn from
-    # (rows, step) -> their token ids and which of them are learned. The step matters where rows change with time.
+    count: int  # number of training rows
+    # (rows, step) -> their token ids and the tokens to learn. Rows may depend on the step.
     batch: Callable[[np.ndarray, int], Sequences]
-    heldout: Sequences  # texts that are only measured; may be none
+    heldout: Sequences  # texts for evaluation only; may be empty
 
 
 @dataclass(frozen=True)
 class Grades:
-    """The scores that a gold measure, which training never sees, gives to answers; and their parts by name."""
+    """Scores of answers by a gold measure, which training never sees; and their parts by name."""
 
     scores: np.ndarray
     items: dict[str, np.ndarray]
@@ -43,16 +43,16 @@ class Grades:
 
 @dataclass(frozen=True)
 class Task:
-    """The data that a run learns from and is measured by; None where no stage needs them."""
+    """The data for training and evaluation of a run. Fields are None if no stage needs them."""
 
     tokenizer: Tokenizer
-    fingerprint: str  # one word for all data; a checkpoint that was made with another is refused
+    fingerprint: str  # a digest of all data; a checkpoint with another one is refused
     description: str  # for the log
     sft: SFTData | None = None
     # Makes pairs to learn from and held-out pairs. The built-in task samples their answers from the policy.
     pairs: Callable[[PairSampler], tuple[Pairs, Pairs]] | None = None
-    prompts: Prompts | None = None  # to answer in reinforcement learning
-    heldout: Prompts | None = None  # to validate on
-    gold: Callable[[Sequence[Example], Sequence[str]], Grades] | None = None  # a measure that only measures
-    chat: bool = False  # whether the model is given conversations, or plain text
-    prompt_end: str = ""  # the end of each plain prompt, which a typed line lacks
+    prompts: Prompts | None = None  # for reinforcement learning
+    heldout: Prompts | None = None  # for validation
+    gold: Callable[[Sequence[Example], Sequence[str]], Grades] | None = None  # a measure for evaluation only
+    chat: bool = False  # True: the model gets conversations; False: plain text
+    prompt_end: str = ""  # the white space at the end of every plain prompt, which a typed line lacks

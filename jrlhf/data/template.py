@@ -1,8 +1,8 @@
-"""The process that renders chat templates: a template is a program of anyone, and may take all time and memory.
+"""The process that renders chat templates, which are untrusted programs and may use much time and memory.
 
     parent: a pickle of (source, variables)     worker: {"text"} | {"bad": what is wrong}
 
-Jinja's sandbox refuses what would reach beyond the template; the process limits what it uses.
+Jinja's sandbox refuses access to anything outside of the template; the process limits time and memory.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jrlhf.run.child import channel_to_parent, receive, send
 
-SECONDS = 20.0  # of one text, which takes milliseconds; and of the process's start
-MEMORY = 1 << 30  # bytes of the process
-LONGEST = 1 << 25  # characters of a text
+SECONDS = 20.0  # limit for one text, which usually takes milliseconds, and for the process's start
+MEMORY = 1 << 30  # memory limit of the process in bytes
+LONGEST = 1 << 25  # maximum number of characters of a text
 
 
 def main(descriptor: int) -> None:
@@ -50,12 +50,12 @@ def _render(source: str, variables: Mapping[str, Any]) -> dict[str, str]:
         return {"bad": f"refuses the messages: {error.message}"}
     except MemoryError:
         return {"bad": f"takes more than {MEMORY >> 30} GiB of memory"}
-    except Exception as error:  # whatever an expression in a template may raise
+    except Exception as error:  # an expression in a template may raise anything
         return {"bad": f"fails on the messages: {type(error).__name__}: {error}"}
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` ... `{% endgeneration %}`: some templates mark the words of the assistant so."""
+    """`{% generation %}` ... `{% endgeneration %}`, with which some templates mark the assistant's words."""
 
     tags = {"generation"}
 
@@ -70,7 +70,7 @@ def _refuse(message: str) -> None:
 
 
 def _to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """Jinja's own filter writes `<` as `\\u003c`, for web pages."""
+    """Replaces Jinja's own filter, which writes `<` as `\\u003c` for web pages."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,1 +1,1 @@
-"""A run directory and what keeps a run alive: files, checkpoints, metrics, console, processes."""
+"""Services of a run: its directory and files, checkpoints, metrics, console, devices and processes."""

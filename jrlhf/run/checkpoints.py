@@ -1,7 +1,7 @@
-"""Checkpoints that are either exactly what was saved or refused.
+"""`Checkpoints`: saves and restores the state of a run. A checkpoint that is not exactly what was saved is refused.
 
-Orbax writes them: asynchronously, atomically, every process its own shards, restorable onto any mesh. It does not
-notice a flipped bit in an array file, so every leaf has a fingerprint, made on the devices and checked after a restore.
+Orbax writes asynchronously and atomically, each process its own shards; any mesh can restore. It does not detect a
+flipped bit in an array file, so every leaf has a fingerprint, computed on the devices and checked after a restore.
 """
 
 import contextlib
@@ -41,8 +41,8 @@ _LATE_REPORTS = "Event loop is closed", "Encountered error while reading array i
 class Checkpoints(Closing):
     """The checkpoints of a run: at most `keep`, each a tree of arrays and a JSON-like dict.
 
-    tell: gets a sentence for each damaged checkpoint that is passed over. older: brings the newest checkpoint before a
-    step from elsewhere into the directory; returns whether there is one.
+    tell: called with a sentence for each damaged checkpoint that is skipped. older: copies the newest checkpoint before
+    a step from other storage into the directory; returns whether there is one.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class Checkpoints(Closing):
         self._directory, self._tell, self._older = Path(directory).absolute(), tell, older
         self._hooks = contextlib.ExitStack()
         self._hooks.enter_context(_unraisable(_LATE_REPORTS))
-        self._hooks.enter_context(_filtered(("absl",), lambda record: "orbax" not in record.pathname))  # it raises, too
+        self._hooks.enter_context(_filtered(("absl",), lambda record: "orbax" not in record.pathname))  # raised, too
         if is_main():
-            # Left half written by a killed process. Orbax would remove it in the background, perhaps too late.
+            # A killed process left it half written. Orbax would remove it in the background, perhaps too late.
             for leftover in self._directory.glob("*.orbax-checkpoint-tmp*"):
                 shutil.rmtree(leftover)
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
@@ -90,7 +90,7 @@ class Checkpoints(Closing):
     def restore_latest(self, target: Tree) -> tuple[int, Tree, dict[str, Any]] | None:
         """Returns (step, tree, meta) of the newest good checkpoint; None if there is no checkpoint.
 
-        Damaged checkpoints are reported, moved to `damaged-STEP`, and passed over.
+        Damaged checkpoints are reported, moved to `damaged-STEP`, and skipped.
 
         target: the tree to fill, of arrays or of `jax.ShapeDtypeStruct`s with the leaves' shardings (see `like`).
         """
@@ -119,7 +119,7 @@ class Checkpoints(Closing):
         return None
 
     def _newest(self, damaged: Container[int]) -> int | None:
-        """Returns the newest step that is not damaged, here or else where older ones are brought from."""
+        """Returns the newest step that is not damaged, from the directory or else from `older`."""
         steps = [step for step in self.steps if step not in damaged]
         if not steps and self.steps and self._older(self.steps[0]):
             self._manager.reload()
@@ -135,7 +135,7 @@ class Checkpoints(Closing):
             self.wait()
         finally:
             self._manager.close()
-            gc.collect()  # what ran next to a failed read or write reports now
+            gc.collect()  # operations next to a failed read or write report their errors now
             self._hooks.close()
 
     def _saving(self, save: Callable[[], object]) -> None:
@@ -206,12 +206,12 @@ def _restore(path: Path, target: Any, prefix: str = "") -> tuple[dict[str, Any],
 
 
 def _spread(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """A leaf as it is saved. Orbax writes and reads arrays of which each process has a part."""
+    """Returns a leaf as it is saved: Orbax needs arrays of which each process has a part."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=spread_sharding(leaf))
 
 
 def _brought(arrays: dict[str, Array], target: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:
-    """The arrays where the target has them. The others are used up."""
+    """Moves the arrays to the shardings of `target`. The given arrays are deleted."""
     names = [name for name, array in arrays.items() if array.sharding != target[name].sharding]
     for group in groups([arrays[name] for name in names]):
         wanted = {names[i]: target[names[i]].sharding for i in group}
@@ -259,7 +259,7 @@ def _mesh(leaf: Any) -> Any:
 
 
 def fingerprint_of(tree: Any) -> str:
-    """Returns a short word for a whole tree of arrays: equal trees have equal words, on any mesh."""
+    """Returns a short digest of a tree of arrays. Equal trees have equal digests, on any mesh."""
     return sha256(json.dumps(fingerprints(_leaves(tree)), sort_keys=True))[:16]
 
 
@@ -272,8 +272,8 @@ def fingerprint(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
     """Sums the words of an array, each mixed with its position, in 32 bits.
 
     At every position the mix is a bijection of the word, so a change within one word always changes the sum; other
-    changes, such as two words exchanged, are missed with a probability of 2^-32. The sum wraps and does not depend on
-    the order, so it is the same on every mesh. Compare only fingerprints of equal shapes and dtypes.
+    changes, such as two exchanged words, are missed with a probability of 2^-32. The sum wraps around and does not
+    depend on the order, so it is the same on every mesh. Compare only fingerprints of equal shapes and dtypes.
     """
     words = _words(x)
     position = jnp.zeros(words.shape, jnp.uint32)
@@ -306,7 +306,7 @@ def _mix(h: jax.Array) -> jax.Array:
 
 
 def _leaves(tree: Any) -> dict[str, Any]:
-    """Returns the leaves by name: flat, so that a checkpoint does not depend on the classes that held them."""
+    """Returns name -> leaf, flat, so that a checkpoint does not depend on the classes of the tree."""
     paths = jax.tree_util.tree_flatten_with_path(tree)[0]
     named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths}
     if len(named) != len(paths):
@@ -329,13 +329,13 @@ def _opened(sealed: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Damaged(Exception):
-    """A checkpoint is not what was saved; its text is a clause that says why."""
+    """A checkpoint is not what was saved; the message is a clause with the reason."""
 
 
 def _read(read: Callable[[], T]) -> T:
-    """Calls `read`; turns whatever a broken file makes Orbax and TensorStore raise and print into one clause.
+    """Calls `read`; turns all errors and output of Orbax and TensorStore about a broken file into one clause.
 
-    Raises _Damaged if the files are not what was saved, in any process, and UserError if they may be good but this
+    Raises _Damaged if, in any process, the files are not what was saved, and UserError if they may be intact but this
     machine cannot read them now.
     """
     result: T | None = None
@@ -368,9 +368,9 @@ _STATUS_WORDS += tuple(f"[os_error_code='{number}']" for number in _ERRNOS)
 
 
 def is_obstacle(error: Exception) -> bool:
-    """Tests whether an error is about this machine (memory, rights, limits, network) and not about a file's content.
+    """True if an error is about this machine (memory, rights, limits, network) and not about a file's content.
 
-    JAX and TensorStore raise plain errors whose text alone names the cause; a test asks the installed versions.
+    JAX and TensorStore raise plain errors whose cause is only in the text; a test checks the installed versions.
     """
     return (
         isinstance(error, MemoryError)
@@ -381,7 +381,7 @@ def is_obstacle(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def _filtered(names: Sequence[str], keep: Callable[[logging.LogRecord], bool]) -> Iterator[None]:
-    """Logs only the records that `keep` accepts, of the loggers with these names."""
+    """Lets the loggers with these names log only the records that `keep` accepts."""
     loggers = [logging.getLogger(name) for name in names]
     for logger in loggers:
         logger.addFilter(keep)
@@ -394,7 +394,7 @@ def _filtered(names: Sequence[str], keep: Callable[[logging.LogRecord], bool]) -
 
 @contextlib.contextmanager
 def _unraisable(beginnings: tuple[str, ...]) -> Iterator[None]:
-    """Drops reports of uncaught errors that begin so: reads next to a failed one end later, unobserved."""
+    """Drops reports of uncaught errors with these beginnings: reads next to a failed one fail later, unobserved."""
     report = sys.unraisablehook
     sys.unraisablehook = lambda error: None if str(error.exc_value).startswith(beginnings) else report(error)
     try:

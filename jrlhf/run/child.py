@@ -1,7 +1,7 @@
-"""A worker process seen from its parent: requests with a deadline, and a death that leaves nothing behind.
+"""`Worker`: a child process that answers requests with a deadline and always ends together with its own children.
 
-Libraries were tried against tests/jrlhf/rewards. pebble notices an exit with code 0 only at the deadline, leaves what
-a function started running, leaves its workers running when the parent is killed, and lets SIGTERM end them. loky has no
+Libraries were tried on tests/jrlhf/rewards. pebble notices an exit with code 0 only at the deadline, does not end the
+processes that a function started, nor its workers when the parent is killed, and lets SIGTERM end them. loky has no
 deadline per task, and one crash fails all tasks.
 """
 
@@ -30,10 +30,10 @@ del sys.argv[1:]
 from {module} import main
 main(descriptor)
 """
-LONGEST = 1 << 28  # bytes of an answer
-TAIL = 1 << 14  # bytes of a worker's output that are kept to explain its death
-LENGTH = struct.Struct(">I")  # of a frame, before its body
-GRACE = 1.0  # seconds beyond its deadline in which a worker may end itself, printing where it hung
+LONGEST = 1 << 28  # maximum bytes of an answer
+TAIL = 1 << 14  # last bytes of a worker's output that are stored to explain its death
+LENGTH = struct.Struct(">I")  # the length of a frame, before its body
+GRACE = 1.0  # seconds after its deadline in which a worker can end itself and print where it hung
 
 
 def send(channel: socket.socket, body: bytes) -> None:
@@ -41,7 +41,7 @@ def send(channel: socket.socket, body: bytes) -> None:
 
 
 def receive(channel: socket.socket, until: float = math.inf, longest: float = math.inf) -> bytes:
-    """Returns the body of a frame; an OSError if the channel ends or the time `until` passes before it is there."""
+    """Returns the body of a frame. Raises OSError if the channel ends, or at the time `until`."""
     body, length = bytearray(), LENGTH.size
     while len(body) < length:
         if until < math.inf:
@@ -58,12 +58,12 @@ def receive(channel: socket.socket, until: float = math.inf, longest: float = ma
 
 
 def channel_to_parent(descriptor: int) -> socket.socket:
-    """Returns the socket to the parent, in a child, which from now on lives exactly as long as the parent wants.
+    """Returns the child's socket to the parent. From now on only the parent ends this process.
 
-    Ctrl-C, a hang-up and a scheduler's SIGTERM reach many processes at once, but only the parent knows when to stop:
-    they do nothing here. (Handlers, not SIG_IGN, because programs that the function starts would inherit SIG_IGN.)
+    Ctrl-C, a hang-up and a scheduler's SIGTERM reach many processes at once, but only the parent knows when to stop, so
+    they are ignored here. (By handlers, because programs that the function starts would inherit SIG_IGN.)
     The parent stops this process by SIGKILL. If the parent itself is killed, a thread here sees the socket close and
-    ends the process group. A call that holds the interpreter lock keeps that thread from running; only the parent, or a
+    ends the process group. That thread cannot run during a call that holds the interpreter lock; only the parent, or a
     C thread (`faulthandler`), ends such a call at its deadline.
     """
     os.set_inheritable(descriptor, False)
@@ -71,7 +71,7 @@ def channel_to_parent(descriptor: int) -> socket.socket:
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def in_forked_child() -> None:
-        channel.close()  # or the parent would not see this process end while the child lives
+        channel.close()  # otherwise the parent would not see this process end before its child
         for number in numbers:
             signal.signal(number, signal.SIG_DFL)
 
@@ -91,16 +91,16 @@ def channel_to_parent(descriptor: int) -> socket.socket:
 class Worker:
     """A process that answers one request at a time.
 
-    It has a session of its own: a signal to the terminal's process group passes it by, and the programs that it starts
-    can be killed with it. It is started by exec, not by fork (this process has threads), and does not import the
-    parent's main module. `log` gets its output, from a thread that reads until the process closes it.
+    It has its own session, so it gets no signals of the terminal's process group, and programs that it starts can be
+    killed with it. It is started by exec, not by fork (this process has threads), and does not import the parent's main
+    module. A thread reads its output, until the process closes it, and passes it to `log`.
 
-    module: its function `main` is given the descriptor of the child's end of the channel.
+    module: its function `main` gets the descriptor of the child's end of the channel.
     """
 
     def __init__(self, module: str, environment: Mapping[str, str], log: Callable[[bytes], None]):
         self._log, self._tail = log, b""
-        self._lock = threading.RLock()  # of ending the process
+        self._lock = threading.RLock()  # held while the process is ended
         self._channel, theirs = socket.socketpair()
         paths = json.dumps([str(path) for path in sys.path])
         with theirs:
@@ -119,7 +119,7 @@ class Worker:
         self._reader.start()
 
     def ended(self, seconds: float = 0.0) -> bool:
-        """True if the worker has closed its end of the channel or does so within `seconds`: it is dead or dying."""
+        """True if the worker has closed its end of the channel, or does so within `seconds`: it is ending."""
         try:
             self._channel.settimeout(max(seconds, 0.0))
             return not self._channel.recv(1, socket.MSG_PEEK)
@@ -131,13 +131,13 @@ class Worker:
     def request(self, body: bytes, seconds: float) -> Mapping[str, Any]:
         """Returns the answer to a request, which must come within `seconds`.
 
-        If the worker ended, or was killed because it must not be asked again, the answer is {"failure", "detail"}, with
-        the kind "hang" (beyond the deadline) or "crash".
+        If the worker ended, or was killed because its state is unknown, the answer is {"failure", "detail"}, with the
+        kind "hang" (after the deadline) or "crash".
         """
         deadline = time.monotonic() + seconds
         detail = "wrote into the channel of its answers"
         try:
-            with contextlib.suppress(BrokenPipeError):  # what it answered before it ended is still read below
+            with contextlib.suppress(BrokenPipeError):  # an answer from before its end is still read below
                 self._channel.settimeout(seconds + GRACE)
                 send(self._channel, body)
             answer = json.loads(receive(self._channel, deadline + GRACE, LONGEST))
@@ -160,27 +160,27 @@ class Worker:
 
     def dismiss(self) -> None:
         """Asks an idle worker to exit by itself, which runs its exit handlers."""
-        with contextlib.suppress(OSError):  # it is gone, or busy
+        with contextlib.suppress(OSError):  # it has ended, or is busy
             self._channel.settimeout(0)
             send(self._channel, pickle.dumps(None))
 
     def interrupt(self) -> None:
         """Kills the process and the programs that it started; a request that waits for it ends at once."""
         with self._lock:
-            if self._process.returncode is None:  # nobody has waited for it: its number is still its own
-                # Nobody left: ProcessLookupError, or on macOS, if only the dead are, PermissionError.
+            if self._process.returncode is None:  # not waited for yet, so its process id is not reused
+                # ProcessLookupError: no process is left. PermissionError on macOS: only zombies are left.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self.pid, signal.SIGKILL)
 
     def kill(self) -> int:
-        """`interrupt`, then frees what the process used; returns its exit code. May be called again."""
+        """`interrupt`, then frees the resources of the process; returns its exit code. May be called again."""
         with self._lock:
             self.interrupt()
             try:
                 code = self._process.wait(5)
             except subprocess.TimeoutExpired:
-                return -signal.SIGKILL  # stuck in the kernel, on a dead file server: it dies when that lets go
-            self._reader.join(1)  # longer only if a detached program holds the pipe open
+                return -signal.SIGKILL  # it hangs in the kernel, say on a dead file server
+            self._reader.join(1)  # it takes longer only if a detached program holds the pipe open
             self._channel.close()
             return code
 
@@ -193,7 +193,7 @@ class Worker:
 
 
 def _place(output: bytes, header: bytes) -> str:
-    """Returns the place of the main thread in faulthandler's report, which lists the youngest thread first."""
+    """Returns the position of the main thread in faulthandler's report, which lists the newest thread first."""
     blocks = re.split(header, output)
     frame = re.match(rb'\s*File "([^"]*)", line (\d+)', blocks[-1]) if len(blocks) > 1 else None
     return f", at {frame[1].decode(errors='replace')}:{frame[2].decode()}" if frame else ""

@@ -1,4 +1,4 @@
-"""Clocks: seconds of each call of an iteration, as `timing_s/<call>`, and seconds of each phase of a run."""
+"""Clocks: measure the seconds of each call of an iteration (`timing_s/<call>`) and of each phase of a run."""
 
 import functools
 import time
@@ -14,14 +14,14 @@ from jax.sharding import Mesh
 
 from jrlhf.run.processes import several, to_main
 
-SMALL = 16 << 20  # bytes
+SMALL = 16 << 20  # bytes: arrays up to this size are waited for, see `_small`
 
 
 class Span(NamedTuple):
-    """When a call kept its devices busy: seconds since the iteration began.
+    """The time in which a call kept its devices busy: seconds since the iteration began.
 
-    devices: the ids of the devices on which its results are, or of those of the mesh that it was made on.
-    copies: it brought arrays from other devices. Such a copy may overlap with calls on the same devices.
+    devices: ids of the devices of its results or, if it has none, of the mesh under which it was called.
+    copies: True if it copied arrays from other devices; then it may overlap with calls on the same devices.
     """
 
     name: str
@@ -32,26 +32,26 @@ class Span(NamedTuple):
 
 
 class Clock:
-    """Notes when calls begin and end, without blocking them.
+    """Records when calls begin and end, without blocking them.
 
-    A call only enqueues work on its devices. Threads, one for all calls on the same devices, wait for the calls' arrays
-    in the order of the calls and note when they are ready. A call begins when it is made, its inputs are ready, and its
-    devices have ended the calls before it:
+    A call only enqueues work on its devices. Threads, one per set of devices, wait for the calls' arrays in the order
+    of the calls and record when they are ready. A call begins when it is dispatched, its inputs are ready, and its
+    devices have ended the previous calls:
 
-        seconds = ready - max(made, inputs ready, ready of the previous call on one of its devices)
+        seconds = ready - max(dispatched, inputs ready, ready of the previous call on one of its devices)
 
     including its tracing, compilation and other work on the host; inputs that are ready when it returns count as ready
-    when it was made. A call that returns no arrays has worked on the host until it returned. So calls on the same
-    devices follow each other without overlaps, and the sum of their seconds is at most the whole time. Calls on
-    separate devices may overlap. Host work during that of the devices adds nothing.
+    at the dispatch. A call that returns no arrays has worked on the host until it returned. So calls on the same
+    devices do not overlap, and the sum of their seconds is at most the total time. Calls on separate devices may
+    overlap. Host work adds nothing while the devices work.
 
-    deadline: seconds within which calls must end. blocking: wait for each call before the next one is made; by default
-    only for calls on several devices that one CPU simulates.
+    deadline: seconds within which calls must end. blocking: wait for each call before the next one is dispatched; by
+    default only for calls on several devices that one CPU simulates.
     """
 
     def __init__(self, *, deadline: float = 3600.0, blocking: bool | None = None):
         self.deadline, self._blocking = deadline, blocking
-        # By devices, and those of inputs on other devices. The threads end with the clock.
+        # By the call's devices and those of inputs on other devices. The threads end with the clock.
         self._threads = defaultdict[tuple, ThreadPoolExecutor](partial(ThreadPoolExecutor, 1, "clock"))
         self._lock = Lock()  # for `add_parallel`, which other threads call
         self.start()
@@ -76,12 +76,12 @@ class Clock:
         return result
 
     def add_parallel(self, name: str, seconds: float) -> None:
-        """Adds the seconds of work that ran in another thread at the same time; they are not part of any call's."""
+        """Adds the seconds of work that ran in another thread at the same time; no call contains them."""
         with self._lock:
             self._parallel[name] = self._parallel.get(name, 0.0) + seconds
 
     def start(self) -> None:
-        """Forgets what was collected: an iteration begins."""
+        """Clears the records: an iteration begins."""
         self._started = time.perf_counter()
         self._calls, self._pending = list[_Call](), []
         self._parallel: dict[str, float] = {}
@@ -89,7 +89,7 @@ class Clock:
     def take(self) -> dict[str, float]:
         """Returns `timing_s/*` since `start`, with `timing_s/step` for the whole; waits until every call has ended.
 
-        Of several processes only process 0 has the times of calls on devices of others. All must call this.
+        With several processes only process 0 has the times of calls on other processes' devices. All must call this.
         Raises TimeoutError after the deadline, and the error of a call that failed on the device.
         """
         until = time.perf_counter() + self.deadline
@@ -103,7 +103,7 @@ class Clock:
         return seconds | {"timing_s/step": time.perf_counter() - self._started}
 
     def _ask_others(self) -> None:
-        """Takes over the times of calls on devices of other processes, in process 0. All processes make all calls."""
+        """Gets the times of calls on devices of other processes, in process 0. All processes make all calls."""
         if not several():
             return
         witness = [min(device.process_index for device in call.devices) for call in self._calls]
@@ -119,8 +119,8 @@ class Clock:
                     call.started, call.inputs, call.ready = (self._started + second for second in seconds)
 
     def spans(self) -> list[Span]:
-        """Returns the calls that have ended since `start`, in the order in which they were made."""
-        free: dict[Any, float] = {}  # when a device has ended all calls so far
+        """Returns the calls that have ended since `start`, in the order of their dispatch."""
+        free: dict[Any, float] = {}  # device -> time at which it has ended all calls so far
         spans = []
         for call in self._calls:
             busy = [] if call.copies else [free.get(device, 0.0) for device in call.devices]
@@ -133,7 +133,7 @@ class Clock:
         return spans
 
     def calls(self, mesh: Mesh) -> list[dict[str, Any]]:
-        """Returns the spans as records, with the numbers of their devices in a run on `mesh`, as a plan names them."""
+        """Returns the spans as records; devices are numbered by their position in `mesh`, as in plans."""
         numbers = {device.id: number for number, device in enumerate(mesh.devices.flat)}
         records = []
         for span in self.spans():
@@ -145,14 +145,14 @@ class Clock:
 
 
 class _Call:
-    """A call, and when its inputs and its results were ready."""
+    """A call, with the times at which its inputs and its results were ready."""
 
     def __init__(self, name: str, devices: Set[Any], started: float, returned: float, *, copies: bool):
         self.name, self.devices, self.started, self.copies = name, devices, started, copies
         self.inputs, self.ready = started, returned
 
     def wait(self, inputs: list[jax.Array], results: list[jax.Array]) -> None:
-        """Waits for the arrays and notes the times."""
+        """Waits for the arrays and records the times."""
         self.inputs = _wait(inputs, self.inputs)
         self.ready = _wait(results, self.ready)
 
@@ -163,16 +163,16 @@ def _wait(arrays: list[jax.Array], otherwise: float) -> float:
         try:
             array.block_until_ready()
         except RuntimeError:
-            if not array.is_deleted():  # deleted: it was donated, and the call that took it is waited for
+            if not array.is_deleted():  # a deleted array was donated to a call, which is waited for itself
                 raise
     return time.perf_counter() if arrays else otherwise
 
 
 def may_deadlock(devices: int = 2) -> bool:
-    """Tests whether programs on so many devices that are enqueued one after the other can block each other forever.
+    """True if programs on this number of devices that are enqueued one after the other can block each other forever.
 
-    XLA's CPU client may run programs at once. With several simulated devices each holds threads that wait in its
-    collectives for peers, which may then find no free thread.
+    XLA's CPU client may run programs concurrently. With several simulated devices each program occupies threads that
+    wait in its collectives for peers, for which there may be no free thread.
     """
     return jax.default_backend() == "cpu" and min(devices, jax.device_count()) > 1
 
@@ -182,7 +182,7 @@ def _arrays(tree: Any) -> list[jax.Array]:
 
 
 def _devices(tree: Any) -> frozenset[Any]:
-    shardings = {array.sharding for array in _arrays(tree)}  # fewer than arrays
+    shardings = {array.sharding for array in _arrays(tree)}  # many arrays share one
     return frozenset().union(*(sharding.device_set for sharding in shardings))
 
 
@@ -200,14 +200,14 @@ def _witnesses(result: Any) -> list[jax.Array]:
     """Returns arrays that show when a call has ended: the small ones, and the last one."""
     arrays = _arrays(result)
     small = _small(arrays)
-    # A call of several programs, such as a reshard, makes its last array last, whatever its size.
+    # A call of several programs, such as a reshard, completes its last array last, whatever its size.
     return small + [array for array in arrays[-1:] if not any(array is other for other in small)]
 
 
 def _small(arrays: list[jax.Array]) -> list[jax.Array]:
     """Returns the small arrays, or else the smallest.
 
-    Waiting for large arrays would keep their memory from programs that are enqueued meanwhile.
+    Waiting for large arrays would keep their memory allocated while other programs are enqueued.
     """
     return [array for array in arrays if array.nbytes <= SMALL] or sorted(arrays, key=lambda array: array.nbytes)[:1]
 
@@ -226,7 +226,7 @@ class Stopwatch:
 
 
 def timed(name: str) -> Callable:
-    """Decorates a role's method: `self.clock` counts its time under `name`."""
+    """Decorates a role's method: `self.clock` records its time as `name`."""
 
     def decorate(method):
         @functools.wraps(method)

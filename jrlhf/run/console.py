@@ -1,6 +1,6 @@
 """The console of a run: progress with rate and time left, a line for each iteration, samples, the summary.
 
-On a terminal with `rich`; elsewhere (a pipe, a log file, a notebook's `!command`) as plain lines, few of them.
+On a terminal it uses `rich`; elsewhere (a pipe, a log file, a notebook's `!command`) it prints few plain lines.
 """
 
 import math
@@ -63,7 +63,7 @@ _VALIDATION = re.compile(r"val-(?:core|aux)/(?P<name>.+)/(?P<statistic>[a-z]+@\d
 
 
 class Console:
-    """Prints for people; with `enabled=False` (every process but the first) it prints nothing.
+    """Prints messages for users; with `enabled=False` (in every process but the first) it prints nothing.
 
     quiet: minimum seconds between two lines of a fast phase, and between two tables of samples.
     """
@@ -74,7 +74,7 @@ class Console:
         self._enabled, self._file, self.now = enabled, sys.stdout if file is None else file, now
         self._encoding = getattr(self._file, "encoding", None) or "utf-8"
         self._rich = rich.console.Console(file=self._file, highlight=False, markup=False, emoji=False)
-        self._sampled = -math.inf  # when samples were last shown
+        self._sampled = -math.inf  # time at which samples were last shown
         self.interactive = enabled and self._rich.is_interactive
         self.interactive &= self._encoding.lower().replace("-", "") == "utf8"
 
@@ -96,7 +96,7 @@ class Console:
 
     @contextmanager
     def status(self, text: str) -> Iterator[Callable[[str], None]]:
-        """Announces work of unknown length. Yields a function that adds a word on how far it is."""
+        """Announces work of unknown length. Yields a function that shows a word about its progress."""
         began = self.now()
         if not self.interactive:
             self.line(f"{text} ...")
@@ -108,7 +108,7 @@ class Console:
 
     @contextmanager
     def loading(self, name: str) -> Iterator[Callable[[int, int], None]]:
-        """Announces a large file that is read. Yields a function of (bytes done, bytes in all)."""
+        """Announces that a large file is read. Yields a function of (bytes done, total bytes)."""
         with self.status(f"reading {name}") as update:
             shown = self.now()
 
@@ -184,7 +184,7 @@ class Console:
     def summary(
         self, figures: Iterable[tuple[str, Sequence[str], str]], phases: Mapping[str, float], run_dir: Path | str
     ) -> None:
-        """Shows the figures of a run's end, each with a title, values and a note, and where report and model are."""
+        """Shows the results of a run, each with a title, values and a note, and the paths of report and model."""
         self.line("")
         for title, values, note in figures:
             self.line(f"{title}: {' → '.join(values)}  ({note})", style="bold")
@@ -194,7 +194,7 @@ class Console:
         self.line(f"model: {run_dir}/model, in Hugging Face form")
 
     def commands(self, config: Config) -> None:
-        """Shows the shell commands that go on from a run that has ended."""
+        """Shows shell commands for what to do next with a run that has ended."""
         at_address = is_address(config.run_dir)
         place = f"{config.run_dir.rstrip('/')}/{config.name}" if at_address else run_path(config)
         run, stage = shlex.quote(str(place)), config.stages[-1]
@@ -219,11 +219,11 @@ class Progress:
 
     def __post_init__(self) -> None:
         self._began, self._shown = self.console.now(), -math.inf
-        self._told = self._began  # when `compiling` last printed a line
+        self._told = self._began  # time at which `compiling` last printed a line
         self._mark: tuple[float, int] | None = None  # (time, done) after the first unit, which contains compilation
 
     def advance(self, done: int, metrics: Mapping[str, float] | None = None) -> None:
-        """Notes that `done` units are done; `metrics` are those of the last one."""
+        """Records that `done` units are done; `metrics` are those of the last one."""
         metrics, now = metrics or {}, self.console.now()
         self.done, self._mark = done, self._mark or (now, done)
         rate, ended = self._rate(now), done >= self.total
@@ -242,7 +242,7 @@ class Progress:
             self.bar(completed=done, pace=self.pace())
 
     def compiling(self, number: int, program: str) -> None:
-        """Shows, before the first unit is done, which program of the phase is compiled, the `number`-th of it."""
+        """Shows, before the first unit is done, that the phase compiles its `number`-th program."""
         if self._mark is not None:
             return
         if self.bar is not None:
@@ -252,13 +252,13 @@ class Progress:
             self.console.line(f"{self.name}: compiling {program}, program {number}")
 
     def _rate(self, now: float) -> float | None:
-        """Returns units per second after the first one; None as long as it is not known."""
+        """Returns units per second after the first one; None if it is not known yet."""
         if self._mark is None or self.done <= self._mark[1] or now <= self._mark[0]:
             return None
         return (self.done - self._mark[1]) / (now - self._mark[0])
 
     def pace(self) -> str:
-        """Writes `12/s, 31 s left`; at the end the time that the phase took; empty as long as the rate is not known."""
+        """Returns `12/s, 31 s left`; at the end the duration of the phase; "" if the rate is not known yet."""
         rate = self._rate(now := self.console.now())
         speed = "" if rate is None else f"{rate:.3g}/s" if rate >= 1 else f"{1 / rate:.1f} s each"
         if self.done >= self.total:
@@ -267,9 +267,9 @@ class Progress:
 
 
 def drop_closed_outputs() -> bool:
-    """Sends standard output and error nowhere if their reader is gone, such as a closed terminal: a run goes on.
+    """Discards standard output or error if its reader, such as a terminal, was closed, so that a run goes on.
 
-    Returns whether one was gone.
+    Returns whether a reader was closed.
     """
     gone = []
     for descriptor in (1, 2):
@@ -312,7 +312,7 @@ def duration(seconds: float) -> str:
 def clean(text: str, limit: int | None = None) -> str:
     """Makes a text one line without escapes, control and direction characters.
 
-    Models write such characters, and a terminal would obey them. limit: the most characters to keep.
+    Models generate such characters, and a terminal would interpret them. limit: maximum number of characters.
     """
     spaced = (" " if c in "\n\r\t\v\f\x85\u2028\u2029" else c for c in _ESCAPES.sub("", text))
     text = "".join(c for c in spaced if unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co", "Cn"))

@@ -15,7 +15,7 @@ from jrlhf.run import processes
 from jrlhf.run.files import cache_directory
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-KEPT_BLOCK, KEPT_MEMORY = 1 << 30, (1 << 31) - 1  # bytes: the largest block that malloc keeps, and all that it keeps
+KEPT_BLOCK, KEPT_MEMORY = 1 << 30, (1 << 31) - 1  # bytes: the largest block that malloc keeps, and their total
 POOL = 8  # threads for each simulated device: for one running program, and for dispatches from seven threads
 NO_DEADLINE = "--xla_cpu_collective_call_terminate_timeout_seconds=-1"
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
@@ -33,7 +33,7 @@ def select(config: DeviceConfig, distributed: DistributedConfig | None = None) -
             prepare_simulated(config.simulated)
             jax.config.update("jax_num_cpu_devices", config.simulated)
     except RuntimeError:
-        pass  # JAX has started already, as in a notebook: its devices are checked below
+        pass  # JAX has already started, as in a notebook; its devices are checked below
     if distributed is not None:
         processes.start(distributed)
     try:
@@ -62,13 +62,13 @@ def select(config: DeviceConfig, distributed: DistributedConfig | None = None) -
 
 
 def keep_programs(platform: str) -> None:
-    """Keeps the compiled programs of a run of one process on disk, so that a resumed run need not compile them again.
+    """Stores the compiled programs of a single-process run on disk, so that a resumed run does not compile them again.
 
-    In `~/.cache/jrlhf/programs`, unless JAX_COMPILATION_CACHE_DIR names another place. Off with
-    JAX_ENABLE_COMPILATION_CACHE=false.
+    The directory is `~/.cache/jrlhf/programs`, or that in JAX_COMPILATION_CACHE_DIR. JAX_ENABLE_COMPILATION_CACHE=false
+    switches this off.
 
-    Several processes on CPUs keep none, wherever: a program that was read from disk waits for its peers forever
-    (seen with jax 0.10.2).
+    Several processes on CPUs never store programs, because a program read from disk waits for its peers forever (seen
+    with jax 0.10.2).
     """
     settings = jax.config.values
     if jax.process_count() > 1:
@@ -79,12 +79,12 @@ def keep_programs(platform: str) -> None:
 
 
 def prepare_simulated(simulated: int) -> None:
-    """Keeps XLA's CPU client from ending the process because simulated devices wait for each other.
+    """Prevents XLA's CPU client from ending the process because simulated devices wait for each other.
 
-    Each device of a program waits in a thread of one pool. Programs beyond the 32 that may be under way wait there,
-    too: one a thread of Python that gives programs to the devices, on all devices. By default the pool has as many
-    threads as devices, so that none is left to run what they wait for. And on a busy machine one device may come a
-    minute after the others, where XLA would end the process. A flag that the user sets comes later and holds.
+    Each device of a program waits in a thread of one pool. Programs beyond the 32 that may run at a time wait there,
+    too, on all devices: one for each Python thread that dispatches programs. By default the pool has as many threads as
+    devices, so none is left to run the programs that they wait for. And on a busy machine one device may be a minute
+    later than the others, which makes XLA end the process. A flag that the user sets comes later and overrides this.
     """
     os.environ.setdefault("NPROC", str(max(POOL * simulated, os.cpu_count() or 1)))
     flags = os.environ.get("XLA_FLAGS", "")
@@ -98,9 +98,9 @@ def keep_freed_memory() -> bool:
     XLA's CPU client allocates a program's temporary memory anew in every call. By default malloc returns blocks beyond
     32 MiB to the system at once, which then zeroes them again page by page.
     """
-    with suppress(AttributeError, TypeError):  # another libc, or none
+    with suppress(AttributeError, TypeError):  # there is another libc, or none
         mallopt = ctypes.CDLL(None).mallopt
-        # An older glibc refuses this threshold; the other one alone would make it map even small blocks.
+        # An older glibc refuses this threshold; with the other one alone it would map even small blocks.
         return bool(mallopt(_M_MMAP_THRESHOLD, KEPT_BLOCK) and mallopt(_M_TRIM_THRESHOLD, KEPT_MEMORY))
     return False
 
@@ -111,7 +111,7 @@ def host_memory() -> float:
 
 
 def accelerator() -> str | None:
-    """Returns `gpu` or `tpu` where the machine seems to have one, whether JAX uses it or not."""
+    """Returns `gpu` or `tpu` if the machine seems to have one, whether JAX uses it or not."""
     nvidia = any(Path(place).exists() for place in ("/proc/driver/nvidia/version", "/dev/nvidia0"))
     if nvidia or shutil.which("nvidia-smi") is not None:
         return "gpu"
@@ -132,7 +132,7 @@ def idle_accelerator() -> str | None:
 
 
 def machine_settings() -> list[str]:
-    """Returns settings for all devices of this machine's accelerator in place of simulated ones; none without one."""
+    """Returns settings that use all devices of this machine's accelerator; [] without an accelerator."""
     if accelerator() is None:
         return []
     return ["device.platform=auto", "device.simulated=null", "mesh.data=1", "mesh.fsdp=-1", "mesh.tensor=1"]

@@ -32,19 +32,19 @@ _FULL = {errno.ENOSPC: "No space left on device", errno.EDQUOT: "quota exceeded"
 class Run(Closing):
     """A run directory, which `lock` locks until `close`, or until the process ends in any way.
 
-    From `open_run` until `begin` it only collects what is to be written: a resume that is refused changes nothing.
+    From `open_run` until `begin` it only collects writes, so that a refused resume changes nothing.
 
-    writes: whether this process writes into it; of several processes only the first does.
-    notes: lines for environment.txt. changes: clauses on what a resume has changed, mostly none.
+    writes: whether this process writes into the directory; only process 0 does.
+    notes: lines for environment.txt. changes: clauses about changes in a resume.
     """
 
     def __init__(self, path: Path, *, writes: bool = True, notes: Sequence[str] = ()):
         self.path, self.writes, self.notes, self.changes, self._lock = path, writes, notes, list[str](), -1
-        self.shown: Path | str = path  # where users find it
-        self.watch: Callable[[], None] = lambda: None  # raises RunFailure if the run must not go on
-        # Brings the newest checkpoint of a stage before a step here; returns whether there is one elsewhere.
+        self.shown: Path | str = path  # the path or address that users see
+        self.watch: Callable[[], None] = lambda: None  # raises RunFailure if the run must end
+        # Copies the newest checkpoint of a stage before a step from other storage; returns whether there is one.
         self.older: Callable[[str, int], bool] = lambda stage, step: False
-        self._pending: dict[str, str | bytes] | None = None  # what is to be written at the beginning
+        self._pending: dict[str, str | bytes] | None = None  # name -> content of files to write in `begin`
 
     def lock(self) -> None:
         """Locks the directory. The lock lives as long as its file is open in this process."""
@@ -60,7 +60,7 @@ class Run(Closing):
 
     def close(self) -> None:
         if self._lock >= 0:
-            os.close(self._lock)  # the kernel drops the lock with it
+            os.close(self._lock)  # this also releases the lock
             self._lock = -1
 
     def seeds(self) -> int:
@@ -79,7 +79,7 @@ class Run(Closing):
             append_jsonl(self.path / SAMPLES, samples)
 
     def wait(self) -> None:
-        """Collects, from now until `begin`, what is to be written."""
+        """Collects all writes from now until `begin`."""
         self._pending = {}
 
     def write(self, name: str, text: str | bytes) -> None:
@@ -90,7 +90,7 @@ class Run(Closing):
             write_atomic(self.path / name, text)
 
     def begin(self, tell: Callable[[str], None] = lambda line: None) -> None:
-        """Writes what was collected, adds this start to environment.txt, and tells what has changed."""
+        """Writes the collected files, adds this start to environment.txt, and reports changes to `tell`."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -103,7 +103,7 @@ class Run(Closing):
                 file.write(_environment([*self.notes, *(f"goes on {change}" for change in self.changes)]))
 
     def check_present(self) -> None:
-        """Raises RunFailure if the directory was deleted or moved while the run uses it, or cannot be copied."""
+        """Raises RunFailure if the directory was deleted or moved during the run, or if copying it fails."""
         self.watch()
         try:
             present = self._lock < 0 or os.path.samestat(os.stat(self.path / _LOCK), os.fstat(self._lock))
@@ -117,7 +117,7 @@ class Run(Closing):
 
 @contextlib.contextmanager
 def explained(run: Run) -> Iterator[None]:
-    """Turns an error of the block into RunFailure if the run's directory is gone or its disk is full."""
+    """Turns an error of the block into RunFailure if the run's directory was removed or its disk is full."""
     try:
         yield
     except Preempted:
@@ -132,7 +132,7 @@ def explained(run: Run) -> Iterator[None]:
 
 
 def full_disk(error: BaseException | None) -> str | None:
-    """Returns the reason if an error, or one that it came from, is of a full disk. TensorStore's are plain text."""
+    """Returns the message if an error, or one of its causes, means a full disk. TensorStore's errors are plain text."""
     while error is not None:
         for number, reason in _FULL.items():
             words = reason, f"os_error_code='{number}'"
@@ -148,12 +148,12 @@ def read_summary(directory: Path) -> dict[str, Any]:
 
 
 def read_prompting(directory: Path) -> dict[str, Any]:
-    """Returns how the model of a run's or an export's directory is to be asked; empty where nothing says so.
+    """Returns how to prompt the model in the directory of a run or an export; empty if that is not recorded.
 
     chat: in conversations. prompt_end: the end of each plain prompt.
     """
     places = [place for place in (directory, directory / "model") if (place / PROMPTING).is_file()]
-    path = places[0] / PROMPTING if places else directory / SUMMARY  # which held it in older versions
+    path = places[0] / PROMPTING if places else directory / SUMMARY  # older versions wrote it there
     content, kinds = _read_object(path), {"chat": bool, "prompt_end": str}
     for name, kind in kinds.items():
         if not isinstance(content.get(name, kind()), kind):
@@ -174,7 +174,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def run_path(config: Config) -> Path:
-    """Returns the directory in which a run works: run_dir/name, or for an address its place in storage.scratch."""
+    """Returns a run's working directory: run_dir/name or, if that is an address, its directory in storage.scratch."""
     if not is_address(config.run_dir):
         return expanded(config.run_dir) / config.name
     scratch = config.storage.scratch
@@ -183,7 +183,7 @@ def run_path(config: Config) -> Path:
 
 
 def check_directory(config: Config) -> None:
-    """Refuses a run whose directory cannot be made or written, before the work of its start; leaves nothing there."""
+    """Refuses a run whose directory cannot be created or written, before other work. Leaves nothing there."""
     if not config.run_dir:
         raise UserError("run_dir= is empty: name a directory; the current one is run_dir=.")
     if (reason := write_error(run_path(config))) is not None:
@@ -205,10 +205,10 @@ def writable(config: Config) -> Iterator[None]:
 
 
 def open_run(config: Config, *, resume: bool = False, notes: Sequence[str] = ()) -> Run:
-    """Makes the directory `run_path(config)`, or with `resume` opens the run that is in it.
+    """Creates the directory `run_path(config)` or, with `resume`, opens the run in it.
 
-    A new run gets config.yaml at once. A resumed one whose settings changed gets it when it begins (`Run.begin`). Each
-    start adds to environment.txt, with the lines of `notes`. Process 0 does all this for the others.
+    A new run gets config.yaml at once. In a resumed run with changed settings, `Run.begin` replaces it. Each start is
+    appended to environment.txt, with the lines of `notes`. Process 0 does all this for the others.
     """
     run = Run(run_path(config), writes=is_main(), notes=notes)
 
@@ -239,9 +239,9 @@ def _open(run: Run, config: Config, resume: bool) -> None:
         if fresh or run.changes:
             run.write(CONFIG, config_yaml(config))
         if fresh:
-            run.write(SEEDS, "2\n")  # after the config: until that is there, a directory with other files is no run
+            run.write(SEEDS, "2\n")  # written after the config, because a directory without one is no run
             run.begin()
-        for leftover in path.glob(".*.tmp"):  # left half written by a killed process, as are the models
+        for leftover in path.glob(".*.tmp"):  # half written by a killed process, as are the models
             leftover.unlink()
         for leftover in path.glob(".model-*"):
             shutil.rmtree(leftover)
@@ -249,7 +249,7 @@ def _open(run: Run, config: Config, resume: bool) -> None:
 
 
 def _compare(path: Path, config: Config, resume: bool) -> str:
-    """Returns a line on the settings that the config changes; refuses changes that define the results."""
+    """Returns a line about the settings that the config changes; refuses settings that would change the results."""
     try:
         saved = (path / CONFIG).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -258,7 +258,7 @@ def _compare(path: Path, config: Config, resume: bool) -> str:
 
 
 def refuse_other(path: Path | str, saved: str, config: Config, resume: bool) -> str:
-    """Refuses a config that does not go on with the run in `path`, whose config.yaml is `saved`; see `_compare`."""
+    """Refuses a config that cannot continue the run in `path`, whose config.yaml is `saved`; see `_compare`."""
     refused, line = changes(path, saved, config)
     if refused:
         more = f" and {len(refused) - 5} more" if len(refused) > 5 else ""

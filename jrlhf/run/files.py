@@ -1,6 +1,6 @@
-"""Files that a crash cannot tear: whole files are replaced atomically, JSON lines are appended whole.
+"""Crash-safe files: whole files are replaced atomically, JSON lines are appended as a whole.
 
-A text with a seal is known to be what was written: a changed bit is noticed.
+A sealed text contains its checksum, so that a changed bit is noticed.
 """
 
 import errno
@@ -25,7 +25,7 @@ _SEAL = re.compile(r'\{"sha256": "(\w{64})", |# sha256 (\w{64})\n')
 
 
 class Closing(ABC):
-    """A base of classes with a method `close`, which ends a `with` block."""
+    """Base class of context managers whose block ends with a call of `close`."""
 
     def __enter__(self) -> Self:
         return self
@@ -35,11 +35,11 @@ class Closing(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends what the object has started, and frees what it holds."""
+        """Ends processes and threads of the object, and frees its resources."""
 
 
 def cache_directory() -> Path:
-    """Returns the directory of files that may be deleted at any time: measured times, compiled programs."""
+    """Returns the cache directory (measured times, compiled programs), whose files may be deleted at any time."""
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "jrlhf"
 
 
@@ -60,16 +60,16 @@ def write_atomic(path: Path | str, data: str | bytes) -> None:
     try:
         os.fsync(directory)  # the rename itself
     except OSError as error:
-        if error.errno != errno.EINVAL:  # file systems that cannot sync a directory
+        if error.errno != errno.EINVAL:  # EINVAL: the file system cannot sync a directory
             raise
     finally:
         os.close(directory)
 
 
 def lock_file(path: Path) -> tuple[int, bool | None]:
-    """Opens a file and locks it for as long as it is open; returns (its descriptor, whether the lock is ours).
+    """Opens a file and locks it for as long as it is open; returns (its descriptor, whether we got the lock).
 
-    None in place of the second: the file system has no locks.
+    The second is None if the file system has no locks.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -85,7 +85,7 @@ def lock_file(path: Path) -> tuple[int, bool | None]:
 
 
 def encode(value: Any) -> str:
-    """Returns JSON from which `decode` makes an equal value, arrays of numbers included, bit for bit."""
+    """Returns JSON from which `decode` restores an equal value, also arrays of numbers, bit for bit."""
     return json.dumps(value, default=lambda array: {"ndarray": array.dtype.name, "values": array.tolist()})
 
 
@@ -101,15 +101,15 @@ def sha256(content: str | bytes) -> str:
 
 
 def seal(text: str) -> str:
-    """Returns a JSON object or a YAML text with its checksum, as a first key or a comment. `unsealed` reads it."""
+    """Adds a checksum to a JSON object, as its first key, or to a YAML text, as a comment. `unsealed` reads it."""
     digest = sha256(text)
     return f'{{"sha256": "{digest}", {text[1:]}' if text.startswith("{") else f"# sha256 {digest}\n{text}"
 
 
 def unsealed(path: Path, *, older: bool = False) -> str | None:
-    """Returns the text of a sealed file; None if there is none, or if it is not what was written.
+    """Returns the text of a sealed file; None if there is no file, or if the checksum does not match.
 
-    older: returns a text without a seal, which an older version wrote, as it is.
+    older: accepts a text without a seal, which an older version wrote.
     """
     try:
         content = path.read_text(encoding="utf-8")
@@ -123,7 +123,7 @@ def unsealed(path: Path, *, older: bool = False) -> str | None:
 
 
 def write_error(directory: Path) -> str | None:
-    """Returns why a directory cannot be written, or cannot be made and written; leaves nothing behind."""
+    """Returns why a directory cannot be created or written; None if it can. Leaves nothing behind."""
     place = next(folder for folder in (directory, *directory.absolute().parents) if os.path.lexists(folder))
     try:
         with tempfile.TemporaryFile(dir=place, buffering=0) as file:
@@ -134,7 +134,7 @@ def write_error(directory: Path) -> str | None:
 
 
 def check_writable(setting: str, path: Path) -> None:
-    """Refuses a file that cannot be written, before the work that makes its content. setting: for the error."""
+    """Refuses a file that cannot be written, before its content is computed. setting: for the error."""
     if path.is_dir():
         raise UserError(f"{setting} is a directory: name a file in it")
     reason = write_error(path.absolute().parent)
@@ -147,8 +147,8 @@ def check_writable(setting: str, path: Path) -> None:
 def to_json(record: Mapping[str, object], indent: int | None = None) -> bytes:
     """Returns a record as a line of JSON; over several lines with `indent`.
 
-    JSON has no NaN and infinities: such a number is null, and the record's `"nonfinite"` says by its name which it was;
-    a number inside of others is named by all their keys, with dots between them.
+    JSON has no NaN and infinities: such a number is null, and the record's `"nonfinite"` maps its key to the text of
+    its value; a nested number is named by all its keys, joined by dots.
     """
     nonfinite: dict[str, str] = {}
 

@@ -1,4 +1,4 @@
-"""Metrics of a run: metrics.jsonl, which plots and tests read, and the same as TensorBoard events."""
+"""Writes the metrics of a run to metrics.jsonl, which plots and tests read, and to TensorBoard."""
 
 import hashlib
 import html
@@ -18,19 +18,19 @@ from jrlhf.run.files import Closing, jsonl_lines, read_jsonl, to_json, write_ato
 
 METRICS, TIMELINE, TENSORBOARD = "metrics.jsonl", "timeline.jsonl", "tensorboard"
 Metrics = dict[str, float | int | bool]
-PER_TOKEN = "gen", "ref", "values", "adv", "update_critic", "update_actor"  # the calls whose times verl gives per token
+PER_TOKEN = "gen", "ref", "values", "adv", "update_critic", "update_actor"  # calls whose times verl logs per token
 
 
 class MetricsLog(Closing):
-    """Writes one line of JSON for each iteration, and the same numbers as TensorBoard scalars, one folder a stage.
+    """Writes one line of JSON per iteration, and the same numbers as TensorBoard scalars, in one folder per stage.
 
     A line is `{"stage": ..., "step": ..., metric: number, ...}`, as `to_json` writes it. Numbers of device arrays are
     written exactly. The calls of an iteration are a line of timeline.jsonl, which the report draws.
 
-    A process that is killed loses no line for which `log` has returned. A machine that fails may lose the lines since
-    the last `sync`.
+    If the process is killed, no line is lost for which `log` has returned. If the machine fails, lines since the last
+    `sync` may be lost.
 
-    enabled: False in every process of a run but the first: `log` then only returns the numbers.
+    enabled: False in every process but the first: `log` then only returns the numbers.
     """
 
     def __init__(self, run_dir: Path | str, *, enabled: bool = True):
@@ -90,8 +90,8 @@ class MetricsLog(Closing):
 def verl_figures(metrics: Mapping[str, float], rows: int, devices: int) -> Metrics:
     """Returns tokens, throughput and milliseconds per token of an iteration, counted and named as in verl.
 
-    ReMax's greedy responses and the groups that DAPO did not keep are no tokens; the seconds of a step include its
-    validation, which verl names testing. `timing_per_token_ms/gen` is per token of the responses, the rest of all.
+    Tokens of ReMax's greedy responses and of groups that DAPO dropped do not count; the seconds of a step include its
+    validation ("testing" in verl). `timing_per_token_ms/gen` is per response token, the others are per token.
     """
     responses = rows * metrics["response_length/mean"]
     tokens = rows * metrics["prompt_length/mean"] + responses
@@ -112,9 +112,9 @@ class TensorBoardEvents(Closing):
         from tensorboardX.event_file_writer import EventsWriter  # takes half a second to import
 
         folder.mkdir(parents=True, exist_ok=True)
-        # The suffix keeps it from overwriting an earlier process's file, whose name is the same within a second.
+        # The suffix avoids overwriting an earlier process's file, whose name is the same within a second.
         self._writer = EventsWriter(str(folder / "events"), f".{time.time_ns()}")
-        # TensorBoard forgets what an earlier process wrote at this step or later.
+        # Makes TensorBoard drop what an earlier process wrote at this step or later.
         self._write(step, session_log={"status": 1})
 
     def add(self, step: int, scalars: Mapping[str, float], texts: Mapping[str, str]) -> None:
@@ -138,16 +138,16 @@ class TensorBoardEvents(Closing):
 class StageRecords:
     """The lines of a stage in metrics.jsonl, samples.jsonl and timeline.jsonl.
 
-    Checkpoints record their number and a checksum. Drops the records of the stage after `step`; make it before opening
-    the log. A torn last line is dropped, too. Each file is replaced atomically, and only if it changes.
+    Checkpoints record their number and a checksum. The constructor drops the records of the stage after `step`, and a
+    torn last line; call it before opening the log. Each file is replaced atomically, and only if it changes.
 
-    writers: the stages of the run, and whatever else writes lines.
+    writers: names of the stages of the run, and of others that write lines.
     """
 
     def __init__(self, run_dir: Path | str, stage: str, step: int, *, writers: Collection[str] = ()):
-        # path -> bytes that were read, lines of the stage, their hash
+        # path -> (number of bytes read, number of the stage's lines, their hash)
         self._files: dict[Path, tuple[int, int, Any]] = {}
-        self._strays: dict[str, int] = {}  # name of a file -> lines of nobody
+        self._strays: dict[str, int] = {}  # name of a file -> number of lines that name no writer
         paths = [Path(run_dir) / name for name in (METRICS, SAMPLES, TIMELINE)]
         records = {path: list(jsonl_lines(path)) for path in paths}  # both are read before one is changed
         for path in paths:
@@ -160,7 +160,7 @@ class StageRecords:
             self._files[path] = len(text), len(own), hashlib.sha256(b"".join(line + b"\n" for line in own))
 
     def tally(self) -> dict[str, list[Any]]:
-        """Returns file -> (number of lines, checksum), with all lines that were appended since: the stage's own."""
+        """Returns file -> (number of lines, checksum) of the stage, with all lines that were appended since."""
         for path, (size, count, digest) in self._files.items():
             if path.exists():
                 with open(path, "rb") as file:
@@ -170,7 +170,7 @@ class StageRecords:
         return {path.name: [count, digest.hexdigest()] for path, (_, count, digest) in self._files.items()}
 
     def differences(self, saved: Mapping[str, Sequence[Any]]) -> Iterator[str]:
-        """Yields a sentence for each file that is not what it was when a checkpoint saved its tally."""
+        """Yields a sentence for each file that differs from the tally that a checkpoint saved."""
         for name, (count, digest) in self.tally().items():
             before, strays = saved.get(name, (0, ""))[0], self._strays[name]
             if count < before:
@@ -195,7 +195,7 @@ def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
 
 
 def markdown_table(samples: Sequence[Mapping[str, object]]) -> str:
-    """Writes samples as a table for TensorBoard; nothing in a text can leave its cell."""
+    """Writes samples as a Markdown table for TensorBoard. Texts are escaped, so that they stay in their cells."""
     names = [name for name in samples[0] if name not in ("stage", "step", "kind")]
 
     def cell(value: object) -> str:

@@ -1,7 +1,7 @@
 """Preemption: SIGTERM, SIGHUP or Ctrl-C lets the current iteration finish and save; the run exits with 75 (requeue).
 
-It is enough that one process of the run gets the signal. Outside of iterations everything is saved already, so Ctrl-C
-ends the run at once. A run outside of the main thread, where Python gives no signals, ignores them.
+One process of the run that gets the signal is enough. Outside of iterations everything is saved already, so Ctrl-C ends
+the run at once. A run outside of the main thread, where Python delivers no signals, ignores them.
 """
 
 import os
@@ -21,11 +21,11 @@ class PreemptionGuard:
     def __init__(self):
         self.requested = False
         self._iterating = False
-        self._number = 0  # of the last signal
+        self._number = 0  # number of the last signal
         self._previous = {}
 
     def agreed(self) -> bool:
-        """Tests whether any process got a signal; all processes must call this at the same step and stop together."""
+        """True if any process got a signal. All processes must call this at the same step, and so stop together."""
         return any_process(self.requested)
 
     @contextmanager

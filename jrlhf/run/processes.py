@@ -1,6 +1,6 @@
-"""Several processes that run one program: they find each other, agree, and end together. One process pays nothing.
+"""Multi-process runs: the processes find each other, agree on decisions, and end together.
 
-Every process reads the same config and data, and gives the same programs to the devices in the same order. Whatever may
+Every process reads the same config and data, and dispatches the same programs in the same order. Everything that may
 differ between processes (a signal, a clock, the score of a reward function) is decided once, by the functions here.
 """
 
@@ -33,9 +33,9 @@ NO_CLUSTER = "coordinator_address should be defined"  # JAX's error if it finds 
 TOO_LATE = "must be called before"
 _VARIABLES = {"coordinator": "JAX_COORDINATOR_ADDRESS", "processes": "JAX_NUM_PROCESSES", "process": "JAX_PROCESS_ID"}
 _END = 60  # seconds that a process waits at its end for the others
-_CUT_OFF = ("Gloo", "UNAVAILABLE", "Connection")  # errors of a process that lost another one
-_BEATS = 10  # signs of life that a process gives within `distributed.heartbeat`
-_numbers = itertools.count()  # numbers of the calls of `from_main`, the same in every process
+_CUT_OFF = ("Gloo", "UNAVAILABLE", "Connection")  # in errors of a process that lost another one
+_BEATS = 10  # number of heartbeats that a process sends within `distributed.heartbeat`
+_numbers = itertools.count()  # number the calls of `from_main`, equally in every process
 
 
 _watch: "_Watch | None" = None
@@ -81,9 +81,9 @@ def start(config: DistributedConfig) -> None:
 
 
 class _Watch:
-    """Ends this process, in a sentence, `seconds` after the last sign of life of another one.
+    """Ends this process with a sentence `seconds` after the last heartbeat of another one.
 
-    Each process counts up a key of the coordinator, which runs in process 0, and reads the keys of all. Where process 0
+    Each process increments its key at the coordinator, which runs in process 0, and reads the keys of all. If process 0
     is killed, JAX notices it first and aborts the others: see `_watch_coordinator`.
     """
 
@@ -96,7 +96,7 @@ class _Watch:
 
     def _beat(self) -> None:
         for turn in itertools.count():
-            with suppress(Exception):  # the coordinator does not answer: `_judge` counts the time
+            with suppress(Exception):  # if the coordinator does not answer, `_judge` notices
                 self._client.key_value_set(f"jrlhf/alive/{self._number}", str(turn), allow_overwrite=True)
                 signs = self._client.key_value_dir_get("jrlhf/alive/")
                 self._answered = time.monotonic()
@@ -118,25 +118,25 @@ class _Watch:
             flush=True,
         )
         if self._number == 0:
-            time.sleep(3 * self.seconds / _BEATS)  # the others need the coordinator to come to the same conclusion
+            time.sleep(3 * self.seconds / _BEATS)  # lets the others, too, detect it through the coordinator
         os._exit(FAILED)
 
     def _silent(self) -> int | None:
-        """Returns the number of the process that was silent first, and for too long."""
+        """Returns the number of the process whose heartbeats stopped first, if too long ago; else None."""
         first = min(self._signs, key=lambda other: self._signs[other][1])
         since, late = self._signs[first][1], time.monotonic() - self.seconds
         if since > late and self._answered > late:
             return None
-        # Where the coordinator ends, the signs of all others end, too.
+        # If the coordinator ends, the heartbeats of all others stop, too.
         return first if since < self._answered - 3 * self.seconds / _BEATS else 0
 
 
 def _watch_coordinator(coordinator: str, number: int, processes: int) -> None:
-    """Ends this process in a sentence where process 0 ends, and with it the coordinator.
+    """Ends this process with a sentence if process 0, and with it the coordinator, ends.
 
-    A thread of JAX then calls abort(), which runs handlers of C and none of Python's. So C's `sleep` is the handler: it
-    gets the signal's number, 6, as its seconds, in which the sentence is written. Other aborts end the process after
-    them. A SIGABRT that another process sends has no effect.
+    A thread of JAX then calls abort(), which runs C handlers but not Python's. So the handler is C's `sleep`: it gets
+    the signal's number, 6, as its seconds, in which the sentence is written. Other aborts end the process after these
+    seconds. A SIGABRT from another process has no effect.
     """
     host, _, port = coordinator.rpartition(":")
     ctypes.CDLL(None).signal(int(signal.SIGABRT), ctypes.CDLL(None).sleep)
@@ -146,15 +146,15 @@ def _watch_coordinator(coordinator: str, number: int, processes: int) -> None:
             try:
                 with socket.create_connection((host.strip("[]"), int(port)), timeout=60) as connection:
                     connection.settimeout(None)
-                    while connection.recv(4096):  # ends with the coordinator, or where it tires of a silent peer
+                    while connection.recv(4096):  # ends with the coordinator, or if it drops a silent peer
                         pass
             except ConnectionRefusedError:
-                time.sleep(1)  # at the end of a run this process leaves JAX's cluster meanwhile
+                time.sleep(1)  # at the end of a run this process leaves JAX's cluster in this time
                 if distributed.global_state.client is not None:
                     sentence = f"error: process 0 of {processes}, the coordinator of process {number}, ended: "
                     os.write(2, f"{sentence}see why, and resume the run\n".encode())
                     os._exit(FAILED)
-            except OSError:  # `_Watch` judges a coordinator that cannot be reached
+            except OSError:  # `_Watch` handles a coordinator that cannot be reached
                 time.sleep(1)
 
     threading.Thread(target=watch, name="watch coordinator", daemon=True).start()
@@ -191,7 +191,7 @@ def _address(config: DistributedConfig) -> _Address:
 
 
 def _why(address: _Address, config: DistributedConfig, reason: str = "") -> str:
-    """Says why the processes did not find each other."""
+    """Returns a sentence that explains why the processes did not find each other."""
     if TOO_LATE in reason:
         return f"distributed.coordinator={address.coordinator} comes too late: JAX runs already; restart the process"
     if "must be defined" in reason:
@@ -207,22 +207,22 @@ def _why(address: _Address, config: DistributedConfig, reason: str = "") -> str:
 
 
 def several() -> bool:
-    """Tests whether this run has more than one process."""
+    """True if this run has more than one process."""
     return jax.process_count() > 1
 
 
 def is_main() -> bool:
-    """Tests whether this is process 0: the only one that writes files, prints and runs reward functions."""
+    """True in process 0, the only one that writes files, prints and runs reward functions."""
     return jax.process_index() == 0
 
 
 def from_main(function: Callable[[], T], *, seconds: float = 3600.0) -> T:
     """Calls `function` in process 0 and returns its value in every process.
 
-    All processes must call this, from their main thread and in one order. The value goes through the coordinator as
-    JSON (`encode`: plain data and arrays), which anyone on its network can write; no device takes part. The others
-    wait at most `seconds`. A UserError of process 0 is raised in all processes, any other error as RuntimeError in the
-    others.
+    All processes must call this, from their main thread and in the same order. The value is sent through the
+    coordinator as JSON (`encode`: plain data and arrays), which anyone on its network can write; no device is used. The
+    others wait at most `seconds`. A UserError of process 0 is raised in all processes, any other error as RuntimeError
+    in the others.
     """
     if not several():
         return function()
@@ -252,8 +252,8 @@ def from_main(function: Callable[[], T], *, seconds: float = 3600.0) -> T:
 def to_main(value: Any, *, seconds: float = 3600.0) -> list[Any]:
     """Returns the values of all processes in process 0, and an empty list in the others, which do not wait.
 
-    There must be several processes, and all must call this, from their main thread and in one order. The values go
-    through the coordinator as JSON (`encode`). Process 0 waits at most `seconds` for each.
+    There must be several processes, and all must call this, from their main thread and in the same order. The values
+    are sent through the coordinator as JSON (`encode`). Process 0 waits at most `seconds` for each.
     """
     client, key = multihost.get_jax_distributed_client(), f"jrlhf/{next(_numbers)}"
     if not is_main():
@@ -267,15 +267,15 @@ def to_main(value: Any, *, seconds: float = 3600.0) -> list[Any]:
 
 
 def any_process(flag: bool) -> bool:
-    """Tests whether the flag is set in any process; all processes must call this, in one order."""
+    """True if the flag is set in any process. All processes must call this, in the same order."""
     return bool(np.any(multihost_utils.process_allgather(np.bool_(flag)))) if several() else flag
 
 
 @contextmanager
 def together(code_of: Callable[[BaseException], int | None]) -> Iterator[None]:
-    """Ends this process at once if the block fails in it and there are others; the others then end, too.
+    """If the block fails in this process and there are others, ends this process at once; the others then end, too.
 
-    Otherwise it would wait at its end for the others, which wait for it in a collective.
+    Otherwise it would wait at its end for the others, while they wait for it in a collective.
 
     code_of: returns the exit code of an error that is already printed, or None to print its traceback.
     """
@@ -286,7 +286,7 @@ def together(code_of: Callable[[BaseException], int | None]) -> Iterator[None]:
             raise
         code = code_of(error)
         if code is None and _watch is not None and any(word in str(error) for word in _CUT_OFF):
-            time.sleep(1.5 * _watch.seconds)  # in which the watch names the process that failed first
+            time.sleep(1.5 * _watch.seconds)  # in this time the watch names the process that failed first
         if code is None:
             traceback.print_exc()
         if code in (None, FAILED):
@@ -296,7 +296,7 @@ def together(code_of: Callable[[BaseException], int | None]) -> Iterator[None]:
                 file=sys.stderr,
             )
         elif not isinstance(error, KeyboardInterrupt):
-            # All processes got the same error, such as a bad config: the first must not cut off the others' output.
+            # All processes may have the same error, such as a bad config; the first must not cut off others' output.
             with suppress(Exception):
                 jax.distributed.shutdown()
         sys.stdout.flush()

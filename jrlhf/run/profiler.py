@@ -1,4 +1,4 @@
-"""Watching a stage's loop: traces of chosen iterations, memory, hangs, compilations where nothing should compile."""
+"""Monitors a stage's loop: traces of chosen iterations, peak memory, hangs, and unexpected compilations."""
 
 import faulthandler
 import logging
@@ -24,9 +24,9 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 def traced(config: Config, run_dir: Path, stage: str, step: int, iteration: Callable[[], Result]) -> Result:
     """Calls `iteration()`, and records a trace of it in run_dir/profile/STAGE-STEP if the config asks for one.
 
-    The trace is for TensorBoard's profile plugin and for Perfetto. It holds the device's programs and, on the host, one
-    annotation for the iteration and one for each timed call. It ends when all that the iteration returns is computed,
-    or when the iteration fails.
+    The trace is for TensorBoard's profile plugin and for Perfetto. It contains the device's programs and, on the host,
+    one annotation for the iteration and one for each timed call. It ends when all results of the iteration are
+    computed, or when the iteration fails.
 
     step: counted from 1, as in metrics.jsonl.
     """
@@ -60,7 +60,7 @@ def deadline(seconds: float) -> Iterator[None]:
 class CompilationWatch(logging.Handler):
     """Counts compilations in this process. As a context manager it also collects JAX's explanations of cache misses.
 
-    tell: is called as each program begins to compile, with its number and the name of its function.
+    tell: called when a program starts to compile, with its number and the name of its function.
     """
 
     def __init__(self, tell: Callable[[int, str], object] = lambda number, name: None):
@@ -74,7 +74,7 @@ class CompilationWatch(logging.Handler):
         jax.monitoring.register_scalar_listener(self._on_begin)
         jax.monitoring.register_event_duration_secs_listener(self._on_end)
         logger = logging.getLogger("jax")
-        self._propagate, logger.propagate = logger.propagate, False  # `emit` passes on what is not ours
+        self._propagate, logger.propagate = logger.propagate, False  # `emit` forwards all other records
         logger.addHandler(self)
         return self
 
@@ -87,7 +87,7 @@ class CompilationWatch(logging.Handler):
         jax.monitoring.unregister_scalar_listener(self._on_begin)
 
     def explain(self) -> None:
-        """Lets JAX log the cause of every cache miss from now on; costs nothing while there is none."""
+        """Makes JAX log the cause of every cache miss from now on; this costs nothing without misses."""
         jax.config.update("jax_explain_cache_misses", True)
 
     def take(self) -> tuple[list[str], list[str]]:
@@ -97,7 +97,7 @@ class CompilationWatch(logging.Handler):
         return taken
 
     def _on_begin(self, event: str, value: float | int, **details) -> None:
-        if event == _COMPILED:  # JAX reports the time at which it begins under the same name
+        if event == _COMPILED:  # JAX reports the start under the same name
             self._count += 1
             self._tell(self._count, re.sub(r"^jit[(_](.*?)\)?$", r"\1", _name(details)).strip("_"))
 
@@ -108,7 +108,7 @@ class CompilationWatch(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
         if "persistent" in message.lower():
-            return  # of programs on disk: no cause of a compilation, and news of each small program that is not kept
+            return  # about the disk cache: not the cause of a compilation, and logged for each small program
         if "CACHE MISS" in message:
             self._causes.append(" ".join(message.split()))
         elif self._propagate:

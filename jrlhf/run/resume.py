@@ -1,4 +1,4 @@
-"""Settings that may change when a run is resumed: those that do not define its results, and its length."""
+"""Decides which settings may change when a run is resumed: those that do not define its results, and its length."""
 
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -30,10 +30,10 @@ _ROUNDED += ("compute.remat", "compute.logprob", "compute.fused_loss", "compute.
 
 
 def changes(path: Path | str, saved: str, config: Config) -> tuple[list[str], str]:
-    """Compares a config with that of a run's start: (clauses on changes that are refused, a line on the others).
+    """Compares a config with that of a run's start. Returns (clauses on refused changes, a line on other changes).
 
-    path: the run's directory, or an address, whose checkpoints are not looked at. saved: its config.yaml.
-    The line is empty if there are no other changes.
+    path: the run's directory, or an address, whose checkpoints are not read. saved: its config.yaml. The line is empty
+    if there are no other changes.
     """
     old, new = _settings(parse_yaml(saved, str(path)), config)
     differing = [key for key in {**new, **old} if old.get(key) != new.get(key)]
@@ -50,7 +50,7 @@ def changes(path: Path | str, saved: str, config: Config) -> tuple[list[str], st
 
 
 def defines_results(key: str) -> bool:
-    """False for settings that only say where and how a run computes, or what it observes and writes."""
+    """False for settings that only determine where and how a run computes, or what it monitors and writes."""
     return not _matches(key, _SAME + _ROUNDED)
 
 
@@ -58,7 +58,7 @@ def _settings(saved: object, config: Config) -> tuple[dict[str, str], dict[str, 
     """Returns the settings of a saved config and of `config`, key -> value."""
     try:
         began = build(Config, saved)  # reads keys of older versions, too
-    except UserError:  # keys of a newer version: compared as they are written
+    except UserError:  # keys of a newer version are compared as text
         return _keys(saved), _keys(parse_yaml(config_yaml(config), "config"))
     old, new = (_keys(parse_yaml(config_yaml(version, off=True), "config")) for version in (began, config))
     return old, new
@@ -78,7 +78,7 @@ def _matches(key: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _length_key(config: Config) -> str | None:
-    """Returns the length setting of the last stage; a reward model has none, as its last step normalises it."""
+    """Returns the key of the last stage's length; None for a reward model, which its last step normalises."""
     stage = config.stages[-1]
     if stage == "reward_model":
         return None

@@ -1,7 +1,7 @@
-"""Those who follow a run: Weights & Biases, and Prometheus by a file.
+"""Trackers of a run's metrics: Weights & Biases, and Prometheus through a file.
 
-Metrics go to wandb through a process that can neither stop nor slow the run. (wandb alone would delay the end of a run
-while its server hangs.)
+Metrics are sent to wandb by a separate process that can neither stop nor slow the run. (wandb in the run's process
+would delay its end if the server hangs.)
 """
 
 import itertools
@@ -28,12 +28,12 @@ from jrlhf.run.files import sha256, write_atomic
 
 SCRIPT = Path(__file__).with_name("wandb_process.py")
 IDENTITY, LOG, PROMETHEUS = "wandb.id", "wandb.log", "metrics.prom"  # files of the run
-PATIENCE = 30.0  # seconds after the run in which the last metrics may be sent
+PATIENCE = 30.0  # seconds after the run's end for sending the last metrics
 
 
 def check_wandb(config: Config) -> None:
     """Checks that wandb is installed if the config uses it."""
-    spec = find_spec("wandb")  # a mere folder, such as wandb itself makes, has no origin
+    spec = find_spec("wandb")  # a plain folder, such as wandb itself creates, has no origin
     if config.wandb is not None and (spec is None or spec.origin is None):
         raise UserError(f"wandb.project={config.wandb.project} needs its extra, pip install 'jrlhf[wandb]'")
 
@@ -41,7 +41,7 @@ def check_wandb(config: Config) -> None:
 class Wandb:
     """Sends a run's metrics to the wandb process. After a failure there it prints one warning and sends nothing more.
 
-    settings: the arguments of `wandb.init`. log: the file of the process's output. patience: see `close`.
+    settings: arguments of `wandb.init`. log: file for the process's output. patience: see `close`.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Wandb:
         environment = {**os.environ, "WANDB_CONSOLE": "off", "PYTHONPATH": os.pathsep.join(map(str, sys.path))}
         command = [sys.executable, "-P", str(SCRIPT)]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stderr": subprocess.STDOUT, "bufsize": 0}
-        with open(log, "ab") as output:  # in a session of its own: Ctrl-C is for the run alone
+        with open(log, "ab") as output:  # its own session, so that it gets no Ctrl-C
             self._process = subprocess.Popen(command, stdout=output, env=environment, start_new_session=True, **pipes)
         assert self._process.stdin is not None
         self._stdin = self._process.stdin
@@ -78,7 +78,7 @@ class Wandb:
             return
         line = json.dumps(message).encode() + b"\n"
         try:
-            if self._stdin.write(line) != len(line):  # None where nothing could be written
+            if self._stdin.write(line) != len(line):  # None: nothing could be written
                 self._give_up("it does not read what it is sent")
         except BrokenPipeError:
             self._give_up()
@@ -98,9 +98,9 @@ class Wandb:
 class Prometheus:
     """Writes the metrics of the newest iteration to a file that the textfile collector of node_exporter reads.
 
-    A metric such as `critic/score/mean` is the gauge `jrlhf_critic_score_mean` with the labels run and stage; where two
-    would have one name, the later one ends in `_2`. `jrlhf_step` and `jrlhf_timestamp_seconds` say how far the run is,
-    and when it got there. A file is replaced atomically, and deleted when the run ends, so that its series end, too.
+    A metric such as `critic/score/mean` is the gauge `jrlhf_critic_score_mean` with the labels run and stage; if two
+    had the same name, the later one ends in `_2`. `jrlhf_step` and `jrlhf_timestamp_seconds` are the newest iteration
+    and its time. The file is replaced atomically, and deleted when the run ends, so that its series end, too.
     """
 
     def __init__(self, path: Path, name: str):
@@ -131,7 +131,7 @@ Tracker = Wandb | Prometheus
 
 @contextmanager
 def tracking(config: Config, run: Run, warn: Callable[[str], None]) -> Iterator[list[Tracker]]:
-    """Yields what follows the run beside its own files."""
+    """Yields the trackers of a run, in addition to its own files."""
     with ExitStack() as stack:
         trackers = list[Tracker]()
         if config.wandb is not None and run.writes:
@@ -144,7 +144,7 @@ def tracking(config: Config, run: Run, warn: Callable[[str], None]) -> Iterator[
 
 
 def run_id(run: Run, warn: Callable[[str], None]) -> str:
-    """Returns the id of the run in wandb: 8 random digits, and 8 that check them (older versions wrote none)."""
+    """Returns the id of the run in wandb: 8 random digits, and 8 check digits (older versions wrote none)."""
     path, first = run.path / IDENTITY, uuid.uuid4().hex[:8]
     if path.exists():
         saved = path.read_text(encoding="utf-8", errors="replace").strip()

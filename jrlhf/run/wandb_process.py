@@ -1,7 +1,7 @@
-"""The process that sends a run's metrics to Weights & Biases, so that its network can neither stop nor slow the run.
+"""The process that sends a run's metrics to Weights & Biases, so that the network can neither stop nor slow the run.
 
-Reads JSON lines from stdin: the arguments of `wandb.init`, then `{"stage", "step", "metrics"}`. Ends with stdin, at the
-latest when the run's process ends. Imports only the standard library and wandb, so that it starts fast.
+It reads JSON lines from stdin: the arguments of `wandb.init`, then `{"stage", "step", "metrics"}`. It ends when stdin
+ends, at the latest with the run's process. It imports only the standard library and wandb, so that it starts fast.
 """
 
 import json
@@ -18,7 +18,7 @@ def main() -> None:
             lines.put(line)
         lines.put("")
 
-    # Reads while wandb is slow: otherwise the pipe would fill up, and the run would give up this process.
+    # A thread reads also while wandb is slow; otherwise the pipe would fill up, and the run would end this process.
     Thread(target=read, daemon=True).start()
     try:
         _send(lines)
@@ -33,7 +33,7 @@ def _send(lines: SimpleQueue[str]) -> None:
     while line := lines.get():
         record = json.loads(line)
         stage = record["stage"]
-        if stage not in stages:  # each stage counts its steps from 1: an axis of its own
+        if stage not in stages:  # each stage counts its steps from 1, so it needs its own axis
             run.define_metric(f"{stage}/step")
             run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
             stages.add(stage)
