@@ -18,7 +18,7 @@ COMMANDS = {
 
 
 def cli(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code. Where there is no such command, prints all of them and returns 2.
+    """Runs a command and returns its exit code. For an unknown command, prints all commands and returns 2.
 
     `--version` prints the version.
     """

@@ -1,4 +1,4 @@
-"""Trains, loads and plans from Python: what the commands do, as functions that return values.
+"""The Python API: the commands (train, load, plan) as functions that return values.
 
     from jrlhf.api import load, plan, train
 
@@ -6,8 +6,8 @@
     print(run.column("critic/score/mean"), run.summary.get("held_out"))
     print(run.actor.generate(["def add(a, b):"], temperature=0.0))
 
-Errors are exceptions of `jrlhf.errors`: UserError for bad input, RunFailure where a run cannot go on, Preempted where
-it was told to end.
+Errors are exceptions of `jrlhf.errors`: UserError for bad input, RunFailure if a run cannot go on, Preempted if it was
+asked to stop.
 """
 
 import gc
@@ -55,7 +55,7 @@ __all__ = ["Planned", "Policy", "Run", "load", "plan", "train"]
 
 @dataclass(frozen=True)
 class _Arguments(Section):
-    """The arguments that are numbers or words, which are read as settings are."""
+    """The arguments that are numbers or words, which are checked like settings."""
 
     n: int = count(1)
     seed: int = natural(0, most=2**32 - 1)
@@ -86,18 +86,18 @@ def train(config: Source, *, resume: bool = False, accept_rewards: bool = False,
     """Runs the stages of a config in this process; returns the run.
 
     config: a packaged name, a YAML file, or the settings as a nested dict. settings: further ones, which replace those
-    of the config: sections as dicts, which change the keys that they have, or dotted keys. docs/configuration.md lists
+    of the config: dotted keys, or sections as dicts, of which only the given keys change. docs/configuration.md lists
     all. Reward functions and dataflows may be Python functions, also lambdas and closures: `rewards=[f]`,
-    `rewards=[{"name": "short", "function": f, "weight": 0.1}]`, `grpo={"dataflow": f}`. resume: go on with the run of
-    this name. accept_rewards: although its reward functions were changed.
+    `rewards=[{"name": "short", "function": f, "weight": 0.1}]`, `grpo={"dataflow": f}`. resume: continues the run of
+    this name. accept_rewards: even if its reward functions were changed.
 
-    Ctrl-C in a training loop finishes the iteration, saves it, and returns the run: `train(..., resume=True)` goes on.
-    Ctrl-C at another time raises KeyboardInterrupt; what was saved before is there. After SIGTERM or SIGHUP, as
+    Ctrl-C in a training loop finishes the iteration, saves it, and returns the run; `train(..., resume=True)` continues
+    it. Ctrl-C at another time raises KeyboardInterrupt; earlier checkpoints remain. After SIGTERM or SIGHUP, as
     schedulers send them, the iteration is finished and saved, too, and Preempted is raised: the program should end.
-    Outside of the main thread Python gives no signals: such a run ends when it is done. Signal handlers are put back.
-    Device memory is freed.
+    Outside of the main thread Python delivers no signals: such a run ends when it is done. Signal handlers are
+    restored, and device memory is freed.
 
-    Raises UserError for bad input, in one sentence, RunFailure where the run cannot go on, and Preempted.
+    Raises UserError for bad input, in one sentence, RunFailure if the run cannot go on, and Preempted.
 
         run = train("quickstart", run_dir="runs", ppo={"iterations": 10}, **{"sft.steps": 100})
     """
@@ -116,7 +116,7 @@ def train(config: Source, *, resume: bool = False, accept_rewards: bool = False,
 
 @dataclass(frozen=True)
 class Run:
-    """A run's directory, finished or not. Everything is read from its files when it is asked for.
+    """A run's directory, finished or not. Properties are read from its files when they are accessed.
 
     path: the directory, which docs/running.md describes.
 
@@ -128,7 +128,7 @@ class Run:
 
     @staticmethod
     def open(path: str | Path) -> "Run":
-        """The run in a directory. Raises UserError if there is none."""
+        """Returns the run in a directory. Raises UserError if there is none."""
         run = Run(_path(path))
         run.record  # noqa: B018
         return run
@@ -140,7 +140,7 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """One row an iteration or step, of all stages, in order; docs/metrics.md explains the names."""
+        """One row per iteration or step, of all stages, in order; docs/metrics.md explains the names."""
         return read_metrics(self.path)
 
     @property
@@ -149,7 +149,7 @@ class Run:
         return list(dict.fromkeys(name for row in self.metrics for name in row if name not in ("stage", "step")))
 
     def column(self, name: str, stage: str | None = None) -> Float[np.ndarray, "rows"]:
-        """A metric of every row that has it, in order; what is not finite is NaN. stage: None: of all stages."""
+        """A metric of every row that has it, in order; not finite values become NaN. stage: None: all stages."""
         return self._curve(name, stage)[1]
 
     def _curve(self, name: str, stage: str | None) -> tuple[np.ndarray, np.ndarray]:
@@ -168,12 +168,12 @@ class Run:
 
     @property
     def samples(self) -> list[dict[str, Any]]:
-        """Texts that were sampled during the run, and those to held-out prompts at its end."""
+        """Texts that were sampled during the run, and answers to held-out prompts at its end."""
         return self.record.samples
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The figures of the end of the run; empty if it was interrupted."""
+        """The final results of the run; empty if it was interrupted."""
         return self.record.summary
 
     def plot(self, *names: str, stage: str | None = None) -> Figure:
@@ -194,10 +194,10 @@ class Run:
 
     @property
     def actor(self) -> "Policy":
-        """The trained policy, loaded; of a run without its end, that of the newest checkpoint."""
+        """The trained policy, loaded; for an unfinished run, from its newest checkpoint."""
         steps, saved = self.summary.get("steps", {}), (self.path / "checkpoints").glob("*")
         newest = {stage.name: numbers[-1] for stage in saved if (numbers := saved_steps(stage))}
-        # A run that goes on for more steps has the model of its last end.
+        # A run that continues for more steps still has the model of its last end.
         if (self.path / "model" / "config.json").is_file() and newest.items() <= steps.items():
             return load(self.path)
         with tempfile.TemporaryDirectory() as folder:
@@ -205,9 +205,9 @@ class Run:
             return _load(folder, asked_of(str(self.path)), str(self.path))
 
     def export(self, path: str | Path, step: int | None = None) -> Path:
-        """Writes the policy in Hugging Face form to PATH/model, of an adapter also PATH/adapter; returns PATH/model.
+        """Writes the policy in Hugging Face form to PATH/model, an adapter also to PATH/adapter; returns PATH/model.
 
-        step: of a checkpoint that the run keeps; None: of the newest.
+        step: step of an existing checkpoint; None: the newest.
         """
         out = _path(path)
         export_checkpoint(self.path, _checked(step=step).step, out)
@@ -227,8 +227,8 @@ class _Picture(Figure):
 class Policy:
     """A loaded language model that answers and scores texts, on all devices of this process.
 
-    name: what it was loaded from. It is asked as it was trained: prompts become conversations if its tokenizer has a
-    chat template and it was not trained on plain text.
+    name: the path or name from which it was loaded. Prompts have the form of its training: they become conversations
+    if its tokenizer has a chat template and it was not trained on plain text.
     """
 
     generator: Generator
@@ -246,7 +246,7 @@ class Policy:
 
         prompts: texts or conversations, [{"role": "user", "content": ...}, ...]; or one of them. sampling: fields of
         `SamplingConfig`: temperature (0: always the most likely token), top_k, top_p, max_new_tokens, ... A text
-        depends on the seed and the prompt's index alone.
+        depends only on the seed and the prompt's index.
 
             load("runs/quickstart").generate(["def add(a, b):"], temperature=0.0, max_new_tokens=16)
         """
@@ -281,8 +281,8 @@ class Policy:
     def logprobs(self, texts: str | Sequence[str], *, temperature: float = 1.0) -> list[Float[np.ndarray, "T-1"]]:
         """Returns for each text of T tokens the log-probabilities of its tokens after the first, float32 [T - 1].
 
-        Entry t is log p(token t + 1 | tokens 0 to t), of the softmax at the temperature. Texts are read as they are,
-        without a chat template; a token that begins every text is among the T.
+        Entry t is log p(token t + 1 | tokens 0 to t), of the softmax at the temperature. Texts are used unchanged,
+        without a chat template; T includes the token that begins every text, if there is one.
 
             [ours] = load("runs/quickstart").logprobs("def add(a, b):")
         """
@@ -306,7 +306,7 @@ class Policy:
             return [values[1 : len(row)] for values, row in zip(scored(), rows, strict=True)]
 
     def chat(self, seed: int = 0, **sampling: Any) -> None:
-        """Talks: reads lines from the keyboard and prints the answers as they grow, until an empty line."""
+        """Chats: reads lines from the keyboard and prints the answers while they are generated, until an empty line."""
         generator = replace(self._sampled(sampling), batch=self.generator.mesh.size)
         with jax.set_mesh(generator.mesh):
             converse(generator, self.name, _checked(seed=seed).seed)
@@ -350,13 +350,13 @@ def _with_search(function: T) -> T:
 
 @_with_search
 def plan(config: Source, cluster: str | None = None, **settings: Any) -> Planned:
-    """Searches the fastest plan of a config on a cluster that need not be there; returns it with what it takes.
+    """Searches for the fastest plan of a config on a described cluster; returns it with its predicted time and memory.
 
-    config, settings: as in `train`, except that `plan` and `seed` are of the search. cluster: "16xh100", "v5p-512";
-    None: the devices at hand, which are measured first. plan: a file, "colocate", "split" or "standalone", which is
-    priced, and nothing is searched for. mean_response: tokens; None: the maximum. processes: of the run; None: one a
-    host. seconds, proposals: when the search ends; with proposals the result is a function of the seed. hypothetical:
-    also plans that no run takes. overlap: let iterations overlap, which a run, that reads metrics, does not.
+    config, settings: as in `train`, but `plan` and `seed` belong to the search. cluster: "16xh100", "v5p-512"; None:
+    the present devices, which are measured first. plan: a file, "colocate", "split" or "standalone", which is predicted
+    without a search. mean_response: tokens; None: the maximum. processes: of the run; None: one per host. seconds,
+    proposals: end of the search; with proposals the result depends only on the seed. hypothetical: also plans that no
+    run can use. overlap: let iterations overlap, which runs do not, because they read metrics.
 
         planned = plan("llama3-8b-ppo", "8xh200", proposals=100)
         print(planned)  # a table of the calls, and a timeline

@@ -1,4 +1,4 @@
-"""The exceptions that users are meant to see, and how a command reports them."""
+"""The exceptions for users, and how a command reports them."""
 
 import logging
 import sys
@@ -6,14 +6,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-DONE, FAILED, BAD_INPUT, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130  # 75: to be queued again; 130: as shells have it
-LONGEST = 1500  # characters of a sentence, which may quote input of any length
+DONE, FAILED, BAD_INPUT, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130  # 75: requeue; 130: the convention of shells
+LONGEST = 1500  # maximum characters of a sentence, which may quote input of any length
 
 
 class UserError(Exception):
     """Bad input, in one sentence: what is wrong, its value, the remedy. The program prints it and exits with 2.
 
-    Its text has one line and no control characters. Of long words, and of a long text, the middle is left out.
+    The text has one line and no control characters. The middle of long words and of a long text is left out.
     """
 
     def __str__(self) -> str:
@@ -23,7 +23,7 @@ class UserError(Exception):
 
 
 class RunFailure(Exception):
-    """The run cannot go on, although its input is good, such as where a disk is full: one sentence, exit code 1."""
+    """The run cannot go on although its input is good, for example with a full disk: one sentence, exit code 1."""
 
 
 class Preempted(Exception):
@@ -42,7 +42,7 @@ def user_errors(of: str = "") -> Iterator[None]:
 
 
 def report(error: BaseException) -> int | None:
-    """Prints in a sentence why a command ended; returns its exit code, or None for an error that has a traceback."""
+    """Prints in a sentence why a command ended; returns its exit code, or None for an error that needs a traceback."""
     if isinstance(error, UserError):
         sentence, code = f"error: {error}", BAD_INPUT
     elif isinstance(error, RunFailure):
@@ -61,12 +61,12 @@ def report(error: BaseException) -> int | None:
 
 
 def printable(text: str) -> str:
-    """Returns the text with control and direction characters escaped, except for line ends: a terminal obeys them."""
+    """Returns the text with control and direction characters escaped, which terminals interpret; not line ends."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 def exit_code(run: Callable[[], object]) -> int:
-    """Runs a command and returns its exit code. Raises the errors that no sentence explains."""
+    """Runs a command and returns its exit code. Raises unexpected errors, which have no sentence."""
     try:
         run()
     except BaseException as error:
@@ -78,7 +78,7 @@ def exit_code(run: Callable[[], object]) -> int:
 
 
 def exit_code_of_printing(run: Callable[[], object]) -> int:
-    """`exit_code` of a command that only prints: it is also done if the reader closes the pipe."""
+    """`exit_code` of a command that only prints; a closed pipe also ends it normally."""
     try:
         return exit_code(run)
     except BrokenPipeError:

@@ -44,11 +44,11 @@ from jrlhf.tasks.docstrings.vocabulary import wrap
 
 
 def export_checkpoint(run: Path, step: int | None = None, out: Path | None = None) -> str:
-    """Writes out/model, and out/adapter of a trained adapter, as the end of a run does; returns a line for the console.
+    """Writes out/model, and out/adapter of a trained adapter, as at the end of a run; returns a line for the console.
 
     The weights have the bits of the checkpoint. Merging an adapter into its base rounds the sum.
 
-    step: of the newest stage that trains the policy; None: its newest checkpoint. out: None: the run itself.
+    step: of the newest stage that trains the policy; None: its newest checkpoint. out: None: the run's directory.
     """
     if not (run / CONFIG).is_file():
         raise UserError(
@@ -88,7 +88,7 @@ def export_checkpoint(run: Path, step: int | None = None, out: Path | None = Non
 
 
 def _newest_stage(run: Path, config: Config) -> tuple[str, list[int]]:
-    """The last stage that trains the policy and has checkpoints, and the steps of these."""
+    """Returns the last stage that trains the policy and has checkpoints, and their steps."""
     stages = [stage for stage in config.stages if stage != "reward_model"]
     for stage in reversed(stages):
         if steps := saved_steps(run / "checkpoints" / stage):
@@ -110,7 +110,7 @@ def _tokenizer(run: Path, config: Config, actor: ModelConfig) -> Tokenizer:
 
 
 def _policy(config: Config, mesh: Mesh, actor: ModelConfig) -> Model:
-    """The policy, with shapes in place of the arrays that checkpoints contain: of all weights, or of an adapter."""
+    """Returns the policy with shapes in place of the arrays that checkpoints contain (all weights, or an adapter)."""
     if config.lora is not None:
         policy = InitialModels(config, mesh, compute_of(config.compute), Console(enabled=False)).policy()
         return policy.holding(like(policy.params, mesh))
@@ -118,7 +118,7 @@ def _policy(config: Config, mesh: Mesh, actor: ModelConfig) -> Model:
 
 
 def _check_base(run: Path) -> None:
-    """Refuses the upload of an adapter that would name a directory of this machine as its base."""
+    """Refuses the upload of an adapter whose base is a directory of this machine."""
     from jrlhf.report import read_run
 
     path = load_config(str(run / CONFIG)).model.path

@@ -41,8 +41,8 @@ from jrlhf.run.files import check_writable, write_atomic
 from jrlhf.storage.models import fetch_run
 from jrlhf.tasks.docstrings.task import PROMPT_END
 
-TOKENS = 256  # default maximum of an answer
-STREAMED = 8  # tokens of an answer that a conversation shows at a time
+TOKENS = 256  # default maximum tokens of an answer
+STREAMED = 8  # number of tokens of an answer that a conversation shows at a time
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Generator:
 
     @property
     def longest(self) -> int:
-        """The most tokens of a prompt."""
+        """The maximum number of tokens of a prompt."""
         return self.model.config.max_positions - self.sampling.max_new_tokens
 
     @property
@@ -96,7 +96,7 @@ class Generator:
             yield from read_responses(self.tokenizer, jax.device_get(generation), slice(count))
 
     def stream(self, ids: Sequence[int], key: jax.Array) -> Iterator[str]:
-        """Yields the text of one response as it grows. The last text is what `answer` gives for the prompt."""
+        """Yields the text of one response as it grows. The last text equals the result of `answer` for the prompt."""
         compiled = CompiledModel(self.model.architecture, self.mesh, self.compute)
         width = program_width(len(ids), self.longest)
         seeds = np.asarray(jax.random.key_data(row_keys(key, self.batch, self.mesh)))
@@ -113,9 +113,9 @@ class Generator:
 
 @dataclass(frozen=True)
 class Asked:
-    """How a model is asked: as it was trained.
+    """The form of prompts for a model: the form of its training.
 
-    chat: in conversations, if its tokenizer has a chat template. end: of a plain prompt, which a typed line lacks.
+    chat: prompts are conversations if the tokenizer has a chat template. end: end of plain prompts, lacking when typed.
     """
 
     data: DatasetsData
@@ -124,12 +124,12 @@ class Asked:
     system: str | None = None
 
     def example(self, line: str) -> Example:
-        """A typed line as the prompt that the model was trained on."""
+        """Converts a typed line to a prompt in the form of the training."""
         return Example(prompt=line if line.endswith(self.end) else line + self.end)
 
 
 def asked_of(path: str) -> Asked:
-    """How the model of a run is asked; if `path` is not a run, the defaults."""
+    """Returns the form of prompts for the model of a run; the defaults if `path` is not a run."""
     directory = fetch_run(path, "model") if is_address(path) else expanded(path)
     if not directory.exists():
         directory = locate(path, "model")
@@ -159,7 +159,7 @@ def load(
     """Loads a run, a model directory, the address of one of them in an object store, or a hub name.
 
     sampling: fields of `SamplingConfig`; the tokenizer adds the tokens that stop a response. adapter: a PEFT directory.
-    dtype: auto is bfloat16 on an accelerator, float32 on a CPU. asked: None: as the run says, if it is one.
+    dtype: auto is bfloat16 on an accelerator, float32 on a CPU. asked: None: as recorded in the run, if it is one.
     """
     asked = asked_of(path) if asked is None else asked
     sampling = {"max_new_tokens": asked.data.max_response, **sampling}
@@ -193,7 +193,7 @@ def with_sampling(sampling: SamplingConfig, changes: Mapping[str, Any]) -> Sampl
 
 
 def _tensor_parallelism(config: ModelConfig, devices: int) -> int:
-    """The largest size that the model allows. The other devices share the rows."""
+    """Returns the largest `tensor` size that the model allows. The remaining factor of devices divides the rows."""
     for tensor in range(devices, 1, -1):
         if devices % tensor == 0:
             with suppress(ValueError):
@@ -282,7 +282,7 @@ def _write_answers(prompts: Prompts, answers: Iterator[Response], out: str) -> N
 def converse(generator: Generator, name: str, seed: int = 0, *, terminal: bool = True) -> None:
     """Answers each line until an empty one: with a chat template to the whole conversation, else to that line alone.
 
-    terminal: whether somebody types the lines, and is told how.
+    terminal: whether a user types the lines; then instructions are printed.
     """
     system = generator.asked.system
     if terminal:
@@ -300,7 +300,7 @@ def converse(generator: Generator, name: str, seed: int = 0, *, terminal: bool =
         (ids,) = generator.encode([example]).ids
         text, shown = "", 0
         for text in generator.stream(ids, key_for(seed, "generate", turn)):
-            whole = clean(text.rstrip("\ufffd"))  # a character may have several tokens, of which the last are to come
+            whole = clean(text.rstrip("\ufffd"))  # the last tokens of a character may be missing
             print(whole[shown:], end="", flush=True)
             shown = max(shown, len(whole))
         print(clean(text)[shown:], flush=True)

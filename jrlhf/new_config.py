@@ -1,8 +1,8 @@
 """`jrlhf init`, or `python -m jrlhf.new_config`: asks for model, data, reward, algorithm and devices; writes a config.
 
 Each answer is also an option: `jrlhf init --model Qwen/Qwen2.5-0.5B-Instruct --data gsm8k.jsonl -o mine.yaml`. Sizes
-and rates are those of the packaged configs, lengths and columns those of a model and a dataset on this machine. The
-comments are what the classes of the config say of their settings.
+and rates come from the packaged configs, lengths and columns from a model and a dataset on this machine. The comments
+are the descriptions of settings in the config's classes.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from jrlhf.roles.pretrained import describe, is_here, is_model_name, locate
 from jrlhf.run.devices import accelerator
 from jrlhf.run.files import check_writable
 
-ROWS = 1024  # of a dataset that are read: an eighth is as many held-out rows as a config has at most
+ROWS = 1024  # number of rows of a dataset that are read; at most an eighth of them are held out
 TINY, LEARNED, FUNCTION = "tiny", "learned", "function"
 TASKS = ("docstrings", "arithmetic")
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input")  # usual names of columns
@@ -46,7 +46,7 @@ TRUTHS = ("answer", "solution", "ground_truth", "target", "label", "output")
 
 @dataclass(frozen=True)
 class Answers:
-    """What the config is to be of. A later answer may depend on the ones before it."""
+    """The answers that determine the config. A later answer may depend on earlier ones."""
 
     model: str  # TINY, a directory or a hub name
     data: str  # one of TASKS, a file, a directory or a hub name
@@ -68,7 +68,7 @@ QUESTIONS = {
 
 
 def usual(name: str, given: Mapping[str, str]) -> str | None:
-    """Returns the answer where none is given; "" if there is no usual one, None if there is nothing to ask."""
+    """Returns the default answer; "" if there is none, None if the question does not apply."""
     data, pairs = given.get("data", ""), given.get("algorithm") == "dpo"
     prompt = None if pairs or data in TASKS else _column(data, PROMPTS) if data else ""
     return {
@@ -82,7 +82,7 @@ def usual(name: str, given: Mapping[str, str]) -> str | None:
 
 
 def wrong(name: str, value: str, given: Mapping[str, str]) -> str:
-    """Returns what is wrong with an answer, in the second half of a sentence; "" if nothing is."""
+    """Returns what is wrong with an answer, as the second half of a sentence; "" if nothing is wrong."""
     data, here = given.get("data", ""), is_here(value)
     match name:
         case "model" if value != TINY:
@@ -118,7 +118,7 @@ def wrong(name: str, value: str, given: Mapping[str, str]) -> str:
 
 
 def complete(given: Mapping[str, str | None], ask: Callable[[str, str], str] | None) -> Answers:
-    """Returns all answers. ask: (question, default) -> answer; None: the default is taken without a question.
+    """Returns all answers. ask: (question, default) -> answer; None: defaults are used without questions.
 
     A wrong answer to a question is explained, and the question is asked again; a wrong one in `given` is a UserError.
     """
@@ -146,7 +146,7 @@ def complete(given: Mapping[str, str | None], ask: Callable[[str, str], str] | N
 
 @cache
 def _rows(data: str) -> list[Any]:
-    """Returns the first rows of a dataset on this machine; none of another one."""
+    """Returns the first rows of a dataset on this machine; [] for any other dataset."""
     if not is_here(data):
         return []
     rows = [row for _, row in islice(read_rows(data), ROWS)]
@@ -156,18 +156,18 @@ def _rows(data: str) -> list[Any]:
 
 
 def _column(data: str, names: Sequence[str]) -> str:
-    """Returns the first of these columns that a dataset has; "" if it has none. Datasets of the hub have all."""
+    """Returns the first of these columns that a dataset has; "" if it has none; for a hub dataset the first name."""
     rows = _rows(data)
     return next((name for name in names if not rows or name in rows[0]), "")
 
 
 def _compares(reward: str) -> bool:
-    """Tests whether a built-in reward compares with the column `answer`."""
+    """True if a built-in reward compares responses with the column `answer`."""
     return reward in builtin.NAMES and "answer" in signature(getattr(builtin, reward)).parameters
 
 
 def settings_for(answers: Answers, reward_file: str) -> dict[str, Any]:
-    """Returns the settings, by key, that differ from the defaults or that a user will want to change."""
+    """Returns the settings, by key, that differ from the defaults or that users often change."""
     own_task, algorithm, base = answers.data in TASKS, answers.algorithm, _packaged(answers)
     number, _, kind = answers.devices.rpartition("x")
     learned = answers.reward == LEARNED
@@ -196,7 +196,7 @@ def settings_for(answers: Answers, reward_file: str) -> dict[str, Any]:
 
 
 def _packaged(answers: Answers) -> dict[str, Any]:
-    """Returns the packaged config whose sizes and rates are taken."""
+    """Returns the packaged config from which sizes and rates are taken."""
     special = {("docstrings", "dpo"): "quickstart-dpo", ("docstrings", "safe_rlhf"): "quickstart-safe"}
     general = {"docstrings": "quickstart", "arithmetic": "arithmetic-grpo"}.get(answers.data, "gsm8k-ppo")
     return yaml.safe_load(_file(f"{special.get((answers.data, answers.algorithm), general)}.yaml"))
@@ -207,7 +207,7 @@ def _file(name: str) -> str:
 
 
 def _dataset(answers: Answers, base: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the section of a dataset: its columns, and what the model has positions and a chat template for."""
+    """Returns the section of a dataset: its columns, and lengths and chat settings that suit the model."""
     lengths = {key: base[key] for key in ("max_prompt", "max_response", "overlong", "heldout_rows")}
     chat = True
     if is_here(answers.model):
@@ -253,7 +253,7 @@ def _stage(answers: Answers, base: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _divided(config: dict[str, Any], devices: int) -> dict[str, Any]:
-    """Raises batches to the next number that divides over the devices."""
+    """Increases batch sizes to the next number that divides over the devices."""
 
     def divide(section: dict[str, Any], key: str, usual: int, divisor: int = devices) -> None:
         section[key] = -(-section.get(key, usual) // divisor) * divisor
@@ -271,9 +271,9 @@ def _divided(config: dict[str, Any], devices: int) -> dict[str, Any]:
 
 
 def write(answers: Answers, out: Path) -> list[Path]:
-    """Writes the config, and a function of rewards where one was asked for; returns the files.
+    """Writes the config and, if requested, a file with a reward function; returns the files.
 
-    None is overwritten: a reward.py that is there is used as it is.
+    No file is overwritten: an existing reward.py is used as it is.
     """
     if out.is_dir():  # also an empty text
         raise UserError(f"-o {out} is a directory: name a file in it, such as mine.yaml")
@@ -285,7 +285,7 @@ def write(answers: Answers, out: Path) -> list[Path]:
         f"Written by jrlhf init {options}. Settings that are not here have their defaults: --dry-run --all prints them."
     )
     files = {out: commented(settings_for(answers, str(reward_file)), Config, head)}
-    build(Config, parse_yaml(files[out], str(out)))  # whatever an answer holds, the file can be read
+    build(Config, parse_yaml(files[out], str(out)))  # checks that the file can be loaded
     if answers.reward == FUNCTION and not reward_file.exists():
         files[reward_file] = _file("reward.py")
     for path in files:
@@ -304,7 +304,7 @@ DESCRIPTION = "Writes a config to start from. Asks for what no option says; with
 
 
 def cli(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code. On a terminal it asks for what no option answers."""
+    """The command line; returns the exit code. On a terminal it asks for answers that no option gives."""
     parser = argparse.ArgumentParser(prog="jrlhf init", description=DESCRIPTION)
     for name, question in QUESTIONS.items():
         parser.add_argument(f"--{name}", help=question.partition(": ")[2])

@@ -1,7 +1,7 @@
-"""`python -m jrlhf.plan --config C --cluster 16xh100`: the fastest plan on a cluster that need not be there.
+"""`python -m jrlhf.plan --config C --cluster 16xh100`: finds the fastest plan on a described cluster.
 
-With --profile, on the devices at hand: what calls consist of is measured there first, and kept for plan=auto.
-With --plan FILE, or the name of a usual one, what that plan takes; nothing is searched for.
+With --profile, on the present devices: the parts of calls are measured first, and stored for plan=auto.
+With --plan FILE, or the name of a usual plan, it predicts that plan without a search.
 """
 
 import argparse
@@ -86,10 +86,10 @@ def _run(options: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan of a config on a cluster, and what it takes. `str` gives a table of its calls and a timeline.
+    """A plan of a config on a cluster, with its prediction. `str` gives a table of its calls and a timeline.
 
     prices: the seconds and bytes of the workload's calls on the cluster. outcome: the plan and its simulation. text:
-    what the command prints. problem: why no run takes the plan; empty if one does. asynchronous: what is predicted of
+    the command's output. problem: why no run can use the plan; empty if one can. asynchronous: the prediction for
     asynchronous training.
     """
 
@@ -107,7 +107,7 @@ class Planned:
 
     @property
     def seconds(self) -> float:
-        """Seconds of an iteration; of asynchronous training, from update to update."""
+        """Seconds of an iteration; in asynchronous training, from update to update."""
         return self.outcome.simulation.seconds if self.asynchronous is None else self.asynchronous.seconds
 
     @property
@@ -131,7 +131,7 @@ class Planned:
             raise UserError(f"{path} cannot be written ({error.strerror}): choose another place") from error
 
     def check(self) -> None:
-        """Raises UserError if no run takes the plan: it does not fit, or a call spans a part of several processes."""
+        """Raises UserError if no run can use the plan: it does not fit, or a call spans parts of several processes."""
         if self.problem:
             raise UserError(self.problem)
 
@@ -141,18 +141,18 @@ class Planned:
 
 @dataclass(frozen=True)
 class Search(Section):
-    """What is planned for, and when the search ends. With proposals the result is a function of the seed."""
+    """The cluster, and the budget of the search. With proposals the result depends only on the seed."""
 
-    cluster: str | None = None  # its devices, such as "16xh100", which need not be there; None: those at hand, measured
+    cluster: str | None = None  # the devices, such as "16xh100"; None: the present devices, measured
     mean_response: float | None = None  # tokens; None: the maximum
-    sigma: float | None = None  # of the logarithm of response lengths, in asynchronous training; None: 0
-    processes: int | None = None  # of the run; None: one a host of the cluster
-    plan: str | None = None  # a file, or the name of a usual plan, which is priced: nothing is searched for
+    sigma: float | None = None  # deviation of the logarithm of response lengths, in asynchronous training; None: 0
+    processes: int | None = None  # number of processes of the run; None: one per host of the cluster
+    plan: str | None = None  # a file, or the name of a usual plan, which is predicted without a search
     seconds: float | None = None
     proposals: int | None = None  # plans to price, rounded up to whole turns
     seed: int = 0
-    hypothetical: bool = False  # also plans with stages of any call; only training runs in stages
-    overlap: bool = False  # let iterations overlap, which a run, that reads metrics, does not
+    hypothetical: bool = False  # also plans with pipelines for any call, though runs use them only for training
+    overlap: bool = False  # let iterations overlap, which runs do not, because they read metrics
 
 
 def make_plan(
@@ -162,9 +162,9 @@ def make_plan(
     say: Callable[[str], None],
     progress: Callable[[int, float], None] | None = None,
 ) -> Planned:
-    """Searches the fastest plan of a config, or prices the given one. docs/plans.md tells how.
+    """Searches for the fastest plan of a config, or predicts the given one; see docs/plans.md.
 
-    say: told what is measured, and where. progress: (plans, seconds of the best).
+    say: called with lines about measurements. progress: called with (number of plans, seconds of the best).
     """
     cluster, plan, mean_response, processes = search.cluster, search.plan, search.mean_response, search.processes
     seconds, proposals = search.seconds, search.proposals

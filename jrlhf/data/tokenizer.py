@@ -37,12 +37,12 @@ class Tokenizer:
 
     @property
     def eos_id(self) -> int:
-        """The id that is written to end a text."""
+        """The id that is appended to end a text."""
         return self.eos_ids[0]
 
     @cached_property
     def vocab_size(self) -> int:
-        """The highest id + 1, special ones included: ids from here on mean nothing and must never be drawn."""
+        """The highest id + 1, special ones included. Ids from here on have no meaning and must never be drawn."""
         highest = max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         return highest if self.limit is None else min(highest, self.limit)
 
@@ -56,8 +56,8 @@ class Tokenizer:
         return [self._checked(encoding.ids) for encoding in encodings]
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Token ids of a plain text that begins a sequence: `prefix_ids`, then the text. An end of text that the
-        tokenizer would add is left out, because an answer follows."""
+        """Returns token ids of a plain text that begins a sequence: `prefix_ids`, then the text. An end-of-text token
+        that the tokenizer would add is left out, because an answer follows."""
         return [*self.prefix_ids, *self.encode(text)]
 
     def encode_with_ends(self, text: str) -> tuple[list[int], list[int]]:

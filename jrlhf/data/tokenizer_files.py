@@ -19,12 +19,12 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 def load_tokenizer(directory: Path | str, *, eos: Sequence[str] = ()) -> Tokenizer:
     """Reads the tokenizer of a Hugging Face model directory.
 
-    From tokenizer.json; tokenizer_config.json and special_tokens_map.json (special tokens); generation_config.json, or
-    else config.json (further ids that end a response); chat_template.jinja, tokenizer_config.json or
+    It reads tokenizer.json; tokenizer_config.json and special_tokens_map.json (special tokens); generation_config.json,
+    or else config.json (further ids that end a response); chat_template.jinja, tokenizer_config.json or
     chat_template.json.
 
-    eos: names of the tokens that end a response, in place of those that the files name; the first one is written. For
-        a base model, say, whose chat template closes a turn with a token other than its end of text.
+    eos: names of the tokens that end a response, in place of those in the files; the first one is appended to texts.
+        For example for a base model whose chat template ends a turn with a token other than its end-of-text token.
     """
     directory = Path(directory)
     backend = _read_backend(directory)
@@ -49,8 +49,8 @@ def load_tokenizer(directory: Path | str, *, eos: Sequence[str] = ()) -> Tokeniz
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Tokenizer:
     """Returns the tokenizer to use with a model whose embedding has `vocab_size` rows.
 
-    Ordinary tokens must all have a row. Added ones beyond it (the image token of a text-only checkpoint, a padding
-    token that was never trained) are tolerated as long as no text holds them: `Tokenizer.limit`.
+    Ordinary tokens must all have a row. Added tokens without one (the image token of a text-only checkpoint, a padding
+    token that was never trained) are accepted as long as no text contains them: `Tokenizer.limit`.
     """
     added = set(tokenizer.backend.get_added_tokens_decoder())
     vocabulary = tokenizer.backend.get_vocab(with_added_tokens=True)
@@ -68,8 +68,8 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Tokenizer:
 
 
 def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
-    """True if two tokenizers write a text with the same ids. Added tokens that only one has do not count: a reward
-    model's padding, say."""
+    """True if two tokenizers encode texts with the same ids. Added tokens that only one has, such as a reward model's
+    padding, do not count."""
     first, second = (json.loads(tokenizer.to_json()) for tokenizer in (one, other))
     if any(first.get(part) != second.get(part) for part in ("model", "normalizer", "pre_tokenizer")):
         return False
@@ -131,7 +131,7 @@ def _add_missing(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], dir
 
 
 def _listed(decoder: Any, file: Path) -> list[tuple[int, tokenizers.AddedToken]]:
-    """Returns the tokens of `added_tokens_decoder` with their ids, rising."""
+    """Returns the tokens of `added_tokens_decoder` with their ids, in ascending order."""
     try:
         entries = sorted((int(index), entry) for index, entry in (decoder or {}).items())
         if not all(isinstance(entry["content"], str) for _, entry in entries):
@@ -154,7 +154,7 @@ def _named_ids(backend: tokenizers.Tokenizer, names: Iterable[str], directory: P
 
 
 def _eos_ids(backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], directory: Path) -> tuple[int, ...]:
-    """Returns the tokenizer's own end of text first, then those that generation stops at."""
+    """Returns the tokenizer's own end-of-text token first, then those at which generation stops."""
     name = special_tokens.get("eos_token")
     own = () if name is None else _named_ids(backend, [name], directory)
     stops: Any = None
@@ -183,7 +183,7 @@ def _eos_ids(backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], d
 
 
 def _prefix_ids(backend: tokenizers.Tokenizer, directory: Path) -> tuple[int, ...]:
-    """Returns the ids that the tokenizer by itself puts before a text."""
+    """Returns the ids that the tokenizer itself puts before a text."""
     encoding = ask(f"the tokenizer in {directory}", backend.encode, "a", add_special_tokens=True)
     own = [added == 0 for added in encoding.special_tokens_mask]
     return tuple(encoding.ids[: own.index(True)]) if True in own else ()

@@ -1,10 +1,10 @@
-"""Prompts, conversations and examples: what a dataset's rows become."""
+"""Types of texts, conversations, examples (rows of a dataset) and responses."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-Ids = tuple[int, ...]  # of tokens
+Ids = tuple[int, ...]  # token ids
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 Conversation = tuple[Message, ...]
 Text = str | Conversation  # a prompt or a completion: plain text, or the messages of a conversation
@@ -16,15 +16,15 @@ class Example:
 
     prompt: Text
     completion: Text | None = None  # the answer to learn
-    chosen: Text | None = None  # of two answers, the one that an annotator preferred
+    chosen: Text | None = None  # the answer of two that an annotator preferred
     rejected: Text | None = None
-    source: str = ""  # which of several mixed datasets the row is from (verl's `data_source`); measured separately
+    source: str = ""  # the row's dataset in a mixture (verl's `data_source`); sources are measured separately
     columns: Mapping[str, Any] = field(default_factory=dict)  # all other columns: reward functions get them by name
 
 
 @dataclass(frozen=True)
 class Response:
-    """One response as it was sampled; its ids are never tokenized again."""
+    """One sampled response. Its ids are used as sampled; the text is never tokenized again."""
 
     ids: Ids
     text: str

@@ -1,1 +1,1 @@
-"""`jrlhf doctor`: whether this machine is set up for runs."""
+"""`jrlhf doctor`: checks whether this machine is set up for runs."""

@@ -1,6 +1,6 @@
-"""Checks of packages and of JAX, each with its remedy.
+"""Checks packages and JAX; each finding has a remedy.
 
-JAX starts in a process of its own: a driver that hangs, or packages that do not fit each other, are findings as well.
+JAX starts in a separate process, so that a hanging driver or incompatible packages are findings, too.
 """
 
 import importlib.metadata
@@ -20,14 +20,14 @@ from packaging.utils import canonicalize_name
 
 from jrlhf.doctor.places import GIB, Finding, check_hub, check_places, check_run_dir
 
-START_SECONDS = 180  # in which JAX starts
-TOLERANCE = 0.05  # of log-probs in nats: accelerators multiply float32 in fewer bits
+START_SECONDS = 180  # deadline for the start of JAX
+TOLERANCE = 0.05  # tolerance of log-probs in nats: accelerators multiply float32 with fewer bits
 _FOR_WORK_ON_JRLHF = ("dev", "docs", "test")
 _ACCELERATORS = {"gpu": ("an NVIDIA GPU", ("cuda12", "cuda13")), "tpu": ("a TPU", ("tpu",))}
 
 
 def diagnose(run_dir: str) -> list[Finding]:
-    """Returns the findings of all checks. The hub is waited for 4 seconds, and JAX for three minutes."""
+    """Returns the findings of all checks. It waits for the hub up to 4 seconds, and for JAX up to three minutes."""
     installed, backend = installed_here(), backend_here()
     findings = [*check_packages(installed), *check_extras(installed), *check_backend(installed, backend)]
     return [*findings, *check_hub(), *check_places(), *check_run_dir(run_dir)]
@@ -57,7 +57,7 @@ def installed_here() -> Installed:
 
 
 def check_packages(installed: Installed) -> Iterator[Finding]:
-    """Yields whether Python and what jrlhf and jax require are installed and fit each other."""
+    """Checks that Python and the requirements of jrlhf and jax are installed and compatible."""
     if "jrlhf" not in installed.requirements:
         remedy = "pip install -e . in the checkout"
         yield Finding("packages", "note", "jrlhf is not installed, so that its requirements are not known", remedy)
@@ -73,7 +73,7 @@ def check_packages(installed: Installed) -> Iterator[Finding]:
 
 
 def check_extras(installed: Installed) -> Iterator[Finding]:
-    """Yields which extras are installed, and those whose packages do not fit the others, such as a plugin for JAX."""
+    """Yields the installed extras, and those whose packages are incompatible, such as a plugin for JAX."""
     for extra in sorted(_extras_of_jrlhf(installed) - {*_FOR_WORK_ON_JRLHF}):
         missing, unfit = _compare(installed, extra)
         for text in unfit:
@@ -87,7 +87,7 @@ def check_extras(installed: Installed) -> Iterator[Finding]:
 
 
 def _extras(requirement: Requirement) -> set[str]:
-    """Returns the extra that a line of metadata belongs to, as a set; empty for one that always holds."""
+    """Returns the extra of a requirement, as a set; empty for a requirement without an extra."""
     return set(re.findall(r'extra == "([^"]+)"', str(requirement.marker or "")))
 
 
@@ -96,9 +96,9 @@ def _extras_of_jrlhf(installed: Installed) -> set[str]:
 
 
 def _compare(installed: Installed, extra: str, package: str = "jrlhf") -> tuple[list[str], list[str]]:
-    """Returns what a package requires and is missing, and sentences on what has another version.
+    """Returns the missing requirements of a package, and sentences about requirements with another version.
 
-    extra: only what this extra adds; "": what is always required. An extra that is not installed has no such sentences.
+    extra: its additional requirements only; "": those of no extra. Extras that are not installed give no sentences.
     """
     missing, unfit = [], []
     for requirement in map(Requirement, installed.requirements.get(package, ())):
@@ -165,15 +165,15 @@ def probe() -> None:
         logprobs, _ = jax.jit(token_logprobs)(*arrays)
         facts["seconds"] = time.perf_counter() - start
         facts["logprob_error"] = float(np.abs(np.asarray(logprobs) - right).max())
-    except Exception as error:  # whatever a driver or a package raises
+    except Exception as error:  # a driver or a package may raise anything
         facts["error"] = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])  # an assertion has no text
     print(json.dumps(facts))
 
 
 def check_backend(installed: Installed, backend: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yields whether JAX has the devices of this machine, and whether programs on them are right.
+    """Checks that JAX has the devices of this machine, and that programs on them give right results.
 
-    backend: what `probe` printed.
+    backend: the output of `probe`.
     """
     yield from _check_accelerator(installed, backend)
     devices, reason = backend.get("devices"), backend.get("error", "it ended")
@@ -202,7 +202,7 @@ def check_backend(installed: Installed, backend: Mapping[str, Any]) -> Iterator[
 
 
 def _check_accelerator(installed: Installed, backend: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yields whether an accelerator that the machine has is the one that JAX runs on."""
+    """Checks that JAX runs on the machine's accelerator, if it has one."""
     present, running, asked = backend.get("accelerator"), backend.get("platform"), os.environ.get("JAX_PLATFORMS")
     if present is None or running is None:
         return

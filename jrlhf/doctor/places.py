@@ -1,4 +1,4 @@
-"""What this machine reaches: the hub, and the places in which files are written."""
+"""Checks access to the hub, and to the directories in which files are written."""
 
 import http.client
 import os
@@ -16,13 +16,13 @@ from typing import Literal
 from jrlhf.errors import UserError
 
 GIB = 2**30
-LEAST_FREE, FEW_FREE = 1 * GIB, 20 * GIB  # bytes for runs: below the first a problem, below the second a note
+LEAST_FREE, FEW_FREE = 1 * GIB, 20 * GIB  # free bytes: below the first a problem, below the second a note
 HUB_SECONDS, STORE_SECONDS = 4, 10  # deadlines
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: whether a part of the machine is as runs need it, and otherwise what to do."""
+    """One line about a part of the machine: its state and, if it does not suit runs, a remedy."""
 
     part: str
     state: Literal["ok", "note", "problem"]
@@ -31,7 +31,7 @@ class Finding:
 
 
 def check_hub() -> Iterator[Finding]:
-    """Yields whether models and datasets can be downloaded by name, also gated ones."""
+    """Checks that models and datasets can be downloaded by name, also gated ones."""
     try:
         from huggingface_hub import constants, get_token
     except ImportError as error:
@@ -74,7 +74,7 @@ def _hub_error(address: str) -> str | None:
 
 
 def check_places() -> Iterator[Finding]:
-    """Yields the places beside `run_dir` in which files cannot be written: the hub's cache, the temporary directory."""
+    """Yields directories besides `run_dir` that cannot be written: the hub's cache, the temporary directory."""
     temporary = os.environ.get("TMPDIR", "/tmp")
     places = {"TMPDIR": ("the temporary directory", temporary, Path(temporary))}  # must be there
     try:
@@ -90,7 +90,7 @@ def check_places() -> Iterator[Finding]:
 
 
 def check_run_dir(run_dir: str) -> Iterator[Finding]:
-    """Yields whether runs can be written, and the space for them. run_dir: a path or an address."""
+    """Checks that runs can be written, and the free space. run_dir: a path or an address."""
     if re.match(r"\w+:/", run_dir):  # also an address that lost a slash
         error, space, free = _store_error(run_dir), "no bound is known", FEW_FREE
     else:
@@ -115,9 +115,9 @@ def _existing(path: Path) -> Path:
 
 
 def _write_error(place: Path) -> str | None:
-    """Returns why no file can be written in a directory, which must be there.
+    """Returns why no file can be written in an existing directory; None if it can.
 
-    It is not `run.files.write_error`, as that needs NumPy, which may be what is broken.
+    It does not use `run.files.write_error`, because that needs NumPy, which may be broken.
     """
     try:
         tempfile.TemporaryFile(dir=place).close()

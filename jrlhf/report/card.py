@@ -1,6 +1,6 @@
-"""The model card of an export: README.md with the metadata that the Hugging Face hub reads, and a plot beside it.
+"""Writes the model card of an export: README.md with metadata for the Hugging Face hub, and a plot.
 
-It has no times, dates or places: a run that was resumed gives the bytes of one that was not.
+It has no times, dates or paths, so a resumed run gives the same bytes as an uninterrupted one.
 """
 
 import platform
@@ -37,11 +37,11 @@ _ROLES = {"sft": "SFT", "preferences": "preferences", "prompts": "prompts", "hel
 
 @dataclass(frozen=True)
 class Facts:
-    """What a card tells.
+    """The contents of a card.
 
-    config: of the run. record: what the run wrote until the exported step. stage: the stage that trained the policy
-    last. step: its last step. head: "scalar" for a reward model. adapter: the directory holds only an adapter.
-    license: the metadata of the base's own card that are about its licence.
+    config: of the run. record: the run's records until the exported step. stage: the last stage that trained the
+    policy. step: its last step. head: "scalar" for a reward model. adapter: the directory contains only an adapter.
+    license: metadata about the licence in the base's own card.
     """
 
     config: Config
@@ -56,8 +56,8 @@ class Facts:
 def facts_of(config: Config, record: Record, stage: str, step: int, base: Path | None) -> Facts:
     """Returns the facts of a policy after a step of a stage.
 
-    record: of the whole run, whose later steps are left out, and its summary if it is of another step.
-    base: the directory of the model that the run began with.
+    record: of the whole run. Later steps are left out, and the summary, too, if it belongs to another step.
+    base: the directory of the model from which the run started.
     """
     earlier = {"reward_model", *config.stages[: config.stages.index(stage)]}
     metrics = {name: rows for name, rows in record.metrics.items() if name in earlier}
@@ -69,7 +69,7 @@ def facts_of(config: Config, record: Record, stage: str, step: int, base: Path |
 
 
 def files(facts: Facts) -> dict[str, bytes]:
-    """Returns name -> bytes of the card, of how the model is asked, and of a plot, if two values were measured."""
+    """Returns name -> bytes of the card, the prompting settings and, if two values were measured, a plot."""
     plot = progress(facts)
     parts = {CARD: card(facts, plot="" if plot is None else plot[0]).encode()}
     if facts.record.prompting and facts.head == "lm" and not facts.adapter:
@@ -78,7 +78,7 @@ def files(facts: Facts) -> dict[str, bytes]:
 
 
 def card(facts: Facts, *, plot: str = "") -> str:
-    """Returns the Markdown text. plot: what the picture beside it shows; empty: there is none."""
+    """Returns the Markdown text. plot: what the plot shows; empty: there is none."""
     sections = [
         f"---\n{_metadata(facts)}---\n\n# {_title(facts)}",
         f"{SIGNATURE}, which does RLHF in JAX.",
@@ -96,7 +96,7 @@ def card(facts: Facts, *, plot: str = "") -> str:
 
 
 def license_of(base: Path) -> dict[str, str | list[str]]:
-    """Returns what the card in a model's directory says of its licence; empty if there is none."""
+    """Returns the licence metadata of the card in a model's directory; empty if there is none."""
     try:
         check_file(base / CARD)
         metadata = metadata_load(base / CARD) or {}
@@ -113,13 +113,13 @@ def license_of(base: Path) -> dict[str, str | list[str]]:
 
 
 def _short(path: str, facts: Facts) -> str:
-    """Returns a model or dataset of the hub by its name there, any other place by the last part of its path."""
+    """Returns the hub name of a model or dataset on the hub; for any other path its last part."""
     last = re.split(r"[/\\]", path.rstrip("/\\"))[-1].rpartition("@")[2]
     return hub_model(path, facts.record.hub) or (_LEFT_OUT if last.startswith("~") else clean(last))
 
 
 def _text(text: str) -> str:
-    """Returns a text of the user as one line that Markdown shows as it is."""
+    """Returns a text of the user as one line, escaped for Markdown."""
     return re.sub(r"([\\`*_\[\]<>&|~#])", r"\\\1", clean(text))
 
 
@@ -131,7 +131,7 @@ def _code(text: str) -> str:
 
 
 def _ticks(text: str, least: int) -> str:
-    """Returns more backticks than stand in a row anywhere in a text."""
+    """Returns a longer sequence of backticks than any in a text."""
     return "`" * max(least, *(len(run) + 1 for run in re.findall("`+", text)), 0)
 
 
@@ -179,9 +179,9 @@ def _results(facts: Facts, plot: str) -> list[str]:
 
 
 def progress(facts: Facts) -> tuple[str, bytes] | None:
-    """Returns (what it shows, a PNG) of the held-out score, or else of the score in training or the loss over time.
+    """Returns (description, PNG) of a plot of the held-out score, or else of the score in training or the loss.
 
-    None if nothing was measured twice. The same metrics give the same bytes.
+    Returns None if nothing was measured twice. The same metrics give the same bytes.
     """
     run = facts.record
     validated = {key: parsed for key in run.names("val-core/") if (parsed := validation_key(key)) is not None}
@@ -223,10 +223,10 @@ def _recipe(facts: Facts) -> list[str]:
 
 
 def _settings(facts: Facts) -> dict[str, Any]:
-    """The settings that define the results and are not the defaults.
+    """Returns the settings that define the results and are not the defaults.
 
-    Numbers and words of a choice stay, and paths are shortened. Of all other values, which may hold anything, only the
-    names stay.
+    Numbers and choices are shown, and paths are shortened. All other values, which may contain anything, are replaced;
+    only their names are shown.
     """
 
     def plain(value: Any, kind: Any, key: str) -> Any:
@@ -255,7 +255,7 @@ def _settings(facts: Facts) -> dict[str, Any]:
 
 
 def _choices(kind: Any) -> set[str]:
-    """The words that a setting of this type may be chosen from."""
+    """The words from which a setting of this type is chosen."""
     return {kind} if isinstance(kind, str) else set().union(*map(_choices, get_args(kind)))
 
 
@@ -264,7 +264,7 @@ def _names(options: Mapping[Any, Any]) -> dict[str, str]:
 
 
 def _datasets(config: Config) -> list[tuple[str, str, str]]:
-    """(what it is for, path, split) of all datasets that a run reads."""
+    """Returns (purpose, path, split) of all datasets that a run reads."""
     if not isinstance(config.data, DatasetsData):
         return []
     parts = [(title, getattr(config.data, part)) for part, title in _ROLES.items()]

@@ -1,4 +1,4 @@
-"""Charts, drawn by Matplotlib: as inline SVG whose text is text, or as PNG."""
+"""Draws charts with Matplotlib, as inline SVG with real text, or as PNG."""
 
 import io
 import re
@@ -34,8 +34,8 @@ _STYLE: Any = {
 class Series:
     """Points of one colour, 1 for the first of `COLORS`. Points that are not finite are left out.
 
-    style: "trend", a line, of many points their running mean over faint ones; "dots", joined by a thin line; "points",
-    with later ones stronger.
+    style: "trend": a line; with many points, their running mean over faint points. "dots": joined by a thin line.
+    "points": later points are darker.
     """
 
     label: str
@@ -56,7 +56,7 @@ class Series:
 
     @property
     def trend(self) -> np.ndarray:
-        """The finite values as the line shows them: for "trend" with many points, their running mean."""
+        """The values of the drawn line: the finite values, or for "trend" with many points their running mean."""
         y = self.finite[1]
         return running_mean(y, max(len(y) // 15, 3)) if self.smoothed else y
 
@@ -67,7 +67,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure of the page: title, note and a drawing of series over one axis. `target` is a dashed horizontal line."""
+    """A figure of the page: title, note and series over one axis. `target` is a dashed horizontal line."""
 
     title: str
     series: Sequence[Series]
@@ -112,13 +112,13 @@ class Chart:
 
 
 def running_mean(values: np.ndarray, width: int) -> np.ndarray:
-    """Returns the mean of each value with its neighbours, `width` in all; fewer near the ends."""
+    """Returns the mean of each value and its neighbours, `width` values in total; fewer near the ends."""
     window = np.ones(min(width, len(values)))
     return np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
 
 
 def number(value: float) -> str:
-    """Writes a number as people do: `1,234`, `123`, `12.3`, `1.23`, `0.012`, `1.2e-05`."""
+    """Formats a number for readers: `1,234`, `123`, `12.3`, `1.23`, `0.012`, `1.2e-05`."""
     size = abs(value)
     if not np.isfinite(value) or 0 < size < 1e-4:
         return f"{value:.1e}" if np.isfinite(value) else str(value)

@@ -1,6 +1,6 @@
-"""Renders a run's report: one HTML file that needs no other file, filled from `report.html.j2`.
+"""Renders a run's report: one self-contained HTML file, from the template `report.html.j2`.
 
-A run that was interrupted, or that has only some of the stages, gets a report of what it wrote.
+An interrupted run, or one with only some of the stages, gets a report of what it has written.
 """
 
 import math
@@ -20,7 +20,7 @@ from jrlhf.run.console import clean
 from jrlhf.run.files import write_atomic
 
 REPORT = "report.html"
-_LONGEST = 1500  # characters shown of a text; of a longer one both ends, for answers often end with what counts
+_LONGEST = 1500  # characters of a text that are shown; for a longer one both ends, because the end often matters
 
 
 def write_report(run_dir: Path | str) -> Path:
@@ -39,8 +39,8 @@ def render(run: Record) -> str:
 
 @cache
 def _environment() -> jinja2.Environment:
-    # Models and users write into this page. Autoescape keeps their texts from becoming HTML; `finalize` removes control
-    # characters from every text that is not markup of the template's own.
+    # This page contains texts of models and users. Autoescape prevents that they become HTML; `finalize` removes
+    # control characters from every text that is not the template's own markup.
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -54,7 +54,7 @@ def _environment() -> jinja2.Environment:
 
 
 def _filled(samples: list[Sample], keys: list[str]) -> list[str]:
-    """Returns the keys that at least one sample has a value for."""
+    """Returns the keys for which at least one sample has a value."""
     return [key for key in keys if any(sample.get(key) not in (None, "") for sample in samples)]
 
 
@@ -68,7 +68,7 @@ def _lines(text: str) -> Markup:
 
 
 def _shorten(value: Any) -> str:
-    """Leaves out the middle of a very long text."""
+    """Removes the middle of a very long text."""
     text = str(value).strip("\r\n")
     if len(text) <= _LONGEST:
         return text

@@ -1,4 +1,4 @@
-"""Reads what a run has written, as plain data. Missing files, stages and numbers are empty."""
+"""Reads a run's files as plain data (`Record`). Missing files, stages and numbers are empty."""
 
 import math
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from jrlhf.run.directory import CONFIG, ENVIRONMENT, HUB, PLAN, SAMPLES, read_pr
 from jrlhf.run.files import read_jsonl
 from jrlhf.run.metrics import METRICS, TIMELINE, read_metrics
 
-REWARD_KINDS = {"rewards": "reward", "costs": "cost"}  # prefix of the metrics -> the word for one of them
+REWARD_KINDS = {"rewards": "reward", "costs": "cost"}  # prefix of the metrics -> its singular
 FAILURES = "failures/"
 SCORE, GOLD, KL = "critic/score/mean", "gold/score", "objective/kl"
 STAGES = {"sft": "SFT", "reward_model": "reward model", **TITLES}  # usual names
@@ -40,7 +40,7 @@ class Record:
     summary: dict[str, Any] = field(default_factory=dict)
     plan: Plan | None = None  # the devices of each call of the algorithm
     timelines: list[Metrics] = field(default_factory=list)  # the calls of iterations, of all stages
-    prompting: dict[str, Any] = field(default_factory=dict)  # how the model is to be asked
+    prompting: dict[str, Any] = field(default_factory=dict)  # how to prompt the model
     hub: tuple[str, ...] = ()  # names of models and datasets that the run took from the hub
 
     @property
@@ -65,7 +65,7 @@ class Record:
 
     @property
     def has_kl(self) -> bool:
-        """True if the run knows its distance from a reference."""
+        """True if the run has measured its KL from a reference."""
         return bool(self.curve(KL)[1])
 
     @property
@@ -96,7 +96,7 @@ class Record:
         return {stage: seconds for stage, seconds in sums.items() if seconds > 0}
 
     def curve(self, metric: str, stage: str | None = None) -> Curve:
-        """Returns steps and values of the records with the metric, by default of the algorithm; not finite is NaN."""
+        """Returns steps and values of a metric, by default in the algorithm. Values that are not finite become NaN."""
         records = self.iterations if stage is None else self.metrics.get(stage, [])
         points = [(float(record["step"]), record[metric]) for record in records if metric in record]
         return [step for step, _ in points], [math.nan if value is None else float(value) for _, value in points]

@@ -13,14 +13,14 @@ from jrlhf.report.read import FAILURES, GOLD, KL, REWARD_KINDS, SCORE, STAGES, C
 from jrlhf.run.console import duration, validation_key
 
 _UNSET = ("", "0", "null")  # values of a setting that is not used
-_ALL = "all"  # the source of a validation that stands for every prompt
-_LATEST = 12  # samples shown of training and of validation
+_ALL = "all"  # the source name of a validation for all prompts together
+_LATEST = 12  # number of samples shown of training and of validation
 Row = tuple[str, int | None, Any, Any]  # name, number of held-out prompts, results before and after
 Part = tuple[str, list[Chart], list[Chart]]  # text, charts, small charts
 
 
 class Figure(NamedTuple):
-    """A number that the run is judged by; with two values, those before and after the algorithm."""
+    """A main result of the run. With two values, they are those before and after the algorithm."""
 
     title: str
     values: Sequence[str]
@@ -113,7 +113,7 @@ def skipped(run: Record) -> dict[str, Any] | None:
 
 
 def figures(run: Record) -> Iterator[Figure]:
-    """Yields the figures that the run is judged by."""
+    """Yields the main results of the run."""
     old, new = run.both(run.measure)
     prompts = f" on {run.held_out['n']} held-out prompts" if "n" in run.held_out else ""
     own = "" if run.measure == "gold" else "; the run's own rewards"
@@ -156,7 +156,7 @@ def figures(run: Record) -> Iterator[Figure]:
 
 
 def results(run: Record) -> Iterator[Figure]:
-    """Yields the figures, and the items that the measure is made of."""
+    """Yields the main results, and the items of the measure."""
     yield from figures(run)
     parts = items(run)
     for name, _, *values in parts if len(parts) > 1 else ():
@@ -164,7 +164,7 @@ def results(run: Record) -> Iterator[Figure]:
 
 
 def accuracy(run: Record, stage: str, title: str, verdict: str) -> Iterator[Figure]:
-    """Yields the accuracy on held-out pairs that a stage ended with, if it was measured."""
+    """Yields the accuracy on held-out pairs at the end of a stage, if it was measured."""
     if accuracies := _finite(run.curve(f"{stage}/eval_accuracy", stage)):
         share, pairs = accuracies[-1], (_finite(run.curve(f"{stage}/eval_pairs", stage)) or [0.0])[-1]
         error = f" ± {math.sqrt(share * (1 - share) / pairs):.1%}" if pairs else ""
@@ -190,9 +190,9 @@ def _last_quarter(run: Record, metric: str) -> float | None:
 
 
 def over_kl(run: Record, title: str, note: str, curves: dict[str, str], shares: bool = False, **options: Any) -> Chart:
-    """Draws metrics over the KL, of the iterations that have all of them; no points if these are fewer than four.
+    """Draws metrics over the KL, for iterations that have all of them; without points if there are fewer than four.
 
-    shares: changes since the start, as shares of the largest change.
+    shares: draws changes since the start, as shares of the largest change.
     """
     keys = (KL, *curves.values())
     rows = [[record[k] for k in keys] for record in run.iterations if all(record.get(k) is not None for k in keys)]
@@ -239,7 +239,7 @@ def verdict(run: Record) -> str:
 
 
 def words(run: Record, name: str) -> str:
-    """Writes the rubric's items in words; a user's names stay as they are."""
+    """Returns a rubric item in words; a user's name unchanged."""
     return name.replace("_", " ") if run.measure == "gold" else name
 
 
@@ -308,7 +308,7 @@ def _validated(run: Record, core: dict[tuple[str, str], dict[str, str]]) -> str:
 
 
 def rewards(run: Record) -> Part:
-    """Returns charts of rewards and costs by name; none if the curves of score and cost show the same."""
+    """Returns charts of rewards and costs by name; none if they equal the curves of score and cost."""
     names = {kind: run.reward_names(kind) for kind in REWARD_KINDS}
     extras = [
         (f"{_title(*named)}: {rest}", key)
@@ -341,8 +341,8 @@ def _title(kind: str, name: str) -> str:
 def samples(run: Record) -> tuple[str, list[tuple[str, list[Sample]]]]:
     """Returns a text and groups (title, samples): answers to held-out prompts, the latest of training and validation.
 
-    Of more than ten answers, those with the largest changes have groups of their own, or without changes those with
-    the lowest and the highest scores.
+    If there are more than ten answers, those with the largest changes form groups; without changes, those with the
+    lowest and the highest scores.
     """
     answers = [sample for sample in run.samples if sample.get("stage") == "evaluation" and "before" in sample]
     compared = [sample for sample in answers if "after" in sample]

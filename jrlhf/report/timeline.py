@@ -1,4 +1,4 @@
-"""Sections on the calls of an iteration: how long each takes, and on which devices it runs."""
+"""Sections about the calls of an iteration: the duration of each, and its devices."""
 
 from itertools import cycle
 from typing import NamedTuple
@@ -34,7 +34,7 @@ _CALLS = {
     "sleep": "offload weights and states and bring them back",
 }
 _PARALLEL = {"reward_functions": "reward functions", "cost_functions": "cost functions"}  # run in other processes
-_COMPILING = 2  # iterations at the start that compile
+_COMPILING = 2  # number of iterations at the start that compile
 
 
 class Bar(NamedTuple):
@@ -70,7 +70,7 @@ class Span(NamedTuple):
 def timeline(run: Record) -> tuple[str, list[Lane]]:
     """Draws the iteration of median length: a lane for each slice of the devices, if there are several, and each call.
 
-    The first iterations, which compile, are not among those that the median is of.
+    The median does not include the first iterations, which compile.
     """
     settled = run.iterations[_COMPILING:] or run.iterations
     if (measured := _measured(run, settled)) is None:
@@ -127,7 +127,7 @@ def _measured(run: Record, settled: list[Metrics]) -> tuple[Metrics, list[Span]]
 
 
 def _lasting(spans: list[Span], least: int = 1) -> list[tuple[float, float]]:
-    """Returns the times, as (start, end), at which at least so many of the spans last."""
+    """Returns the intervals (start, end) in which at least `least` of the spans overlap."""
     changes = sorted(change for span in spans for change in ((span.start, 1), (span.end, -1)))
     lasting, start, times = 0, 0.0, []
     for when, change in changes:
@@ -144,7 +144,7 @@ def _sum(times: list[tuple[float, float]]) -> float:
 
 
 def _gaps(spans: list[Span], length: float) -> list[Span]:
-    """Returns the times at which no span lasts."""
+    """Returns the intervals without any span."""
     bounds = [0.0, *(bound for times in _lasting(spans) for bound in times), length]
     return [Span("rest", start, end) for start, end in zip(bounds[::2], bounds[1::2], strict=True) if end > start]
 

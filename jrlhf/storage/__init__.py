@@ -1,1 +1,1 @@
-"""Object stores: a run's files are copied to an address as they are finished, and models are fetched from one."""
+"""Object stores: copies a run's finished files to an address, and fetches models from one."""

@@ -1,9 +1,8 @@
-"""The claim of one run on an address: an object that only its holder renews, so that two runs never write to one place.
+"""`Claim`: the lock of a run on an address in a store, so that two runs never write to the same address.
 
-A store has no locks. It writes an object only if there is none, and that is enough: the claim is such an object. Its
-holder changes it every few seconds; whoever sees it unchanged for a whole lease, its own or the holder's, whichever is
-longer, removes it and tries again. A holder that was cut off finds another claim in its place and stops before it
-writes.
+A store has no locks, but it can create an object only if there is none: the claim is such an object. Its holder changes
+it every few seconds. A run that sees it unchanged for a whole lease (its own or the holder's, whichever is longer)
+deletes it and tries again. A holder that was disconnected finds another claim in its place and stops before it writes.
 """
 
 import json
@@ -22,15 +21,15 @@ from jrlhf.run.files import Closing, lock_file
 from jrlhf.storage.store import Store, StoreError
 
 NAME = ".mirror/claim.json"
-_SIGNS = 4  # signs of life within a lease
+_SIGNS = 4  # number of renewals within a lease
 
 
 class Claim(Closing):
     """Holds an address from `take` until `close`.
 
-    lock: a file beside the run's scratch directory. It is locked while this process lives and names its claim, so that
-    the next process on this machine needs not wait for the lease of one that was killed. On a disk that machines
-    share a lock may hold for one of them only, so that it says nothing of the others.
+    lock: a file next to the run's scratch directory. It is locked while this process lives and names its claim, so that
+    the next process on this machine does not wait for the lease of a killed one. On a disk that machines share, a lock
+    may be visible on one machine only, so it tells nothing about the others.
     """
 
     def __init__(self, store: Store, lock: Path, lease: float):
@@ -44,7 +43,7 @@ class Claim(Closing):
             "lease": lease,
             "sign": 0,
         }
-        self.failure: str | None = None  # a clause on why the claim may be lost
+        self.failure: str | None = None  # a clause that says why the claim may be lost
 
     def take(self, tell: Callable[[str], None]) -> None:
         """Claims the address; raises UserError if another run holds it."""
@@ -53,11 +52,11 @@ class Claim(Closing):
             holder = self._read()
             if holder is None:
                 continue
-            if holder.get("token") == self._own["token"]:  # the store wrote it and the answer was lost
+            if holder.get("token") == self._own["token"]:  # the store wrote it, but the answer was lost
                 break
             if seen not in (None, holder):
                 raise self._in_use(_process(holder))
-            lease = max(self._lease, holder.get("lease", 0.0))  # it gives its signs by its own
+            lease = max(self._lease, holder.get("lease", 0.0))  # it renews by its own lease
             if holder.get("machine") == platform.node() and holder.get("token") in ended:
                 lease = 0.0
             if time.monotonic() - since >= lease:
@@ -71,7 +70,7 @@ class Claim(Closing):
                     f"storage.lease={lease:g} seconds for its signs of life"
                 )
             time.sleep(self._lease / (4 * _SIGNS))
-        if taken_over:  # whoever waited with us may have deleted our claim for the old one
+        if taken_over:  # another waiting run may have deleted our claim, which it took for the old one
             time.sleep(self._lease / (4 * _SIGNS))
             if (holder := self._read()) is None or holder.get("token") != self._own["token"]:
                 raise self._in_use(_process(holder))
@@ -81,7 +80,7 @@ class Claim(Closing):
         self._thread.start()
 
     def _lock_here(self) -> list[str]:
-        """Locks the lock file and adds the token to it; returns the tokens of processes that have surely ended."""
+        """Locks the lock file and adds the token to it; returns the tokens of processes that have certainly ended."""
         self._lock.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor, ours = lock_file(self._lock)
         if ours is False:
@@ -91,18 +90,18 @@ class Claim(Closing):
         return tokens if ours else []
 
     def check(self) -> None:
-        """Raises StoreError if this run does not hold the address any more. Call it before what must not be undone."""
+        """Raises StoreError if this run no longer holds the address. Call it before irreversible operations."""
         holder = self._read()
         if holder is None or holder.get("token") != self._own["token"]:
             self.held = False
             raise StoreError(f"this run's claim was taken over (it is held by {_process(holder)})")
 
     def close(self) -> None:
-        """Gives the address back."""
+        """Releases the address."""
         self._end.set()
         if self.held:
             self._thread.join(self._lease)
-            if not self._thread.is_alive():  # else its sign of life would come late and bring the claim back
+            if not self._thread.is_alive():  # otherwise a late renewal would restore the claim
                 with suppress(StoreError):
                     self.check()
                     self._store.delete(NAME)

@@ -1,9 +1,9 @@
-"""A run whose run_dir is an address: it works in a local directory, and its finished files are copied to the store.
+"""`Mirror`: copies the finished files of a run, which works in a local directory, to the store of its run_dir.
 
-The store has the files of a run under the same names, and `.mirror/checkpoints/STAGE/STEP.json` for each checkpoint
-that is whole there: the sizes and checksums of its files. A checkpoint's files come first, then the records that it
-counts on (metrics.jsonl and all other files beside it), then this marker. Objects are written whole or not at all, so a
-resume works from what a kill at any moment leaves. The store alone says what a resume starts from.
+The store has the files of a run under the same names, and a marker `.mirror/checkpoints/STAGE/STEP.json` for each
+complete checkpoint, with the sizes and checksums of its files. A checkpoint's files are copied first, then the records
+that belong to it (metrics.jsonl and all other files), then the marker. Objects are written whole or not at all, so a
+resume works after a kill at any moment. It starts only from what the store has.
 """
 
 import hashlib
@@ -31,16 +31,16 @@ from jrlhf.run.tracking import PROMETHEUS
 from jrlhf.storage.claim import Claim
 from jrlhf.storage.store import Store, StoreError, refused
 
-OWN = ".mirror"  # the folder of what this module writes, here and in the store
+OWN = ".mirror"  # the folder of this module's own files, here and in the store
 MARKERS = f"{OWN}/checkpoints"
 CHECKPOINTS = "checkpoints"
-_MARKER = re.compile(rf"{re.escape(MARKERS)}/([^/]+)/(\d+)\.json")  # other names there are not ours
-_LOOK, _COPY = 1.0, 30.0  # seconds between looks for a new checkpoint, and between copies of the records
-_WHOLE = 2**28  # bytes up to which a file is read as a whole, so that it cannot change while it is copied
+_MARKER = re.compile(rf"{re.escape(MARKERS)}/([^/]+)/(\d+)\.json")  # other names are not ours
+_LOOK, _COPY = 1.0, 30.0  # seconds between checks for a new checkpoint, and between copies of the records
+_WHOLE = 2**28  # files up to this size in bytes are read at once, so that they cannot change while they are copied
 
 
 class Mirror(Closing):
-    """The copies of a run at its address. Every process of the run has one; that of process 0 copies, from a thread."""
+    """Copies a run to its address. Every process of the run has one; that of process 0 copies, in a thread."""
 
     def __init__(self, config: Config, tell: Callable[[str], None]):
         self.address = f"{config.run_dir.rstrip('/')}/{config.name}"
@@ -48,9 +48,9 @@ class Mirror(Closing):
         self._store = Store(self.address, config.storage, tell)
         lock = self._path.with_name(f".{self._path.name}.claim")
         self._claim = Claim(self._store, lock, config.storage.lease)
-        # stage -> steps of the checkpoints that are whole in the store -> the inode of their folder here, or 0
+        # stage -> step of a checkpoint that is complete in the store -> inode of its local folder, or 0
         self._stored = dict[str, dict[int, int]]()
-        self._copied = dict[str, tuple[Any, str]]()  # name -> what tells that a file did not change, its checksum
+        self._copied = dict[str, tuple[Any, str]]()  # name -> (signature of the unchanged file, its checksum)
         self._changing = set[str]()  # names of config.json of models whose files are being copied
         self._end, self._failure, self._started = threading.Event(), "", False
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
@@ -58,7 +58,7 @@ class Mirror(Closing):
     # --- The start ---
 
     def open(self, resume: bool) -> None:
-        """Refuses a run that cannot start. For a resume: claims the address and brings the run here."""
+        """Refuses a run that cannot start. For a resume, claims the address and downloads the run."""
         from_main(partial(self._open, resume))
         self._check_shared()
 
@@ -76,7 +76,7 @@ class Mirror(Closing):
                 self._bring([*self._store.versions()])
 
     def begin(self) -> None:
-        """Claims the address of a new run. Call it when nothing but the run's directory can refuse the run."""
+        """Claims the address of a new run. Call it after all other checks but that of the run's directory."""
         from_main(self._begin)
 
     def _begin(self) -> None:
@@ -84,12 +84,12 @@ class Mirror(Closing):
             return
         with _refused(self._config):
             self._claim.take(self._tell)
-            if any(not name.startswith(f"{OWN}/") for name in self._store.versions()):  # since the first look
+            if any(not name.startswith(f"{OWN}/") for name in self._store.versions()):  # written since the first check
                 raise UserError(f"{self.address} exists and is not a run, or was begun meanwhile: choose another name=")
             shutil.rmtree(self._path, ignore_errors=True)  # left by a run that was deleted from the store
 
     def _check_shared(self) -> None:
-        """Refuses processes that do not share the scratch directory: each writes its shards of a checkpoint."""
+        """Refuses processes that do not share the scratch directory, to which each writes its shards."""
         if not several():
             return
         file, word = self._path.parent / ".shared", os.urandom(8).hex()
@@ -101,7 +101,7 @@ class Mirror(Closing):
             )
 
     def _bring(self, names: Sequence[str]) -> None:
-        """Makes the local directory what the store has: files at the top, and each stage's newest good checkpoint."""
+        """Downloads the state of the store: files at the top level, and each stage's newest good checkpoint."""
         self._path.mkdir(parents=True, exist_ok=True)
         for entry in self._path.iterdir():
             if entry.is_dir() and entry.name != CHECKPOINTS:
@@ -122,7 +122,7 @@ class Mirror(Closing):
                     shutil.rmtree(other)
 
     def _bring_older(self, stage: str, step: int) -> bool:
-        """Brings the newest whole checkpoint of a stage before a step here; returns whether there is one."""
+        """Downloads the newest complete checkpoint of a stage before `step`; returns whether there is one."""
         if not any(other < step for other in self._stored.get(stage, ())):
             return False
         with _refused(self._config):
@@ -130,7 +130,7 @@ class Mirror(Closing):
         return True
 
     def _bring_newest(self, stage: str, before: float = math.inf) -> int:
-        """Brings the newest whole checkpoint of a stage, of the steps before one, here and returns its step."""
+        """Downloads the newest complete checkpoint of a stage before a step, and returns its step."""
         damage = list[str]()
         for step in sorted((step for step in self._stored[stage] if step < before), reverse=True):
             reason = self._bring_checkpoint(stage, step)
@@ -146,7 +146,7 @@ class Mirror(Closing):
         )
 
     def _bring_checkpoint(self, stage: str, step: int) -> str | None:
-        """Brings the files of a checkpoint here, those that differ; returns why it is damaged, else None."""
+        """Downloads the differing files of a checkpoint; returns why it is damaged, or None."""
         try:
             files = json.loads(self._store.read(_marker(stage, step)) or b"")["files"]
         except (ValueError, KeyError, TypeError):
@@ -155,7 +155,7 @@ class Mirror(Closing):
         place = final if final.exists() else self._path / OWN / stage / str(step)
         for name, (size, checksum) in files.items():
             file = place / name
-            for _ in range(3):  # what a network garbled once may come right
+            for _ in range(3):  # a transmission error may not occur again
                 if file.is_file() and file.stat().st_size == size and _checksum_of(file) == checksum:
                     break
                 if not self._store.download(f"{CHECKPOINTS}/{stage}/{step}/{name}", file, size):
@@ -166,7 +166,7 @@ class Mirror(Closing):
         for file in [file for file in place.rglob("*") if file.is_file()]:
             if file.relative_to(place).as_posix() not in files:
                 file.unlink()
-        self._stored[stage][step] = place.stat().st_ino  # before it is there for the thread that copies
+        self._stored[stage][step] = place.stat().st_ino  # before the copying thread sees the folder
         if place != final:
             final.parent.mkdir(parents=True, exist_ok=True)
             place.rename(final)
@@ -175,7 +175,7 @@ class Mirror(Closing):
     # --- The run ---
 
     def start(self, run: Run) -> None:
-        """Copies what the run has written so far. From now on the run fails if its files cannot be copied."""
+        """Copies the run's files so far. From now on the run fails if its files cannot be copied."""
         run.older = lambda stage, step: from_main(partial(self._bring_older, stage, step))
         if is_main():
             run.shown, run.watch = self.address, self._check
@@ -190,7 +190,7 @@ class Mirror(Closing):
             raise RunFailure(self._sentence(reason))
 
     def close(self) -> None:
-        """Copies the rest and gives the address back; raises RunFailure if files are left that could not be copied."""
+        """Copies the remaining files and releases the address. Raises RunFailure if some could not be copied."""
         self._end.set()
         try:
             if self._started:
@@ -228,10 +228,10 @@ class Mirror(Closing):
         return count > 0
 
     def _missing(self, folder: Path) -> list[int]:
-        """Returns the steps of a stage whose checkpoints the store lacks, or has of a folder that was set aside."""
+        """Returns the steps of a stage whose checkpoints the store lacks, or has from a folder that was set aside."""
         stored, missing = self._stored.setdefault(folder.name, {}), list[int]()
         for step in saved_steps(folder):
-            with suppress(FileNotFoundError):  # the run deletes its old checkpoints whenever it likes
+            with suppress(FileNotFoundError):  # the run may delete its old checkpoints at any time
                 if stored.get(step) != (folder / str(step)).stat().st_ino:
                     missing.append(step)
         return missing
@@ -261,25 +261,25 @@ class Mirror(Closing):
         return True
 
     def _clean(self, stage: str, wanted: set[int]) -> None:
-        """Deletes the checkpoints of a stage that the run has deleted, and parts of some that were never whole."""
+        """Deletes the checkpoints of a stage that the run has deleted, and parts of incomplete ones."""
         self._claim.check()
-        files = dict[int, list[str]]()  # by step; those of older steps only, as newer ones would be of another run
+        files = dict[int, list[str]]()  # by step; only older steps, as newer ones would be of another run
         for name in self._store.versions(f"{CHECKPOINTS}/{stage}"):
             if (step := name.split("/")[2]).isdecimal() and int(step) < max(wanted):
                 files.setdefault(int(step), []).append(name)
         for step in sorted({*files, *self._stored[stage]} - wanted):
-            for name in (_marker(stage, step), *files.get(step, ())):  # the marker first: it promises the files
+            for name in (_marker(stage, step), *files.get(step, ())):  # the marker first: it vouches for the files
                 self._store.delete(name)
         self._stored[stage] = {step: inode for step, inode in self._stored[stage].items() if step in wanted}
 
     def _copy(self, *, folders: bool = True) -> None:
-        """Copies all files but checkpoints that have changed. Hidden files, and what Prometheus reads, stay here.
+        """Copies all changed files but checkpoints, hidden files, and the file for Prometheus.
 
         A model's config.json is deleted before the first of its other files changes and copied last, so that a model
-        that has one is whole.
+        with a config.json is complete.
         """
         names = list[Path]()
-        for place, below, files in os.walk(self._path):  # passes over a folder that is deleted meanwhile
+        for place, below, files in os.walk(self._path):  # skips a folder that is deleted meanwhile
             below[:] = [name for name in below if folders and name != CHECKPOINTS and not name.startswith(".")]
             own = (name for name in files if name != PROMETHEUS and not name.startswith("."))
             names += (Path(place, name).relative_to(self._path) for name in own)
@@ -315,11 +315,11 @@ class Mirror(Closing):
 
 
 def check_place(config: Config, tell: Callable[[str], None]) -> None:
-    """Refuses a run whose place, here or in a store, cannot be written; leaves nothing there."""
+    """Refuses a run whose directory, here or in a store, cannot be written. Leaves nothing there."""
     check_directory(config)
     if is_address(config.run_dir):
         with _refused(config):
-            store = Store(config.run_dir, config.storage, tell)  # above the run: what a kill leaves there is in no way
+            store = Store(config.run_dir, config.storage, tell)  # above the run, where remains of a kill do no harm
             store.contact()
             store.try_out()
 
@@ -333,9 +333,9 @@ def _refused(config: Config) -> Iterator[None]:
 
 @contextmanager
 def mirrored(config: Config, *, resume: bool, tell: Callable[[str], None]) -> Iterator[Mirror | None]:
-    """Yields what copies the run to its address; None if it has a path.
+    """Yields the `Mirror` of a run at an address; None if run_dir is a path.
 
-    At the end the rest is copied, also at that of a run that fails. tell: gets sentences on what is brought here.
+    At the end remaining files are copied, also if the run fails. tell: called with sentences about downloads.
     """
     from_main(partial(check_directory, config))
     if not is_address(config.run_dir):
@@ -370,7 +370,7 @@ def _marker(stage: str, step: int) -> str:
 
 
 def _link(source: str, target: str) -> None:
-    """Gives a file a second name, so that it stays when the first is deleted; copies it where that is impossible."""
+    """Makes a hard link to a file, so that it remains when the first name is deleted; copies it if that fails."""
     try:
         os.link(source, target)
     except OSError:

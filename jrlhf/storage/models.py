@@ -1,4 +1,4 @@
-"""Model directories in an object store, fetched into a cache on this machine."""
+"""Fetches model directories from an object store into a local cache."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,8 +18,8 @@ PATIENCE = 60.0  # seconds of failed requests
 def fetch(address: str, key: str, patterns: Sequence[str]) -> Path:
     """Returns a directory with the files of a model that match one of `patterns`, from an address.
 
-    The address is that of a directory with a config.json, or of a run, whose model/ is taken. The files stay in
-    ~/.cache/jrlhf/models, and are fetched again when those at the address have changed. key: the setting that names it.
+    The address is that of a directory with a config.json, or of a run, whose model/ is used. The files are cached in
+    ~/.cache/jrlhf/models, and are fetched again if those at the address have changed. key: the setting that names it.
     """
     with refused(f"{key}={address} cannot be fetched", "list and read"):
         store = _store(address)
@@ -34,7 +34,7 @@ def fetch(address: str, key: str, patterns: Sequence[str]) -> Path:
 
 
 def fetch_run(address: str, key: str) -> Path:
-    """Returns a directory with what a run or an export at an address says of itself, without its model."""
+    """Returns a directory with the describing files of a run or an export at an address, without its model."""
     with refused(f"{key}={address} cannot be fetched", "list and read"):
         store = _store(address)
         versions = store.versions()
@@ -48,7 +48,7 @@ def _store(address: str) -> Store:
 
 
 def _download(store: Store, files: Mapping[str, tuple[int, str]], patterns: Sequence[str]) -> Path:
-    """Returns the directory of these versions of files, after those that match a pattern were downloaded."""
+    """Downloads the files that match a pattern, and returns the directory of these versions of the files."""
     directory = cache_directory() / "models" / sha256(store.address + str(sorted(files.items())))[:16]
     for name, (size, _) in files.items():
         file = directory / name.rpartition("/")[2]

@@ -1,6 +1,6 @@
-"""A place in an object store, by fsspec: whole objects that are listed, read, written and deleted.
+"""`Store`: lists, reads, writes and deletes whole objects in an object store, through fsspec.
 
-Every request has a deadline. One that fails for a reason that may pass, such as 503, is repeated for a while.
+Every request has a deadline. A request that fails for a temporary reason, such as 503, is repeated for a while.
 """
 
 import importlib
@@ -21,12 +21,12 @@ from jrlhf.errors import UserError
 
 T = TypeVar("T")
 
-# Seconds before the second attempt; the longest, after repeated doubling; the one of which users are told.
+# Seconds before the second attempt; the maximum after repeated doubling; the pause from which users are told.
 _PAUSES = 0.5, 30.0, 8.0
-_SLOWEST = 1e6  # bytes per second of a transfer that is not yet given up
-_FIRST = StorageConfig(timeout=15.0, patience=10.0)  # of the first request, for which a user waits
-_NOTICE = 3.0  # seconds without an answer after which a user who waits for the first one is told
-# Codes of errors that no repetition cures: words of S3, numbers of HTTP.
+_SLOWEST = 1e6  # bytes per second; slower transfers are aborted
+_FIRST = StorageConfig(timeout=15.0, patience=10.0)  # for the first request, for which a user waits
+_NOTICE = 3.0  # seconds without a first answer after which the waiting user is told
+# Codes of errors that repetition cannot cure: words of S3, numbers of HTTP.
 _DENIED = "401", "403", "AccessDenied", "ExpiredToken", "InvalidAccessKeyId", "SignatureDoesNotMatch"
 _CREDENTIALS = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
@@ -35,7 +35,7 @@ _CREDENTIALS = {
 
 
 class StoreError(Exception):
-    """The store does not do what it is asked: a clause that says why. remedy: what may mend it, where that is known."""
+    """A request failed: a clause with the reason. remedy: what may help, if that is known."""
 
     def __init__(self, reason: str, remedy: str = ""):
         super().__init__(reason)
@@ -44,7 +44,7 @@ class StoreError(Exception):
 
 @contextmanager
 def refused(failure: str, verbs: str) -> Iterator[None]:
-    """Turns a StoreError into a UserError that begins with `failure`. verbs: what the credentials must allow."""
+    """Turns a StoreError into a UserError that begins with `failure`. verbs: operations that credentials must allow."""
     try:
         yield
     except StoreError as error:
@@ -55,8 +55,8 @@ def refused(failure: str, verbs: str) -> Iterator[None]:
 class Store:
     """The objects whose names begin with an address, such as s3://bucket/runs/quickstart.
 
-    Names are relative to the address. Every method raises StoreError where the store cannot be used. tell: gets a
-    sentence when a request fails and is going to be repeated.
+    Names are relative to the address. Every method raises StoreError if the store cannot be used. tell: called with a
+    sentence when a request fails and will be repeated.
     """
 
     def __init__(self, address: str, section: StorageConfig, tell: Callable[[str], None] = lambda sentence: None):
@@ -72,7 +72,7 @@ class Store:
 
     @cached_property
     def _files(self) -> Any:
-        """The client, which looks for credentials when it is made: a part of the first request."""
+        """The client. Its creation looks for credentials and counts as a part of the first request."""
         import fsspec
 
         return fsspec.filesystem(self._scheme, use_listings_cache=False, skip_instance_cache=True)
@@ -80,7 +80,7 @@ class Store:
     def contact(self) -> None:
         """Raises StoreError if the store cannot be reached, or not with this machine's credentials, within seconds.
 
-        A store that answers with an error which may pass, such as 503, can be reached.
+        A store that answers with a temporary error, such as 503, can be reached.
         """
         section, self._section = self._section, _FIRST
         try:
@@ -105,7 +105,7 @@ class Store:
         self.delete(name)
 
     def versions(self, below: str = "") -> dict[str, tuple[int, str]]:
-        """Returns name -> (bytes, what tells one content from another) of all objects below a folder."""
+        """Returns name -> (bytes, an identifier of the content) of all objects below a folder."""
         path, cut = f"{self._root}/{below}".rstrip("/"), len(self._root) + 1
         entries = self._repeated(lambda: self._files.find(path, detail=True), missing={}).items()
         names = {name.lstrip("/")[cut:]: entry for name, entry in entries}
@@ -140,7 +140,7 @@ class Store:
     def download(self, name: str, file: Path, size: int) -> bool:
         """Writes a file from an object of about `size` bytes; returns False if there is none."""
         file.parent.mkdir(parents=True, exist_ok=True)
-        parts = list[Path]()  # one for each attempt, as one that is given up may still write
+        parts = list[Path]()  # one per attempt, because an abandoned attempt may still write
 
         def fetch() -> Path:
             part = file.with_name(f".{uuid.uuid4().hex}.tmp")
@@ -165,10 +165,10 @@ class Store:
         return f"{self._root}/{name}"
 
     def _repeated(self, request: Callable[[], T], size: int = 0, *, changes: bool = False, **missing: Any) -> T:
-        """Calls `request` until it succeeds. missing: what to return where there is no object.
+        """Calls `request` until it succeeds. missing: what to return if there is no object.
 
         changes: whether it changes the store. Such a request is never repeated, nor followed by another one, while it
-        may still come to pass: then old content could replace new. It is waited for as long as the patience lasts.
+        may still take effect, because old content could replace new. It is waited for up to `patience`.
         """
         pause, until = _PAUSES[0], time.monotonic() + self._section.patience
         while True:
@@ -201,7 +201,7 @@ class Store:
             pause = min(2 * pause, _PAUSES[1])
 
     def _notice(self) -> None:
-        """Tells once, before the first answer, that there is none yet."""
+        """Tells the user once that there is no first answer yet."""
         if not self._told:
             self._told = True
             self._tell(f"waiting for {self.address} to answer")
@@ -212,14 +212,14 @@ def _reason(error: BaseException) -> str:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields an error and those that it came from."""
+    """Yields an error and its causes."""
     while error is not None:
         yield error
         error = error.__cause__
 
 
 def _code(error: BaseException) -> str:
-    """Returns the code of an error, or of one that it came from: a word of S3 or a number of HTTP; "" if none."""
+    """Returns the code of an error or one of its causes: a word of S3 or a number of HTTP; "" if there is none."""
     for one in _chain(error):
         response = getattr(one, "response", None)  # of botocore
         code = response.get("Error", {}).get("Code") if isinstance(response, dict) else getattr(one, "code", None)
@@ -229,7 +229,7 @@ def _code(error: BaseException) -> str:
 
 
 def _denied(error: BaseException) -> bool:
-    """Tests whether the credentials are missing, wrong or do not suffice."""
+    """True if the credentials are missing, wrong or insufficient."""
     denied = _code(error) in _DENIED or _unknown(error)
     return denied or any(
         isinstance(one, PermissionError)
@@ -241,15 +241,15 @@ def _denied(error: BaseException) -> bool:
 
 
 def _unknown(error: BaseException) -> bool:
-    """Tests whether a request was denied because this machine has no credentials, or none of the profile's name."""
+    """True if a request was denied because this machine has no credentials, or none for the profile."""
     names = [type(one).__name__ for one in _chain(error)]  # of botocore and google.auth
     return _code(error) == "401" or any("Credential" in name or name == "ProfileNotFound" for name in names)
 
 
 def _within(seconds: float, request: Callable[[], T], notice: Callable[[], None]) -> T:
-    """Calls `request` in a thread; raises TimeoutError if it takes longer. Libraries have deadlines only in part.
+    """Calls `request` in a thread; raises TimeoutError if it takes longer. Libraries do so for some calls only.
 
-    notice: is called once if there is no answer for a while.
+    notice: called once if there is no answer for a while.
     """
     answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
 

@@ -1,4 +1,4 @@
-"""Built-in tasks, written as a user would write a task."""
+"""Built-in tasks, which use only the interfaces that users have."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ from jrlhf.data.encode import Ids, Sequences
 
 
 def sequences(texts: Iterable[tuple[Ids, Ids]]) -> Sequences:
-    """Joins each prompt and its response, of which only the response is learned."""
+    """Joins each prompt and its response; only the tokens of the response are learned."""
     rows = list(texts)
     return Sequences(
         ids=tuple(prompt + response for prompt, response in rows),

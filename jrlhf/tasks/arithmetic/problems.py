@@ -6,14 +6,14 @@ import numpy as np
 
 Terms = tuple[int, ...]
 
-_DRAWS = 32  # draws for each sum that is wanted: repeated sums are drawn in vain
+_DRAWS = 32  # maximum draws per wanted sum, because repeated sums are dropped
 _BLOCK = 1024
 
 
 def draw_problems(train: int, heldout: int, *, terms: int, digits: int, seed: int) -> tuple[list[Terms], list[Terms]]:
     """Draws different sums of `terms` numbers of `digits` digits: (sums to train on, held-out sums).
 
-    No held-out sum is among those to train on, in any order of its numbers, and none is there twice in another order.
+    No held-out sum is among the training sums, in any order of its numbers, or occurs twice in different orders.
     Equal arguments give equal sums in equal order; the held-out sums do not depend on `train`. Raises ValueError if
     there are too few such sums.
     """
@@ -48,16 +48,16 @@ def question(terms: Sequence[int]) -> str:
 
 
 def written(number: int, units_first: bool) -> str:
-    """Writes a number; units first is the order in which carries go (Lee et al. 2023, arXiv:2307.03381)."""
+    """Writes a number. With units first, digits have the order of carries (Lee et al. 2023, arXiv:2307.03381)."""
     return str(number)[::-1] if units_first else str(number)
 
 
 def worked_answer(
     terms: Sequence[int], forgotten: float = 0.0, rng: np.random.Generator | None = None, *, units_first: bool = False
 ) -> str:
-    """Writes the answer to `question`, `"85+25=110"`: the two leading numbers become one until one is left.
+    """Writes the answer to `question`, `"85+25=110"`: each step adds the two leading numbers, until one is left.
 
-    forgotten: share of the carries that are left out, drawn from `rng`; the chain goes on from the wrong number.
+    forgotten: share of the carries that are left out, drawn from `rng`; the chain continues with the wrong number.
     units_first: order of the digits, see `written`.
     """
     sums = []

@@ -1,4 +1,4 @@
-"""The built-in task `arithmetic` as token ids: a character is a token."""
+"""The built-in task `arithmetic` as token ids: each character is a token."""
 
 from collections.abc import Sequence
 
@@ -31,8 +31,8 @@ def make_tokenizer() -> Tokenizer:
 
 
 def load_task(config: Config) -> Task:
-    """Draws the sums of `config.data` with the run's seed. None that is held out is learned from, in any order of
-    its numbers. Examples have the column `answer`, the sum as answers write it, for reward functions.
+    """Draws the sums of `config.data` with the run's seed. No held-out sum is trained on, in any order of its numbers.
+    Examples have the column `answer`, the sum in the form of answers, for reward functions.
     """
     data = config.data
     assert isinstance(data, ArithmeticData)
@@ -60,7 +60,7 @@ def load_task(config: Config) -> Task:
     shown = learned[: data.demonstrations]
 
     def answered(sums: Sequence[Terms], forgotten: float, step: int) -> Sequences:
-        """Joins question, answer and end to one text, of which all behind the question is learned."""
+        """Joins question, answer and end to one text; all tokens after the question are learned."""
         rng = np.random.default_rng((config.seed, step))
         questions = tokenizer.encode_batch([question(terms) for terms in sums])
         texts = [worked_answer(terms, forgotten, rng, units_first=units_first) for terms in sums]

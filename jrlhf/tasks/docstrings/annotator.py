@@ -1,6 +1,6 @@
-"""Preference pairs: the policy's samples and real lines, ranked by an annotator who makes mistakes now and then.
+"""Makes preference pairs: samples of the policy and real lines, ranked by an annotator that makes some mistakes.
 
-The annotator is a known rubric, so that the quality of the learned reward can be measured: `rubric.py`.
+The annotator is a known rubric (`rubric.py`), so that the quality of the learned reward can be measured.
 """
 
 from collections.abc import Sequence
@@ -101,13 +101,13 @@ def build_pairs(
 ) -> list[Pair]:
     """Ranks the candidates of each signature against each other, as InstructGPT did (Ouyang et al. 2022, section 3.4).
 
-    Where a signature has more pairs than `per_prompt`, those are taken that spread evenly from the smallest difference
-    in score to the largest: far pairs teach the reward its large features, close ones its small features.
+    If a signature has more pairs than `per_prompt`, pairs are chosen evenly from the smallest to the largest difference
+    in score: from distant pairs the reward model learns coarse features, from close ones fine features.
 
     candidates: the responses to each signature; repeated ones count once.
-    rng: drawn from once for each pair.
-    flip: probability of the wrong label. At 0 the result is the rubric's own order.
-    margin: scores that differ by no more than this are a tie, which makes no pair.
+    rng: gives one random number per pair.
+    flip: probability of the wrong label; 0: the rubric's own order.
+    margin: scores that differ by at most this are a tie, which makes no pair.
     """
     pairs: list[Pair] = []
     for signature, responses in zip(signatures, candidates, strict=True):
@@ -131,8 +131,8 @@ def with_real_lines(
 ) -> list[list[str]]:
     """Returns each example's candidates: a model's samples, the real line, and `foreign` real lines of other functions.
 
-    A foreign line is as well written as the real one and about something else: such pairs differ in nothing but what
-    they say, and teach the reward to look at the signature.
+    A foreign line is as well written as the real one but about something else. Such pairs differ only in content, so
+    the reward model learns to read the signature.
     """
     candidates = []
     for row, (example, drawn) in enumerate(zip(examples, samples, strict=True)):

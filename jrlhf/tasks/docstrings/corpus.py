@@ -1,7 +1,7 @@
-"""The quickstart's corpus: the docstrings of the standard library that is installed with the interpreter.
+"""The quickstart's corpus: the docstrings of the interpreter's standard library.
 
-Files are parsed with `ast` and never imported, so reading them runs nobody's code. Each function gives one example: its
-signature, written on one line, and the first line of its docstring.
+Files are parsed with `ast` and never imported, so no code of them runs. Each function gives one example: its signature
+on one line, and the first line of its docstring.
 """
 
 import ast
@@ -14,14 +14,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# Folders of tests, demonstrations, tables and third-party code: not what the library's authors wrote for its users.
+# Folders of tests, demonstrations, tables and third-party code, whose docstrings were not written for users.
 _SKIPPED_FOLDERS = frozenset(
     "test tests idle_test site-packages dist-packages __pycache__ turtledemo pydoc_data _bundled _vendor".split()
 )
 _SIGNATURE_CHARACTERS = 40
 _DEFAULT_CHARACTERS = 6
 _HELDOUT_SHARE = 0.15
-_SPLIT_SEED = 80  # of 400 tried, one that spreads the held-out part evenly: some 30 modules, none above a fifth of it
+_SPLIT_SEED = 80  # best of 400: the held-out part has about 30 modules, none with more than a fifth of it
 _MINIMUM_TRAIN = 1000
 _MINIMUM_HELDOUT = 256
 
@@ -33,17 +33,17 @@ class Example:
     module: str  # dotted name of the module, "mailbox"
     name: str  # the function's qualified name inside the module, "Mailbox.remove_folder"
     signature: str  # one line, "def Mailbox.remove_folder(folder):"; see `signature_text`
-    summary: str  # the first line of the docstring, as it stands
+    summary: str  # the first line of the docstring, unchanged
 
     @property
     def prompt(self) -> str:
-        """The text that a model is given: the signature and the end of its line."""
+        """The prompt of a model: the signature and a line end."""
         return self.signature + "\n"
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Two disjoint parts of one library: no module of one occurs in the other, and no signature."""
+    """Two disjoint parts of one library, without common modules or signatures."""
 
     train: tuple[Example, ...]
     heldout: tuple[Example, ...]
@@ -53,9 +53,9 @@ class Corpus:
 def load_corpus(root: Path | None = None) -> Corpus:
     """Reads every documented function below `root`, once in a process, and splits the examples by module.
 
-    The split goes by top-level module, because a random split leaks: two in five names of a random held-out part recur
-    in the other. A held-out signature that also occurs in the train part is left out, and so is a repeated one. The
-    result depends on the files alone: same interpreter, same corpus, in the same order.
+    The split is by top-level module, because a random split leaks: two in five names of a random held-out part occur
+    in the other part. A held-out signature that also occurs in the train part is left out, and so is a repeated one.
+    The result depends only on the files: the same interpreter gives the same corpus, in the same order.
 
     root: folder of Python sources; None: the interpreter's own standard library. Raises ValueError where it has too
         few documented functions, for instance because it is zipped or compiled.
@@ -87,7 +87,7 @@ def read_examples(root: Path) -> Iterator[Example]:
     """
     paths: list[Path] = []
     for folder, subfolders, files in os.walk(root):
-        # Pruned before the walk goes down: installed packages can be a hundred times the library.
+        # Pruned before the walk descends, because installed packages can be a hundred times the library.
         subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS and not name.startswith("config-")]
         paths.extend(Path(folder, name) for name in files if name.endswith(".py"))
     for path in sorted(paths):
