@@ -1,4 +1,4 @@
-"""Hugging Face directories in and out: config.json, safetensors, PEFT adapters. No torch."""
+"""Reads and writes Hugging Face directories: config.json, safetensors, PEFT adapters. Does not need torch."""
 
 from jrlhf.models.hf.adapters import export_adapter as export_adapter
 from jrlhf.models.hf.adapters import load_adapter as load_adapter

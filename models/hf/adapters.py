@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format, in and out: adapter_config.json and adapter_model.safetensors.
+"""Reads and writes adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
 A projection's two matrices are stored transposed: lora_A.weight [r, in] and lora_B.weight [out, r]. A reward model's or
 a critic's scalar head is saved with them as `score`, as PEFT does for task type SEQ_CLS.
@@ -41,8 +41,8 @@ _CONFIG, _WEIGHTS = ADAPTER_FILES
 _PREFIX = "base_model.model."
 _TASKS: dict[str, HeadKind] = {"CAUSAL_LM": "lm", "SEQ_CLS": "scalar"}
 
-# Settings of adapter_config.json that we compute, or that change nothing about a trained adapter's outputs: where it
-# came from, how it was initialised or regularised, and numbers that belong to settings which are refused when set.
+# Settings of adapter_config.json that are supported, or that do not change a trained adapter's outputs: its origin, its
+# initialisation or regularisation, and numbers that belong to settings which are refused when set.
 _SUPPORTED = frozenset(
     """
     peft_type task_type r lora_alpha target_modules use_rslora modules_to_save bias init_lora_weights
@@ -63,10 +63,10 @@ def export_adapter(
     base_name: str | None = None,
     card: Mapping[str, bytes] | None = None,
 ) -> Path:
-    """Writes an adapter as PEFT reads it; one with a scalar head for task type SEQ_CLS, else for CAUSAL_LM.
+    """Writes an adapter in PEFT's format, for task type SEQ_CLS with a scalar head, else for CAUSAL_LM.
 
     All or nothing: a new directory is written, which then replaces `directory` if `previous_export` allows it.
-    The bias of a scalar head, which PEFT has not, is written as `score.bias` where it is not zero; PEFT ignores it, and
+    The bias of a scalar head, which PEFT lacks, is written as `score.bias` if it is not zero; PEFT ignores it, and
     `load_adapter` reads it.
 
     adapter: as `init_lora`, on the host or on a mesh. If several processes share it, all of them must call this, and
@@ -109,9 +109,9 @@ def export_adapter(
 
 
 def load_adapter(directory: str | os.PathLike[str], config: ModelConfig, mesh: Mesh) -> tuple[LoRAConfig, Params]:
-    """An adapter that PEFT or `export_adapter` wrote, float32, as `lora_shardings` stores it.
+    """Loads an adapter that PEFT or `export_adapter` wrote, in float32, stored as `lora_shardings` says.
 
-    It has a scalar head where its task type is SEQ_CLS. Dropout, which only training has, is not taken over.
+    It has a scalar head if its task type is SEQ_CLS. Dropout, which only training uses, is ignored.
     """
     directory = Path(directory)
     lora, head, tensors = _read(directory)
@@ -161,7 +161,7 @@ def read_adapter_config(directory: str | os.PathLike[str]) -> LoRAConfig:
 
 
 def _read(directory: Path) -> tuple[LoRAConfig, HeadKind, dict[str, Tensor]]:
-    """The settings, the kind of head, and the places of the tensors."""
+    """Returns the settings, the kind of head, and the positions of the tensors in the file."""
     settings = _read_settings(directory / _CONFIG)
     head = _check(settings, directory / _CONFIG)
     path = directory / _WEIGHTS
@@ -198,7 +198,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def _check(settings: dict[str, Any], path: Path) -> HeadKind:
-    """The kind of head, after everything was refused that we would not compute."""
+    """Refuses settings that are not supported; returns the kind of head."""
     if settings.get("peft_type") != "LORA":
         raise ValueError(f"{path}: peft_type={settings.get('peft_type')!r} is not supported: only LORA is")
     task = settings.get("task_type")
@@ -215,7 +215,7 @@ def _check(settings: dict[str, Any], path: Path) -> HeadKind:
         )
     if settings.get("bias", "none") != "none":
         raise ValueError(f"{path}: bias={settings['bias']!r} is not supported: biases belong to the frozen base")
-    # Other initialisations than these change the base when they begin, and an adapter means its own base only.
+    # Other initialisations change the base at the start, so that the adapter fits only its own base.
     begun = settings.get("init_lora_weights", True)
     if not (isinstance(begun, bool) or begun in ("gaussian", "eva", "orthogonal")):
         raise ValueError(f"{path}: init_lora_weights={begun!r} is not supported: it changes the base's weights")
@@ -226,8 +226,8 @@ def _check(settings: dict[str, Any], path: Path) -> HeadKind:
 
 
 def _config(settings: dict[str, Any], tensors: dict[str, Tensor], directory: Path) -> LoRAConfig:
-    """The adapter's settings. Its targets are those that the file has weights for: in adapter_config.json they may be a
-    pattern, and some of them excluded."""
+    """Returns the adapter's settings. The targets are those with weights in the file, because in adapter_config.json
+    they may be a pattern, with exclusions."""
     targets = {name.partition(".lora_")[0].rpartition(".")[2] for name in tensors if ".lora_" in name}
     named = settings.get("target_modules")
     if isinstance(named, list) and not settings.get("exclude_modules"):

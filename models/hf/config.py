@@ -1,8 +1,8 @@
-"""config.json of transformers, version 4 or 5: read into our numbers, and written from them.
+"""Converts between `ModelConfig` and the config.json of transformers, version 4 or 5.
 
-Hub configs omit keys, so every family has its table of defaults, transformers' own. What a model computes is never
-approximated: a value that we have no meaning for is refused by its name. What is written is read again, and only what
-then computes the same is a description of the model.
+Hub configs omit keys, so every family has a table of transformers' defaults. A model is never approximated: a value
+that is not supported is refused by its name. A written config is read again, and is used only if it describes the same
+computation.
 """
 
 import json
@@ -32,11 +32,11 @@ class HFConfig:
     model: the decoder.
     family: its `model_type`.
     head: "scalar" for a sequence classifier with one label (a reward model), "lm" otherwise.
-    eos_ids, bos_id, pad_id: the tokens that end a response, begin a text and fill a row, of generation_config.json
-        where it names them. Empty and None where there is none; an id outside the vocabulary, which nothing can draw,
-        is none.
-    dtype: what the weights were written in: float32, bfloat16 or float16.
-    generation: generation_config.json as it is; without one the settings of generation in config.json, where older
+    eos_ids, bos_id, pad_id: the tokens that end a response, begin a text and fill a row, from generation_config.json
+        if it names them. Empty or None if there is none; ids outside the vocabulary are dropped, because they cannot be
+        drawn.
+    dtype: dtype of the written weights: float32, bfloat16 or float16.
+    generation: the content of generation_config.json; without one, the generation settings in config.json, where older
         versions of transformers wrote them.
     """
 
@@ -52,16 +52,16 @@ class HFConfig:
 
 @dataclass(frozen=True)
 class Family:
-    """A `model_type` of transformers: its classes by head, and what its config.json says.
+    """A `model_type` of transformers: its classes by head, and the meaning of its config.json.
 
-    backbone: the class without a head. Its weights make a language model where embeddings are tied.
-    keys: a field of ModelConfig -> the key that says the same; read and written by this table.
+    backbone: the class without a head. With tied embeddings its weights are a language model.
+    keys: a field of ModelConfig -> the corresponding key, for reading and writing.
     constants: fields of ModelConfig that the family fixes.
     defaults: the values of keys that a config.json omits.
-    neutral: keys that transformers reads and we do not compute -> the values that change nothing; others are refused.
-    aliases: other names of keys; where a config.json has both, the other name counts.
+    neutral: unsupported keys of transformers -> their values without an effect; other values are refused.
+    aliases: other names of keys; if a config.json has both, the other name counts.
 
-    All other keys change nothing that is computed, whatever their values.
+    All other keys have no effect on the computation.
     """
 
     causal: str
@@ -78,7 +78,7 @@ class Family:
         return self.causal if head == "lm" else self.classifier
 
 
-# What a null stands for, from the fields that are known already.
+# The meaning of a null, computed from fields that were read before.
 _FILLED: Mapping[str, Callable[[Json], int]] = {
     "num_key_value_heads": lambda values: values["heads"],
     "head_dim": lambda values: values["embed"] // values["heads"],
@@ -110,7 +110,7 @@ _GENERATION = (
 
 
 def read_config(directory: str | os.PathLike[str]) -> HFConfig:
-    """Reads config.json and, where there is one, generation_config.json."""
+    """Reads config.json and, if it exists, generation_config.json."""
     directory = Path(directory)
     path = directory / "config.json"
     if not path.is_file():
@@ -372,10 +372,10 @@ def _token_id(key: str, token: Any, model: ModelConfig) -> int | None:
 
 
 def hf_config(config: ModelConfig, head: HeadKind = "lm", family: str | None = None) -> dict[str, Any]:
-    """config.json, but for the special tokens and the dtype, in version 4's keys, which version 5 reads as well.
+    """Returns config.json without special tokens and dtype, in version 4's keys, which version 5 reads as well.
 
-    family: the `model_type` to prefer, such as the one that the model was loaded as. It is taken if it computes what
-        `config` says; otherwise, and with None, the first family that does.
+    family: the preferred `model_type`, such as that of the loaded model. It is used if it can describe `config`;
+        otherwise, and with None, the first family that can.
     """
     if family is not None and family not in FAMILIES:
         raise ValueError(f"family {family!r} is not supported: known are {', '.join(FAMILIES)}")
@@ -393,7 +393,7 @@ def hf_config(config: ModelConfig, head: HeadKind = "lm", family: str | None = N
 
 
 def _faults(config: ModelConfig, written: Json, family: str) -> list[str]:
-    """The fields of `config` that `written` does not say."""
+    """Returns the fields of `config` that `written` does not describe."""
     try:
         understood = _canonical(model_of(written, family))
     except ValueError:  # a number that this family cannot have
@@ -410,7 +410,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _canonical(config: ModelConfig) -> ModelConfig:
-    """The same computation said in one way."""
+    """Returns a canonical config of the same computation."""
     local = config.local_layers or (True,) * config.layers
     window = config.window if any(local) else None
     layers = () if window is None or all(local) else tuple(local)
@@ -420,7 +420,7 @@ def _canonical(config: ModelConfig) -> ModelConfig:
 
 
 def _write(config: ModelConfig, family: str, head: HeadKind) -> dict[str, Any]:
-    """`config` as this family says it; what the family has no key for is left out."""
+    """Returns `config` in the keys of this family, without fields for which the family has no key."""
     kind = FAMILIES[family]
     written: dict[str, Any] = {"architectures": [kind.architecture(head)], "model_type": family}
     if head == "scalar":

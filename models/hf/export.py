@@ -1,4 +1,4 @@
-"""Export to a Hugging Face directory that `transformers` and inference engines load."""
+"""Exports a model to a Hugging Face directory that `transformers` and inference engines load."""
 
 import json
 import os
@@ -73,13 +73,13 @@ def export_hf(
 ) -> Path:
     """Writes a model as config.json and safetensors, with its tokenizer if given.
 
-    A language model becomes a causal one with a generation_config.json; a scalar model a sequence classifier with one
-    label, whose `score` in transformers has no bias: ours, where it is not zero, is written as `score.bias`, which
-    `load_hf` reads and transformers leaves out (all scores are then lower by it).
+    A language model becomes a causal one with a generation_config.json; a scalar model becomes a sequence classifier
+    with one label, whose `score` in transformers has no bias. Our bias, if it is not zero, is written as `score.bias`,
+    which `load_hf` reads and transformers ignores (all scores are then lower by it).
 
     All or nothing: a new directory is written, which then replaces `directory`, a previous export.
-    One layer is fetched to the host at a time. Where several processes share the arrays, all of them must call this,
-    and process 0 writes.
+    One layer is fetched to the host at a time. If several processes share the arrays, all of them must call this, and
+    process 0 writes.
 
     params: as `init_lm` or `init_scalar`, on the host or on a mesh, in any layout's storage.
     adapter, lora: `params` are the base of this adapter, on the same mesh, as floats or int8. The result of `merge` is
@@ -155,9 +155,9 @@ def hf_weights(
     family: str | None = None,
     change: Callable[[Params, int], Params] | None = None,
 ) -> list[Planned]:
-    """Every tensor of the model in Hugging Face's names and order, each of which can be fetched, best in this order.
+    """Returns every tensor of the model, with Hugging Face's names and order. They should be fetched in this order.
 
-    change: (a layer, its index) -> the layer that is written. The other parameters: see `export_hf`.
+    change: (a layer, its index) -> the layer to write. The other parameters: see `export_hf`.
     """
     layers, current = params["layers"], {}
     first = {**params, "layers": layers[0] if isinstance(layers, list) else layers}
@@ -182,7 +182,7 @@ def hf_weights(
 def _tensors(
     params: Params, config: ModelConfig, family: str | None
 ) -> Iterator[tuple[str, tuple[TensorView, ...], int | None]]:
-    """(name, the weights that it holds, their layer) of every tensor: tables, layers, final norm, head."""
+    """Yields (name, the weights in it, their layer) of every tensor: tables, layers, final norm, head."""
     head: HeadKind = "scalar" if "value_head" in params else "lm"
     tensors: dict[str, tuple[TensorView, ...]] = {}
     for weight in weight_table(config, family or hf_config(config, head)["model_type"], head):

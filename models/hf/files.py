@@ -1,5 +1,5 @@
-"""safetensors files: headers are checked, tensors are views of the file, files are written one tensor at a time; and
-directories are replaced as a whole.
+"""Reads and writes safetensors files, and replaces directories as a whole. Headers are checked, tensors are views of
+the file, and files are written one tensor at a time.
 
 The format: eight bytes with the header's length (little endian), the header (a JSON object that gives each tensor's
 dtype, shape and bytes), the tensors' bytes one after another. https://github.com/huggingface/safetensors
@@ -31,24 +31,24 @@ DTYPES: Mapping[str, np.dtype] = {
     "F16": np.dtype(np.float16),
 }
 NOT_FINITE = "numbers that are not finite: fetch the weights again, or take others"  # the end of a refusal
-# Bytes an element of all that a header may name, to check offsets; what is not in DTYPES is refused where it is needed.
+# Bytes per element of all dtypes in headers, to check offsets. A dtype that is not in DTYPES is refused when needed.
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1}
 _BYTES |= {"U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "C64": 8}
 _BYTES |= {"F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "F8_E5M2FNUZ": 1, "F8_E4M3FNUZ": 1}
 _HEADER_LIMIT = 100_000_000  # safetensors' own
-_LARGEST = 1 << 28  # bytes of a file of JSON, of which the largest are tokenizers
+_LARGEST = 1 << 28  # maximum bytes of a JSON file; the largest ones are tokenizers
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CARD, PLOT = "README.md", "progress.png"  # what may lie beside the weights for people to read
-PROMPTING = "prompting.json"  # how the model is to be asked
+PROMPTING = "prompting.json"  # how to prompt the model
 ADAPTER_FILES = "adapter_config.json", "adapter_model.safetensors"
 SIGNATURE = "Trained by jrlhf"  # a card without it is not ours
 _AGAIN = "fetch the file again"
-_DEPTH = 100  # levels of a JSON text: what reads it further may walk it by recursion
+_DEPTH = 100  # maximum levels of a JSON text, because later code may walk it by recursion
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor's place: its first byte in the file, and its dtype as the header names it."""
+    """The position of a tensor: its first byte in the file, and its dtype as the header names it."""
 
     file: Path
     start: int
@@ -60,8 +60,8 @@ class Tensor:
         return prod(self.shape) * _BYTES[self.dtype]
 
     def view(self) -> np.ndarray:
-        """The numbers as the file stores them; it is read where they are touched. Its pages are given back as soon as
-        the view is dropped."""
+        """The numbers in the file's layout, memory-mapped: pages are read when they are accessed, and released when the
+        view is dropped."""
         flat = np.memmap(self.file, np.uint8, mode="r", offset=self.start, shape=(self.nbytes,))
         return flat.view(DTYPES[self.dtype]).reshape(self.shape)
 
@@ -127,7 +127,7 @@ def check_file(path: Path, most: float = _LARGEST) -> None:
 
 
 def parse_json(text: bytes | str, **options: Any) -> Any:
-    """Returns the value that a JSON text of anyone describes. ValueError: it is none, or nested too deeply to use."""
+    """Parses an untrusted JSON text. Raises ValueError if it is invalid, or nested too deeply."""
     text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
     try:
         value = json.loads(text, **options)
@@ -143,7 +143,7 @@ def parse_json(text: bytes | str, **options: Any) -> Any:
 
 
 def read_object(path: Path, remedy: str, wanted: str) -> dict[str, Any]:
-    """The object in a JSON file. Otherwise a ValueError with the remedy, or with what is wanted there."""
+    """Returns the object in a JSON file. Raises ValueError with the remedy, or with `wanted` for another value."""
     check_file(path)
     try:
         content = parse_json(path.read_bytes())
@@ -272,7 +272,7 @@ def _write_file(path: Path, tensors: Sequence[Planned]) -> None:
 
 
 def on_host(array: Any, dtype: DTypeLike | None = None) -> np.ndarray:
-    """The whole array on this host, whichever processes hold it."""
+    """Returns the whole array on this host, also if its shards belong to other processes."""
     array = np.asarray(to_host(array))
     return array if dtype is None else array.astype(dtype, copy=False)
 
@@ -281,10 +281,10 @@ def on_host(array: Any, dtype: DTypeLike | None = None) -> np.ndarray:
 
 
 def previous_export(directory: Path, ours: Callable[[str], bool]) -> None:
-    """Checks that an export may replace `directory`: it is not there, empty, or holds only plain files that the same
-    kind of export writes, and no card but ours.
+    """Checks that an export may replace `directory`: it does not exist, is empty, or contains only plain files that the
+    same kind of export writes, and no card but ours.
 
-    ours: whether an export writes a file of this name.
+    ours: name of a file -> whether an export writes it.
     """
     if not directory.exists():
         return
@@ -302,15 +302,15 @@ def previous_export(directory: Path, ours: Callable[[str], bool]) -> None:
 
 
 def is_foreign_card(path: Path) -> bool:
-    """True for a card that no export has written."""
+    """True for a card that was not written by an export."""
     return path.is_file() and SIGNATURE.encode() not in path.read_bytes()
 
 
 @contextmanager
 def replacing(directory: Path) -> Iterator[Path]:
-    """A new directory to write into, which takes the place of `directory` at the end; none if there is an error.
+    """Yields a new directory to write into, which replaces `directory` at the end, unless there is an error.
 
-    Where `directory` is a symbolic link, what it points to is replaced.
+    If `directory` is a symbolic link, its target is replaced.
     """
     target = directory.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """Loads a Hugging Face directory onto a mesh, without torch and without a second copy of the model.
 
-Files are mapped, and each process copies only what its own devices store, in the file's order; the devices reorder and
-cast it. The pages that it touches are read from disk, which hold more where a slice is strided. One layer is on its way
-at a time, and is written into the stacked weights in place.
+Files are memory-mapped, and each process copies only what its own devices store, in the file's order; the devices
+reorder and cast it. Only the accessed pages are read from disk (more than the slice if it is strided). One layer is
+loaded at a time, and is written into the stacked weights in place.
 """
 
 import os
@@ -42,13 +42,13 @@ def load_hf(
     config: HFConfig | None = None,
     progress: Progress | None = None,
 ) -> tuple[HFConfig, Params]:
-    """Loads config.json and safetensors as `init_sharded` would make the weights, stored as `layout` stores them.
+    """Loads config.json and safetensors into the tree of `init_sharded`, in the storage of `layout`.
 
     head: "lm" for an actor or a reference, "scalar" for a critic or a reward model. A scalar model takes its head from
         a sequence classifier's `score`; from a language model it takes all but the head, which is then zero.
-    dtype: of the weights; vectors (norm scales, most biases, the scalar head) are then float32, in which they are
-        applied. None: every weight keeps the file's.
-    keep_head: False for a zero head from a reward model, too.
+    dtype: dtype of the weights; vectors (norm scales, most biases, the scalar head) are then float32, in which they are
+        applied. None: every weight keeps the file's dtype.
+    keep_head: False: the head is zero even if the model is a reward model.
     config: the result of `read_config(directory)`, if it is known already or has been changed.
     progress: called with (bytes done, total bytes) of the files' tensors, before the first one and after each layer and
         table.
@@ -95,9 +95,9 @@ def check_hf(directory: str | os.PathLike[str], *, head: HeadKind = "lm") -> HFC
 
 @dataclass(frozen=True)
 class _Source:
-    """The weights of one model and the tensors that hold them, all checked before the first is read.
+    """The weights of one model and the tensors that contain them, all checked before the first is read.
 
-    absent: the parts of a scalar head that no file holds.
+    absent: the parts of a scalar head that no file contains.
     """
 
     layers: int
@@ -114,7 +114,7 @@ class _Source:
         return self.tensors[weight.name.format(layer=layer)]
 
     def check_finite(self, finite: Mapping[TensorView, jax.Array], layer: int | None = None) -> None:
-        """Raises ValueError on the first weight that `finite` denies to have only finite numbers."""
+        """Raises ValueError for the first weight with numbers that are not finite, according to `finite`."""
         for weight, is_finite in finite.items():
             if not is_finite:
                 tensor = self.tensor(weight, layer)
@@ -124,7 +124,7 @@ class _Source:
         return self.tensor(weight, layer).nbytes // weight.parts
 
     def dtype(self, weight: TensorView) -> np.dtype:
-        """The file's; where layers differ, one that holds the numbers of all."""
+        """The dtype in the file; if layers differ, one that can represent the numbers of all."""
         layers = range(self.layers) if weight.layered else (None,)
         return np.dtype(reduce(jnp.promote_types, {DTYPES[self.tensor(weight, layer).dtype] for layer in layers}))
 
@@ -154,7 +154,7 @@ def _inspect(directory: Path, head: HeadKind, config: HFConfig | None, *, keep_h
 def _checked(
     directory: Path, config: HFConfig, head: HeadKind, weights: Sequence[TensorView], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The tensors that the weights need: all there, as they should be, and nothing left over."""
+    """Returns the tensors for the weights. Refuses missing, wrong or superfluous tensors."""
     needed = {
         weight.name.format(layer=layer): weight
         for weight in weights
@@ -212,7 +212,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _read(weight: TensorView, tensor: Tensor, sharding: NamedSharding) -> jax.Array:
-    """The tensor's part on the mesh, in the file's order and dtype, divided as `sharding` divides our weight."""
+    """Returns the tensor's part on the mesh, in the file's order and dtype, with the division of our weight."""
     entries = (*sharding.spec, *(None,) * (len(weight.split) - len(sharding.spec)))
     divided = NamedSharding(sharding.mesh, P(*weight.split_order(entries)))
     shape = weight.split if weight.rows is None else (weight.rows, *weight.split[1:])
@@ -229,14 +229,14 @@ def _read(weight: TensorView, tensor: Tensor, sharding: NamedSharding) -> jax.Ar
 
 
 def _padded(view: np.ndarray, index: tuple[slice, ...], shape: tuple[int, ...]) -> np.ndarray:
-    """view[index], copied from the file, with zeros where `shape` goes beyond it."""
+    """Copies view[index] from the file, with zeros where `shape` is larger than the view."""
     read = np.array(view[index], order="C")
     full = tuple(len(range(size)[part]) for part, size in zip(index, shape, strict=True))
     return read if read.shape == full else np.pad(read, [(0, n - m) for n, m in zip(full, read.shape, strict=True)])
 
 
 def _ours(weight: TensorView, dtype: np.dtype, array: jax.Array) -> jax.Array:
-    """Our weight of a tensor's part in the file's order."""
+    """Converts a tensor's part in the file's order to our weight."""
     return array.transpose(weight.order).astype(dtype)
 
 
@@ -248,7 +248,7 @@ def _finite(array: jax.Array) -> jax.Array:
 def _layers(
     source: _Source, shardings: Any, mesh: Mesh, dtype_of: Callable[[TensorView], np.dtype], report: Report
 ) -> Params | list[Params]:
-    """All layers: a list, where `shardings` is one, or else each written into the stacked weights in place."""
+    """Loads all layers: as a list if `shardings` is one; otherwise each is written into stacked weights in place."""
     weights = {weight.path[1:]: weight for weight in source.layered}
     dtypes = {path: dtype_of(weight) for path, weight in weights.items()}
     listed = isinstance(shardings, list)
@@ -285,6 +285,6 @@ def _layers(
 
 
 def _zeros(shapes: dict[TreePath, Any], shardings: dict[TreePath, NamedSharding], mesh: Mesh) -> dict[TreePath, Any]:
-    """Zeros, made where they are stored."""
+    """Returns zeros, created where they are stored."""
     make = partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     return made_in_place(make, shardings, mesh)() if shapes else {}

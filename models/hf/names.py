@@ -1,7 +1,7 @@
 """Maps our weights to the tensors of Hugging Face files, and the order of their numbers.
 
-Every weight of ours is a view of one tensor: a part of it where several are fused, reshaped, its axes reordered.
-Loading and exporting read the same table, in opposite directions.
+Each of our weights is a view of one tensor, or of a part of it if several are fused, with its axes reshaped and
+reordered. Loading and exporting use the same table, in opposite directions.
 """
 
 import re
@@ -15,7 +15,7 @@ from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.weights import HeadKind, WeightInfo, weights
 from jrlhf.models.weights import Path as TreePath
 
-# Tensors of files that are no weights: rotary frequencies and causal masks, which older versions saved.
+# Tensors in files that are not weights: rotary frequencies and causal masks, which older versions saved.
 _BUFFERS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
 
 HEAD_TENSORS = ("lm_head.weight", "score.weight", "score.bias")
@@ -23,13 +23,13 @@ HEAD_TENSORS = ("lm_head.weight", "score.weight", "score.bias")
 
 @dataclass(frozen=True)
 class TensorView:
-    """One weight of ours and the tensor that holds it. All of it is one layer's where `path` begins with "layers".
+    """One of our weights and the tensor that contains it. If `path` begins with "layers", it describes one layer.
 
-    path: in the tree of `init_lm` or `init_scalar`.
-    name: the tensor's, with {layer} for the layer's number.
-    shape: of the tensor's part that holds the weight; `part` of `parts` along the tensor's last axis.
-    split: that part's axes, some of them divided: the part reshaped to `split`, its axes taken in `order`, is ours.
-    rows: our first axis, where it is padded with zero rows (vocabulary tables); otherwise None.
+    path: path in the tree of `init_lm` or `init_scalar`.
+    name: name of the tensor, with {layer} for the layer's number.
+    shape: shape of the tensor's part with the weight; it is `part` of `parts` along the tensor's last axis.
+    split, order: our weight is the part reshaped to `split`, with its axes in the order `order`.
+    rows: size of our first axis if it is padded with zero rows (vocabulary tables); otherwise None.
     """
 
     path: TreePath
@@ -43,7 +43,7 @@ class TensorView:
 
     @property
     def layered(self) -> bool:
-        """True if every layer has one."""
+        """True if every layer has such a weight."""
         return self.path[0] == "layers"
 
     @property
@@ -59,11 +59,11 @@ class TensorView:
         return tensor.reshape(self.split)
 
     def split_order(self, ours: Sequence) -> tuple:
-        """Entries of our axes, such as those of a PartitionSpec, in the order of the axes of `split`."""
+        """Reorders entries of our axes, such as those of a PartitionSpec, to the order of the axes of `split`."""
         return tuple(ours[self.order.index(axis)] for axis in range(len(self.split)))
 
     def to_file(self, ours: np.ndarray) -> np.ndarray:
-        """Our weight, without padding rows, as the tensor's part; a view where that can be."""
+        """Converts our weight, without padding rows, to the tensor's part; returns a view if possible."""
         if self.rows is not None:
             ours = ours[: self.split[0]]
         return ours.transpose([self.order.index(axis) for axis in range(len(self.split))]).reshape(self.shape)
@@ -99,7 +99,7 @@ def _weight(weight: WeightInfo, dialect: str) -> TensorView:
 
 
 def is_buffer(name: str) -> bool:
-    """True if a tensor of this name is no weight, and nothing is lost without it."""
+    """True if a tensor with this name is not a weight and can be ignored."""
     return _BUFFERS.fullmatch(name) is not None
 
 

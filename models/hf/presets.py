@@ -1,6 +1,6 @@
 """The architectures of common checkpoints, by their name on the Hugging Face hub.
 
-For what needs shapes and no weights: dry runs, memory plans, tests. `presets.json` has the keys of each checkpoint's
+They are for uses without weights: dry runs, memory plans, tests. `presets.json` has the keys of each checkpoint's
 published config.json that differ from the family's defaults; loading a checkpoint reads its own file.
 """
 

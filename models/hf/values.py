@@ -1,4 +1,4 @@
-"""Values of a JSON object, checked for their type where they are read; each error names the key."""
+"""Reads values of a JSON object and checks their types; each error names the key."""
 
 import json
 import reprlib
@@ -11,7 +11,7 @@ Json = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Values:
-    """An object, and the values of keys that it omits."""
+    """A JSON object, and default values for keys that it omits."""
 
     raw: Json
     defaults: Json
@@ -57,7 +57,7 @@ def _digits(value: int | float) -> str:
 
 
 def object_at(settings: Json, key: str, absent: Json | None = None) -> dict[str, Any]:
-    """The object at a key; a copy of `absent` for null, for false and where there is none."""
+    """Returns the object at a key; a copy of `absent` if it is null, false or missing."""
     value = (absent or {}) if settings.get(key) in (None, False) else settings[key]
     if not isinstance(value, dict):
         raise ValueError(f"{key} {value!r} must be an object")
@@ -70,7 +70,7 @@ def is_one_of(value: Any, allowed: Sequence[Any]) -> bool:
 
 
 def refuse_others(settings: Json, neutral: Mapping[str, Sequence[Any]]) -> None:
-    """Refuses a value that is not neutral. neutral: key -> the values that change nothing."""
+    """Refuses values that are not neutral. neutral: key -> its values without an effect."""
     for key, allowed in neutral.items():
         if key in settings and not is_one_of(settings[key], allowed):
             wanted = " or ".join(map(json.dumps, allowed))

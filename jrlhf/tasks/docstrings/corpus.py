@@ -95,7 +95,7 @@ def read_examples(root: Path) -> Iterator[Example]:
         try:
             source = path.read_bytes()
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # invalid escapes in the library are no concern of the user
+                warnings.simplefilter("ignore")  # invalid escapes in the library do not matter here
                 tree = ast.parse(source) if b"def " in source else ast.Module([], [])
         except (OSError, SyntaxError, ValueError):
             continue
@@ -103,9 +103,9 @@ def read_examples(root: Path) -> Iterator[Example]:
 
 
 def is_heldout(module: str) -> bool:
-    """Tests whether a module is in the held-out part: a hash of its top-level name decides.
+    """True if a module is in the held-out part, by a hash of its top-level name.
 
-    A Python twin of a C module goes where its namesake goes (`_pydatetime` with `datetime`): the two share their texts.
+    A Python twin of a C module is in the same part as its namesake (`_pydatetime`, `datetime`), as they share texts.
     """
     top = module.partition(".")[0]
     family = top.removeprefix("_py").lstrip("_")
@@ -116,9 +116,9 @@ def is_heldout(module: str) -> bool:
 def signature_text(qualified_name: str, arguments: ast.arguments, *, method: bool) -> str:
     """Writes a function's signature on one short line: `def Mailbox.remove_folder(folder):`.
 
-    The class stands before the method's name and says more than `self` or `cls`, which are left out, as are
-    annotations and `async`. A default is written if it is short, and as `...` if it is long. Parameters that would
-    make the line longer than 40 characters give way to one `...`.
+    The class precedes the method's name and replaces `self` or `cls`, which are left out, as are annotations and
+    `async`. A short default is written, a long one as `...`. Parameters that would make the line longer than 40
+    characters are replaced by one `...`.
     """
     parameters = _parameters(arguments)
     if method and parameters and parameters[0] in ("self", "cls"):

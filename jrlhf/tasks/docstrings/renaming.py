@@ -1,9 +1,9 @@
 """Consistent renaming: an augmentation that teaches a small model to read the signature instead of remembering it.
 
-The corpus has some five thousand lines, and a model of a million parameters knows them by heart before it has learnt
-to copy a word from the signature into the line. So a training example may have a word that its signature and its
-summary share replaced, in both, by another: `def Mailbox.remove_folder(folder):`, "Remove the folder." becomes
-`def Mailbox.remove_lock(lock):`, "Remove the lock." What is left to learn is the copying.
+The corpus has about five thousand lines, and a model of a million parameters memorises them before it learns to copy
+words from the signature into the line. So a word that the signature and the summary of a training example share may be
+replaced by another word in both: `def Mailbox.remove_folder(folder):`, "Remove the folder." becomes
+`def Mailbox.remove_lock(lock):`, "Remove the lock." Then the model must learn to copy.
 """
 
 import re
@@ -17,16 +17,16 @@ from jrlhf.tasks.docstrings.rubric import WORD, is_content, is_imperative, words
 
 
 def renaming_words(examples: Sequence[Example]) -> tuple[str, ...]:
-    """Returns the words that may replace others: all words of the signatures that name things, sorted."""
+    """Returns the words that may replace others: all nouns in the signatures, sorted."""
     candidates = {word for example in examples for word in words(example.signature)}
     return tuple(sorted(word for word in candidates if _names_a_thing(word)))
 
 
 def rename(example: Example, vocabulary: Sequence[str], rng: np.random.Generator) -> Example:
-    """Replaces every word that names a thing in both the signature and the summary of an example.
+    """Replaces every noun that occurs in both the signature and the summary of an example.
 
-    Verbs stay, so that a command remains one; a plural stays a plural, and capital letters stay where they are. An
-    example whose parts share no such word is returned unchanged.
+    Verbs stay, so that a command remains a command; plurals and capital letters are preserved. An example whose parts
+    share no noun is returned unchanged.
     """
     summary = set(words(example.summary))
     shared = {

@@ -1,7 +1,7 @@
-"""The known judge ("gold"): how good a docstring's summary line is for a signature, by PEP 257 and by what it says.
+"""The gold rubric: scores a docstring's summary line for a signature, by PEP 257 and by its content.
 
 The program's reward model learns from pairs that this rubric ranks; the policy never sees the rubric
-itself, so that its score measures what the learned reward is worth. Source: https://peps.python.org/pep-0257/ ("The
+itself, so its score measures the quality of the learned reward. Source: https://peps.python.org/pep-0257/ ("The
 docstring is a phrase ending in a period. It prescribes the function or method's effect as a command, not as a
 description"; "The one-line docstring should NOT be a signature reiterating the function/method parameters").
 """
@@ -40,10 +40,10 @@ def _word_list(name: str) -> frozenset[str]:
     return frozenset(Path(__file__).with_name(name).read_text(encoding="utf-8").split())
 
 
-# Verbs with which the summaries of Python functions begin, in their base form. A closed list: an open rule ("no -s, no
-# -ing") would take any noun, and a policy that is paid for it would find that out.
+# Verbs with which the summaries of Python functions begin, in their base form. A closed list, because an open rule ("no
+# -s, no -ing") would accept any noun, and a policy would learn to exploit that.
 _VERBS = _word_list("verbs.txt")
-_STOPWORDS = _word_list("stopwords.txt")  # they say nothing about one function rather than another
+_STOPWORDS = _word_list("stopwords.txt")  # they do not distinguish functions
 
 _VERB_PREFIXES = ("re", "un", "de", "pre")
 _PREDICATES = frozenset({"of", "is", "are", "was", "were"})  # after "list" or "name", they make it a noun
@@ -106,10 +106,10 @@ class Rubric:
 
 
 def is_imperative(summary: str) -> bool:
-    """Tests whether a line begins with a command: a verb's base form, or an adverb and then the verb.
+    """True if a line begins with a command: a verb's base form, or an adverb and then the verb.
 
-    The verb is one of a closed list, or such a one after "re", "un", "de" or "pre". "List of names." is no command: it
-    names a thing.
+    The verb is in a closed list, possibly after the prefix "re", "un", "de" or "pre". "List of names." is no command,
+    because "list" is a noun there.
     """
     line = [word.strip(",:;.!") for word in summary.lower().split()]
     if len(line) > 1 and line[0].endswith("ly"):
@@ -123,7 +123,7 @@ def words(text: str) -> list[str]:
 
 
 def is_content(word: str) -> bool:
-    """Tests whether a lower-case word tells one function from others."""
+    """True if a lower-case word distinguishes a function from others."""
     return len(word) > 1 and word not in _STOPWORDS
 
 
@@ -139,7 +139,7 @@ def stem(word: str) -> str:
 
 
 def related(part: str, word: str) -> bool:
-    """Tests whether a word of a summary refers to a part of an identifier.
+    """True if a word of a summary refers to a part of an identifier.
 
     They share a stem ("parsing", "parser"), or the part abbreviates the word ("dir", "directory"; "msg", "message"), or
     the word is inside a part that joins several ("line" in "readline").
@@ -165,7 +165,7 @@ def _subject(signature: str) -> frozenset[str]:
 
 
 def _repeats(signature: str, subject: frozenset[str], summary: str) -> bool:
-    """Tests whether the line writes a call ("close() -> None"), uses the name as a label, or strings 3 of its words."""
+    """True if the line is a call ("close() -> None"), uses the name as a label, or repeats 3 of its words in a row."""
     name = signature.removeprefix("def ").partition("(")[0].rpartition(".")[2]
     called = f"{name}(" in summary or " -> " in summary or _CALL_AT_START.match(summary) is not None
     labelled = summary.startswith((f"{name} ", f"{name}:")) and not _is_verb(name)

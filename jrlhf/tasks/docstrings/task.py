@@ -1,4 +1,4 @@
-"""The built-in task: write a function's summary line from its signature. Texts as token ids, and the rubric."""
+"""The built-in task `docstrings`, to write a function's summary line from its signature: token ids and rubric."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -38,9 +38,9 @@ def load_task(config: Config) -> Task:
     rubric, vocabulary = Rubric.from_corpus(corpus.train), renaming_words(train.examples)
 
     def renamed(rows: np.ndarray, step: int) -> Sequences:
-        """Returns the examples' token ids. In a share of them shared words are replaced, by new ones at each step.
+        """Returns the examples' token ids. In a part of them common words are replaced, by new ones at each step.
 
-        An example that would no longer fit keeps its own words.
+        An example that would become too long keeps its own words.
         """
         rng, chosen = np.random.default_rng((config.seed, step)), [train.examples[row] for row in rows]
         changed = [rename(example, vocabulary, rng) if rng.random() < data.renaming else example for example in chosen]
@@ -76,7 +76,7 @@ def _prompts(split: Split) -> Prompts:
 
 
 def _gold(rubric: Rubric, examples: Sequence[Example], texts: Sequence[str]) -> Grades:
-    """Returns the rubric's verdict on each answer."""
+    """Returns the rubric's scores of the answers."""
     both = [(e.columns["signature"], text.strip()) for e, text in zip(examples, texts, strict=True)]
     items = [rubric.items(signature, text) for signature, text in both]
     return Grades(

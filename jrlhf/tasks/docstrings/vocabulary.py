@@ -14,10 +14,9 @@ from jrlhf.tasks.docstrings.corpus import Example
 PAD = "<pad>"
 EOS = "<eos>"
 
-# Inside an identifier a word has no blank before it, in prose it has one, and a vocabulary this small would spell the
-# two with different tokens: a model could not copy "folder" out of `remove_folder`. So a word that touches what stands
-# before it gets a joiner and a blank, which decoding takes out again: `remove_folder` is read as "remove", "_\u2060",
-# " folder".
+# A word has no blank before it inside an identifier, but it has one in prose, and a small vocabulary would encode the
+# two with different tokens: a model could not copy "folder" from `remove_folder`. So a word that touches the preceding
+# text gets a joiner and a blank, which decoding removes again: `remove_folder` becomes "remove", "_\u2060", " folder".
 _JOINER = "\u2060 "
 _TOUCHING = (
     r"(?<=[^\s\p{L}\x{2060}])(?=\p{L})"  # remove_|folder, Mailbox.|remove, (|folder
@@ -30,8 +29,8 @@ _WORDS = r" ?(?:\p{Lu}?\p{Ll}+|\p{Lu}+(?!\p{Ll})|\p{Lu}+|\p{Lo}+)|\p{N}{1,2}| ?[
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 1024) -> Tokenizer:
     """Trains a byte-level BPE vocabulary of `vocab_size` tokens: `<pad>` = 0, `<eos>` = 1, the 256 bytes, then merges.
 
-    Every text can be encoded, whatever its script. Equal texts in equal order give an equal tokenizer, bit for bit.
-    Raises ValueError where the vocabulary is too small for the bytes, or the texts are too few to fill it.
+    Texts of every script can be encoded. Equal texts in equal order give an equal tokenizer, bit for bit. Raises
+    ValueError if the vocabulary is too small for the bytes, or the texts are too few to fill it.
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     smallest = len(alphabet) + 2
@@ -69,7 +68,7 @@ def wrap(backend: tokenizers.Tokenizer) -> Tokenizer:
 
 @dataclass(frozen=True)
 class Split:
-    """The examples that fit into the limits, with the token ids of each. A response ends with `<eos>`."""
+    """The examples within the length limits, with their token ids. A response ends with `<eos>`."""
 
     examples: tuple[Example, ...]
     prompts: tuple[Ids, ...]
