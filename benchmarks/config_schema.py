@@ -53,8 +53,11 @@ def _value(kind: Any, rules: Mapping[str, Any], definitions: dict[str, Schema]) 
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         options = [option for option in inner if option is not type(None)]
-        if len(options) > 1:
+        if len(options) > 1 and is_dataclass(options[0]):
             return _tagged(options, definitions)
+        if len(options) > 1:  # a number or a word
+            number, word = (_value(option, rules, definitions) for option in options)
+            return {"anyOf": [number, {"enum": [*word["enum"], None]}]}
         value = _value(options[0], rules, definitions)
         if "enum" in value:
             value["enum"].append(None)

@@ -23,8 +23,9 @@ import numpy as np
 
 from benchmarks.records import hardware, output_path, provenance, write
 from jrlhf.config import load_config
-from jrlhf.models.generation.chunks import EMPTY, _Rollout
+from jrlhf.models.generation.chunks import _Rollout
 from jrlhf.models.generation.decoding import Rows
+from jrlhf.models.generation.occupancy import EMPTY
 from jrlhf.roles import early
 from jrlhf.roles.early import OpenRollout
 from jrlhf.roles.role import TrainedRole
@@ -82,18 +83,18 @@ class Sleeps:
         by_rows, join = OpenRollout.by_rows, early._join
 
         def drawn(rollout: _Rollout, *arguments: Any) -> Any:
-            if len(rollout._tables) > 1:  # an evaluation, on all devices
+            if len(rollout._occupancy.tables) > 1:  # an evaluation, on all devices
                 return generate(rollout, *arguments)
             self._lengths = lengths_of(len(self.seconds))
             self._begun = self._chunk_ends = time.monotonic()
             return generate(rollout, *arguments)
 
         def released(rollout: _Rollout, rows: Rows) -> int:
-            if len(rollout._tables) > 1:
+            if len(rollout._occupancy.tables) > 1:
                 return release(rollout, rows)
             counts = jax.device_get(rows.lengths)
             self._chunk_ends = _sleep_until(self._chunk_ends + CHUNK * STEP)
-            (table,) = rollout._tables
+            (table,) = rollout._occupancy.tables
             table.release((table.row != EMPTY) & (counts >= self._lengths[table.row]))
             return 4 + int(counts.max())
 

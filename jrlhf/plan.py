@@ -20,6 +20,7 @@ from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.hardware import cluster as cluster_of
 from jrlhf.meshes.plan import Plan
 from jrlhf.planning import auto, fit, plans, show
+from jrlhf.planning.fusion import last_rows
 from jrlhf.planning.fusion.updates import fused_prices
 from jrlhf.planning.search import Found
 from jrlhf.planning.simulate import simulate
@@ -41,7 +42,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     group.add_argument("--cluster", help="its devices: 16xh100, v5p-512")
     group.add_argument("--profile", action="store_true", help="the devices at hand, measured: minutes, the first time")
     parser.add_argument("--mean-response", type=float, help="tokens of a response in the mean; default: the maximum")
-    spread = "of the logarithm of response lengths, in asynchronous training; default: 0, all have the mean"
+    spread = "of the logarithm of response lengths, where rows do not wait for each other; default: 0, all are alike"
     parser.add_argument("--sigma", type=float, help=spread)
     parser.add_argument("--processes", type=int, help="of the run; by default one a host of the cluster")
     usual = "price this one: a file, colocate, split, standalone or disaggregated"
@@ -145,7 +146,7 @@ class Search(Section):
 
     cluster: str | None = None  # the devices, such as "16xh100"; None: the present devices, measured
     mean_response: float | None = None  # tokens; None: the maximum
-    sigma: float | None = None  # deviation of the logarithm of response lengths, in asynchronous training; None: 0
+    sigma: float | None = None  # deviation of the logarithm of response lengths, where rows need not wait; None: 0
     processes: int | None = None  # number of processes of the run; None: one per host of the cluster
     plan: str | None = None  # a file, or the name of a usual plan, which is predicted without a search
     seconds: float | None = None
@@ -227,6 +228,9 @@ def make_plan(
         outcome = Found(priced, simulate(graph, priced, prices, lockstep=not search.overlap))
         lines = [show.describe_plan(prices, outcome)]
     predictions: list[predict.Predicted] = []
+    if config.compute.score_rows is not None:
+        lengths = predict.assumed_lengths(workload, search.sigma or 0.0)
+        lines += ["", *last_rows.describe(config, prices, outcome.plan, lengths)]
     if asynchronous:
         predictions = predict.alternatives(config, prices, outcome, search.sigma or 0.0)
         lines += ["", *predict.describe(config, prices, predictions, search.sigma or 0.0)]
@@ -248,15 +252,17 @@ def make_plan(
 def _check_asynchronous(config: Config, search: Search) -> None:
     """Refuses options that have no effect with asynchronous training, or without it."""
     sigma = search.sigma
-    if config.algorithm is None or config.rl.asynchronous is None:
-        if sigma is not None:
-            raise UserError(f"sigma={sigma:g} has no effect without asynchronous training: leave it out")
-        return
-    key = f"{config.algorithm}.asynchronous"
+    asynchronous = config.algorithm is not None and config.rl.asynchronous is not None
+    if sigma is not None and not asynchronous and config.compute.score_rows is None:
+        remedy = "leave it out, or set compute.score_rows"
+        raise UserError(f"sigma={sigma:g} has no effect without asynchronous training: {remedy}")
     if sigma is not None and not 0 <= sigma <= 3:
         raise UserError(f"sigma={sigma:g} must be from 0 to 3")
     if sigma and search.mean_response is None:
         raise UserError(f"sigma={sigma:g} needs mean_response: without it all responses have the greatest length")
+    if not asynchronous:
+        return
+    key = f"{config.algorithm}.asynchronous"
     if search.processes not in (None, 1):
         raise UserError(f"processes={search.processes}: {key} is for runs of one process, leave one of them out")
     if search.overlap and config.fleet is None:

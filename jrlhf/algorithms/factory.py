@@ -24,6 +24,7 @@ from jrlhf.config.schema import Config
 from jrlhf.config.stages import OptimizerConfig, PPOStageConfig
 from jrlhf.meshes import Graph
 from jrlhf.models import SamplingConfig
+from jrlhf.planning.fusion.last_rows import Moves
 from jrlhf.ppo import DAPOConfig, PolicyConfig, SafeRLHFConfig
 from jrlhf.roles.early import EarlyActor
 from jrlhf.roles.initial import InitialModels, adamw, scalar_model
@@ -50,7 +51,7 @@ def algorithm_of(config: Config) -> PolicyConfig:
 class RoleFactory:
     """Builds the roles of a run from its settings.
 
-    algorithm: as `algorithm_of` returns it. placement: of each role, by name.
+    algorithm: as `algorithm_of` returns it. placement: of each role, by name. moves: of the last rows.
     """
 
     config: Config
@@ -59,6 +60,7 @@ class RoleFactory:
     sampling: SamplingConfig
     placement: Callable[[str], RolePlacement]
     clock: Clock
+    moves: Moves | None = None
 
     def models(
         self, initial: InitialModels, policy: Model, rewards: Rewards, graph: Graph
@@ -95,7 +97,7 @@ class RoleFactory:
         rollouts = {"sampling": self.sampling, "samples": section.samples, "schedule": self.config.rollout}
         kind = Actor
         if (rows := self.config.compute.score_rows) is not None:
-            kind, rollouts = EarlyActor, {**rollouts, "rows": rows}
+            kind, rollouts = EarlyActor, {**rollouts, "rows": rows, "moves": self.moves}
         actor = self._trained(kind, "actor", models["actor"], section.actor, **rollouts)
         optional: dict[str, Any] = {"cost": costs}
         if "reference" in models:

@@ -185,6 +185,7 @@ def _void_settings(config: Config) -> Iterator[tuple[bool, str, str]]:
         (f"run_dir={config.run_dir}, which is no address"),
     )
     yield not scored, "sleep.reward", "rewards that are all functions"
+    yield config.rollout.last_groups is None, "rollout.last_rows", "rollout.last_groups=null"
     if name is None:
         yield True, "plan reward_model.weight validation.every", stages
         yield True, "compute.shared_passes compute.fused_loss compute.score_rows", stages

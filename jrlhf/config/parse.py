@@ -227,8 +227,10 @@ def convert(kind: Any, value: object, path: str) -> Any:
 
 
 def _convert_union(kinds: list[Any], value: object, path: str) -> Any:
-    """Converts to `X | None`, or to one of several sections that differ in the Literal of their first field."""
+    """Converts to `X | None`, a number or a word, or a section chosen by the Literal of its first field."""
     given = parsed(value, path)
+    if len(kinds) > 1 and kinds[0] is int:
+        kinds = kinds[:1] if given is None or math.isfinite(_number(given)) else kinds[1:]
     if len(kinds) > 1:
         return convert(kinds[0], value, path) if given is None else _convert_tagged(kinds, given, path)
     if given is None:

@@ -16,10 +16,12 @@ from jrlhf.fleet.schedule import Rules, fresh
 from jrlhf.fleet.simulate import DROPPED, WAITING, Setting, Trace, lognormal, simulate
 from jrlhf.meshes.graph import home_of
 from jrlhf.planning import auto
+from jrlhf.planning.fusion.last_rows import RECENT
 from jrlhf.planning.plans import check_slots, shares_slots
 from jrlhf.planning.search import Found
 from jrlhf.planning.show import STEADY, in_columns
 from jrlhf.planning.time import CostModel
+from jrlhf.planning.workload import Workload
 
 VERSIONS = 60  # updates of a config's simulated run, which takes about a second for batches of a thousand rows
 BOUNDS = 0, 1, 2, 4, 8  # bounds on the age of tokens to compare
@@ -227,6 +229,13 @@ def mean_before_cut(mean: float, sigma: float, longest: float) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if after(middle) < mean else (low, middle)
     return high
+
+
+def assumed_lengths(workload: Workload, sigma: float) -> list[Int[np.ndarray, "N"]]:
+    """Returns the lengths of responses of a few rollouts: lognormal, with the workload's mean, cut at its longest."""
+    mean = mean_before_cut(workload.mean_response, sigma, workload.response)
+    draw = lognormal(mean, sigma, workload.response)
+    return [draw(np.random.default_rng(seed), (workload.rows, 1)).ravel() for seed in range(RECENT)]
 
 
 def choose(setting: auto.Setting, sigma: float = 0.0) -> list[Predicted]:

@@ -185,8 +185,13 @@ def measure_here(workload: Workload, devices: Sequence[Device], say: Callable[[s
     return path
 
 
-def prices_here(config: Config, workload: Workload, devices: Sequence[Device]) -> CostModel:
-    """Returns the prices of calls on these devices: from a profile if there is one, else from data sheets."""
+def prices_here(
+    config: Config, workload: Workload, devices: Sequence[Device], instead: str = "plan=colocate"
+) -> CostModel:
+    """Returns the prices of calls on these devices: from a profile if there is one, else from data sheets.
+
+    instead: the setting that needs no prices, for the message.
+    """
     profile, hardware = load(default_path(devices)), hardware_of(devices[0])
     memory = capacity(config, devices) or (HOST_MEMORY * GIB if hardware is None else hardware.memory)
     backend, away = backend_of(config, devices[0]), _away(config, workload)
@@ -196,7 +201,7 @@ def prices_here(config: Config, workload: Workload, devices: Sequence[Device]) -
     if hardware is None:
         raise UserError(
             f"nothing is known of what calls cost on {devices[0].device_kind} devices: measure them with "
-            "`python -m jrlhf.plan --config C --profile`, or set plan=colocate"
+            f"`python -m jrlhf.plan --config C --profile`, or set {instead}"
         )
     cluster = Cluster(replace(hardware, memory=memory), len(devices))
     return CostModel(workload, cluster, backend=backend, away=away)

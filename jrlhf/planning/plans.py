@@ -333,7 +333,9 @@ def _check_rows(named: str, config: Config, workload: Workload, call: Call, plac
             f"{named} in micro_batches={parts}: leave that out, and set rollout.slots, the rows that decode at a time"
         )
     groups, last = placement.devices.count // placement.tensor, config.rollout.last_groups
-    if call.kind == "generate" and last is not None and (last >= groups or groups % last):
+    if call.kind == "generate" and last == "auto" and groups == 1:
+        raise UserError(f"{named}, which is one group of devices: rollout.last_groups=auto has no effect, leave it out")
+    if call.kind == "generate" and isinstance(last, int) and (last >= groups or groups % last):
         remedy = f"take a smaller divisor of {groups}, or leave it out" if groups > 1 else "leave it out"
         raise UserError(
             f"{named}, which has {groups} group(s) of {placement.tensor} device(s), and the last rows cannot move to "

@@ -339,28 +339,38 @@ class _Divided:
         Without slots, finished rows continue to decode until the last row is done. With slots, a new row replaces a
         finished one: all but the last row of a slot have the mean length.
         """
-        workload, costs, model, placement = self.workload, self.costs, self.model, self.placement
+        workload, placement = self.workload, self.placement
         rows = ceil(self.batch / placement.micro_batches)
         slots = rows if workload.slots is None else min(rows, workload.slots)
         refilled = rows / slots - 1
         steps = refilled * workload.mean_response + workload.response
         positions = workload.mean_prompt + (workload.mean_response if refilled else workload.response) / 2
         # In a pipeline the slots form as many parts as there are stages; each stage computes one part after the other.
-        stages, slices, step, prefill = placement.pipeline, self.slices, {}, {}
-        here, filled = self.rows(slots, stages), self.rows(rows / workload.samples, stages) * workload.prompt
-        _add(step, costs.step(model, here, positions, slices), self.layers)
-        _add(step, costs.draw(model, here, slices))
-        _add(prefill, costs.layer(model, filled, workload.prompt, slices, False), self.layers)
-        if slices > 1:
-            step["tensor"] = (2 * self.layers + 1) * costs.reduce(self.tensor, here * self.width)
-            step["tensor"] += costs.gather(self.tensor, here * model.config.padded_vocab * 4 / slices)
-            prefill["tensor"] = 2 * self.layers * costs.reduce(self.tensor, filled * self.width)
-        if stages > 1:
-            step["stages"] = self.hop(here)
-        total: Parts = {}
+        stages, total = placement.pipeline, dict[str, float]()
+        prefill = self.prefill(self.rows(rows / workload.samples, stages))
         _add(total, self.piped(prefill, stages, stages), placement.micro_batches)
-        _add(total, step, placement.micro_batches * stages * steps)
+        _add(total, self.step(self.rows(slots, stages), positions), placement.micro_batches * stages * steps)
         return total
+
+    def step(self, rows: int, positions: float) -> Parts:
+        """Predicts a decode step of these rows of a device, or of its tensor group."""
+        parts: Parts = {}
+        _add(parts, self.costs.step(self.model, rows, positions, self.slices), self.layers)
+        _add(parts, self.costs.draw(self.model, rows, self.slices))
+        if self.slices > 1:
+            parts["tensor"] = (2 * self.layers + 1) * self.costs.reduce(self.tensor, rows * self.width)
+            parts["tensor"] += self.costs.gather(self.tensor, rows * self.model.config.padded_vocab * 4 / self.slices)
+        if self.placement.pipeline > 1:
+            parts["stages"] = self.hop(rows)
+        return parts
+
+    def prefill(self, prompts: int) -> Parts:
+        """Predicts the prefill of these prompts of a device, or of its tensor group."""
+        tokens, parts = prompts * self.workload.prompt, {}
+        _add(parts, self.costs.layer(self.model, tokens, self.workload.prompt, self.slices, False), self.layers)
+        if self.slices > 1:
+            parts["tensor"] = 2 * self.layers * self.costs.reduce(self.tensor, tokens * self.width)
+        return parts
 
 
 def _add(total: Parts, parts: Mapping[str, float], times: float = 1.0) -> None:
@@ -456,6 +466,11 @@ class CostModel:
         (divided,) = self._divided(call, placement)
         forward, both = (sum(parts.values()) for parts in divided.trained())
         return forward, both - forward
+
+    def decoding(self, call: Call, placement: Placement) -> _Divided:
+        """Returns what predicts a step and a prefill of a call that generates."""
+        (divided,) = self._divided(call, placement)
+        return divided
 
     def _divided(self, call: Call, placement: Placement) -> list[_Divided]:
         workload, node = self.workload, self.cluster.node

@@ -1,6 +1,5 @@
 """The roles of the policy: the actor, which is trained, and the frozen reference, to which a KL penalty ties it."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Self
 
@@ -89,7 +88,7 @@ class Actor(TrainedRole):
         return self._sample(method, self._switch(method), prompts)
 
     @timed("gen")
-    def _sample(self, method: str, weights: Params, prompts: Batch, **watching: Callable) -> Rollout:
+    def _sample(self, method: str, weights: Params, prompts: Batch, **watching: Any) -> Rollout:
         version, arrays = transfer((self.state.step, prompts.arrays), self.placement[method].mesh)
         generation = self._engines[method](weights, *arrays, *self._frozen(method), **watching)
         return Rollout(

@@ -23,6 +23,7 @@ from jrlhf.data.batches import Batch, put_rows
 from jrlhf.meshes import to_host
 from jrlhf.meshes.mesh import Device
 from jrlhf.models.generation.decoding import Generation
+from jrlhf.planning.fusion.last_rows import Moves
 from jrlhf.ppo import Rollout, TrainState
 from jrlhf.roles.actor import Actor
 from jrlhf.roles.placement import Pending
@@ -125,13 +126,13 @@ class OpenRollout(Pending[Rollout]):
 
 
 class EarlyActor(Actor):
-    """An actor whose rollouts are open. rows: of a tile."""
+    """An actor whose rollouts are open. rows: of a tile. moves: of the last rows, if a simulation chooses them."""
 
     _open: list[OpenRollout]  # of a bound actor
 
-    def __init__(self, *arguments: Any, rows: int, **options: Any):
+    def __init__(self, *arguments: Any, rows: int, moves: Moves | None = None, **options: Any):
         super().__init__(*arguments, **options)
-        self._rows = rows
+        self._rows, self._moves = rows, moves
 
     def bind(self, state: TrainState, texts: Any = None) -> Self:
         bound = super().bind(state, texts)
@@ -139,14 +140,18 @@ class EarlyActor(Actor):
         return bound
 
     def _draw(self, method: str, prompts: Batch) -> OpenRollout:
-        mesh = self.placement[method].mesh
+        mesh, moves, name = self.placement[method].mesh, self._moves, f"actor.{method}"
 
         def draw(hand_out: Watch) -> Rollout:
             def watch(done: Bool[np.ndarray, "B"], assemble: Callable[[], Generation], decoding: Mesh) -> None:
                 hand_out(done, lambda: Rollout(**vars(to_host(assemble())), version=to_host(self.state.step)), decoding)
 
+            last = None if moves is None else moves.before(name)
             with jax.set_mesh(mesh):
-                return self._sample(method, self._switch(method), prompts, watch=watch)
+                rollout = self._sample(method, self._switch(method), prompts, watch=watch, last=last)
+            if moves is not None:
+                moves.after(name, to_host(rollout.response_lengths))
+            return rollout
 
         rollout = OpenRollout(draw, len(prompts.examples), self._rows)
         self._open.append(rollout)

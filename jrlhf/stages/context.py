@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from jrlhf.config.schema import Config
 from jrlhf.data.task import Task
 from jrlhf.models import SamplingConfig
+from jrlhf.planning.fusion.last_rows import Moves
 from jrlhf.rewards.mixture import Rewards
 from jrlhf.rewards.of_config import open_rewards
 from jrlhf.roles.initial import InitialModels
@@ -37,6 +38,7 @@ class Context:
     identity: Identity
     trackers: Sequence[Tracker] = ()
     placements: Mapping[str, RolePlacement] = field(default_factory=dict)  # by role, for reinforcement learning
+    moves: Moves | None = None  # chooses where the last rows of rollouts decode, if a simulation does
 
     def placement(self, role: str) -> RolePlacement:
         """The placement of a role's calls in reinforcement learning. Without a plan, it is the whole mesh."""

@@ -1,9 +1,10 @@
 """`--dry-run`: describes memory, calls and plan of a run. The sizes of states are exact; nothing is compiled or run."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from textwrap import indent
+from typing import Literal
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -12,10 +13,14 @@ from jrlhf.algorithms.registry import graph_of, stage_graph
 from jrlhf.config import Config, config_yaml
 from jrlhf.config.schema import DatasetsData
 from jrlhf.data.read import hub_library
+from jrlhf.fleet.predict import assumed_lengths
 from jrlhf.meshes import GENERATE, SCORE, TRAIN, Call, Graph, Layout, tree_reshard_cost
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.models import ModelConfig, param_shardings
+from jrlhf.planning.auto import prices_here
 from jrlhf.planning.fit import backend_of, capacity, memory_of
+from jrlhf.planning.fusion.last_rows import RECENT, read_by_rows
+from jrlhf.planning.fusion.last_rows import describe as describe_moves
 from jrlhf.planning.fusion.updates import fused_updates
 from jrlhf.planning.show import in_columns
 from jrlhf.planning.workload import Workload, workload_of
@@ -111,6 +116,14 @@ class _DryRun:
         if (tile := config.compute.score_rows) is not None:
             early = ", ".join(_scored_early(config, graph, plan))
             lines.append(f"  scored {tile} rows at a time while others decode, with the bits of a later time: {early}")
+        if config.rollout.last_groups == "auto":
+            prices = prices_here(config, workload, list(self.mesh.devices.flat), "rollout.last_groups=null")
+            lengths = assumed_lengths(replace(workload, mean_response=workload.response / 2), 1.0)
+            lines.append(
+                f"  the last rows move as the lengths of the last {RECENT} rollouts suggest, of the first not;"
+            )
+            lines.append("  if lengths were lognormal with sigma 1, and half of data.max_response in the mean:")
+            lines += [f"  {line}" for line in describe_moves(config, prices, plan, lengths)]
         if config.lora is not None:
             return [*lines, f"  no switch: training and generation use one base, stored as {GENERATE.name} stores it"]
         actor, dtype = self.models["actor"], jnp.dtype(config.compute.dtype)
@@ -137,17 +150,15 @@ class _DryRun:
 def _scored_early(config: Config, graph: Graph, plan: Plan) -> list[str]:
     """Names what may score rows of a rollout while others decode: calls of models on other devices, and functions."""
     drawing = [call for call in graph if call.kind == "generate"]
-    drawn = {output for call in drawing for output in call.outputs}
-    texts = ("cost",) if "reward_model" in config.stages else ("reward", "cost")  # their models, if any, read text
-    reading = [call for call in graph if call.kind == "infer" and call.role not in texts and drawn & {*call.inputs}]
+    reading = dict.fromkeys(reader for call in drawing for reader in read_by_rows(config, graph, call))
     taken = [_decoding_last(plan[call.name], config.rollout.last_groups) for call in drawing]
     early = [call.name for call in reading if not any(plan[call.name].devices.overlaps(own) for own in taken)]
     return [*early, "functions"]
 
 
-def _decoding_last(placement: Placement, groups: int | None) -> Slice:
-    """Returns the devices on which the last rows decode."""
-    devices = placement.devices
+def _decoding_last(placement: Placement, groups: int | Literal["auto"] | None) -> Slice:
+    """Returns the devices on which the last rows decode, at the least."""
+    devices, groups = placement.devices, 1 if groups == "auto" else groups
     return devices if groups is None else Slice(devices.start, groups * placement.tensor)
 
 

@@ -75,7 +75,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
     name, algorithm, validation = config.algorithm, algorithm_of(config), config.validation
     assert name is not None and task.prompts is not None
     graph, dataflow, prompts = graph_of(config), dataflow_of(config), task.prompts
-    factory = RoleFactory(config, algorithm, context.compute, context.sampling, context.placement, clock)
+    factory = RoleFactory(config, algorithm, context.compute, context.sampling, context.placement, clock, context.moves)
     models, identities = factory.models(context.initial, policy, rewards, graph)
     fleet = None
 

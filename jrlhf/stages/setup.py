@@ -33,8 +33,9 @@ from jrlhf.meshes.plan import Plan, plan_of
 from jrlhf.models import ModelConfig
 from jrlhf.models.flash import computes
 from jrlhf.models.hf.files import PROMPTING
-from jrlhf.planning.auto import Setting, auto_plan
+from jrlhf.planning.auto import Setting, auto_plan, prices_here
 from jrlhf.planning.fit import check_memory
+from jrlhf.planning.fusion.last_rows import Moves, rollouts_of
 from jrlhf.planning.fusion.updates import fused_updates
 from jrlhf.planning.plans import plan_of_config, plan_yaml, read_plan, refuse_cross_process, transfer_line
 from jrlhf.planning.workload import workload_of
@@ -92,7 +93,11 @@ def _open_context(
         graph, ahead = graph_of(config), config.offloading.ahead
         fused = fused_updates(workload_of(config, graph, models), plan)
         placements = place_roles(plan, graph, list(mesh.devices.flat), fused=fused, prefetch=ahead)
-    console = _open_console(config)
+    console, moves = _open_console(config), None
+    if plan is not None and config.rollout.last_groups == "auto":
+        workload, here = workload_of(config, graph_of(config), models), list(mesh.devices.flat)
+        prices = prices_here(config, workload, here, "rollout.last_groups=null")
+        moves = Moves(rollouts_of(config, prices, plan), config.rollout.last_rows, console.line)
     if plan is not None and (line := transfer_line(plan, [device.process_index for device in mesh.devices.flat])):
         console.line(line)
     if plan is not None and config.fleet is not None and config.fleet.engine == "ray":
@@ -124,9 +129,8 @@ def _open_context(
         words["seeds"] = str(from_main(run.seeds))
         identity = Identity(words, frozenset(functions), accept_rewards)
         try:
-            yield Context(
-                config, mesh, compute, task, vocab_size, run, console, preemption, identity, trackers, placements
-            )
+            services = run, console, preemption, identity, trackers, placements, moves
+            yield Context(config, mesh, compute, task, vocab_size, *services)
         except RewardFailure as failure:
             note_failure(run, failure.identity, str(failure))
             raise

@@ -12,7 +12,6 @@ leaves its group.
 """
 
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,11 +29,11 @@ from jrlhf.meshes import AXES, GENERATE, to_devices, to_host, transfer
 from jrlhf.models.attention import LayerCache, empty_cache, filled_cache, grown_cache, transposes_keys
 from jrlhf.models.collectives import TENSOR, all_rows, check_rows, own_rows
 from jrlhf.models.generation.decoding import OWN, SHARED, Decoder, Generation, Results, Rows, assemble, first_rows
+from jrlhf.models.generation.occupancy import EMPTY, Admission, LastRows, Occupancy, Table
 from jrlhf.models.generation.schedule import Schedule
 from jrlhf.models.lora import base_on
 from jrlhf.models.params import Params, split_arguments
 
-EMPTY = -1  # a slot without a row
 CACHE = P(GENERATE.batch, TENSOR)  # rows over the groups, and heads over a group's devices
 
 
@@ -62,9 +61,6 @@ class Admitted:
 # Is told after a chunk which of all rows are done, and gets a function that assembles them, on the mesh on which rows
 # decode: to be called at once, since the next chunk uses up what it reads.
 Watch = Callable[[Bool[np.ndarray, "N"], Callable[[], Generation], Mesh], None]
-
-# Prompts that enter one group's slots, and the slots that their samples take, a prompt's after one another.
-Admission = tuple[Sequence[int], Sequence[int]]
 
 
 @jax.tree_util.register_dataclass
@@ -117,6 +113,12 @@ class Programs:
         shape = slots * self.groups, max(config.kv_heads, self.tensor), length, config.head_dim
         caches = [self._empty(*shape) for _ in range(config.layers)]
         return Slots(caches, self._done_rows(prompts, slots // self.tensor))
+
+    def occupancy(self, schedule: Schedule, prompts: Prompts, slots: int) -> Occupancy:
+        """An empty one, of this number of slots a group."""
+        count, width = prompts.prompts.shape
+        tables = [Table(count // self.groups, self.samples, slots) for _ in range(self.groups)]
+        return Occupancy(schedule, tables, width, self.decoder.sampling.max_new_tokens, self.tensor)
 
     def no_results(self, rows: int) -> Results:
         """Results of rows of which no token is drawn yet."""
@@ -222,85 +224,16 @@ def _done(prompts: Prompts, count: int) -> Rows:
     return Rows(keys=prompts.keys[zeros], prompt_lengths=zeros + 1, lengths=zeros, last=zeros, finished=zeros == 0)
 
 
-class Table:
-    """Records which row of a group of devices is in which slot, and which prompts wait.
-
-    A row is a sample of a prompt: row prompt * samples + number.
-    """
-
-    def __init__(self, prompts: int, samples: int, slots: int):
-        self.prompts, self.samples = prompts, samples
-        self.waiting = deque(range(prompts))
-        self.row = np.full(slots, EMPTY, np.int32)
-
-    @property
-    def occupied(self) -> Bool[np.ndarray, "slots"]:
-        return self.row != EMPTY
-
-    @property
-    def running(self) -> int:
-        return int(self.occupied.sum())
-
-    @property
-    def done(self) -> Bool[np.ndarray, "rows"]:
-        """The rows that neither wait nor decode."""
-        done = np.ones(self.prompts * self.samples, bool)
-        done[self.row[self.occupied]] = False
-        done.reshape(self.prompts, self.samples)[list(self.waiting)] = False
-        return done
-
-    @property
-    def room(self) -> int:
-        """Waiting prompts for all of whose samples there are free slots."""
-        return min((len(self.row) - self.running) // self.samples, len(self.waiting))
-
-    def admit(self, most: int) -> Admission:
-        """Gives free slots to at most `most` waiting prompts, all samples of a prompt together."""
-        free = np.flatnonzero(~self.occupied)
-        count = min(most, self.room)
-        prompts = tuple(self.waiting.popleft() for _ in range(count))
-        slots = free[: count * self.samples]
-        self.row[slots] = [prompt * self.samples + number for prompt in prompts for number in range(self.samples)]
-        return prompts, slots.tolist()
-
-    def release(self, done: Bool[np.ndarray, "slots"]) -> None:
-        """Empties the slots of rows that are done."""
-        self.row[done] = EMPTY
-
-    @classmethod
-    def of_groups(cls, tables: Sequence["Table"]) -> "Table":
-        """The table of one group that has the prompts and slots of all these, one after the other. None may wait."""
-        samples, prompts = tables[0].samples, [table.prompts for table in tables]
-        merged = cls(sum(prompts), samples, 0)
-        merged.waiting.clear()
-        firsts = np.cumsum([0, *prompts[:-1]]) * samples
-        rows = [np.where(table.occupied, table.row + first, EMPTY) for table, first in zip(tables, firsts, strict=True)]
-        merged.row = np.concatenate(rows).astype(np.int32)
-        return merged
-
-    def shrink(self, slots: int) -> Int[np.ndarray, "new"]:
-        """Keeps this number of slots; returns the old indices of the kept ones. Every row must have a place."""
-        order = np.argsort(~self.occupied, kind="stable")[:slots]
-        assert self.running <= slots, "a row would be lost"
-        self.row = self.row[order]
-        return order.astype(np.int32)
-
-
-def fitting(sizes: Sequence[int], needed: int) -> int:
-    """The least of `sizes` that is at least `needed`."""
-    return min(size for size in sizes if size >= needed)
-
-
 class ChunkedRollouts:
     """Calls of an engine whose schedule needs more than one program."""
 
     def __init__(self, decoder: Decoder, mesh: Mesh, schedule: Schedule):
         self._programs = Programs(decoder, mesh, min(schedule.chunk, decoder.sampling.max_new_tokens))
-        self._last = None if schedule.last_groups is None else _on_groups(self._programs, schedule.last_groups)
         self._schedule = schedule
-        self._warm: set[tuple[int, ...]] = set()
+        self._on_fewer: dict[int, Programs] = {}  # by the number of groups
+        self._warm: set[tuple[int | None, ...]] = set()
 
-    def __call__(self, *arguments: Any, watch: Watch | None = None) -> Generation:
+    def __call__(self, *arguments: Any, watch: Watch | None = None, last: LastRows | None = None) -> Generation:
         programs, decoder = self._programs, self._programs.decoder
         params, adapter, (prompts, prompt_lengths, row_keys) = split_arguments(arguments, decoder.lora)
         decoder.check(prompts, len(row_keys))
@@ -314,138 +247,126 @@ class ChunkedRollouts:
                 f"groups of devices has {slots}: raise slots to {least} or more"
             )
         on_mesh = Prompts(*programs.put((prompts, prompt_lengths, row_keys)))
-        rollout = _Rollout(programs, self._schedule, (params, adapter), on_mesh, slots, self._last)
+        if last is None and isinstance(self._schedule.last_groups, int):
+            last = LastRows(self._schedule.last_groups, self._schedule.last_rows)
+        occupancy, fewer = programs.occupancy(self._schedule, on_mesh, slots), self._fewer(last)
+        rollout = _Rollout(programs, (params, adapter), on_mesh, occupancy, last, fewer)
         shape = (*prompts.shape, slots)
-        if shape not in self._warm:
-            rollout.warm()
-            self._warm.add(shape)
+        for key, warm in ((shape, rollout.warm), ((*shape, fewer and fewer.groups), rollout.warm_move)):
+            if key not in self._warm:
+                warm()
+                self._warm.add(key)
         return rollout.generate(watch)
+
+    def _fewer(self, last: LastRows | None) -> Programs | None:
+        """The same programs on the groups of devices to which the last rows move, if there are others."""
+        programs = self._programs
+        if last is None or last.groups >= programs.groups:
+            return None
+        if programs.groups % last.groups:
+            raise ValueError(f"last_groups={last.groups} does not divide the {programs.groups} groups of devices")
+        if last.groups not in self._on_fewer:
+            devices = programs.mesh.devices.reshape(programs.groups, programs.tensor)[: last.groups]
+            shape = last.groups, 1, programs.tensor
+            mesh = Mesh(devices.reshape(shape), AXES, axis_types=programs.mesh.axis_types)
+            decoder = replace(programs.decoder, mesh=mesh)
+            self._on_fewer[last.groups] = Programs(decoder, mesh, programs.steps)
+        return self._on_fewer[last.groups]
 
 
 class _Rollout:
-    """One call. last: the programs of the groups to which its last rows move, if they do."""
+    """One call. fewer: the programs of the groups to which its last rows move, if they do."""
 
     def __init__(
         self,
         programs: Programs,
-        schedule: Schedule,
         weights: tuple[Params, Params],
         prompts: Prompts,
-        slots: int,
-        last: Programs | None = None,
+        occupancy: Occupancy,
+        last: LastRows | None = None,
+        fewer: Programs | None = None,
     ):
-        self._programs, self._schedule, self._weights, self._prompts = programs, schedule, weights, prompts
-        (count, width), limit = prompts.prompts.shape, programs.decoder.sampling.max_new_tokens
-        self._rows, self._samples, self._limit = count * programs.samples, programs.samples, limit
-        self._counts = schedule.slot_counts(slots, programs.tensor)
-        self._lengths = schedule.cache_lengths(width, limit)
-        self._tables = [Table(count // programs.groups, self._samples, slots) for _ in range(programs.groups)]
-        self._waves = schedule.waves(count // programs.groups, slots // self._samples, width)
-        self._last = last
+        self._programs, self._weights, self._prompts, self._occupancy = programs, weights, prompts, occupancy
+        self._rows, self._limit = len(prompts.keys), programs.decoder.sampling.max_new_tokens
+        self._last, self._fewer = last, fewer
 
     def generate(self, watch: Watch | None = None) -> Generation:
-        programs = self._programs
-        slots = programs.empty(self._prompts, self._counts[0], self._lengths[0])
-        return self._decode(slots, programs.no_results(self._rows), 0, self._lengths[0], watch)
+        slots = self._programs.empty(self._prompts, self._occupancy.counts[0], self._occupancy.length)
+        return self._decode(slots, self._programs.no_results(self._rows), 0, watch)
 
-    def _decode(self, slots: Slots, results: Results, longest: int, length: int, watch: Watch | None) -> Generation:
-        """Decodes until all rows are done. longest: tokens of the longest row; length: positions of the caches."""
-        programs = self._programs
+    def _decode(self, slots: Slots, results: Results, longest: int, watch: Watch | None) -> Generation:
+        """Decodes until all rows are done. longest: tokens of the longest row."""
+        programs, occupancy = self._programs, self._occupancy
         assembled = partial(programs.assemble, self._prompts.prompts, self._prompts.lengths)
         while True:
-            while any(self._may_admit(table) for table in self._tables):
-                self._admit(slots)
+            while (entering := occupancy.admit()) is not None:
+                self._admit(slots, *entering)
                 longest = max(longest, self._prompts.prompts.shape[1])
-            if not any(table.running for table in self._tables):
+            if not any(occupancy.running):
                 return assembled(results)
-            self._shrink(slots)
-            if self._last is not None and self._fit(self._last):
-                with jax.set_mesh(self._last.mesh):
-                    moved = self._moved(self._last, slots, self._tables)
-                    generation = moved._decode(slots, transfer(results, self._last.mesh), longest, length, watch)
+            for places in occupancy.shrink():
+                programs.take(slots, programs.per_group(places))
+            if (fewer := self._fewer) is not None and occupancy.moves(self._last):
+                with jax.set_mesh(fewer.mesh):
+                    generation = self._moved(fewer, slots)._decode(slots, transfer(results, fewer.mesh), longest, watch)
                 return transfer(generation, programs.mesh)
-            needed = fitting(self._lengths, min(longest + programs.steps, self._lengths[-1]))
-            for longer in [size for size in self._lengths if length < size <= needed]:
+            for longer in occupancy.grow(longest + programs.steps):
                 programs.grow(slots, longer)
-                length = longer
-            row_of = programs.per_group([table.row for table in self._tables])
+            row_of = programs.per_group([table.row for table in occupancy.tables])
             slots, results = programs.chunk(*self._weights, slots, results, row_of)
             longest = self._release(slots.rows)
-            done = np.concatenate([table.done for table in self._tables])
+            done = occupancy.done
             if watch is not None and not done.all():
                 watch(done, partial(assembled, results), programs.mesh)
 
     def _release(self, rows: Rows) -> int:
         """Empties the slots of rows that are done; returns the length of the longest other row."""
+        tables = self._occupancy.tables
         prompts, lengths, finished = to_host((rows.prompt_lengths, rows.lengths, rows.finished))
-        done = np.split(finished | (lengths >= self._limit), len(self._tables))
-        for table, done_of in zip(self._tables, done, strict=True):
-            table.release(done_of)
-        occupied = np.concatenate([table.occupied for table in self._tables])
+        for table, done in zip(tables, np.split(finished | (lengths >= self._limit), len(tables)), strict=True):
+            table.release(done)
+        occupied = np.concatenate([table.occupied for table in tables])
         return int((prompts + lengths)[occupied].max(initial=0))
 
-    def _may_admit(self, table: Table) -> bool:
-        """True if a wave or all waiting prompts have room, or any prompt where no row would decode."""
-        return table.room > 0 and (table.room >= min(self._waves[0], len(table.waiting)) or table.running == 0)
+    def _admit(self, slots: Slots, wave: int, admissions: Sequence[Admission]) -> None:
+        programs, occupancy = self._programs, self._occupancy
+        admitted = programs.admitted(admissions, wave, occupancy.samples, occupancy.counts[0])
+        prefilled = programs.prefill(*self._weights, self._prompts, admitted.prompts)
+        programs.admit(slots, prefilled, self._prompts, admitted)
 
-    def _admit(self, slots: Slots) -> None:
-        """Admits one wave of every group, the largest that one of them fills."""
-        most = max(table.room for table in self._tables)
-        wave = max((size for size in self._waves if size <= most), default=self._waves[0])
-        admissions = [table.admit(wave if self._may_admit(table) else 0) for table in self._tables]
-        admitted = self._programs.admitted(admissions, wave, self._samples, self._counts[0])
-        prefilled = self._programs.prefill(*self._weights, self._prompts, admitted.prompts)
-        self._programs.admit(slots, prefilled, self._prompts, admitted)
-
-    def _shrink(self, slots: Slots) -> None:
-        """Moves the rows into fewer slots, if they have room there and no prompt waits for one."""
-        if any(table.waiting for table in self._tables):
-            return
-        needed = fitting(self._counts, max(table.running for table in self._tables))
-        for count in [size for size in self._counts if needed <= size < len(self._tables[0].row)]:
-            self._programs.take(slots, self._programs.per_group([table.shrink(count) for table in self._tables]))
-
-    def _fit(self, last: Programs) -> bool:
-        """True if no prompt waits, and these groups have slots for the rows of all groups whose place they take."""
-        running = np.reshape([table.running for table in self._tables], (last.groups, -1)).sum(axis=1)
-        return not any(table.waiting for table in self._tables) and running.max() <= self._counts[-1]
-
-    def _moved(self, last: Programs, slots: Slots, tables: Sequence[Table]) -> "_Rollout":
+    def _moved(self, fewer: Programs, slots: Slots) -> "_Rollout":
         """This call on these groups: the rows of as many neighbours each, in as many slots as one of them has."""
-        params, adapter = (base_on(own, last.mesh) for own in self._weights)
-        schedule, prompts = replace(self._schedule, buckets=1), transfer(self._prompts, last.mesh)
-        moved = _Rollout(last, schedule, (params, adapter), prompts, self._counts[-1])
-        share = len(tables) // last.groups
-        moved._tables = [Table.of_groups(tables[first : first + share]) for first in range(0, len(tables), share)]
-        last.take(slots, last.per_group([table.shrink(self._counts[-1]) for table in moved._tables]))
-        return moved
+        params, adapter = (base_on(own, fewer.mesh) for own in self._weights)
+        occupancy, places = self._occupancy.merged(fewer.groups)
+        fewer.take(slots, fewer.per_group(places))
+        return _Rollout(fewer, (params, adapter), transfer(self._prompts, fewer.mesh), occupancy)
 
     def warm(self) -> None:
-        """Compiles every program that such a call may need, by running it where all rows are done."""
-        programs = self._programs
-        for wave in self._waves:
-            nobody = programs.admitted([((), ())] * programs.groups, wave, self._samples, self._counts[0])
+        """Compiles every program that such a call may need on all groups, by running it where all rows are done."""
+        programs, occupancy = self._programs, self._occupancy
+        counts, lengths = occupancy.counts, occupancy.lengths
+        for wave in occupancy.waves:
+            nobody = programs.admitted([((), ())] * programs.groups, wave, occupancy.samples, counts[0])
             prefilled = programs.prefill(*self._weights, self._prompts, nobody.prompts)
-            slots = programs.empty(self._prompts, self._counts[0], self._lengths[0])
-            for length in self._lengths:
-                if length != self._lengths[0]:
+            slots = programs.empty(self._prompts, counts[0], lengths[0])
+            for length in lengths:
+                if length != lengths[0]:
                     programs.grow(slots, length)
                 programs.admit(slots, prefilled, self._prompts, nobody)
             jax.block_until_ready(slots)
-        for count, fewer in zip(self._counts, (*self._counts[1:], None), strict=True):
+        for count, fewer in zip(counts, (*counts[1:], None), strict=True):
             self._warm_steps(count, fewer)
-        if self._last is not None:
-            self._warm_last(self._last)
         no_results = programs.no_results(self._rows)
         jax.block_until_ready(programs.assemble(self._prompts.prompts, self._prompts.lengths, no_results))
 
     def _warm_steps(self, count: int, fewer: int | None) -> None:
         """Compiles a chunk of this number of slots with caches of each length, and the move into fewer."""
-        programs, results = self._programs, self._programs.no_results(self._rows)
+        programs, lengths = self._programs, self._occupancy.lengths
+        results = programs.no_results(self._rows)
         row_of = programs.per_group([np.full(count, EMPTY, np.int32)] * programs.groups)
-        slots = programs.empty(self._prompts, count, self._lengths[0])
-        for length in self._lengths:
-            if length != self._lengths[0]:
+        slots = programs.empty(self._prompts, count, lengths[0])
+        for length in lengths:
+            if length != lengths[0]:
                 programs.grow(slots, length)
             slots, results = programs.chunk(*self._weights, slots, results, row_of)
             if fewer is not None:
@@ -455,27 +376,17 @@ class _Rollout:
             # One program at a time: some devices may not run two with collectives at once.
             jax.block_until_ready((slots, results))
 
-    def _warm_last(self, last: Programs) -> None:
-        """Compiles the move to these groups, and the chunks there."""
-        programs, count = self._programs, self._counts[-1]
-        tables = [Table(table.prompts, self._samples, count) for table in self._tables]
-        slots = programs.empty(self._prompts, count, self._lengths[0])
-        for length in self._lengths:
-            if length != self._lengths[0]:
+    def warm_move(self) -> None:
+        """Compiles the move of the last rows, if they move, and the chunks after it."""
+        programs, occupancy, fewer = self._programs, self._occupancy, self._fewer
+        if fewer is None:
+            return
+        slots = programs.empty(self._prompts, occupancy.counts[-1], occupancy.lengths[0])
+        for length in occupancy.lengths:
+            if length != occupancy.lengths[0]:
                 programs.grow(slots, length)
-            with jax.set_mesh(last.mesh):
-                moved = self._moved(last, Slots([*slots.caches], slots.rows), tables)
+            with jax.set_mesh(fewer.mesh):
+                moved = self._moved(fewer, Slots([*slots.caches], slots.rows))
                 jax.block_until_ready(moved._prompts)
-        with jax.set_mesh(last.mesh):
-            moved._warm_steps(count, None)
-
-
-def _on_groups(programs: Programs, groups: int) -> Programs | None:
-    """The same programs on the first groups of devices; None: there are no others."""
-    if groups >= programs.groups:
-        return None
-    if programs.groups % groups:
-        raise ValueError(f"last_groups={groups} does not divide the {programs.groups} groups of devices")
-    devices = programs.mesh.devices.reshape(programs.groups, programs.tensor)[:groups]
-    mesh = Mesh(devices.reshape(groups, 1, programs.tensor), AXES, axis_types=programs.mesh.axis_types)
-    return Programs(replace(programs.decoder, mesh=mesh), mesh, programs.steps)
+        with jax.set_mesh(fewer.mesh):
+            moved._warm_steps(occupancy.counts[-1], None)

@@ -15,8 +15,9 @@ from jaxtyping import Bool, Float, Int
 
 from jrlhf.meshes import AXES, to_host
 from jrlhf.models.collectives import check_rows
-from jrlhf.models.generation.chunks import EMPTY, Programs, Prompts, Slots
+from jrlhf.models.generation.chunks import Programs, Prompts, Slots
 from jrlhf.models.generation.decoding import Decoder, Results
+from jrlhf.models.generation.occupancy import EMPTY
 from jrlhf.models.generation.schedule import Schedule
 from jrlhf.models.params import Params
 

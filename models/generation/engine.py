@@ -14,6 +14,7 @@ from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.flash import AttentionImplementation
 from jrlhf.models.generation.chunks import ChunkedRollouts, Watch
 from jrlhf.models.generation.decoding import OWN, SHARED, Decoder, Generation, Results, assemble, first_rows
+from jrlhf.models.generation.occupancy import LastRows
 from jrlhf.models.generation.sampling import SamplingConfig
 from jrlhf.models.generation.schedule import Schedule
 from jrlhf.models.lora import LoRAConfig
@@ -79,22 +80,17 @@ class Engine:
     with `lora` it is engine(adapter, prompts, prompt_lengths, row_keys, base). The other arguments are those of
     `make_generate`. If the schedule asks for one program, a call runs that function. Otherwise the first call with a
     shape compiles all programs that any call with that shape may need, and calls must be outside jit: after every chunk
-    the host reads which rows are done, and calls `watch`.
+    the host reads which rows are done, and calls `watch`. last: where the last rows decode; None: by the schedule.
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        mesh: Mesh,
-        sampling: SamplingConfig,
-        schedule: Schedule | None = None,
-        **options: Any,
+        self, config: ModelConfig, mesh: Mesh, sampling: SamplingConfig, schedule: Schedule | None = None, **others: Any
     ):
-        decoder = Decoder(config, mesh, sampling, **options)
+        decoder = Decoder(config, mesh, sampling, **others)
         self._schedule, self._samples, self._limit = schedule or Schedule(), decoder.samples, sampling.max_new_tokens
         self._whole = jax.jit(_whole_rollouts(decoder))
         self._in_chunks = ChunkedRollouts(decoder, mesh, self._schedule)
 
-    def __call__(self, *arguments: Any, watch: Watch | None = None) -> Generation:
+    def __call__(self, *arguments: Any, watch: Watch | None = None, last: LastRows | None = None) -> Generation:
         in_one = self._schedule.is_one_program(len(arguments[1]) * self._samples, self._limit)
-        return self._whole(*arguments) if in_one else self._in_chunks(*arguments, watch=watch)
+        return self._whole(*arguments) if in_one else self._in_chunks(*arguments, watch=watch, last=last)

@@ -1,6 +1,7 @@
 """The settings that decide which rows decode when. Nothing here decides which tokens are drawn."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 FILLING = 2048  # tokens: a prefill of fewer would not keep an accelerator busy
 
@@ -19,10 +20,11 @@ class Schedule:
         decoding, if every row has a slot and responses fit a chunk; otherwise an eighth of what the slots hold, or
         2048 tokens while that many wait and have room.
     last_groups: the groups of devices to which the last rows move, once these groups have room for them in their
-        smallest number of slots. The other devices are then free. None: rows stay in their groups.
+        smallest number of slots. The other devices are then free. None: rows stay. auto: by the rollouts before.
+    last_rows: the most rows that move so; until then they stay. None: as many as have room; auto may choose fewer.
 
-    Every pair of a bucket and a length is a compiled program, and so is every number of prompts prefilled together, of
-    which there are at most two. Small programs move a layer's rows between caches of these shapes.
+    Every pair of a bucket and a length is a compiled program, and so is each of at most two numbers of prompts that are
+    prefilled together. Small programs move a layer's rows between caches of these shapes.
     """
 
     slots: int | None = None
@@ -30,12 +32,13 @@ class Schedule:
     buckets: int = 3
     lengths: int = 3
     prefill: int | None = None
-    last_groups: int | None = None
+    last_groups: int | Literal["auto"] | None = None
+    last_rows: int | None = None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            optional = value is None and name in ("slots", "prefill", "last_groups")
-            if not optional and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31):
+            word = value is None and getattr(Schedule, name) is None or (name, value) == ("last_groups", "auto")
+            if not word and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31):
                 raise ValueError(f"{name}={value!r} must be an integer of at least 1 and below 2**31")
 
     def is_one_program(self, rows: int, response: int) -> bool:

@@ -45,6 +45,32 @@ def test_stages_are_priced_and_drawn(tmp_path, capsys):
     assert f"actor.update, 1f1b: bubble {100 * 3 / 11:.0f} %" in drawn.read_text()
 
 
+def test_the_move_of_the_last_rows_is_predicted(tmp_path, capsys):
+    """It gains where lengths differ and calls have devices that the last rows leave."""
+    file, lengths = tmp_path / "plan.yaml", ("--mean-response", "150", "--sigma", "1")
+    kinds = {"actor.update": "train", "critic.update": "train", "actor.generate": "generate"}
+    calls = {name: {"devices": "0-7", "layout": layout, "fsdp": 8} for name, layout in kinds.items()}
+    reading = "actor.logprobs", "reference.logprobs", "critic.values", "reward.score"
+    for devices, spread, move in (
+        ({"devices": "4-7", "fsdp": 4}, lengths, "move to 4 of 8 groups of devices once at most 32 are left, "),
+        ({"devices": "4-7", "fsdp": 4}, (), "stay in their groups, "),
+        ({"devices": "0-7", "fsdp": 8}, lengths, "stay in their groups, "),
+    ):
+        scoring = {name: {**devices, "layout": "score"} for name in reading}
+        file.write_text(yaml.safe_dump({"name": "by hand", "calls": calls | scoring}))
+        settings = "compute.score_rows=16", "rollout.chunk=32", "rollout.last_groups=auto"
+        cli([*ARGUMENTS, "--plan", str(file), *spread, *settings])
+        line, at_once = capsys.readouterr().out.splitlines()[-2:]
+        assert line.startswith(f"actor.generate: the last rows {move}")
+        advice = "tiles gain" if "move" in move else "leave compute.score_rows out"
+        assert at_once.endswith(f" s if calls score whole batches after the last row: {advice}")
+        if "move" in move:
+            cli([*ARGUMENTS, "--plan", str(file), *spread, *settings[:2]])
+            staying, verdict = capsys.readouterr().out.splitlines()[-2:]
+            assert staying == line.replace(":", ", with rollout.last_groups=auto:", 1)
+            assert verdict == at_once.replace(advice, "leave compute.score_rows out")
+
+
 def test_asynchronous_settings_are_predicted(tmp_path, capsys):
     """A saved plan gives the same table again; with a fleet of processes the search finds the trainer's plan."""
     lengths = "--mean-response", "300", "--sigma", "0.5"

@@ -1,4 +1,4 @@
-"""Schedules that train two models in pipelines of opposite directions on the same devices, as RLHFuse does."""
+"""What RLHFuse fuses: two models that train in pipelines of opposite directions, and scores with the last rows."""
 
 from jrlhf.planning.fusion.improve import Fused as Fused
 from jrlhf.planning.fusion.improve import search as search

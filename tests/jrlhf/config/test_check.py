@@ -137,6 +137,10 @@ compute.score_rows=16 ; rollout.chunk=8 ; sleep.reward=host
 rollout.last_groups=1
     rollout.last_groups=1 frees devices that score while the last rows decode, and nothing does: set
     compute.score_rows, or leave it out
+rollout.last_groups=auto
+    rollout.last_groups=auto frees devices that score while the last rows decode, and nothing does: set
+rollout.last_rows=4
+    rollout.last_rows=4 has no effect with rollout.last_groups=null: leave it out
 compute={fused_loss: false, shared_passes: true}
     compute.fused_loss=False has no effect with compute.shared_passes: leave it out
 rewards=[{name: a, model: m, workers: 2}]

@@ -199,7 +199,10 @@ def test_a_plan_that_cannot_be_run_is_one_sentence(tmp_path):
 
 
 def test_the_last_rows_can_move_only_to_some_of_the_groups():
-    chosen(config_of(rollout={"last_groups": 1}))
+    for groups in (1, "auto"):
+        chosen(config_of(rollout={"last_groups": groups}))
+    with pytest.raises(UserError, match="is one group of devices: rollout.last_groups=auto has no effect, leave it"):
+        chosen(config_of(mesh={"fsdp": 1, "tensor": 1}, rollout={"last_groups": "auto"}), devices=1)
     for groups in (3, 8):
         with pytest.raises(UserError, match=f"cannot move to rollout.last_groups={groups} of them: take a smaller"):
             chosen(config_of(rollout={"last_groups": groups}))

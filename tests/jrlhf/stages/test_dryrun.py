@@ -1,4 +1,4 @@
-"""A dry run of rewards and costs that are adapters."""
+"""A dry run: adapters as rewards and costs, datasets that are not here, and the move of the last rows."""
 
 import sys
 from functools import partial
@@ -13,9 +13,12 @@ from jrlhf.algorithms.registry import graph_of, stage_graph
 from jrlhf.config.parse import build
 from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
+from jrlhf.meshes.hardware import HARDWARE, Cluster
 from jrlhf.models import LoRAConfig, init_lora
 from jrlhf.models.hf import export_adapter, read_config
 from jrlhf.planning.fit import memory_of
+from jrlhf.planning.time import CostModel
+from jrlhf.stages import dryrun
 from jrlhf.stages.dryrun import describe
 from jrlhf.stages.setup import select_mesh
 
@@ -68,3 +71,16 @@ def test_datasets_that_a_run_could_not_read_are_refused(settings, monkeypatch):
 
 def without_ppo(sections: dict) -> dict:
     return {name: section for name, section in sections.items() if name != "ppo"}
+
+
+def test_the_move_of_the_last_rows_needs_prices_and_is_described(settings, monkeypatch):
+    rollout = {"chunk": 4, "last_groups": "auto"}
+    config: Config = build(Config, settings(plan="split", compute={"score_rows": 4}, rollout=rollout))
+    with pytest.raises(UserError, match="nothing is known of .* on cpu devices: .*, or set rollout.last_groups=null"):
+        describe(config)
+    monkeypatch.setattr(
+        dryrun, "prices_here", lambda _, workload, *__: CostModel(workload, Cluster(HARDWARE["h100"], 8))
+    )
+    text = describe(config)
+    assert "the last rows move as the lengths of the last 4 rollouts suggest, of the first not;\n" in text
+    assert "  actor.generate: the last rows " in text and " s until all rows are drawn and scored" in text

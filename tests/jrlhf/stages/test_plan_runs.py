@@ -18,14 +18,17 @@ from jrlhf.algorithms.registry import graph_of
 from jrlhf.config.parse import build
 from jrlhf.config.schema import Config
 from jrlhf.meshes.hardware import HARDWARE, Cluster
+from jrlhf.models.generation.occupancy import LastRows
 from jrlhf.planning import auto
+from jrlhf.planning.fusion.last_rows import Moves
 from jrlhf.planning.plans import plan_yaml, read_plan
+from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import workload_of
 from jrlhf.rewards.mixture import TRAINED
 from jrlhf.roles.early import OpenRollout
 from jrlhf.run.checkpoints import fingerprint_of
 from jrlhf.run.metrics import read_metrics
-from jrlhf.stages import rl
+from jrlhf.stages import rl, setup
 from jrlhf.stages.context import Context
 from jrlhf.stages.loop import run_stage
 from jrlhf.stages.setup import architectures
@@ -173,7 +176,8 @@ def test_devices_that_the_last_rows_leave_score_with_the_bits_of_a_later_time(ma
     monkeypatch.setattr(
         Context, "sampling", property(lambda self: replace(sampling(self), stop_ids=tuple(range(0, 300, 4))))
     )
-    settings = {"compute": {"score_rows": 4}, "rollout": {"chunk": 1, "buckets": 1, "last_groups": 1}}
+    rollout = {"chunk": 1, "buckets": 1, "last_groups": 1}
+    settings = {"compute": {"score_rows": 4}, "rollout": rollout}
     placed = {"actor_generate": ALL, "reference_logprobs": SECOND, "critic_values": SECOND}
     plan = by_hand(tmp_path / "plan.yaml", make("plan", "ppo", **settings), **placed)
 
@@ -185,6 +189,19 @@ def test_devices_that_the_last_rows_leave_score_with_the_bits_of_a_later_time(ma
     while_others_decode = run(make("early", "ppo", plan, **settings))
     assert {size for size, results in early} == {2, 8} and all(results == 0 for size, results in early if size == 8)
     assert max(results for _, results in early) > 0
+    # The same as a choice of the run: what was drawn is noted after each rollout.
+    noted, seen = [], early.copy()
+    monkeypatch.setattr(
+        setup, "prices_here", lambda _, workload, *__: CostModel(workload, Cluster(HARDWARE["h100"], 8))
+    )
+    monkeypatch.setattr(Moves, "before", lambda self, call: LastRows(1))
+    monkeypatch.setattr(Moves, "after", lambda self, call, lengths: noted.append((call, lengths.mean())))
+    early.clear()
+    chosen = run(make("chosen", "ppo", plan, **settings | {"rollout": rollout | {"last_groups": "auto"}}))
+    assert_same_bits(while_others_decode, chosen)
+    assert early == seen
+    means = [record["response_length/mean"] for record in read_metrics(chosen)]
+    assert noted == [("actor.generate", pytest.approx(mean)) for mean in means]
     monkeypatch.setattr(OpenRollout, "_hand_out", lambda *_: None)
     assert_same_bits(while_others_decode, run(make("late", "ppo", plan, **settings)))
 

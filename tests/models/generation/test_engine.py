@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jrlhf.meshes import AXES, GENERATE, make_mesh
+from jrlhf.meshes.plan import Slice
 from jrlhf.models import (
     Engine,
     LoRAConfig,
@@ -29,6 +30,8 @@ from jrlhf.models.attention import transposes_keys
 from jrlhf.models.generation import chunks, decoding
 from jrlhf.models.generation.chunks import Programs, _Rollout
 from jrlhf.models.generation.decoding import Decoder
+from jrlhf.models.generation.occupancy import LastRows
+from jrlhf.planning.fusion.last_rows import Rollouts, decode
 from tests.models.shared import FAMILIES
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -221,37 +224,62 @@ def test_nothing_compiles_after_the_first_call(alone, compiled):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "groups", "changes"),
+    ("sizes", "groups", "rows", "changes"),
     [
-        ((4, 1, 1), 1, {"samples": 2}),
-        pytest.param((2, 2, 2), 2, {"lora": LORA}, marks=pytest.mark.full),
-        pytest.param((1, 4, 2), 1, {"lora": LORA, "int8": True}, marks=pytest.mark.proof("families")),
+        ((4, 1, 1), 1, 6, {"samples": 2}),
+        pytest.param((2, 2, 2), 2, None, {"lora": LORA}, marks=pytest.mark.full),
+        pytest.param((1, 4, 2), 1, None, {"lora": LORA, "int8": True}, marks=pytest.mark.proof("families")),
     ],
 )
-def test_the_last_rows_move_to_fewer_devices_and_keep_their_bits(sizes, groups, changes, compiled):
+def test_the_last_rows_move_to_fewer_devices_and_keep_their_bits(sizes, groups, rows, changes, compiled):
+    """They move at the first look at which few enough are left and fit; a call may say other numbers."""
     setting, schedule = Setting(sizes, **changes), Schedule(chunk=1, buckets=1, lengths=2)
     options = {"samples": setting.samples, "lora": setting.lora}
-    engine, looks = Engine(CONFIG, setting.mesh, SAMPLING, replace(schedule, last_groups=groups), **options), []
+    settings = replace(schedule, last_groups=groups, last_rows=rows)
+    engine, looks = Engine(CONFIG, setting.mesh, SAMPLING, settings, **options), []
 
     def watch(done, assemble, mesh):
         assert all(leaf.sharding.mesh == mesh for leaf in jax.tree.leaves(assemble()))
-        looks.append((int(np.sum(~done)), [*mesh.devices.flat]))
+        looks.append((~done, [*mesh.devices.flat]))
 
-    moved = setting.call(partial(engine, watch=watch), setting.prompts, setting.keys)
-    stayed = setting.scheduled(schedule)
-    for name in ("tokens", "logprobs", "response_lengths", "finished"):
-        np.testing.assert_array_equal(getattr(moved, name), getattr(stayed, name), err_msg=name)
-    every = [*setting.mesh.devices.flat]
-    fewer = every[: groups * sizes[2]]
-    sides = [devices == fewer for _, devices in looks]
-    assert all(devices in (fewer, every) for _, devices in looks) and sides == sorted(sides)
-    assert False in sides and True in sides
-    slots = schedule.slot_counts(U * setting.samples // len(every) * sizes[2], sizes[2])[-1]
-    assert max(rows for (rows, _), side in zip(looks, sides, strict=True) if side) <= slots * groups
+    stayed, every = setting.scheduled(schedule), [*setting.mesh.devices.flat]
+    slots = U * setting.samples // (len(every) // sizes[2])
+
+    def check(moved, groups, rows):
+        for name in ("tokens", "logprobs", "response_lengths", "finished"):
+            np.testing.assert_array_equal(getattr(moved, name), getattr(stayed, name), err_msg=name)
+        fewer = every[: groups * sizes[2]]
+        few = [np.sum(left) <= (rows or len(left)) for left, _ in looks]
+        fit = [left.reshape(groups, -1).sum(axis=1).max() <= slots for left, _ in looks]
+        first = 1 + np.flatnonzero(np.logical_and(few, fit))[0]  # the first chunk that ends elsewhere
+        assert 1 < first < len(looks)
+        assert [devices for _, devices in looks] == [every] * first + [fewer] * (len(looks) - first)
+        looks.clear()
+
+    check(setting.call(partial(engine, watch=watch), setting.prompts, setting.keys), groups, rows)
+    if sizes == (4, 1, 1):
+        for last in (LastRows(2, 12), LastRows(1)):
+            call = partial(engine, watch=watch, last=last)
+            check(setting.call(call, setting.prompts, setting.keys), last.groups, last.rows)
     others = jax.device_put(jax.random.split(jax.random.key(1), U * setting.samples), setting.keys.sharding)
     compiled.clear()
     setting.call(engine, setting.prompts, others)
     assert not compiled
+
+
+@pytest.mark.parametrize("schedule", [Schedule(16, 2, 2, 2, 2), Schedule(None, 4, 3, 1)], ids=["refill", "compaction"])
+def test_the_simulator_of_the_last_rows_has_the_looks_of_the_engine(schedule, monkeypatch):
+    """The same rows are done at each look, of groups of two devices, in slots that others had before."""
+    setting, looks = Setting((2, 1, 2), samples=2), []
+    monkeypatch.setattr(_Rollout, "warm", lambda self: None)
+    engine = Engine(CONFIG, setting.mesh, SAMPLING, schedule, samples=2)
+    watch = partial(engine, watch=lambda done, *_: looks.append(done))
+    lengths = setting.call(watch, setting.prompts, setting.keys).response_lengths
+    free = {"scoring": (), "step": lambda *_: 1.0, "prefill": lambda _: 0.0, "move": lambda *_: 0.0}
+    chunks = decode(Rollouts(schedule, U, 2, P, R, Slice(0, 4), 2, tile=2, **free), lengths)
+    assert len(looks) > 8 or schedule.slots is None
+    np.testing.assert_array_equal([chunk.done for chunk in chunks[:-1]], looks)
+    assert chunks[-1].done.all()
 
 
 def test_what_does_not_fit_is_refused():

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jrlhf.models.generation.chunks import EMPTY, Table, fitting
+from jrlhf.models.generation.occupancy import EMPTY, Table, fitting
 from jrlhf.models.generation.schedule import Schedule
 
 

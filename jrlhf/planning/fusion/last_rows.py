@@ -1,0 +1,263 @@
+"""Where the last rows of a rollout decode, by a simulation of rollouts whose lengths are given.
+
+Rows enter, leave and move by the engine's own rules (`models.generation.occupancy`); only seconds are predicted. A move
+to fewer groups of devices lets calls on the others score tiles of rows that are done (arXiv 2409.13221). It changes no
+decode step: the last rows keep the number of slots that a group has.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from jrlhf.config.check import divisors
+from jrlhf.config.schema import Config
+from jrlhf.meshes import Call, Graph
+from jrlhf.meshes.plan import Plan, Slice
+from jrlhf.models import Schedule
+from jrlhf.models.generation.occupancy import LastRows, Occupancy, Table
+from jrlhf.planning import moves
+from jrlhf.planning.time import CostModel
+
+RECENT = 4  # rollouts by whose lengths the next move is chosen
+Lengths = Int[np.ndarray, "N"]  # tokens of the responses of one rollout
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """A call that scores tiles of rows: its devices, and seconds of a tile."""
+
+    devices: Slice
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """What rollouts and their scores take.
+
+    prompts, samples: of a rollout, N = prompts * samples rows. width, limit: tokens of a prompt and of a response.
+    devices: those that draw, in groups of `tensor`. tile: rows that are scored together. scoring: in the program's
+    order. step: (slots of a group, positions of its caches) -> seconds. prefill: (prompts of a group) -> seconds.
+    move: (groups, positions of the caches) -> seconds of the move there.
+    """
+
+    schedule: Schedule
+    prompts: int
+    samples: int
+    width: int
+    limit: int
+    devices: Slice
+    tensor: int
+    tile: int
+    scoring: Sequence[Scoring]
+    step: Callable[[int, int], float]
+    prefill: Callable[[int], float]
+    move: Callable[[int, int], float]
+
+    @property
+    def groups(self) -> int:
+        return self.devices.count // self.tensor
+
+    def occupancy(self) -> Occupancy:
+        """An empty one, as the engine begins with."""
+        rows = self.prompts * self.samples
+        slots = min(self.schedule.slots or rows, rows) // self.groups
+        tables = [Table(self.prompts // self.groups, self.samples, slots) for _ in range(self.groups)]
+        return Occupancy(self.schedule, tables, self.width, self.limit, self.tensor)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A chunk of decode steps: rows of each group and whether prompts wait, before it; seconds and rows done, after.
+
+    positions: of the caches before it.
+    """
+
+    running: Sequence[int]
+    waiting: bool
+    positions: int
+    end: float
+    done: Bool[np.ndarray, "N"]
+
+
+def decode(rollouts: Rollouts, lengths: Lengths) -> list[Chunk]:
+    """Simulates the chunks of a rollout whose rows stay in their groups."""
+    occupancy, drawn, seconds, chunks = rollouts.occupancy(), np.zeros_like(lengths), 0.0, []
+    tables, most = occupancy.tables, min(rollouts.schedule.chunk, rollouts.limit)
+    of_groups = list(zip(tables, np.split(lengths, len(tables)), np.split(drawn, len(tables)), strict=True))
+    while True:
+        while (entering := occupancy.admit()) is not None:
+            seconds += rollouts.prefill(entering[0])
+        if not any(occupancy.running):
+            return chunks
+        occupancy.shrink()
+        before = occupancy.running, occupancy.waiting, occupancy.length
+        longest = max(own[table.row[table.occupied]].max(initial=0) for table, _, own in of_groups)
+        occupancy.grow(rollouts.width + int(longest) + most)
+        left = max((all_of - own)[table.row[table.occupied]].max(initial=0) for table, all_of, own in of_groups)
+        steps = min(most, int(left))
+        seconds += steps * rollouts.step(len(tables[0].row), occupancy.length)
+        for table, all_of, own in of_groups:
+            own[table.row[table.occupied]] += steps  # in `drawn`, of which it is a view
+            table.release(table.occupied & (own >= all_of)[table.row])
+        chunks.append(Chunk(*before, seconds, occupancy.done))
+
+
+def finish(rollouts: Rollouts, chunks: Sequence[Chunk], last: LastRows | None) -> float:
+    """Simulates the scores of a rollout; returns the seconds from its beginning until all rows are drawn and scored.
+
+    A device does one thing at a time, in the order in which it is told. last: the move of the last rows, if they do.
+    """
+    slots, whole = rollouts.occupancy().counts[-1], rollouts.devices
+    free = np.zeros(max(one.devices.stop for one in (rollouts, *rollouts.scoring)))
+    tiles = np.stack([chunk.done.reshape(-1, rollouts.tile).all(axis=1) for chunk in chunks])
+    scored = np.zeros((len(rollouts.scoring), tiles.shape[1]), bool)
+    decoding, delay, now = whole, 0.0, 0.0
+    for number, chunk in enumerate(chunks):
+        if last is not None and decoding == whole and last.move(chunk.running, chunk.waiting, slots):
+            decoding = Slice(whole.start, last.groups * rollouts.tensor)
+            delay = rollouts.move(last.groups, chunk.positions)
+        now, final = chunk.end + delay, number == len(chunks) - 1
+        for call, given in zip(rollouts.scoring, scored, strict=True):
+            count, own = np.sum(tiles[number] & ~given), free[call.devices.start : call.devices.stop]
+            if count and (final or not call.devices.overlaps(decoding)):
+                own[:] = max(now, own.max()) + call.seconds * count
+                given |= tiles[number]
+    return max(now, float(free.max()))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The best move of the last rows, None if they stay, and mean seconds until all rows are drawn and scored.
+
+    staying: of rows that stay in their groups.
+    """
+
+    last: LastRows | None
+    seconds: float
+    staying: float
+
+
+def choose(rollouts: Rollouts, lengths: Sequence[Lengths], rows: int | None = None) -> Choice:
+    """Simulates rollouts of these lengths with each move, and takes the fastest; of equal ones that to fewest groups.
+
+    rows: at most so many move; None: one of as many as fit, half of them, and so on; of equal ones the largest.
+    """
+    decoded, slots = [decode(rollouts, own) for own in lengths], rollouts.occupancy().counts[-1]
+    staying = fmean(finish(rollouts, chunks, None) for chunks in decoded)
+    best = Choice(None, staying, staying)
+    for groups in divisors(rollouts.groups)[:-1]:
+        halves = [groups * slots >> halved for halved in range((groups * slots).bit_length())]
+        for last in (LastRows(groups, most) for most in ([rows] if rows is not None else halves)):
+            seconds = fmean(finish(rollouts, chunks, last) for chunks in decoded)
+            best = Choice(last, seconds, staying) if seconds < best.seconds else best
+    return best
+
+
+class Moves:
+    """The moves of a run's rollouts, chosen before each from the lengths of the last ones. Mutable.
+
+    A rollout without one before it has no move, also that after a resume: tokens do not depend on it.
+    """
+
+    def __init__(self, rollouts: Mapping[str, Rollouts], rows: int | None, tell: Callable[[str], None]):
+        """rollouts: of each call that draws. rows: `rollout.last_rows`. tell: is told of each new choice."""
+        self._rollouts, self._rows, self._tell = rollouts, rows, tell
+        self._recent = {name: deque[Lengths](maxlen=RECENT) for name in rollouts}
+        self._last: dict[str, LastRows | None] = dict.fromkeys(rollouts)
+        for one in rollouts.values():
+            choose(one, [np.full(one.prompts * one.samples, one.limit)])  # an unmeasured part ends the run now
+
+    def before(self, call: str) -> LastRows | None:
+        """Returns the move of the next rollout of a call."""
+        if recent := self._recent[call]:
+            choice = choose(self._rollouts[call], recent, self._rows)
+            if choice.last != self._last[call]:
+                self._last[call] = choice.last
+                self._tell(f"{call}: {_described(choice, self._rollouts[call].groups)}")
+        return self._last[call]
+
+    def after(self, call: str, lengths: Lengths) -> None:
+        """Notes the lengths of a rollout's responses."""
+        self._recent[call].append(lengths)
+
+
+def _described(choice: Choice, groups: int) -> str:
+    if choice.last is None:
+        return f"the last rows stay in their groups, {choice.seconds:.3g} s until all rows are drawn and scored"
+    return (
+        f"the last rows move to {choice.last.groups} of {groups} groups of devices once at most {choice.last.rows} are "
+        f"left, {choice.seconds:.3g} s until all rows are drawn and scored, instead of {choice.staying:.3g} s"
+    )
+
+
+def describe(config: Config, prices: CostModel, plan: Plan, lengths: Sequence[Lengths]) -> list[str]:
+    """Returns lines with the best moves of rollouts of these lengths, and what tiles of rows gain as configured."""
+    lines, whole = [], replace(config, compute=replace(config.compute, score_rows=None))
+    at_last, groups, rows = rollouts_of(whole, prices, plan), config.rollout.last_groups, config.rollout.last_rows
+
+    def mean(rollouts: Rollouts, last: LastRows | None = None) -> float:
+        return fmean(finish(rollouts, decode(rollouts, own), last) for own in lengths)
+
+    for name, rollouts in rollouts_of(config, prices, plan).items():
+        choice, at_once = choose(rollouts, lengths, rows), mean(at_last[name])
+        last = choice.last if groups == "auto" else None if groups is None else LastRows(groups, rows)
+        verdict = "tiles gain" if mean(rollouts, last) < at_once else "leave compute.score_rows out"
+        setting = "" if groups == "auto" else ", with rollout.last_groups=auto"
+        lines.append(f"{name}{setting}: {_described(choice, rollouts.groups)}")
+        lines.append(f"  {at_once:.3g} s if calls score whole batches after the last row: {verdict}")
+    return lines
+
+
+def read_by_rows(config: Config, graph: Graph, drawing: Call) -> list[Call]:
+    """Returns the calls of models that score rows that a call draws, each row by itself, and may do so early."""
+    texts = ("cost",) if "reward_model" in config.stages else ("reward", "cost")  # their models, if any, read text
+    infers = [call for call in graph if call.kind == "infer" and call.role not in texts]
+    return [call for call in infers if {*drawing.outputs} & {*call.inputs}]
+
+
+def rollouts_of(config: Config, prices: CostModel, plan: Plan) -> dict[str, Rollouts]:
+    """Returns for each call that draws what its rollouts take by the cost model.
+
+    Without compute.score_rows all rows are one tile. Reward functions, and reward models that read text, are left out:
+    none of them scores earlier after a move.
+    """
+    drawing = [call for call in prices.workload.calls if call.kind == "generate" and plan[call.name].pipeline == 1]
+    return {call.name: _rollouts(config, prices, plan, call) for call in drawing}
+
+
+def _rollouts(config: Config, prices: CostModel, plan: Plan, call: Call) -> Rollouts:
+    workload, place = prices.workload, plan[call.name]
+    decoding, tile = prices.decoding(call, place), config.compute.score_rows or workload.rows
+    of_tile = replace(prices, workload=replace(workload, rows=tile))
+
+    def move(groups: int, positions: int) -> float:
+        fewer = Slice(place.devices.start, groups * place.tensor)
+        target = replace(place, devices=fewer, data=groups, fsdp=1, pipeline=1, micro_batches=1)
+        model, slots = decoding.model, rollouts.occupancy().counts[-1]
+        position = model.config.layers * model.numbers.cache * workload.itemsize
+        return moves.transfer_seconds(
+            (rollouts.groups - groups) * slots * positions * position, place, target, prices.cluster
+        )
+
+    rollouts = Rollouts(
+        config.rollout,
+        workload.rows // workload.samples,
+        workload.samples,
+        width=workload.prompt,
+        limit=workload.response,
+        devices=place.devices,
+        tensor=place.tensor,
+        tile=tile,
+        scoring=[
+            Scoring(plan[reader.name].devices, of_tile.time(reader, plan[reader.name]).seconds)
+            for reader in read_by_rows(config, workload.graph, call)
+        ],
+        step=lambda slots, positions: sum(decoding.step(slots, positions).values()),
+        prefill=lambda prompts: sum(decoding.prefill(prompts).values()),
+        move=move,
+    )
+    return rollouts

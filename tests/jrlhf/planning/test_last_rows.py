@@ -1,0 +1,164 @@
+"""The simulator of the last rows: against times computed by hand, and against one that goes from token to token."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jrlhf.algorithms.registry import graph_of
+from jrlhf.config import load_config
+from jrlhf.meshes.hardware import HARDWARE, Cluster
+from jrlhf.meshes.plan import LayoutName, Placement, Plan, Slice
+from jrlhf.models import Schedule
+from jrlhf.models.generation.occupancy import LastRows
+from jrlhf.planning.auto import prices_of
+from jrlhf.planning.fusion.last_rows import Choice, Moves, Rollouts, Scoring, choose, decode, finish, rollouts_of
+from jrlhf.planning.workload import workload_of
+from jrlhf.stages.setup import architectures
+
+# Two devices draw two rows each; on the second one a tile of two rows is scored in 3 seconds. A chunk is a step.
+TWO = Rollouts(
+    Schedule(chunk=1, buckets=1, lengths=1),
+    prompts=4,
+    samples=1,
+    width=4,
+    limit=8,
+    devices=Slice(0, 2),
+    tensor=1,
+    tile=2,
+    scoring=[Scoring(Slice(1, 1), 3.0)],
+    step=lambda slots, positions: 1.0,
+    prefill=lambda prompts: 0.5,
+    move=lambda groups, positions: 0.25,
+)
+LENGTHS = np.array([1, 1, 2, 8])
+
+
+def test_times_by_hand():
+    """All rows are prefilled in 0.5 s. After the first step the first tile is done, and two rows are left: they move to
+    the first device, and the tile is given to the second at the next look, at 2.75 s. The last row ends at 8.75 s."""
+    chunks = decode(TWO, LENGTHS)
+    assert [chunk.end for chunk in chunks] == [0.5 + step for step in range(1, 9)]
+    assert [list(chunk.running) for chunk in chunks] == [[2, 2], [0, 2], *[[0, 1]] * 6]
+    assert finish(TWO, chunks, None) == 8.5 + 2 * 3
+    assert finish(TWO, chunks, LastRows(1)) == 8.75 + 3
+    slow = replace(TWO, scoring=[Scoring(Slice(1, 1), 10.0)])
+    assert finish(slow, chunks, LastRows(1, 2)) == 2.75 + 2 * 10
+    assert finish(slow, chunks, LastRows(1, 1)) == 3.75 + 2 * 10
+    assert finish(replace(TWO, scoring=[Scoring(Slice(0, 1), 3.0)]), chunks, LastRows(1)) == 8.75 + 2 * 3
+
+
+def test_the_fastest_move_is_chosen_and_none_where_none_gains():
+    assert choose(TWO, [LENGTHS]) == Choice(LastRows(1, 2), 11.75, 14.5)
+    assert choose(TWO, [LENGTHS], rows=1) == Choice(LastRows(1, 1), 11.75, 14.5)
+    assert choose(TWO, [np.full(4, 8)]) == Choice(None, 14.5, 14.5)
+    # A second rollout counts as much as the first one.
+    assert choose(TWO, [LENGTHS, np.full(4, 8)]) == Choice(LastRows(1, 2), (11.75 + 14.5) / 2, 14.5)
+    costly = replace(TWO, move=lambda groups, positions: 3.5)
+    assert choose(costly, [LENGTHS]).last is None
+
+
+def test_a_run_chooses_before_each_rollout_by_the_lengths_of_the_last_ones():
+    """The first one stays. What the log is told has the seconds of `choose`, and only where the choice changes."""
+    lines: list[str] = []
+    moves, equal = Moves({"draw": TWO}, None, lines.append), np.full(4, 8)
+    assert moves.before("draw") is None
+    for lengths, last in ((LENGTHS, LastRows(1, 2)), (LENGTHS, LastRows(1, 2)), *[(equal, LastRows(1, 2))] * 3):
+        moves.after("draw", lengths)
+        assert moves.before("draw") == last
+    moves.after("draw", equal)  # the fourth in a row: nothing else is remembered
+    assert moves.before("draw") is None
+    first, second = lines
+    assert "move to 1 of 2 groups of devices once at most 2 are left, 11.8 s until" in first and "of 14.5 s" in first
+    assert second.startswith("draw: the last rows stay in their groups, 14.5 s until")
+
+
+def by_token(rollouts: Rollouts, lengths: np.ndarray, last: LastRows | None) -> float:
+    """The same without waiting prompts: every step looks at the clock, and every device has a list of its work."""
+    groups, chunk = rollouts.devices.count // rollouts.tensor, rollouts.schedule.chunk
+    of = np.repeat(np.arange(groups), len(lengths) // groups)
+    counts = [len(lengths) // groups >> halved for halved in range(rollouts.schedule.buckets)]
+    sizes = rollouts.schedule.cache_lengths(rollouts.width, rollouts.limit)
+    clock, size, moved = rollouts.prefill(rollouts.prompts // groups), sizes[0], False
+    work: dict[tuple[int, int], tuple[float, set[int], float]] = {}  # (call, tile) -> when, on which devices, how long
+    drawing = {*range(rollouts.devices.start, rollouts.devices.stop)}
+    for first in range(0, lengths.max(), chunk):
+        left = lengths > first
+        if last is not None and not moved:
+            merged = [int(sum(left[of // (groups // last.groups) == group])) for group in range(last.groups)]
+            if max(merged) <= counts[-1] and left.sum() <= (last.rows or len(lengths)):
+                moved, clock = True, clock + rollouts.move(last.groups, size)
+                drawing = {rollouts.devices.start + number for number in range(last.groups * rollouts.tensor)}
+        # After a move a group has the rows of several, and as many slots as before.
+        fullest = max(int(sum(left[of == group])) for group in range(groups))
+        slots = min(count for count in counts if count >= fullest)
+        size = max(size, min(one for one in sizes if one >= min(rollouts.width + first + chunk, sizes[-1])))
+        for token in range(first, min(first + chunk, lengths.max())):
+            clock += rollouts.step(slots, size)
+            done = lengths <= token + 1
+        for number, call in enumerate(rollouts.scoring):
+            own = {*range(call.devices.start, call.devices.stop)}
+            for tile in range(len(lengths) // rollouts.tile):
+                rows = slice(tile * rollouts.tile, (tile + 1) * rollouts.tile)
+                if done[rows].all() and (done.all() or not own & drawing) and (number, tile) not in work:
+                    work[number, tile] = clock, own, call.seconds
+    busy: dict[int, float] = {}
+    for at, own, seconds in work.values():
+        busy |= dict.fromkeys(own, max(at, *(busy.get(device, 0.0) for device in own)) + seconds)
+    return max(clock, *busy.values())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_rollouts_take_the_time_that_counting_tokens_gives(seed):
+    draw, moved = np.random.default_rng(seed), 0
+    for _ in range(20):
+        slices = [Slice(*map(int, pair)) for pair in zip(draw.integers(0, 6, 3), draw.integers(1, 5, 3), strict=True)]
+        rollouts = Rollouts(
+            Schedule(chunk=int(draw.integers(1, 5)), buckets=int(draw.integers(1, 4)), lengths=3),
+            prompts=32,
+            samples=1,
+            width=4,
+            limit=40,
+            devices=Slice(2, 8),
+            tensor=int(draw.choice([1, 2])),
+            tile=int(draw.choice([2, 4, 8])),
+            scoring=[Scoring(devices, float(draw.integers(1, 9))) for devices in slices],
+            step=lambda slots, positions: 0.5 + slots / 16 + positions / 64,
+            prefill=lambda prompts: prompts / 4,
+            move=lambda groups, positions: positions / 128 / groups,
+        )
+        lengths = np.minimum(np.ceil(draw.lognormal(1.5, 1, 32)).astype(int), 40)
+        chunks = decode(rollouts, lengths)
+        stays = finish(rollouts, chunks, None)
+        for last in (None, LastRows(1), LastRows(2, 3), LastRows(2, 9)):
+            expected = by_token(rollouts, lengths, last)
+            assert finish(rollouts, chunks, last) == pytest.approx(expected)
+            moved += expected != pytest.approx(stays)
+    assert moved > 20
+
+
+def test_rollouts_of_a_plan_take_what_its_prices_say():
+    """Eight groups of an 8B model on H100s; tiles of 16 of 256 rows are scored on half of the devices."""
+    config = load_config("configs/llama3-8b-ppo.yaml", ["compute.score_rows=16", "rollout.chunk=32"])
+    workload, cluster = workload_of(config, graph_of(config), architectures(config)), Cluster(HARDWARE["h100"], 8)
+    prices, whole, half = prices_of(config, workload, cluster), Slice(0, 8), Slice(4, 4)
+    kinds: dict[str, tuple[LayoutName, Slice]] = {
+        "generate": ("generate", whole),
+        "infer": ("score", half),
+        "train": ("train", whole),
+    }
+    places = {call.name: kinds[call.kind] for call in workload.calls}
+    plan = Plan("by hand", {name: Placement(own, kind, fsdp=own.count) for name, (kind, own) in places.items()})
+    (rollouts,) = rollouts_of(config, prices, plan).values()
+    drawing = workload.graph["actor.generate"]
+    steps = 1024 * rollouts.step(32, workload.prompt + 1024 // 2)
+    assert prices.time(drawing, plan[drawing.name]).seconds == pytest.approx(rollouts.prefill(32) + steps)
+    few = replace(prices, workload=replace(workload, rows=16))
+    reading = "actor.logprobs", "reference.logprobs", "critic.values"  # the reward model reads text
+    expected = [few.time(workload.graph[name], plan[name]).seconds for name in reading]
+    assert [call.seconds for call in rollouts.scoring] == expected
+    assert {call.devices for call in rollouts.scoring} == {half} and rollouts.occupancy().counts == (32, 16, 8)
+    # On each of two devices arrive the caches of three others: 8 rows of 1024 positions with 8 heads, in bfloat16.
+    arrived = 3 * 8 * 1024 * 32 * 2 * 8 * 128 * 2
+    hardware = cluster.hardware
+    assert rollouts.move(2, 1024) == pytest.approx(arrived / (hardware.collective * hardware.link) + hardware.latency)
