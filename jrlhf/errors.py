@@ -47,7 +47,7 @@ def report(error: BaseException) -> int | None:
         sentence, code = f"error: {error}", BAD_INPUT
     elif isinstance(error, RunFailure):
         sentence, code = f"error: {error}", FAILED
-        # Threads that still write fail for the same reason; each would print a traceback of its own.
+        # Threads that still write fail for the same reason, and each would print a traceback.
         logging.disable()
         threading.excepthook = sys.unraisablehook = lambda *_: None
     elif isinstance(error, Preempted):

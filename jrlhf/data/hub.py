@@ -75,7 +75,7 @@ def account_name(name: str) -> str:
 def hub_reason(error: BaseException, name: str) -> str | None:
     """Returns why the hub refuses to send or accept `name`, and the remedy; None if the error is not the hub's."""
     for cause, kinds, status in _causes(error):
-        missing = "DatasetNotFoundError" in kinds  # of the library `datasets`, which drops its cause
+        missing = "DatasetNotFoundError" in kinds  # raised by the library `datasets`, without its cause
         if "GatedRepoError" in kinds or (missing and "gated" in str(cause)):
             return f"{name} is gated: accept its licence on its page, then {LOG_IN}"
         if "HFValidationError" in kinds:

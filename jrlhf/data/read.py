@@ -245,7 +245,7 @@ def _split_of(file: str) -> str | None:
 def _from_arrow(source: str, load: Callable[[], Any], split: str) -> Iterator[Numbered]:
     try:
         dataset = load()
-    except Exception as error:  # of the library, of the network, of the file system
+    except Exception as error:  # from the library, the network or the file system
         reason = hub_reason(error, source) or first_line(error)
         raise UserError(f"the dataset {source} (split {split!r}) cannot be loaded: {reason}") from error
     if isinstance(dataset, dict):

@@ -131,7 +131,7 @@ def _store_error(address: str) -> str | None:
     try:
         from jrlhf.config.places import StorageConfig, is_address
         from jrlhf.storage.store import Store, StoreError
-    except Exception as error:  # of packages that do not fit each other
+    except Exception as error:  # incompatible packages may raise anything
         return f"{type(error).__name__}: {error}"
     if not is_address(address):
         return "it is not s3://BUCKET/PREFIX or gs://BUCKET/PREFIX"

@@ -214,7 +214,7 @@ def call_bytes(workload: Workload, call: Call, placement: Placement, backend: Ba
             needs["generation weights"] = copied
         else:
             moved = max(moved, copied)
-        if call.kind == "train":  # of several models in one program, each keeps what its backward pass needs
+        if call.kind == "train":  # models in one program all keep residuals for their backward passes
             active = {part: active.get(part, 0.0) + needs.get(part, 0.0) for part in {**active, **needs}}
         else:  # one after the other
             active = max(active, needs, key=lambda parts: sum(parts.values()))
@@ -335,7 +335,7 @@ class CallPhase:
 
 @dataclass(frozen=True)
 class PlanMemory:
-    """Memory of a plan. roles: role -> part -> bytes on each device of its home; "base" is a role of its own."""
+    """Memory of a plan. roles: role -> part -> bytes on each device of its home; "base" is a separate role."""
 
     roles: Mapping[str, Mapping[str, float]]
     phases: tuple[CallPhase, ...]

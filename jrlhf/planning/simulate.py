@@ -348,7 +348,7 @@ class Simulator:
             record.append(Span(kind, name, at // count, start, end, devices, source))
 
         while done or ready:
-            if done:  # arithmetic and functions end when their inputs are there
+            if done:  # arithmetic and functions end when their inputs are ready
                 at = done.pop()
                 end, number = ready_at[at], at % count
             else:

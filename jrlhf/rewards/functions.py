@@ -39,7 +39,7 @@ class RewardFailure(UserError):
 
 
 class FunctionReward(Closing):
-    """A function of text as a reward, run in processes of its own. Use it in a `with`; one thread at a time.
+    """A function of text as a reward, run in its own processes. Use it in a `with` block, from one thread at a time.
 
     docs/data-and-rewards.md tells how functions are called, what they may return, and what becomes of their failures.
 

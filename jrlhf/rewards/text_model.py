@@ -38,7 +38,7 @@ def is_ours(path: str, key: str) -> bool:
 
 
 class TextReward:
-    """A frozen reward model that reads text: `encode_answered` tokenizes it anew with the model's own tokenizer.
+    """A frozen reward model that reads text: `encode_answered` tokenizes it again with the model's own tokenizer.
 
     A score that is not finite is a failure, as in reward functions.
 

@@ -141,7 +141,7 @@ class Reference(Role):
         return logprobs
 
     def is_base_of(self, actor: Actor) -> bool:
-        """True if the actor is an adapter on this very model, which then needs no pass of its own."""
+        """True if the actor is an adapter on this very model, which then needs no separate pass."""
         return self.model.params is actor.model.base
 
 

@@ -47,7 +47,7 @@ class Compute:
     score_layout: Layout = SCORE
     score_parts: int = 1  # number of equal parts in which a device scores its rows, one after the other
     fused_loss: bool = True  # computes and differentiates the policy's loss one tile of tokens at a time
-    attention: AttentionImplementation | None = None  # of whole sequences; None: the platform's default
+    attention: AttentionImplementation | None = None  # implementation for whole sequences; None: the platform's default
     score_tokens: int | None = None  # number of tokens that a device scores at a time; None: the whole batch
 
     def forward(self, model: Architecture) -> ForwardOptions:

@@ -111,7 +111,7 @@ class TransferCache:
         self._copies: dict[tuple[int, Mesh], jax.Array] = {}  # by the original's id, which is unique while it lives
 
     def bring(self, tree: Any, mesh: Mesh, clock: Clock) -> Any:
-        """`tree` with all its arrays on `mesh`. Arrays that are there already are not touched."""
+        """Returns `tree` with all its arrays on `mesh`. Arrays that are on it already are not copied."""
         if not lies_elsewhere(tree, mesh):
             return tree
         leaves, treedef = jax.tree.flatten(tree)

@@ -65,7 +65,7 @@ def place_roles(
         stored = arithmetic if home is None else calls[home.name].stored
         return RolePlacement(stored, own, sent, transfers, role, ahead)
 
-    # A fused update trains the actor and, if there is one, the critic, which then has no call of its own.
+    # A fused update trains the actor and, if there is one, the critic, which then has no separate call.
     return {role: placement(role) for role in dict.fromkeys(("actor", "critic", "arithmetic", *graph.roles))}
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from jrlhf.errors import UserError
 
-_NO_LOCKS = errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL  # of some network and FUSE file systems
+_NO_LOCKS = errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL  # errors of some network and FUSE file systems
 _SEAL = re.compile(r'\{"sha256": "(\w{64})", |# sha256 (\w{64})\n')
 
 

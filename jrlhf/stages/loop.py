@@ -112,7 +112,7 @@ def run_stage(
 
 @contextmanager
 def _saved_on_error(checkpoints: Checkpoints, state: Any, step: int, save: Callable[..., None]) -> Iterator[None]:
-    """Saves the state if the block ends with a UserError, such as a failed reward, before it used the state up."""
+    """Saves the state if the block ends with a UserError, such as a failed reward, before it donated the state."""
     try:
         yield
     except UserError:

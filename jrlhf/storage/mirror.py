@@ -80,7 +80,7 @@ class Mirror(Closing):
         from_main(self._begin)
 
     def _begin(self) -> None:
-        if self._claim.held:  # by a resume
+        if self._claim.held:  # a resume has claimed it already
             return
         with _refused(self._config):
             self._claim.take(self._tell)

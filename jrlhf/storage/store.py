@@ -221,7 +221,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def _code(error: BaseException) -> str:
     """Returns the code of an error or one of its causes: a word of S3 or a number of HTTP; "" if there is none."""
     for one in _chain(error):
-        response = getattr(one, "response", None)  # of botocore
+        response = getattr(one, "response", None)  # an attribute of botocore's errors
         code = response.get("Error", {}).get("Code") if isinstance(response, dict) else getattr(one, "code", None)
         if code is not None:
             return str(code)
@@ -242,7 +242,7 @@ def _denied(error: BaseException) -> bool:
 
 def _unknown(error: BaseException) -> bool:
     """True if a request was denied because this machine has no credentials, or none for the profile."""
-    names = [type(one).__name__ for one in _chain(error)]  # of botocore and google.auth
+    names = [type(one).__name__ for one in _chain(error)]  # names in botocore and google.auth
     return _code(error) == "401" or any("Credential" in name or name == "ProfileNotFound" for name in names)
 
 

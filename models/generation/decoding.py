@@ -83,7 +83,7 @@ class Results:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rows:
-    """The states of a device's own rows. The host reads nothing else to decide which rows go on."""
+    """The states of a device's own rows. The host needs only these to decide which rows continue."""
 
     keys: PRNGKeyArray  # [B]: token t of a row is drawn with fold_in(key, t)
     prompt_lengths: Int[Array, "B"]

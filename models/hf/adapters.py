@@ -72,7 +72,7 @@ def export_adapter(
     adapter: as `init_lora`, on the host or on a mesh. If several processes share it, all of them must call this, and
         process 0 writes.
     base_name: the hub name or the directory of the base, for PEFT to find it.
-    card: README.md and progress.png, name -> bytes, which are written beside the weights.
+    card: README.md and progress.png, name -> bytes, which are written next to the weights.
     """
     directory = Path(directory)
     previous_export(directory, {_CONFIG, _WEIGHTS, CARD, PLOT}.__contains__)

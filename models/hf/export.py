@@ -90,7 +90,7 @@ def export_hf(
     tokenizer_dir: a directory whose tokenizer files are copied as they are.
     eos_ids: the tokens that end a response.
     generation: settings of the generation_config.json, as `HFConfig.generation`; its token ids are those given here.
-    card: README.md and progress.png, name -> bytes, which are written beside the weights.
+    card: README.md and progress.png, name -> bytes, which are written next to the weights.
     shard_bytes: the largest weights file; a larger model is written as several, with an index.
     """
     directory = Path(directory)

@@ -36,7 +36,7 @@ def fused_updates(workload: Workload, plan: Plan) -> FusedUpdates | None:
     for name in names:
         call, placed = workload.graph[name], plan[name]
         seconds[name] = prices.stage_seconds(call, placed)
-        share = 1 / (placed.data * placed.fsdp * placed.tensor * placed.micro_batches)  # of the rows of a minibatch
+        share = 1 / (placed.data * placed.fsdp * placed.tensor * placed.micro_batches)  # share of a minibatch's rows
         sizes[name] = workload.models[call.role][0].config.embed * share
     unit, smallest = min(forward for forward, _ in seconds.values()), min(sizes.values())
     models = [

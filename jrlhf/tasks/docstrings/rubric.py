@@ -33,7 +33,7 @@ WEIGHTS: Mapping[str, float] = MappingProxyType(
 )
 
 _SHORTEST, _LONGEST = 3, 15  # words of a summary that is neither a label nor a paragraph
-_COMMON_SHARE = 0.01  # of the corpus' summaries: a word in more of them than this tells functions apart poorly
+_COMMON_SHARE = 0.01  # a word in a larger share of the corpus' summaries hardly distinguishes functions
 
 
 def _word_list(name: str) -> frozenset[str]:
