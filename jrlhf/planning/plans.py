@@ -1,4 +1,4 @@
-"""The plan that a config names, and the checks that a run can follow it."""
+"""Makes the plan that a config names, and checks that a run can follow it."""
 
 from collections.abc import Callable, Sequence
 from itertools import combinations
@@ -23,7 +23,7 @@ from jrlhf.planning.workload import LAYOUTS, Workload, token_budgets, update_sec
 
 NAMES = ("colocate", "split", "standalone", "disaggregated", "auto")
 FUSED = "actor.update", "critic.update"  # the calls that one table can train
-PASSES = {"generate": 3.0, "infer": 1.0, "train": 4.0}  # a call's cost in forward passes; decoding waits for memory
+PASSES = {"generate": 3.0, "infer": 1.0, "train": 4.0}  # cost of a call in forward passes; decoding is memory-bound
 
 
 def plan_of_config(config: Config, workload: Workload, devices: int, search: Callable[[], Plan] | None = None) -> Plan:
@@ -31,7 +31,7 @@ def plan_of_config(config: Config, workload: Workload, devices: int, search: Cal
 
         colocate    every call on all devices, as `mesh` divides them
         split       actor and reference on one half, critics and reward models on the other
-        standalone  each role on devices of its own, in powers of two, in proportion to what its calls compute
+        standalone  each role on its own devices, in powers of two, in proportion to the cost of its calls
         disaggregated  rollouts on the second half of the devices, everything else on the first
         auto        the plan that `search` returns
         FILE        a file with such a plan as runs write into plan.yaml
@@ -62,7 +62,7 @@ def plan_of_config(config: Config, workload: Workload, devices: int, search: Cal
 
 
 def colocated(config: Config, workload: Workload, devices: int) -> Plan:
-    """Returns the plan of a stage that runs by no plan: every model on all devices, as `mesh` divides them."""
+    """Returns the plan of a stage without a plan of its own: every model on all devices, as `mesh` divides them."""
     calls, whole = [call for call in workload.graph if call.role in workload.models], Slice(0, devices)
     return Plan("colocate", {call.name: scaled_placement(config, workload, call, whole, devices) for call in calls})
 
@@ -80,7 +80,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def plan_yaml(plan: Plan) -> str:
-    """Returns the plan as YAML that `read_plan` reads back to an equal one."""
+    """Returns the plan as YAML, from which `read_plan` makes an equal one."""
     return yaml.safe_dump(plan.as_dict(), sort_keys=False)
 
 
@@ -115,8 +115,8 @@ def _halves(calls: Sequence[Call], devices: int) -> dict[str, Slice]:
 def _own_slices(workload: Workload, devices: int) -> dict[str, Slice]:
     """Returns a slice of a power of two devices for each role.
 
-    The role with most to compute for each of its devices gets as many again, while there are enough. The largest slices
-    come first, so that each starts at a multiple of its size. A learner runs where its actor does.
+    Repeatedly, the role with the highest cost per device doubles its devices, while there are enough. The largest
+    slices come first, so that each starts at a multiple of its size. A fused update runs where its actor does.
     """
     owners = {call.role: "actor" if call.role == LEARNER else call.role for call in workload.calls}
     work = dict.fromkeys(owners.values(), 0.0)
@@ -206,7 +206,7 @@ def _check_fused(named: str, config: Config, workload: Workload, plan: Plan) -> 
 
 
 def _check_base(named: str, config: Config, workload: Workload, plan: Plan, devices: int) -> None:
-    """Refuses to compute with the base that adapters share in more than one place, apart from rollouts."""
+    """Refuses to compute with the base that adapters share on several meshes, except for rollouts."""
     on_base = [call for call in workload.calls if workload.on_base(call.role)]
     if not on_base:
         return
@@ -223,7 +223,7 @@ def _check_base(named: str, config: Config, workload: Workload, plan: Plan, devi
 
 
 def _check_asynchronous(named: str, config: Config, workload: Workload, plan: Plan) -> None:
-    """Refuses what rollouts on devices of their own cannot do."""
+    """Refuses settings that rollouts on their own devices do not support."""
     algorithm = config.algorithm
     key = f"{algorithm}.asynchronous"
     drawing = [call.name for call in workload.calls if call.kind == "generate"]
@@ -259,14 +259,14 @@ def check_slots(config: Config, drawing: Placement) -> None:
 
 
 def shares_slots(config: Config, drawing: Placement) -> bool:
-    """Returns whether each logical worker gets whole slots on every device, and room for a prompt's responses."""
+    """Returns whether each logical worker gets equal slots on every device, and enough for a prompt's responses."""
     count, workers = drawing.devices.count, config.logical_workers
     slots, groups = config.rollout.slots or config.rl.rollout_batch, count // drawing.tensor
     return slots % (workers * count) == 0 and slots // (workers * groups) >= config.samples
 
 
 def refuse_partial_overlap(plan: Plan) -> None:
-    """Refuses slices that overlap in part: neither weights nor values can move between those without a host."""
+    """Refuses partly overlapping slices, between which neither weights nor values can move without the host."""
     placed = list(plan.placements.items())
     for index, (name, placement) in enumerate(placed):
         for other, others in placed[:index]:
@@ -358,7 +358,7 @@ def _check_rows(named: str, config: Config, workload: Workload, call: Call, plac
 
 
 def refuse_cross_process(plan: Plan, process_of: Sequence[int]) -> None:
-    """Refuses a plan whose slices do not divide all devices, where there are several processes.
+    """Refuses a plan whose slices do not divide all devices, if there are several processes.
 
     process_of: the number of each device's process, in the plan's order of the devices.
     """
@@ -376,7 +376,7 @@ def refuse_cross_process(plan: Plan, process_of: Sequence[int]) -> None:
 
 
 def transfer_line(plan: Plan, process_of: Sequence[int]) -> str | None:
-    """Returns the line that says how arrays move between a plan's slices, stages included; None: there is only one.
+    """Returns a line on how arrays move between a plan's slices, stages included; None: there is only one slice.
 
     process_of: as in `refuse_cross_process`.
     """

@@ -1,11 +1,11 @@
-"""Rows that are scored while other rows of the same rollout still decode.
+"""Early scores: rows are scored while other rows of the same rollout still decode.
 
-An open rollout is drawn when a call first needs all of its rows. Calls that read each row by itself, such as those of
-reference, critic and rewards, only say before that what they do with a tile: a fixed number of neighbouring rows,
-padded to the width of the rollout. A tile is handed out at the first look at which all its rows are done, to calls on
-other devices than those that decode then, and to functions. Other calls get their tiles once all rows are drawn.
+An open rollout is drawn when a call first needs all of its rows. Before that, calls that treat rows independently, such
+as those of reference, critic and rewards, only register a function of a tile: a fixed number of neighbouring rows,
+padded to the width of the rollout. After a chunk of decode steps, each tile whose rows are all done is passed to reward
+functions, and to calls on devices that do not decode then. Other calls get their tiles once all rows are drawn.
 
-A call computes the same program on the same tiles in either case: its results do not depend on when it did so.
+A call runs the same program on the same tiles in both cases, so its results do not depend on the time.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -30,15 +30,15 @@ from jrlhf.roles.placement import Pending
 from jrlhf.run.clock import may_deadlock
 
 T = TypeVar("T")
-Read = Callable[[], Rollout]  # the rows so far, on the host
-Watch = Callable[[Bool[np.ndarray, "B"], Read, Mesh], None]  # (the rows that are done, read, where others decode)
+Read = Callable[[], Rollout]  # returns the rows so far, on the host
+Watch = Callable[[Bool[np.ndarray, "B"], Read, Mesh], None]  # (mask of finished rows, read, mesh of the other rows)
 OF_ROWS = "tokens", "prompt_lengths", "response_lengths", "logprobs", "finished"  # fields of a rollout
 
 
 class _Reader:
-    """What a call does with each tile, and its results so far.
+    """A registered function of tiles, and its results so far.
 
-    early: it may do so while other rows decode, on other devices than these.
+    early: it may run while other rows decode, provided that they do not decode on `devices`.
     """
 
     def __init__(self, function: Callable[[slice, Rollout], Any], early: bool, devices: frozenset[Device]):
@@ -46,10 +46,10 @@ class _Reader:
 
 
 class OpenRollout(Pending[Rollout]):
-    """A rollout of `count` rows that is drawn when all of it is first needed; mutable until then.
+    """A rollout of `count` rows that is drawn when a call first needs all of it; mutable until then.
 
-    draw: draws it, and tells the function that it is given after each chunk of decode steps which rows are done.
-    rows: of a tile.
+    draw: draws it, and calls its argument after each chunk of decode steps with the finished rows.
+    rows: number of rows of a tile.
     """
 
     def __init__(self, draw: Callable[[Watch], Rollout], count: int, rows: int):
@@ -58,7 +58,7 @@ class OpenRollout(Pending[Rollout]):
         self._tiles = [slice(first, first + rows) for first in range(0, count, rows)]
 
     def result(self) -> Rollout:
-        """The whole rollout, and every tile with its readers; draws it the first time."""
+        """Returns the whole rollout. The first call draws it, and passes all tiles to all readers."""
         if self._draw is not None:
             draw, self._draw = self._draw, None
             self._rollout = draw(self._hand_out)
@@ -69,15 +69,15 @@ class OpenRollout(Pending[Rollout]):
         return self._rollout
 
     def on(self, mesh: Mesh) -> Self:
-        """This rollout: the actor's call knows where it is drawn."""
+        """Returns this rollout unchanged, because the actor's call sets the mesh itself."""
         return self
 
     def each(
         self, function: Callable[[slice, Rollout], T], *, early: bool = True, devices: Iterable[Device] = ()
     ) -> Pending[list[T]]:
-        """The results of `function(rows, tile)` for all tiles, in their order. Tiles are on the host.
+        """Returns the pending results of `function(rows, tile)` for all tiles, in order. Tiles are on the host.
 
-        early: tiles may come while other rows decode on other devices than these, in any order.
+        early: tiles may be passed while other rows decode on devices other than `devices`, in any order.
         """
         reader = _Reader(function, early, frozenset(devices))
         if self._draw is None:
@@ -101,7 +101,7 @@ class OpenRollout(Pending[Rollout]):
         return joined if outputs == 1 else tuple(Pending(partial(_part, joined, number)) for number in range(outputs))
 
     def _hand_out(self, done: Bool[np.ndarray, "B"], read: Read, mesh: Mesh) -> None:
-        """Hands tiles whose rows are all done to those that may read them now."""
+        """Passes tiles whose rows are all done to the readers that may read them now."""
         ready = [number for number, rows in enumerate(self._tiles) if done[rows].all()]
         wanted = [
             (reader, number)
@@ -126,9 +126,9 @@ class OpenRollout(Pending[Rollout]):
 
 
 class EarlyActor(Actor):
-    """An actor whose rollouts are open. rows: of a tile. moves: of the last rows, if a simulation chooses them."""
+    """An actor whose rollouts are open. rows: per tile. moves: moves of the last rows, if a simulation chooses them."""
 
-    _open: list[OpenRollout]  # of a bound actor
+    _open: list[OpenRollout]  # set by `bind`
 
     def __init__(self, *arguments: Any, rows: int, moves: Moves | None = None, **options: Any):
         super().__init__(*arguments, **options)
@@ -158,7 +158,7 @@ class EarlyActor(Actor):
         return rollout
 
     def _train(self, *arguments: Any) -> dict[str, Any]:
-        """Draws what is still open with the weights from before the update."""
+        """Draws rollouts that are still open with the weights before the update."""
         for rollout in self._open:
             rollout.result()
         self._open.clear()

@@ -1,11 +1,11 @@
-"""Rollouts in chunks of decode steps, between which rows that are done make room.
+"""Rollouts in chunks of decode steps: between two chunks finished rows are replaced, and fewer rows get fewer slots.
 
-Where lengths differ, most rows of a single program are soon idle. Here a chunk of steps is decoded at a time; then
-waiting prompts take the slots of rows that are done; once none waits, the rows that are left move together into half as
-many slots, and at last to fewer groups of devices, if `last_groups` says so; and caches grow with the longest row. None
-of this decides what is drawn: a row's token t is drawn with fold_in(row key, t). Rounding may: programs of unlike
-shapes do not round logits alike. In float32 no test has seen another token; in bfloat16 near ties do differ. The move
-to fewer groups changes no bit: caches travel with their rows, and a device's program keeps its shape.
+If lengths differ, most rows of a single program are soon idle. Here a chunk of steps is decoded at a time. Then waiting
+prompts take the slots of finished rows. Once no prompt waits, the remaining rows move into half as many slots, and at
+last to fewer groups of devices, if `last_groups` is set. Caches grow with the longest row. This does not affect the
+random numbers: a row's token t is drawn with fold_in(row key, t). But programs of different shapes round logits
+differently: no test has seen another token in float32, while near ties do differ in bfloat16. The move to fewer groups
+changes no bit: caches move with their rows, and a device's program keeps its shape.
 
 The rows of a group of devices (those along `tensor`) are local to it: apart from that move, no row and no cache ever
 leaves its group.
@@ -34,7 +34,7 @@ from jrlhf.models.generation.schedule import Schedule
 from jrlhf.models.lora import base_on
 from jrlhf.models.params import Params, split_arguments
 
-CACHE = P(GENERATE.batch, TENSOR)  # rows over the groups, and heads over a group's devices
+CACHE = P(GENERATE.batch, TENSOR)  # rows are divided over the groups, heads over the devices of a group
 
 
 @jax.tree_util.register_dataclass
@@ -50,23 +50,23 @@ class Prompts:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Admitted:
-    """Prompts that enter a group's slots: m = g * samples rows. A slot past the end stands for none."""
+    """Prompts that enter a group's slots: m = g * samples rows. A row with a slot past the end is padding."""
 
     prompts: Int[Array, "g"]
-    source: Int[Array, "m"]  # which of `prompts`
+    source: Int[Array, "m"]  # index of the row's prompt in `prompts`
     row: Int[Array, "m"]
     slot: Int[Array, "m"]
 
 
-# Is told after a chunk which of all rows are done, and gets a function that assembles them, on the mesh on which rows
-# decode: to be called at once, since the next chunk uses up what it reads.
+# Called after a chunk with the mask of finished rows, a function that assembles all rows, and the mesh on which rows
+# decode. The function must be called at once, because the next chunk donates the arrays that it reads.
 Watch = Callable[[Bool[np.ndarray, "N"], Callable[[], Generation], Mesh], None]
 
 
 @jax.tree_util.register_dataclass
 @dataclass
 class Slots:
-    """The rows that decode: their caches and their states.
+    """The decode slots: caches and states of the rows in them.
 
     Mutable: `Programs` replaces the caches layer by layer, so that at any time only one layer's cache exists twice.
     """
@@ -76,17 +76,17 @@ class Slots:
 
 
 class Programs:
-    """Compiled functions over `Slots`, one program a shape. Index arrays hold each group's own indices, in turn."""
+    """Compiled functions over `Slots`, one program per shape. Index arrays have the indices of each group in turn."""
 
     def __init__(self, decoder: Decoder, mesh: Mesh, steps: int):
         self.decoder, self.mesh, self.steps, self.samples = decoder, mesh, steps, decoder.samples
         self.tensor = mesh.shape[TENSOR]
         self.groups = mesh.size // self.tensor
         slots = Slots(CACHE, OWN)  # type: ignore[arg-type]
-        # (params, adapter, slots, results, the row in each slot) -> slots and results after a chunk of steps.
+        # (params, adapter, slots, results, number of the row in each slot) -> slots and results after a chunk.
         chunk = decoder.on_mesh(self._run_chunk, (slots, OWN, SHARED), (slots, OWN))
         self.chunk = jax.jit(chunk, donate_argnums=(2, 3))
-        # (params, adapter, prompts, which of them) -> their caches, layer by layer.
+        # (params, adapter, prompts, indices of some of them) -> their caches, layer by layer.
         self.prefill = jax.jit(decoder.on_mesh(self._prefilled, (SHARED, SHARED), CACHE))
         self._fill_cache = jax.jit(self._mapped(_filled_cache, (CACHE, CACHE, SHARED), CACHE), donate_argnums=0)
         self._fill_rows = jax.jit(self._mapped(_filled_rows, (OWN, SHARED, SHARED), OWN), donate_argnums=0)
@@ -100,48 +100,48 @@ class Programs:
         self._done_rows = jax.jit(self._all_done, static_argnums=1)
 
     def put(self, tree: Any, spec: P = SHARED) -> Any:
-        """Arrays on the mesh, by default each group's on its devices."""
+        """Puts arrays on the mesh, by default each group's part on its devices."""
         return to_devices(tree, NamedSharding(self.mesh, spec))
 
     def per_group(self, arrays: Sequence[np.ndarray]) -> Array:
-        """One array a group, on its devices."""
+        """Puts one array per group on the group's devices."""
         return self.put(np.concatenate(arrays))
 
     def empty(self, prompts: Prompts, slots: int, length: int) -> Slots:
-        """This number of slots a group, whose rows are done, with caches of `length` positions."""
+        """Returns `slots` slots per group, whose rows are done, with caches of `length` positions."""
         config = self.decoder.config
         shape = slots * self.groups, max(config.kv_heads, self.tensor), length, config.head_dim
         caches = [self._empty(*shape) for _ in range(config.layers)]
         return Slots(caches, self._done_rows(prompts, slots // self.tensor))
 
     def occupancy(self, schedule: Schedule, prompts: Prompts, slots: int) -> Occupancy:
-        """An empty one, of this number of slots a group."""
+        """Returns an empty `Occupancy` with `slots` slots per group."""
         count, width = prompts.prompts.shape
         tables = [Table(count // self.groups, self.samples, slots) for _ in range(self.groups)]
         return Occupancy(schedule, tables, width, self.decoder.sampling.max_new_tokens, self.tensor)
 
     def no_results(self, rows: int) -> Results:
-        """Results of rows of which no token is drawn yet."""
+        """Returns the results of rows before their first token."""
         limit = self.decoder.sampling.max_new_tokens
         tokens, lengths = np.zeros((rows, limit), np.int32), np.zeros(rows, np.int32)
         results = Results(tokens, tokens.astype(np.float32), lengths, lengths > 0)  # type: ignore[arg-type]
         return self.put(results, OWN)
 
     def admitted(self, admissions: Sequence[Admission], size: int, samples: int, slots: int) -> Admitted:
-        """Each group's admission as arrays of `size` prompts with `samples` rows each. slots: of a group."""
+        """Converts each group's admission to arrays of `size` prompts with `samples` rows each. slots: per group."""
         source = np.repeat(np.arange(size, dtype=np.int32), samples)
         number = np.tile(np.arange(samples, dtype=np.int32), size)
 
         def of_group(admission: Admission) -> tuple[Int[np.ndarray, "_"], ...]:
             entering, taken = admission
             prompts = np.array([*entering, *[0] * (size - len(entering))], np.int32)
-            slot = np.array([*taken, *[slots] * (len(source) - len(taken))], np.int32)  # past the end: none
+            slot = np.array([*taken, *[slots] * (len(source) - len(taken))], np.int32)  # past the end: padding
             return prompts, source, prompts[source] * samples + number, slot
 
         return Admitted(*map(self.per_group, zip(*map(of_group, admissions), strict=True)))
 
     def admit(self, slots: Slots, prefilled: list[LayerCache], prompts: Prompts, admitted: Admitted) -> None:
-        """Gives slots to all samples of prefilled prompts."""
+        """Puts all samples of prefilled prompts into slots."""
         self.fill_caches(slots, prefilled, admitted)
         slots.rows = self._fill_rows(slots.rows, prompts, admitted)
 
@@ -151,7 +151,7 @@ class Programs:
             slots.caches[layer] = self._fill_cache(cache, prefilled[layer], admitted)
 
     def take(self, slots: Slots, chosen: Int[Array, "b"]) -> None:
-        """Leaves only these slots, in this order. Slots of other groups of devices are brought here."""
+        """Keeps only these slots, in this order. Slots of other groups of devices are moved to these devices."""
         for layer, cache in enumerate(slots.caches):
             slots.caches[layer] = self._take_cache(transfer(cache, self.mesh), chosen)
         slots.rows = self._take_rows(transfer(slots.rows, self.mesh), chosen)
@@ -161,7 +161,7 @@ class Programs:
         for layer, cache in enumerate(slots.caches):
             slots.caches[layer] = self._grow(cache, length)
 
-    # What runs on each device ----------------------------------------------------------------------------------------
+    # Functions that run on each device -------------------------------------------------------------------------------
 
     def _run_chunk(
         self, weights: Params, slots: Slots, results: Results, row_of: Int[Array, "b"]
@@ -205,7 +205,7 @@ def _filled_rows(rows: Rows, prompts: Prompts, admitted: Admitted) -> Rows:
 
 
 def _own(rows: Int[Array, "m"], count: int) -> Int[Array, "m"]:
-    """The places of a group's rows among a device's `count`; past the end for another device's row, or none."""
+    """Returns the indices of a group's rows among a device's `count` rows; past the end for rows of other devices."""
     mine = rows - lax.axis_index(TENSOR) * count
     return jnp.where((rows >= 0) & (mine >= 0), mine, count)
 
@@ -219,7 +219,7 @@ def _taken_rows(rows: Rows, chosen: Int[Array, "b"]) -> Rows:
 
 
 def _done(prompts: Prompts, count: int) -> Rows:
-    """The states of this number of rows of a device, all of them done."""
+    """Returns the states of `count` finished rows on a device."""
     zeros = own_rows(jnp.zeros(count * lax.axis_size(TENSOR), jnp.int32)) + 0 * prompts.lengths[:1]
     return Rows(keys=prompts.keys[zeros], prompt_lengths=zeros + 1, lengths=zeros, last=zeros, finished=zeros == 0)
 
@@ -230,7 +230,7 @@ class ChunkedRollouts:
     def __init__(self, decoder: Decoder, mesh: Mesh, schedule: Schedule):
         self._programs = Programs(decoder, mesh, min(schedule.chunk, decoder.sampling.max_new_tokens))
         self._schedule = schedule
-        self._on_fewer: dict[int, Programs] = {}  # by the number of groups
+        self._on_fewer: dict[int, Programs] = {}  # number of groups -> their programs
         self._warm: set[tuple[int | None, ...]] = set()
 
     def __call__(self, *arguments: Any, watch: Watch | None = None, last: LastRows | None = None) -> Generation:
@@ -259,7 +259,7 @@ class ChunkedRollouts:
         return rollout.generate(watch)
 
     def _fewer(self, last: LastRows | None) -> Programs | None:
-        """The same programs on the groups of devices to which the last rows move, if there are others."""
+        """Returns the same programs on the groups of devices to which the last rows move; None if they stay."""
         programs = self._programs
         if last is None or last.groups >= programs.groups:
             return None
@@ -275,7 +275,7 @@ class ChunkedRollouts:
 
 
 class _Rollout:
-    """One call. fewer: the programs of the groups to which its last rows move, if they do."""
+    """One call. fewer: programs on the groups to which its last rows move; None: they stay."""
 
     def __init__(
         self,
@@ -295,7 +295,7 @@ class _Rollout:
         return self._decode(slots, self._programs.no_results(self._rows), 0, watch)
 
     def _decode(self, slots: Slots, results: Results, longest: int, watch: Watch | None) -> Generation:
-        """Decodes until all rows are done. longest: tokens of the longest row."""
+        """Decodes until all rows are done. longest: number of tokens of the longest row."""
         programs, occupancy = self._programs, self._occupancy
         assembled = partial(programs.assemble, self._prompts.prompts, self._prompts.lengths)
         while True:
@@ -335,14 +335,14 @@ class _Rollout:
         programs.admit(slots, prefilled, self._prompts, admitted)
 
     def _moved(self, fewer: Programs, slots: Slots) -> "_Rollout":
-        """This call on these groups: the rows of as many neighbours each, in as many slots as one of them has."""
+        """Returns this call on fewer groups. Each gets the rows of equally many neighbours, in one group's slots."""
         params, adapter = (base_on(own, fewer.mesh) for own in self._weights)
         occupancy, places = self._occupancy.merged(fewer.groups)
         fewer.take(slots, fewer.per_group(places))
         return _Rollout(fewer, (params, adapter), transfer(self._prompts, fewer.mesh), occupancy)
 
     def warm(self) -> None:
-        """Compiles every program that such a call may need on all groups, by running it where all rows are done."""
+        """Compiles every program that a call of this shape may need on all groups, by running it on finished rows."""
         programs, occupancy = self._programs, self._occupancy
         counts, lengths = occupancy.counts, occupancy.lengths
         for wave in occupancy.waves:
@@ -360,7 +360,7 @@ class _Rollout:
         jax.block_until_ready(programs.assemble(self._prompts.prompts, self._prompts.lengths, no_results))
 
     def _warm_steps(self, count: int, fewer: int | None) -> None:
-        """Compiles a chunk of this number of slots with caches of each length, and the move into fewer."""
+        """Compiles chunks of `count` slots for each cache length, and the move into fewer slots."""
         programs, lengths = self._programs, self._occupancy.lengths
         results = programs.no_results(self._rows)
         row_of = programs.per_group([np.full(count, EMPTY, np.int32)] * programs.groups)
@@ -373,7 +373,7 @@ class _Rollout:
                 first_layer = Slots(slots.caches[:1], slots.rows)
                 programs.take(first_layer, programs.per_group([np.arange(fewer, dtype=np.int32)] * programs.groups))
                 jax.block_until_ready(first_layer)
-            # One program at a time: some devices may not run two with collectives at once.
+            # One program at a time, because some devices cannot run two with collectives concurrently.
             jax.block_until_ready((slots, results))
 
     def warm_move(self) -> None:

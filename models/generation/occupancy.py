@@ -1,6 +1,6 @@
-"""Which rows of a rollout are in which slots, and what a look between two chunks leads to. Only the host reads this.
+"""`Occupancy`: which rows of a rollout are in which slots, and the decisions between two chunks. It is on the host.
 
-The engine follows it with arrays on devices, a simulator with nothing but lengths.
+The engine follows these decisions with arrays on devices; a simulator follows them with lengths only.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ from jrlhf.models.generation.schedule import Schedule
 
 EMPTY = -1  # a slot without a row
 
-# Prompts that enter one group's slots, and the slots that their samples take, a prompt's after one another.
+# (prompts that enter one group's slots, slots of their samples; those of one prompt are neighbours)
 Admission = tuple[Sequence[int], Sequence[int]]
 
 
@@ -29,8 +29,8 @@ class LastRows:
     def move(self, running: Sequence[int], waiting: bool, slots: int) -> bool:
         """True if the rows move now: no prompt waits, few enough are left, and they fit.
 
-        running: rows of each group. slots: of each of the groups to which they move, every one of which takes the place
-        of as many neighbours.
+        running: number of rows of each group. slots: of each target group; each target group replaces equally many
+        neighbouring groups.
         """
         fullest = np.reshape(running, (self.groups, -1)).sum(axis=1).max()
         return not waiting and fullest <= slots and (self.rows is None or sum(running) <= self.rows)
@@ -65,11 +65,11 @@ class Table:
 
     @property
     def room(self) -> int:
-        """Waiting prompts for all of whose samples there are free slots."""
+        """Number of waiting prompts for which there are enough free slots."""
         return min((len(self.row) - self.running) // self.samples, len(self.waiting))
 
     def admit(self, most: int) -> Admission:
-        """Gives free slots to at most `most` waiting prompts, all samples of a prompt together."""
+        """Puts at most `most` waiting prompts into free slots, all samples of a prompt together."""
         free = np.flatnonzero(~self.occupied)
         count = min(most, self.room)
         prompts = tuple(self.waiting.popleft() for _ in range(count))
@@ -83,7 +83,7 @@ class Table:
 
     @classmethod
     def of_groups(cls, tables: Sequence["Table"]) -> "Table":
-        """The table of one group that has the prompts and slots of all these, one after the other. None may wait."""
+        """Returns the table of one group with the prompts and slots of all tables in turn. No prompt may wait."""
         samples, prompts = tables[0].samples, [table.prompts for table in tables]
         merged = cls(sum(prompts), samples, 0)
         merged.waiting.clear()
@@ -93,7 +93,7 @@ class Table:
         return merged
 
     def shrink(self, slots: int) -> Int[np.ndarray, "new"]:
-        """Keeps this number of slots; returns the old indices of the kept ones. Every row must have a place."""
+        """Keeps this number of slots; returns the old indices of the kept ones. All rows must fit."""
         order = np.argsort(~self.occupied, kind="stable")[:slots]
         assert self.running <= slots, "a row would be lost"
         self.row = self.row[order]
@@ -101,14 +101,14 @@ class Table:
 
 
 def fitting(sizes: Sequence[int], needed: int) -> int:
-    """The least of `sizes` that is at least `needed`."""
+    """Returns the smallest of `sizes` that is at least `needed`."""
     return min(size for size in sizes if size >= needed)
 
 
 class Occupancy:
     """The tables of all groups of devices, and their common sizes; mutable.
 
-    counts: sizes of a group's slots, falling. lengths: positions of the caches, rising. length: those at present.
+    counts: possible slots per group, descending. lengths: possible cache lengths, ascending. length: the present one.
     """
 
     def __init__(self, schedule: Schedule, tables: Sequence[Table], width: int, limit: int, tensor: int):
@@ -122,7 +122,7 @@ class Occupancy:
 
     @property
     def running(self) -> list[int]:
-        """The rows of each group that decode."""
+        """The number of rows that decode, for each group."""
         return [table.running for table in self.tables]
 
     @property
@@ -136,7 +136,7 @@ class Occupancy:
         return np.concatenate([table.done for table in self.tables])
 
     def admit(self) -> tuple[int, list[Admission]] | None:
-        """Admits one wave of every group, the largest that one of them fills; returns its size. None: none enters."""
+        """Admits a wave of prompts in every group; returns its size, the largest that a group fills. None: no wave."""
         admits = [self._may_admit(table) for table in self.tables]
         if not any(admits):
             return None
@@ -145,13 +145,13 @@ class Occupancy:
         return wave, [table.admit(wave if may else 0) for table, may in zip(self.tables, admits, strict=True)]
 
     def _may_admit(self, table: Table) -> bool:
-        """True if a wave or all waiting prompts have room, or any prompt where no row would decode."""
+        """True if a wave or all waiting prompts have room; or any prompt, if otherwise no row would decode."""
         return table.room > 0 and (table.room >= min(self.waves[0], len(table.waiting)) or table.running == 0)
 
     def shrink(self) -> list[list[Int[np.ndarray, "new"]]]:
-        """Moves the rows into fewer slots, if they have room there and no prompt waits for one.
+        """Moves the rows into fewer slots, if they fit and no prompt waits.
 
-        Returns for each halving the slots that each group keeps.
+        Returns, for each halving, the slots that each group keeps.
         """
         if self.waiting:
             return []
@@ -164,7 +164,7 @@ class Occupancy:
         return last is not None and last.move(self.running, self.waiting, self.counts[-1])
 
     def merged(self, groups: int) -> tuple[Self, list[Int[np.ndarray, "new"]]]:
-        """The rows on fewer groups, in as many slots as one group has at last; which slots of all groups these keep."""
+        """Returns the rows on fewer groups with the smallest number of slots, and which slots of each they keep."""
         share, slots = len(self.tables) // groups, self.counts[-1]
         tables = [Table.of_groups(self.tables[first * share : (first + 1) * share]) for first in range(groups)]
         places = [table.shrink(slots) for table in tables]
@@ -173,7 +173,7 @@ class Occupancy:
         return merged, places
 
     def grow(self, needed: int) -> list[int]:
-        """The lengths that caches take one after the other until they hold so many positions, or all there can be."""
+        """Returns the successive cache lengths until `needed` positions fit, or the maximum is reached."""
         enough = fitting(self.lengths, min(needed, self.lengths[-1]))
         longer = [length for length in self.lengths if self.length < length <= enough]
         self.length = max(self.length, enough)

@@ -1,4 +1,4 @@
-"""Where the last rows of a rollout decode, by a simulation of rollouts whose lengths are given.
+"""Chooses where the last rows of a rollout decode, by simulating rollouts of given lengths.
 
 Rows enter, leave and move by the engine's own rules (`models.generation.occupancy`); only seconds are predicted. A move
 to fewer groups of devices lets calls on the others score tiles of rows that are done (arXiv 2409.13221). It changes no
@@ -22,13 +22,13 @@ from jrlhf.models.generation.occupancy import LastRows, Occupancy, Table
 from jrlhf.planning import moves
 from jrlhf.planning.time import CostModel
 
-RECENT = 4  # rollouts by whose lengths the next move is chosen
-Lengths = Int[np.ndarray, "N"]  # tokens of the responses of one rollout
+RECENT = 4  # number of recent rollouts whose lengths determine the next move
+Lengths = Int[np.ndarray, "N"]  # numbers of tokens of the responses of one rollout
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """A call that scores tiles of rows: its devices, and seconds of a tile."""
+    """A call that scores tiles of rows: its devices, and its seconds per tile."""
 
     devices: Slice
     seconds: float
@@ -36,12 +36,12 @@ class Scoring:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """What rollouts and their scores take.
+    """Sizes and predicted seconds of rollouts and their scores.
 
     prompts, samples: of a rollout, N = prompts * samples rows. width, limit: tokens of a prompt and of a response.
-    devices: those that draw, in groups of `tensor`. tile: rows that are scored together. scoring: in the program's
-    order. step: (slots of a group, positions of its caches) -> seconds. prefill: (prompts of a group) -> seconds.
-    move: (groups, positions of the caches) -> seconds of the move there.
+    devices: the devices that draw, in groups of `tensor`. tile: rows that are scored together. scoring: in the order of
+    the program. step: (slots of a group, positions of its caches) -> seconds. prefill: (prompts of a group) -> seconds.
+    move: (groups, positions of the caches) -> seconds of the move to them.
     """
 
     schedule: Schedule
@@ -62,7 +62,7 @@ class Rollouts:
         return self.devices.count // self.tensor
 
     def occupancy(self) -> Occupancy:
-        """An empty one, as the engine begins with."""
+        """Returns an empty `Occupancy`, as at the start of the engine."""
         rows = self.prompts * self.samples
         slots = min(self.schedule.slots or rows, rows) // self.groups
         tables = [Table(self.prompts // self.groups, self.samples, slots) for _ in range(self.groups)]
@@ -71,9 +71,8 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A chunk of decode steps: rows of each group and whether prompts wait, before it; seconds and rows done, after.
-
-    positions: of the caches before it.
+    """A chunk of decode steps. running, waiting, positions: rows of each group, whether prompts wait, and cache
+    positions before it. end, done: time and finished rows after it.
     """
 
     running: Sequence[int]
@@ -107,9 +106,9 @@ def decode(rollouts: Rollouts, lengths: Lengths) -> list[Chunk]:
 
 
 def finish(rollouts: Rollouts, chunks: Sequence[Chunk], last: LastRows | None) -> float:
-    """Simulates the scores of a rollout; returns the seconds from its beginning until all rows are drawn and scored.
+    """Simulates the scores of a rollout; returns the seconds from its start until all rows are drawn and scored.
 
-    A device does one thing at a time, in the order in which it is told. last: the move of the last rows, if they do.
+    A device does one thing at a time, in the order of dispatch. last: the move of the last rows; None: they stay.
     """
     slots, whole = rollouts.occupancy().counts[-1], rollouts.devices
     free = np.zeros(max(one.devices.stop for one in (rollouts, *rollouts.scoring)))
@@ -133,7 +132,7 @@ def finish(rollouts: Rollouts, chunks: Sequence[Chunk], last: LastRows | None) -
 class Choice:
     """The best move of the last rows, None if they stay, and mean seconds until all rows are drawn and scored.
 
-    staying: of rows that stay in their groups.
+    staying: the same seconds if the rows stay in their groups.
     """
 
     last: LastRows | None
@@ -142,9 +141,9 @@ class Choice:
 
 
 def choose(rollouts: Rollouts, lengths: Sequence[Lengths], rows: int | None = None) -> Choice:
-    """Simulates rollouts of these lengths with each move, and takes the fastest; of equal ones that to fewest groups.
+    """Simulates rollouts of these lengths with each move, and returns the fastest; among equal ones with fewest groups.
 
-    rows: at most so many move; None: one of as many as fit, half of them, and so on; of equal ones the largest.
+    rows: maximum number of rows that move; None: tries as many as fit, half of them, and so on; prefers more rows.
     """
     decoded, slots = [decode(rollouts, own) for own in lengths], rollouts.occupancy().counts[-1]
     staying = fmean(finish(rollouts, chunks, None) for chunks in decoded)
@@ -160,11 +159,11 @@ def choose(rollouts: Rollouts, lengths: Sequence[Lengths], rows: int | None = No
 class Moves:
     """The moves of a run's rollouts, chosen before each from the lengths of the last ones. Mutable.
 
-    A rollout without one before it has no move, also that after a resume: tokens do not depend on it.
+    The first rollout, also after a resume, has no move; tokens do not depend on it.
     """
 
     def __init__(self, rollouts: Mapping[str, Rollouts], rows: int | None, tell: Callable[[str], None]):
-        """rollouts: of each call that draws. rows: `rollout.last_rows`. tell: is told of each new choice."""
+        """rollouts: by call that draws. rows: `rollout.last_rows`. tell: called with a sentence for each new choice."""
         self._rollouts, self._rows, self._tell = rollouts, rows, tell
         self._recent = {name: deque[Lengths](maxlen=RECENT) for name in rollouts}
         self._last: dict[str, LastRows | None] = dict.fromkeys(rollouts)
@@ -181,7 +180,7 @@ class Moves:
         return self._last[call]
 
     def after(self, call: str, lengths: Lengths) -> None:
-        """Notes the lengths of a rollout's responses."""
+        """Records the lengths of a rollout's responses."""
         self._recent[call].append(lengths)
 
 
@@ -195,7 +194,7 @@ def _described(choice: Choice, groups: int) -> str:
 
 
 def describe(config: Config, prices: CostModel, plan: Plan, lengths: Sequence[Lengths]) -> list[str]:
-    """Returns lines with the best moves of rollouts of these lengths, and what tiles of rows gain as configured."""
+    """Returns lines on the best moves for rollouts of these lengths, and on the gain of tiles with the config."""
     lines, whole = [], replace(config, compute=replace(config.compute, score_rows=None))
     at_last, groups, rows = rollouts_of(whole, prices, plan), config.rollout.last_groups, config.rollout.last_rows
 
@@ -213,17 +212,17 @@ def describe(config: Config, prices: CostModel, plan: Plan, lengths: Sequence[Le
 
 
 def read_by_rows(config: Config, graph: Graph, drawing: Call) -> list[Call]:
-    """Returns the calls of models that score rows that a call draws, each row by itself, and may do so early."""
+    """Returns the models' calls that score rows of `drawing` independently, and so may score them early."""
     texts = ("cost",) if "reward_model" in config.stages else ("reward", "cost")  # their models, if any, read text
     infers = [call for call in graph if call.kind == "infer" and call.role not in texts]
     return [call for call in infers if {*drawing.outputs} & {*call.inputs}]
 
 
 def rollouts_of(config: Config, prices: CostModel, plan: Plan) -> dict[str, Rollouts]:
-    """Returns for each call that draws what its rollouts take by the cost model.
+    """Returns the `Rollouts` of each call that draws, with the seconds of the cost model.
 
-    Without compute.score_rows all rows are one tile. Reward functions, and reward models that read text, are left out:
-    none of them scores earlier after a move.
+    Without compute.score_rows all rows are one tile. Reward functions, and reward models that read text, are left out,
+    because a move does not let them score earlier.
     """
     drawing = [call for call in prices.workload.calls if call.kind == "generate" and plan[call.name].pipeline == 1]
     return {call.name: _rollouts(config, prices, plan, call) for call in drawing}
