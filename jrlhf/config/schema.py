@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from jrlhf.config.aliases import modernize
 from jrlhf.config.parse import Feature, changed, in_use
-from jrlhf.config.places import StorageConfig, address, place
+from jrlhf.config.places import StorageConfig, address, file_name, place
 from jrlhf.config.stages import (
     ALGORITHMS,
     STAGES,
@@ -284,7 +284,7 @@ class RewardConfig(Section):
     """One reward of the weighted sum: a model directory, or a function that runs in its own processes."""
 
     # The name in metrics.
-    name: str = checked("reward", lambda value: re.fullmatch(r"[\w.-]+", value) is not None, "a word: it names metrics")
+    name: str = file_name("reward", r"[\w.-]+", 244, "a word of at most 244 bytes: it names metrics and a file")
     model: str | None = address()  # a directory with a sequence classifier of one label, such as a run's reward_model
     adapter: str | None = place()  # a PEFT directory of a reward model on the actor's base; it reads the actor's tokens
     function: str | None = place()  # package.module:function, file.py:function, or one of jrlhf/rewards/builtin.py
@@ -384,10 +384,8 @@ class ProfileConfig(Feature):
 class Config(Section):
     """The settings of the whole run."""
 
-    name: str = checked(  # the run's directory in run_dir; a file that does not give it gives its own name
-        "run",
-        lambda value: re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", value) is not None,
-        "letters, digits, '.', '_' and '-': it names the run's directory",
+    name: str = file_name(  # the run's directory in run_dir; a file that does not give it gives its own name
+        "run", r"(?a)\w[\w.-]*", 255, "letters, digits, '.', '_' and '-', at most 255: it names the run's directory"
     )
     # Seed of all random numbers.
     seed: int = checked(0, lambda value: 0 <= value < 2**32, "from 0 to 4294967295", most=2**32 - 1)

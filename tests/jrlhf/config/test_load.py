@@ -229,6 +229,8 @@ OVERRIDES = {
     "model.head_dim=3": "model.head_dim=3: it must be even: rotary positions turn pairs",
     "name=../escape": "name='../escape': it must be letters",
     "name=": "name='': it must be letters",
+    f"name={'x' * 256}": "name='xxx",
+    f"rewards=[{{name: {'ü' * 123}, function: f}}]": "rewards[0].name='üüü",
     "device={platform: gpu, simulated: 2}": "device.simulated=2: it must be null on a gpu",
     "stages=[stf]": "stages[0]=stf: it must be one of sft, reward_model, dpo, ppo, grpo, dr_grpo",
     "lora={rank: 4, path: p}": "lora.rank=4: it must be null with path=p, whose adapter has its own rank",
