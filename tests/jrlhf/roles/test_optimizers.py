@@ -35,6 +35,12 @@ def test_a_constant_rate_without_warmup():
     np.testing.assert_allclose(rates(config, 5), 0.1, rtol=1e-4)
 
 
+def test_a_warmup_as_long_as_the_run_takes_a_tenth_of_it():
+    config = OptimizerConfig(learning_rate=0.1, warmup=20, final=1.0, weight_decay=0.0, max_grad_norm=None)
+    np.testing.assert_allclose(rates(config, 20), [0.05] + [0.1] * 19, rtol=1e-4)
+    np.testing.assert_allclose(rates(config, 3), 0.1, rtol=1e-4)
+
+
 def test_gradients_are_clipped_by_their_global_norm():
     config = OptimizerConfig(learning_rate=1.0, warmup=0, final=1.0, weight_decay=0.0, max_grad_norm=0.5)
     params = {"a": jnp.zeros(3), "b": jnp.zeros(4)}

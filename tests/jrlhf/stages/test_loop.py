@@ -156,6 +156,15 @@ def test_an_update_without_a_row_whose_score_is_finite_is_one_that_is_not_finite
     assert len(warnings) == 2 and "2 scores are not finite" in warnings[0] and "a score is not finite" in warnings[1]
 
 
+@pytest.mark.parametrize("updates", [20, 21])
+def test_a_warmup_as_long_as_the_stage_is_told(updates):
+    section, warnings = SFTConfig(warmup=20, steps=updates), list[str]()
+    config: Any = SimpleNamespace(sections={"sft": section}, stop_after_skipped=5)
+    state = TrainState.create({"w": jnp.ones(8)}, adamw(section, updates=updates))
+    Learning(config, "sft", state, warnings.append)
+    assert warnings == ["sft.warmup=20 is not below the 20 updates: it is 2 here"] * (updates == 20)
+
+
 def test_updates_that_nothing_is_learned_from_are_told_and_counted_and_end_the_run(tmp_path):
     """Random weights that are lost, gradients and rates: a model of what a user must see, against the loop."""
     config = SFTConfig(learning_rate=0.1, warmup=3, final=0.5, steps=20)
