@@ -43,6 +43,7 @@ from jrlhf.tasks.docstrings.task import PROMPT_END
 
 TOKENS = 256  # default maximum tokens of an answer
 STREAMED = 8  # number of tokens of an answer that a conversation shows at a time
+_MOST = 2**16  # answers to a prompt
 
 
 @dataclass(frozen=True)
@@ -255,6 +256,10 @@ def _check(options: argparse.Namespace, interactive: bool) -> None:
         raise UserError("--out holds the answers to --file: give a file of prompts, or leave it out")
     if options.n < 1 or options.batch < 1:
         raise UserError(f"-n {options.n} and --batch {options.batch} must be at least 1")
+    if options.n > _MOST:
+        raise UserError(f"-n {options.n} must be at most {_MOST}: for more answers, ask again with another --seed")
+    if not -(2**63) <= options.seed < 2**63:
+        raise UserError(f"--seed {options.seed} must be a number of at most 64 bits, such as 0")
     if options.out is not None:
         check_writable(f"--out {options.out}", local("--out", options.out))
     if interactive and options.n > 1:

@@ -75,7 +75,8 @@ def _run(options: argparse.Namespace) -> None:
     if config.algorithm is None and options.save is not None:
         raise UserError(f"--save {options.save} has no effect with {_unplanned(config)}: leave it out")
     say = partial(print, file=sys.stderr, flush=True)
-    search = Search(**{item.name: getattr(options, item.name) for item in fields(Search)})
+    with user_errors():
+        search = Search(**{item.name: getattr(options, item.name) for item in fields(Search)})
     planned = make_plan(config, search, say=say, progress=_progress if sys.stderr.isatty() else None)
     print(planned.text)
     if options.plot is not None:

@@ -191,6 +191,8 @@ def test_bad_input_is_one_sentence(ask, tmp_path, user):
         (["--out", ".", "--file", "gone.jsonl"], "--out . is a directory"),
         (["--out", "/dev/null/x", "--file", "gone.jsonl"], "--out /dev/null/x cannot be written (Not a directory)"),
         (["--prompt", "a", "-n", "0"], "must be at least 1"),
+        (["--prompt", "a", "-n", "9" * 30], "must be at most 65536"),
+        (["--prompt", "a", "--seed", "9" * 30], "must be a number of at most 64 bits"),
         (["-n", "2"], "in a conversation each turn has one"),
         (["--prompt", "a", "--temperature", "-1"], "temperature=-1.0"),
         (["--prompt", "a", "--top-p", "2"], "top_p=2.0"),

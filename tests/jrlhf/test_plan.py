@@ -160,6 +160,8 @@ def test_bad_input_is_one_sentence(capsys):
         (f"{cluster} --seconds nan", "seconds=nan must be more than 0 and finite"),
         (f"{cluster} --seconds 0", "seconds=0.0 must be more than 0"),
         (f"{cluster} --proposals -1", "proposals=-1 must be more than 0"),
+        (f"{cluster} --proposals 9999999999", "proposals=9999999999: it must be at most 2147483647"),
+        (f"{few} --seed 9999999999", "seed=9999999999: it must be at most 2147483647"),
         (f"{cluster} --save .", "--save . is a directory: name a file in it"),
         (f"{cluster} --save {__file__}/plan.yaml", "choose another place"),
         (f"{cluster} --plan mine.yaml", "plan=mine.yaml is neither colocate,"),
