@@ -1,12 +1,15 @@
-"""The speed-up of scoring rows while other rows of the rollout decode, with devices of its own for scoring.
+"""The speed-up of scoring rows while other rows of the rollout decode, on other devices or on those that become free.
 
     python -m benchmarks.interstage
 
-writes `results/interstage.json`. PPO on two simulated devices, one of which decodes; the other one has the calls of
+writes `results/interstage.json`. PPO on four simulated devices, two of which decode; the others have the calls of
 actor, reference and critic, and a process has the reward function. Lengths are lognormal with sigma 1. Chunks of decode
 steps, calls and the function take the time of calibrated sleeps, since two cores have no parallel speed to show: the
 figures say what the program overlaps, not how fast a model is. Both runs score the same tiles; the baseline begins with
 the first one when all rows are drawn. `predicted` is what `simulate` says of the same lengths and sleeps.
+
+`moves` are two runs in which all devices decode, and two of them have the calls: rows stay, or the last ones move as
+`rollout.last_groups=auto` chooses. `predicted` is what the planner's own simulator says.
 """
 
 import tempfile
@@ -23,21 +26,28 @@ import numpy as np
 
 from benchmarks.records import hardware, output_path, provenance, write
 from jrlhf.config import load_config
+from jrlhf.meshes.plan import Placement, Plan, Slice
+from jrlhf.models import Schedule
 from jrlhf.models.generation.chunks import _Rollout
 from jrlhf.models.generation.decoding import Rows
-from jrlhf.models.generation.occupancy import EMPTY
+from jrlhf.models.generation.occupancy import EMPTY, LastRows
+from jrlhf.planning.fusion.last_rows import RECENT, Rollouts, Scoring, choose, decode, finish
+from jrlhf.planning.plans import plan_yaml
 from jrlhf.roles import early
+from jrlhf.roles.actor import Actor
 from jrlhf.roles.early import OpenRollout
 from jrlhf.roles.role import TrainedRole
+from jrlhf.stages import setup
 from jrlhf.train import main as train
 
 ROWS, TILE, LIMIT, CHUNK = 32, 4, 64, 4
 MEDIAN = 10  # tokens of a response
 STEP, CALL, FUNCTION = 0.1, 0.1, 0.2  # seconds of a decode step; of a call on a tile; of the function on a tile
+DEVICES, SCORING = Slice(0, 4), Slice(2, 2)  # that decode, and that score, where the last rows move
 CALLS = 3  # on the device that scores: the old log-probabilities, those of the reference, and the values
-ITERATIONS, FIRST = 6, 1  # of a run, and those in which programs are compiled
+ITERATIONS, FIRST = 6, 2  # of a run, and those in which programs are compiled, of the move in the second one
 SETTINGS = (
-    "plan=disaggregated device.simulated=2 mesh.data=2 mesh.fsdp=1 compute.remat=full stages=[sft,ppo] "
+    "device.simulated=4 mesh.data=4 mesh.fsdp=1 compute.remat=full stages=[sft,ppo] "
     "model.embed=16 model.layers=2 model.heads=2 model.kv_heads=1 model.head_dim=8 model.mlp=32 model.max_positions=80 "
     f"data.digits=1 data.problems=60 data.heldout_rows=8 data.max_prompt=4 data.max_response={LIMIT} "
     f"sampling.min_new_tokens={LIMIT} sft.steps=2 sft.batch=8 sft.warmup=1 evaluation.prompts=4 "
@@ -62,6 +72,42 @@ def simulate(lengths: np.ndarray, *, while_decoding: bool) -> float:
     return max(drawn, *ends.values())
 
 
+ROLLOUTS = Rollouts(
+    Schedule(chunk=CHUNK, buckets=1, lengths=1),
+    prompts=ROWS,
+    samples=1,
+    width=4,
+    limit=LIMIT,
+    devices=DEVICES,
+    tensor=1,
+    tile=TILE,
+    scoring=[Scoring(SCORING, CALL)] * CALLS,
+    step=lambda slots, positions: STEP,
+    prefill=lambda prompts: 0.0,
+    move=lambda groups, positions: 0.0,
+)
+
+
+def chosen(iteration: int) -> LastRows | None:
+    """Where the last rows of an iteration decode, by the lengths of those before."""
+    before = range(max(0, iteration - RECENT), iteration)
+    return choose(ROLLOUTS, [lengths_of(number) for number in before]).last
+
+
+def plan_file(directory: Path) -> Path:
+    """A plan in which all devices decode and train, and some score."""
+    slices = {"actor.generate": DEVICES, "actor.update": DEVICES, "critic.update": DEVICES}
+    slices |= dict.fromkeys(("actor.logprobs", "reference.logprobs", "critic.values"), SCORING)
+    layouts = {"generate": "generate", "update": "train"}
+    placed = {
+        name: Placement(own, layouts.get(name.partition(".")[2], "score"), data=own.count)  # type: ignore[arg-type]
+        for name, own in slices.items()
+    }
+    file = directory / "plan.yaml"
+    file.write_text(plan_yaml(Plan("by hand", placed)))
+    return file
+
+
 def function(completions: Sequence[str]) -> list[float]:
     """The number of different characters, after some time."""
     time.sleep(FUNCTION * len(completions) / TILE)
@@ -75,27 +121,33 @@ class Sleeps:
         self.seconds: list[float] = []
         self._device = ThreadPoolExecutor(1)
         self._begun: float | None = None
-        self._lengths, self._chunk_ends = lengths_of(0), 0.0
+        self._lengths: np.ndarray | None = None  # of the rollout that is drawn
+        self._chunk_ends = 0.0
 
     def patches(self, *, while_decoding: bool) -> Iterator[Any]:
         """Patches of the parts of a run that take time."""
-        generate, release, update = _Rollout.generate, _Rollout._release, TrainedRole._train
+        sample, generate, release, update = Actor._sample, _Rollout.generate, _Rollout._release, TrainedRole._train
         by_rows, join = OpenRollout.by_rows, early._join
 
-        def drawn(rollout: _Rollout, *arguments: Any) -> Any:
-            if len(rollout._occupancy.tables) > 1:  # an evaluation, on all devices
-                return generate(rollout, *arguments)
+        def sampled(actor: Actor, *arguments: Any, **options: Any) -> Any:
             self._lengths = lengths_of(len(self.seconds))
-            self._begun = self._chunk_ends = time.monotonic()
+            rollout = sample(actor, *arguments, **options)
+            self._lengths = None
+            return rollout
+
+        def drawn(rollout: _Rollout, *arguments: Any) -> Any:
+            if self._lengths is not None:  # otherwise an evaluation
+                self._begun = self._chunk_ends = time.monotonic()
             return generate(rollout, *arguments)
 
         def released(rollout: _Rollout, rows: Rows) -> int:
-            if len(rollout._occupancy.tables) > 1:
+            if self._lengths is None:
                 return release(rollout, rows)
-            counts = jax.device_get(rows.lengths)
+            tables, counts = rollout._occupancy.tables, jax.device_get(rows.lengths)
             self._chunk_ends = _sleep_until(self._chunk_ends + CHUNK * STEP)
-            (table,) = rollout._occupancy.tables
-            table.release((table.row != EMPTY) & (counts >= self._lengths[table.row]))
+            parts = np.split(counts, len(tables)), np.split(self._lengths, len(tables))
+            for table, count, own in zip(tables, *parts, strict=True):
+                table.release((table.row != EMPTY) & (count >= own[table.row]))
             return 4 + int(counts.max())
 
         def on_device(rollout: OpenRollout, read: Callable, *arguments: Any, **options: Any) -> Any:
@@ -114,11 +166,14 @@ class Sleeps:
                 self._begun = None
             return update(role, *arguments)
 
+        yield mock.patch.object(Actor, "_sample", sampled)
         yield mock.patch.object(_Rollout, "generate", drawn)
         yield mock.patch.object(_Rollout, "_release", released)
         yield mock.patch.object(OpenRollout, "by_rows", on_device)
         yield mock.patch.object(early, "_join", joined)
         yield mock.patch.object(TrainedRole, "_train", updated)
+        yield mock.patch.object(setup, "prices_here", lambda *_: None)
+        yield mock.patch.object(setup, "rollouts_of", lambda *_: {"actor.generate": ROLLOUTS})
         if not while_decoding:
             yield mock.patch.object(OpenRollout, "_hand_out", lambda *_: None)
 
@@ -128,10 +183,10 @@ def _sleep_until(end: float) -> float:
     return max(end, time.monotonic())
 
 
-def seconds_of(directory: str, *, while_decoding: bool) -> list[float]:
+def seconds_of(directory: str, *settings: str, while_decoding: bool = True) -> list[float]:
     """The seconds from the first decode step to the first update, of each iteration of a run after the first ones."""
     rewards = "rewards=[{name: slow, function: benchmarks.interstage:function}]"
-    overrides = [f"run_dir={directory}", f"name={while_decoding}", rewards]
+    overrides = [f"run_dir={directory}", f"name={len(list(Path(directory).iterdir()))}", rewards, *settings]
     text = Path("configs/arithmetic-grpo.yaml").read_text().partition("\ngrpo:")[0]
     file = Path(directory) / "base.yaml"
     file.write_text(text)
@@ -143,22 +198,36 @@ def seconds_of(directory: str, *, while_decoding: bool) -> list[float]:
     return sleeps.seconds[FIRST:]
 
 
+def run_of(seconds: Sequence[float], predicted: Sequence[float], baseline: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Measured and predicted seconds of a run, and its speed-up over the first one of `baseline`, if there is one."""
+    own = {"seconds": [*seconds], "predicted": [*predicted], "mean": float(np.mean(seconds))}
+    first = baseline[0]["mean"] if baseline else own["mean"]
+    return own | {"predicted_mean": float(np.mean(predicted)), "speed_up": first / own["mean"]}
+
+
 def main() -> None:
     output = output_path(__doc__, "interstage")
-    rows = []
+    rows, moves = [], []
+    iterations = range(FIRST, ITERATIONS)
     with tempfile.TemporaryDirectory() as directory:
         for while_decoding in (False, True):
-            seconds = seconds_of(directory, while_decoding=while_decoding)
-            lengths = [lengths_of(iteration) for iteration in range(FIRST, ITERATIONS)]
-            predicted = [simulate(own, while_decoding=while_decoding) for own in lengths]
-            rows.append({"while_decoding": while_decoding, "seconds": seconds, "predicted": predicted})
-            rows[-1] |= {"mean": float(np.mean(seconds)), "predicted_mean": float(np.mean(predicted))}
-            rows[-1] |= {"speed_up": rows[0]["mean"] / rows[-1]["mean"]}
+            seconds = seconds_of(directory, "plan=disaggregated", while_decoding=while_decoding)
+            predicted = [simulate(lengths_of(number), while_decoding=while_decoding) for number in iterations]
+            rows.append({"while_decoding": while_decoding} | run_of(seconds, predicted, rows))
             print(rows[-1], flush=True)
+        for move in (False, True):
+            groups = "auto" if move else "null"
+            seconds = seconds_of(directory, f"plan={plan_file(Path(directory))}", f"rollout.last_groups={groups}")
+            lasts = [chosen(number) if move else None for number in iterations]
+            decoded = [decode(ROLLOUTS, lengths_of(number)) for number in iterations]
+            predicted = [finish(ROLLOUTS, chunks, last) for chunks, last in zip(decoded, lasts, strict=True)]
+            to = [None if last is None else [last.groups, last.rows] for last in lasts]
+            moves.append({"groups_and_rows": to} | run_of(seconds, predicted, moves))
+            print(moves[-1], flush=True)
     sizes = {"rows": ROWS, "tile": TILE, "limit": LIMIT, "chunk": CHUNK, "median": MEDIAN}
     sizes |= {"step": STEP, "calls": CALLS, "call": CALL, "function": FUNCTION}
-    packages = provenance("jax", "numpy")
-    write(output, {**packages, "hardware": hardware(jax.devices()[0]), "sleeps": sizes, "runs": rows})
+    packages, machine = provenance("jax", "numpy"), hardware(jax.devices()[0])
+    write(output, {**packages, "hardware": machine, "sleeps": sizes, "runs": rows, "moves": moves})
 
 
 if __name__ == "__main__":
