@@ -1,7 +1,9 @@
 """Every test runs on 8 simulated devices: sharding is tested on any machine, never skipped."""
 
+import atexit
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 
@@ -14,8 +16,13 @@ prepare_simulated(8)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Programs of this process are compiled, so that they can be looked at. Those of runs in other processes are kept.
-jax.config.update("jax_enable_compilation_cache", False)
+# One directory for all test processes: the first one creates it, and each program is compiled once.
+if "TEST_PROGRAMS" not in os.environ:
+    os.environ["TEST_PROGRAMS"] = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, os.environ["TEST_PROGRAMS"], ignore_errors=True)
+jax.config.update("jax_compilation_cache_dir", os.environ["TEST_PROGRAMS"])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # Outside of the next line's directory: matplotlib takes seconds to build its font cache, and logs a warning after five.
 os.environ.setdefault("MPLCONFIGDIR", os.path.expanduser("~/.cache/matplotlib"))
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()

@@ -15,7 +15,9 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -50,14 +52,28 @@ def reward(run: Path, lines: str) -> None:
 
 def launch(run: Path, *, limit: int | None = None) -> int:
     """Starts the run, or goes on with it, in a process of its own, which prints into a file; returns its number."""
-    resume = ["--resume"] * (run / "config.yaml").exists()
+    return fork(run, run.with_name("output"), {}, resume=(run / "config.yaml").exists(), limit=limit)
+
+
+def fork(
+    run: Path,
+    printed: Path,
+    settings: dict[str, Any],
+    *,
+    resume: bool,
+    limit: int | None = None,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    optimise: bool = True,
+) -> int:
+    """Starts a process of the run. limit: bytes of a file; variables: of its environment."""
     rewards = [{"name": "mine", "function": f"{run.parents[1] / 'reward.py'}:score"}]
-    config = run.with_name("given.yaml")
-    config.write_text(yaml.safe_dump({**CONFIG, "name": run.name, "run_dir": str(run.parent), "rewards": rewards}))
+    config, given = printed.with_suffix(".yaml"), {"name": run.name, "run_dir": str(run.parent), "rewards": rewards}
+    config.write_text(yaml.safe_dump({**CONFIG, **given, **settings}))
     if (pid := os.fork()) == 0:
         code = 1
         try:
-            output = os.open(run.with_name("output"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.environ.update(variables)
+            output = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(output, 1)
             os.dup2(output, 2)
             if limit is not None:
@@ -65,7 +81,8 @@ def launch(run: Path, *, limit: int | None = None) -> int:
             jax.config.update("jax_compilation_cache_dir", str(run.parents[1] / "programs"))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
             jax.config.update("jax_enable_compilation_cache", limit is None)
-            code = cli(["--config", str(config), *resume])
+            jax.config.update("jax_disable_most_optimizations", not optimise)
+            code = cli(["--config", str(config), *["--resume"] * resume])
         except BaseException:
             traceback.print_exc()
         finally:

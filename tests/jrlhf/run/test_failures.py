@@ -39,3 +39,10 @@ def test_whatever_happens_to_a_run_it_resumes_to_the_same_bits_or_says_why_not(t
 def test_real_runs_too(tmp_path, part):
     """tests/support/real_runs.py: SFT and PPO by the command, with a reward file that fails and is mended."""
     assert len(cases("real_runs", tmp_path, SEED + part, 6)) == 6
+
+
+@pytest.mark.proof("failures")
+@pytest.mark.parametrize("part", range(2))
+def test_runs_of_several_processes_of_which_one_is_lost(tmp_path, part):
+    """tests/support/real_processes.py: 2 processes with 4 devices each, and 4 with 2."""
+    assert len(cases("real_processes", tmp_path, SEED + part, 10)) == 10
