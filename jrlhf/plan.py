@@ -147,7 +147,7 @@ class Search(Section):
 
     cluster: str | None = None  # the devices, such as "16xh100"; None: the present devices, measured
     mean_response: float | None = None  # tokens; None: the maximum
-    sigma: float | None = None  # deviation of the logarithm of response lengths, where rows need not wait; None: 0
+    sigma: float | None = None  # deviation of log response lengths, if asynchronous or with score_rows; None: 0
     processes: int | None = None  # number of processes of the run; None: one per host of the cluster
     plan: str | None = None  # a file, or the name of a usual plan, which is predicted without a search
     seconds: float | None = None

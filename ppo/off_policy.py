@@ -99,7 +99,7 @@ def without_older(experience: Experience, ages: Array, staleness: int) -> Experi
 
 
 def weight_shares(weights: Array, mask: Array, config: PolicyConfig) -> Metrics:
-    """The shares of a batch's tokens and rows whose weight is truncated or 0."""
+    """The shares of tokens whose weight is truncated or 0, and of rows with a token of weight 0."""
     _, *terms = weight_terms(weights, config).items()
     rows = jnp.any(mask & (weights == 0), axis=1).astype(jnp.float32)
     masked = masked_mean(rows, jnp.any(mask, axis=1))

@@ -45,7 +45,7 @@ class _Lane:
     """Workers that decode their chunks together and draw with one version.
 
     first: number of its first logical worker. drew: updates whose tokens are not all compared; the last one draws now.
-    retired: updates that no longer draw, each with the rows at its end. tracked: rows that continue with caches of
+    retired: updates that no longer draw, each with the rows until then. tracked: rows that continue with caches of
     retired weights. chunk: the chunk that it decodes. since: when its last chunk ended. waited: seconds between chunks.
     """
 

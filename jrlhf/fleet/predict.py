@@ -1,6 +1,7 @@
 """Predicts the costs of an asynchronous setting from a simulated run: time, waiting, ages of tokens, lost tokens.
 
-`predict` counts in decode steps. `predicted` takes a config on a plan and seconds; `choose` compares plans.
+`predict` counts in decode steps. `predicted` predicts a config on a plan, in seconds; `choose` does so for each
+division of the devices between rollouts and the rest.
 """
 
 import math
@@ -232,7 +233,7 @@ def mean_before_cut(mean: float, sigma: float, longest: float) -> float:
 
 
 def assumed_lengths(workload: Workload, sigma: float) -> list[Int[np.ndarray, "N"]]:
-    """Returns the lengths of responses of a few rollouts: lognormal, with the workload's mean, cut at its longest."""
+    """Draws the response lengths of RECENT rollouts: lognormal, with the workload's mean, cut at its limit."""
     mean = mean_before_cut(workload.mean_response, sigma, workload.response)
     draw = lognormal(mean, sigma, workload.response)
     return [draw(np.random.default_rng(seed), (workload.rows, 1)).ravel() for seed in range(RECENT)]

@@ -142,8 +142,8 @@ def residency(config: Config, role: str, call: Call, following: Call | None = No
     following: the next call with a model. With `sleep.ahead`, the parts that it needs may be on the devices already.
 
     The parts are "weights", a trained role's "optimizer", and the actor's "generation": the copy of the weights for
-    generation, and the KV cache. Offloaded weights are on the devices only while that copy is made. With LoRA there is
-    no copy; "weights" are then the adapter's, because the base is never offloaded.
+    generation, and the KV cache. `generate` brings offloaded weights to the devices to make that copy, and then frees
+    them. With LoRA there is no copy; "weights" are then the adapter's, because the base is never offloaded.
     """
     sleep = config.offloading
     ahead = [following] if sleep.ahead and following is not None and following.role != call.role else []

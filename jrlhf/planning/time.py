@@ -468,7 +468,7 @@ class CostModel:
         return forward, both - forward
 
     def decoding(self, call: Call, placement: Placement) -> _Divided:
-        """Returns what predicts a step and a prefill of a call that generates."""
+        """Returns an object that predicts a decode step and a prefill of a `generate` call."""
         (divided,) = self._divided(call, placement)
         return divided
 

@@ -101,7 +101,7 @@ class Mirror(Closing):
             )
 
     def _bring(self, names: Sequence[str]) -> None:
-        """Downloads the state of the store: files at the top level, and each stage's newest good checkpoint."""
+        """Replaces the local files by those of the store: at the top level, and each stage's newest good checkpoint."""
         self._path.mkdir(parents=True, exist_ok=True)
         for entry in self._path.iterdir():
             if entry.is_dir() and entry.name != CHECKPOINTS:

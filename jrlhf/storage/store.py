@@ -21,7 +21,7 @@ from jrlhf.errors import UserError
 
 T = TypeVar("T")
 
-# Seconds before the second attempt; the maximum after repeated doubling; the pause from which users are told.
+# Seconds before the second attempt; the maximum after repeated doubling; the pause before which users are told.
 _PAUSES = 0.5, 30.0, 8.0
 _SLOWEST = 1e6  # bytes per second; slower transfers are aborted
 _FIRST = StorageConfig(timeout=15.0, patience=10.0)  # for the first request, for which a user waits

@@ -178,7 +178,7 @@ _Entry = tuple[Int[np.ndarray, "T"], int, np.ndarray]  # (tokens, number of toke
 
 
 def _waves(groups: Sequence[list], sizes: Sequence[int]) -> Iterator[tuple[int, list[list]]]:
-    """Yields waves of entries: a size, the largest that some group can fill, and the entries of each group."""
+    """Yields waves: the largest size that some group can fill, else the smallest size, and each group's entries."""
     waiting = [list(own) for own in groups]
     while most := max(map(len, waiting)):
         size = max((size for size in sizes if size <= most), default=sizes[0])
