@@ -77,7 +77,7 @@ class LocalWorker(Worker):
 
 @dataclass(frozen=True)
 class Update:
-    """Published weights. changes: the differences from the update before (number - 1); None: there are none.
+    """Published weights. changes: the differences from the update before (number - 1); None: send all weights.
 
     whole: all weights. base: the frozen weights under an adapter.
     """

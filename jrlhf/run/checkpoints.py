@@ -211,7 +211,7 @@ def _spread(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def _brought(arrays: dict[str, Array], target: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:
-    """Moves the arrays to the shardings of `target`. The given arrays are deleted."""
+    """Moves the arrays to the shardings of `target`. Deletes those that it moves, and returns the others unchanged."""
     names = [name for name, array in arrays.items() if array.sharding != target[name].sharding]
     for group in groups([arrays[name] for name in names]):
         wanted = {names[i]: target[names[i]].sharding for i in group}
