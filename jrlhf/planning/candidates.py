@@ -143,7 +143,7 @@ def candidates(prices: CostModel, *, hypothetical: bool = False, processes: int 
     if shared and not common:
         raise UserError(
             f"no mesh of all {devices} devices suits {', '.join(shared)}, which share the base under their adapters: "
-            "take another number of devices, or train whole models"
+            + _rows_for(workload, prices.cluster)
         )
 
     def seconds(mesh: tuple[int, ...]) -> float:
@@ -220,6 +220,8 @@ def _rows_for(workload: Workload, cluster: Cluster) -> str:
         tried = replace(workload, rows=rows)
         return all(any(placements(tried, call, cluster.devices, cluster.node)) for call in workload.calls)
 
+    if divide(workload.rows):  # the models do not divide
+        return "choose another number of devices"
     step = lcm(workload.samples, cluster.devices)
     below = workload.rows // step * step
     lower = next((rows for rows in range(below, 0, -step) if divide(rows)), None)
