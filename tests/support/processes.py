@@ -1,8 +1,16 @@
-"""Processes that tests wait for."""
+"""Processes that tests wait for, and ports for them."""
 
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+
+def free_port() -> int:
+    """Returns a port of this machine on which nothing listens now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def state(pid: int) -> list[str]:

@@ -19,18 +19,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.support.processes import free_port
 from tests.support.real_runs import ended, fork, outcome, reward
 
 DEVICES = 8
 HEARTBEAT, GRACE = 10, 50  # seconds: after the first the others notice a loss; the second is for a busy machine
 DISTRIBUTED = {"heartbeat": HEARTBEAT, "timeout": 60}
 KINDS = "kill", "kill", "stop", "term", "cut"
-
-
-def free_port() -> int:
-    with socket.socket() as result:
-        result.bind(("127.0.0.1", 0))
-        return result.getsockname()[1]
 
 
 def forward(port: int, target: int) -> int:
@@ -78,7 +73,7 @@ class Processes:
             variables = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count)}
             self.outputs.append(run.with_name(f"output{number}"))
             variables |= {"JAX_PROCESS_ID": str(number)}
-            pid = fork(run, self.outputs[-1], settings, resume=resume, variables=variables, optimise=False)
+            pid = fork(run, self.outputs[-1], settings, variables, resume=resume, optimise=False)
             self.pids.append(pid)
 
     def wait(self, seconds: float, *missing: int) -> bool:

@@ -17,7 +17,6 @@ import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -52,20 +51,21 @@ def reward(run: Path, lines: str) -> None:
 
 def launch(run: Path, *, limit: int | None = None) -> int:
     """Starts the run, or goes on with it, in a process of its own, which prints into a file; returns its number."""
-    return fork(run, run.with_name("output"), {}, resume=(run / "config.yaml").exists(), limit=limit)
+    resume = (run / "config.yaml").exists()
+    return fork(run, run.with_name("output"), {}, {}, resume=resume, limit=limit)
 
 
 def fork(
     run: Path,
     printed: Path,
-    settings: dict[str, Any],
+    settings: Mapping[str, Any],
+    variables: Mapping[str, str],
     *,
     resume: bool,
     limit: int | None = None,
-    variables: Mapping[str, str] = MappingProxyType({}),
     optimise: bool = True,
 ) -> int:
-    """Starts a process of the run. limit: bytes of a file; variables: of its environment."""
+    """Starts a process of the run with these settings and environment variables. limit: of a file, in bytes."""
     rewards = [{"name": "mine", "function": f"{run.parents[1] / 'reward.py'}:score"}]
     config, given = printed.with_suffix(".yaml"), {"name": run.name, "run_dir": str(run.parent), "rewards": rewards}
     config.write_text(yaml.safe_dump({**CONFIG, **given, **settings}))

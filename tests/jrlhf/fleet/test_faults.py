@@ -24,7 +24,7 @@ from jrlhf.fleet.ray_worker import RayWorker
 from jrlhf.train import main
 from tests.jrlhf.fleet.test_processes import DELTA, SLOWLY
 from tests.jrlhf.fleet.test_runs import ADAPTER, config, run
-from tests.support.processes import eventually, gone
+from tests.support.processes import eventually, free_port, gone
 from tests.support.runs import assert_same_run, stage_of
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
@@ -119,9 +119,7 @@ def alone():
 @pytest.fixture
 def cluster(monkeypatch, alone):
     """A Ray cluster of this machine, at RAY_ADDRESS."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
     import ray  # an extra, which reads these variables now

@@ -32,9 +32,8 @@ SECTION = "iterations=4", "rollout_batch=16", "save_every=1", "actor.learning_ra
 ADAPTER = "lora.rank=2", "lora.alpha=8"
 # So few steps teach no sums: rewards that differ need another rule.
 REWARD = "rewards=[{name: low, function: format_regex, options: {pattern: '[0-4].*'}}]"
-GOLDEN = (
-    Path(__file__).parent / "golden.json"
-)  # metrics of synchronous runs, drawn before asynchronous training existed
+# Metrics of synchronous runs, recorded before asynchronous training existed.
+GOLDEN = Path(__file__).parent / "golden.json"
 ALGORITHMS = {
     "grpo": ("grpo.algorithm.samples=2",),
     "dapo": ("dapo.algorithm.samples=2", "dapo.algorithm.max_rounds=3"),
@@ -50,9 +49,8 @@ def config(directory: Path, name: str, algorithm: str = "grpo", settings: Sequen
     text = Path("configs/arithmetic-grpo.yaml").read_text().partition("\ngrpo:")[0]
     file = directory / f"{name}.yaml"
     file.write_text(text + "\nevaluation: {prompts: 8}\n")
-    return load_config(
-        str(file), [*SETTINGS, REWARD, *named, *section, *ALGORITHMS.get(algorithm, ()), *options, *settings]
-    )
+    own = ALGORITHMS.get(algorithm, ())
+    return load_config(str(file), [*SETTINGS, REWARD, *named, *section, *own, *options, *settings])
 
 
 def run(config: Any) -> Path:

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from jrlhf.planning.plans import refuse_cross_process, transfer_line
 from jrlhf.run.files import read_jsonl
 from jrlhf.run.metrics import read_metrics
 from jrlhf.run.processes import start
+from tests.support.processes import free_port
 
 ROOT = Path(__file__).parents[3]
 TINY = str(Path(__file__).parents[1] / "tiny.yaml")
@@ -144,12 +144,6 @@ class Launched:
 
     def text(self, number: int) -> str:
         return self.logs[number].read_text(errors="replace")
-
-
-def free_port() -> int:
-    with socket.socket() as result:
-        result.bind(("127.0.0.1", 0))
-        return result.getsockname()[1]
 
 
 def launch(count: int, directory: Path, *arguments: str, **more: str) -> Launched:

@@ -4,7 +4,6 @@ import math
 import os
 import random
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from jrlhf.storage.models import fetch_run
 from jrlhf.storage.store import Store, StoreError
 from tests.jrlhf.storage.test_mirror import CONFIG
 from tests.support.object_stores import Faults, gcs, s3
+from tests.support.processes import free_port
 from tests.support.runs import Training, digest, timeless
 
 SEED = int(os.environ.get("PROOF_SEED", "0"))
@@ -154,9 +154,7 @@ def test_two_processes_share_a_scratch_directory_and_the_first_one_copies(scheme
     config.write_text("".join(f"{key}: {value}\n" for key, value in CONFIG.items()))
 
     def train(scratches: tuple[str, str], expected: int, *options: str) -> str:
-        with socket.socket() as port:
-            port.bind(("127.0.0.1", 0))
-            monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", f"127.0.0.1:{port.getsockname()[1]}")
+        monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", f"127.0.0.1:{free_port()}")
         monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
         command, trainings = ["--config", config, "name=run", "device.simulated=4", *options], list[Training]()
         for number, scratch in enumerate(scratches):

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import socket
 import struct
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from jrlhf.meshes import GENERATE, SCORE, TRAIN, TRAIN_TP, make_mesh
 from jrlhf.models import export_hf, param_shardings
 from jrlhf.models.hf import load_hf, read_config
 from jrlhf.models.weights import HeadKind
+from tests.support.processes import free_port
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -431,10 +431,10 @@ for name, layout, mesh in (("train", TRAIN, make_mesh(fsdp=4)), ("generate", GEN
 
 
 @pytest.mark.full
-def test_two_processes_copy_their_own_slices_and_write_one_model(reference, tmp_path, configs, free_port):
+def test_two_processes_copy_their_own_slices_and_write_one_model(reference, tmp_path, configs):
     params = random_model(reference, configs["qwen2"])
     directory = export_hf(params, configs["qwen2"], tmp_path / "model", eos_ids=(3,))
-    address = f"localhost:{free_port}"
+    address = f"127.0.0.1:{free_port()}"
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", _PROCESS, str(tmp_path), address, str(index)], stderr=subprocess.PIPE, text=True
@@ -446,10 +446,3 @@ def test_two_processes_copy_their_own_slices_and_write_one_model(reference, tmp_
     for name in ("train", "generate"):
         for file in directory.iterdir():
             assert (tmp_path / name / file.name).read_bytes() == file.read_bytes()
-
-
-@pytest.fixture
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
