@@ -91,7 +91,7 @@ ROLLOUTS = Rollouts(
 def chosen(iteration: int) -> LastRows | None:
     """Where the last rows of an iteration decode, by the lengths of those before."""
     before = range(max(0, iteration - RECENT), iteration)
-    return choose(ROLLOUTS, [lengths_of(number) for number in before]).last
+    return choose(ROLLOUTS, [decode(ROLLOUTS, lengths_of(number)) for number in before]).last
 
 
 def plan_file(directory: Path) -> Path:
@@ -115,10 +115,11 @@ def function(completions: Sequence[str]) -> list[float]:
 
 
 class Sleeps:
-    """What takes a given time in a run, in the place of what an accelerator computes. seconds: of each iteration."""
+    """Replaces what an accelerator computes by sleeps. seconds, lasts: of each iteration, its time and its move."""
 
     def __init__(self):
         self.seconds: list[float] = []
+        self.lasts: list[LastRows | None] = []
         self._device = ThreadPoolExecutor(1)
         self._begun: float | None = None
         self._lengths: np.ndarray | None = None  # of the rollout that is drawn
@@ -131,6 +132,7 @@ class Sleeps:
 
         def sampled(actor: Actor, *arguments: Any, **options: Any) -> Any:
             self._lengths = lengths_of(len(self.seconds))
+            self.lasts.append(options["last"])
             rollout = sample(actor, *arguments, **options)
             self._lengths = None
             return rollout
@@ -183,8 +185,9 @@ def _sleep_until(end: float) -> float:
     return max(end, time.monotonic())
 
 
-def seconds_of(directory: str, *settings: str, while_decoding: bool = True) -> list[float]:
-    """The seconds from the first decode step to the first update, of each iteration of a run after the first ones."""
+def measured(directory: str, *settings: str, while_decoding: bool = True) -> tuple[list[float], list[LastRows | None]]:
+    """Returns, for each iteration of a run after the first ones, the seconds from the first decode step to the first
+    update, and where its last rows moved."""
     rewards = "rewards=[{name: slow, function: benchmarks.interstage:function}]"
     overrides = [f"run_dir={directory}", f"name={len(list(Path(directory).iterdir()))}", rewards, *settings]
     text = Path("configs/arithmetic-grpo.yaml").read_text().partition("\ngrpo:")[0]
@@ -195,7 +198,7 @@ def seconds_of(directory: str, *settings: str, while_decoding: bool = True) -> l
         for patch in sleeps.patches(while_decoding=while_decoding):
             stack.enter_context(patch)
         train(load_config(str(file), [*SETTINGS, *overrides]))
-    return sleeps.seconds[FIRST:]
+    return sleeps.seconds[FIRST:], sleeps.lasts[FIRST:]
 
 
 def run_of(seconds: Sequence[float], predicted: Sequence[float], baseline: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -211,14 +214,14 @@ def main() -> None:
     iterations = range(FIRST, ITERATIONS)
     with tempfile.TemporaryDirectory() as directory:
         for while_decoding in (False, True):
-            seconds = seconds_of(directory, "plan=disaggregated", while_decoding=while_decoding)
+            seconds, _ = measured(directory, "plan=disaggregated", while_decoding=while_decoding)
             predicted = [simulate(lengths_of(number), while_decoding=while_decoding) for number in iterations]
             rows.append({"while_decoding": while_decoding} | run_of(seconds, predicted, rows))
             print(rows[-1], flush=True)
         for move in (False, True):
             groups = "auto" if move else "null"
-            seconds = seconds_of(directory, f"plan={plan_file(Path(directory))}", f"rollout.last_groups={groups}")
-            lasts = [chosen(number) if move else None for number in iterations]
+            settings = f"plan={plan_file(Path(directory))}", f"rollout.last_groups={groups}"
+            seconds, lasts = measured(directory, *settings)
             decoded = [decode(ROLLOUTS, lengths_of(number)) for number in iterations]
             predicted = [finish(ROLLOUTS, chunks, last) for chunks, last in zip(decoded, lasts, strict=True)]
             to = [None if last is None else [last.groups, last.rows] for last in lasts]

@@ -40,6 +40,10 @@ class Slice:
         """One more than the index of the last device."""
         return self.start + self.count
 
+    def first(self, count: int) -> "Slice":
+        """Returns the first devices of these."""
+        return Slice(self.start, count)
+
     def overlaps(self, other: "Slice") -> bool:
         """True if a device is in both."""
         return self.start < other.stop and other.start < self.stop

@@ -16,11 +16,10 @@ prepare_simulated(8)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# One directory for all test processes: the first one creates it, and each program is compiled once.
-if "TEST_PROGRAMS" not in os.environ:
-    os.environ["TEST_PROGRAMS"] = tempfile.mkdtemp()
-    atexit.register(shutil.rmtree, os.environ["TEST_PROGRAMS"], ignore_errors=True)
-jax.config.update("jax_compilation_cache_dir", os.environ["TEST_PROGRAMS"])
+# Each test process compiles a program once. JAX does not lock such a directory, so processes do not share one.
+PROGRAMS = tempfile.mkdtemp()
+atexit.register(shutil.rmtree, PROGRAMS, ignore_errors=True)
+jax.config.update("jax_compilation_cache_dir", PROGRAMS)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # Outside of the next line's directory: matplotlib takes seconds to build its font cache, and logs a warning after five.

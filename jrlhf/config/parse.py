@@ -229,8 +229,12 @@ def convert(kind: Any, value: object, path: str) -> Any:
 def _convert_union(kinds: list[Any], value: object, path: str) -> Any:
     """Converts to `X | None`, a number or a word, or a section chosen by the Literal of its first field."""
     given = parsed(value, path)
-    if len(kinds) > 1 and kinds[0] is int:
-        kinds = kinds[:1] if given is None or math.isfinite(_number(given)) else kinds[1:]
+    if kinds[0] is int and len(kinds) > 1 and given is not None and not math.isfinite(_number(given)):
+        (words,) = (get_args(kind) for kind in kinds[1:])
+        if given not in words:
+            raise UserError(f"{path}={_shown(given)}: it must be a whole number or {' or '.join(words)}")
+        return str(given)
+    kinds = kinds[:1] if kinds[0] is int else kinds
     if len(kinds) > 1:
         return convert(kinds[0], value, path) if given is None else _convert_tagged(kinds, given, path)
     if given is None:

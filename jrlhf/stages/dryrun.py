@@ -159,7 +159,7 @@ def _scored_early(config: Config, graph: Graph, plan: Plan) -> list[str]:
 def _decoding_last(placement: Placement, groups: int | Literal["auto"] | None) -> Slice:
     """Returns the devices on which the last rows decode. "auto" counts as one group, the fewest possible."""
     devices, groups = placement.devices, 1 if groups == "auto" else groups
-    return devices if groups is None else Slice(devices.start, groups * placement.tensor)
+    return devices if groups is None else devices.first(groups * placement.tensor)
 
 
 def _parts(parts: Mapping[str, float]) -> str:

@@ -88,16 +88,14 @@ def _open_context(
     if resume:
         from_main(partial(check_origins, hub_names(config), run_path(config)))
     mesh, models, plan = select_resources(config, resume=resume)
-    placements = {}
+    console, placements, moves = _open_console(config), {}, None
     if plan is not None:
-        graph, ahead = graph_of(config), config.offloading.ahead
-        fused = fused_updates(workload_of(config, graph, models), plan)
-        placements = place_roles(plan, graph, list(mesh.devices.flat), fused=fused, prefetch=ahead)
-    console, moves = _open_console(config), None
-    if plan is not None and config.rollout.last_groups == "auto":
-        workload, here = workload_of(config, graph_of(config), models), list(mesh.devices.flat)
-        prices = prices_here(config, workload, here, "rollout.last_groups=null")
-        moves = Moves(rollouts_of(config, prices, plan), config.rollout.last_rows, console.line)
+        graph, ahead, devices = graph_of(config), config.offloading.ahead, list(mesh.devices.flat)
+        workload = workload_of(config, graph, models)
+        placements = place_roles(plan, graph, devices, fused=fused_updates(workload, plan), prefetch=ahead)
+        if config.rollout.last_groups == "auto":
+            prices = prices_here(config, workload, devices, "rollout.last_groups=null")
+            moves = Moves(rollouts_of(config, prices, plan), config.rollout.last_rows, console.line)
     if plan is not None and (line := transfer_line(plan, [device.process_index for device in mesh.devices.flat])):
         console.line(line)
     if plan is not None and config.fleet is not None and config.fleet.engine == "ray":

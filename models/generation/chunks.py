@@ -29,7 +29,7 @@ from jrlhf.meshes import AXES, GENERATE, to_devices, to_host, transfer
 from jrlhf.models.attention import LayerCache, empty_cache, filled_cache, grown_cache, transposes_keys
 from jrlhf.models.collectives import TENSOR, all_rows, check_rows, own_rows
 from jrlhf.models.generation.decoding import OWN, SHARED, Decoder, Generation, Results, Rows, assemble, first_rows
-from jrlhf.models.generation.occupancy import EMPTY, Admission, LastRows, Occupancy, Table
+from jrlhf.models.generation.occupancy import EMPTY, Admission, LastRows, Occupancy
 from jrlhf.models.generation.schedule import Schedule
 from jrlhf.models.lora import base_on
 from jrlhf.models.params import Params, split_arguments
@@ -113,12 +113,6 @@ class Programs:
         shape = slots * self.groups, max(config.kv_heads, self.tensor), length, config.head_dim
         caches = [self._empty(*shape) for _ in range(config.layers)]
         return Slots(caches, self._done_rows(prompts, slots // self.tensor))
-
-    def occupancy(self, schedule: Schedule, prompts: Prompts, slots: int) -> Occupancy:
-        """Returns an empty `Occupancy` with `slots` slots per group."""
-        count, width = prompts.prompts.shape
-        tables = [Table(count // self.groups, self.samples, slots) for _ in range(self.groups)]
-        return Occupancy(schedule, tables, width, self.decoder.sampling.max_new_tokens, self.tensor)
 
     def no_results(self, rows: int) -> Results:
         """Returns the results of rows before their first token."""
@@ -237,9 +231,11 @@ class ChunkedRollouts:
         programs, decoder = self._programs, self._programs.decoder
         params, adapter, (prompts, prompt_lengths, row_keys) = split_arguments(arguments, decoder.lora)
         decoder.check(prompts, len(row_keys))
-        slots = min(self._schedule.slots or len(row_keys), len(row_keys))
-        check_rows(slots, programs.mesh, AXES, "decode slots")
-        slots //= programs.groups
+        (count, width), limit = prompts.shape, decoder.sampling.max_new_tokens
+        sizes = {"groups": programs.groups, "tensor": programs.tensor, "width": width, "limit": limit}
+        check_rows(min(self._schedule.slots or len(row_keys), len(row_keys)), programs.mesh, AXES, "decode slots")
+        occupancy = Occupancy.empty(self._schedule, count, programs.samples, **sizes)
+        slots = occupancy.counts[0]
         if slots < programs.samples:
             least = math.ceil(programs.samples * programs.groups / programs.mesh.size) * programs.mesh.size
             raise ValueError(
@@ -247,12 +243,11 @@ class ChunkedRollouts:
                 f"groups of devices has {slots}: raise slots to {least} or more"
             )
         on_mesh = Prompts(*programs.put((prompts, prompt_lengths, row_keys)))
-        if last is None and isinstance(self._schedule.last_groups, int):
-            last = LastRows(self._schedule.last_groups, self._schedule.last_rows)
-        occupancy, fewer = programs.occupancy(self._schedule, on_mesh, slots), self._fewer(last)
+        last = last or LastRows.of(self._schedule)
+        fewer = self._fewer(last)
         rollout = _Rollout(programs, (params, adapter), on_mesh, occupancy, last, fewer)
-        shape = (*prompts.shape, slots)
-        for key, warm in ((shape, rollout.warm), ((*shape, fewer and fewer.groups), rollout.warm_move)):
+        shape, groups = (*prompts.shape, slots), None if fewer is None else fewer.groups
+        for key, warm in ((shape, rollout.warm), ((*shape, groups), rollout.warm_move)):
             if key not in self._warm:
                 warm()
                 self._warm.add(key)
@@ -388,5 +383,8 @@ class _Rollout:
             with jax.set_mesh(fewer.mesh):
                 moved = self._moved(fewer, Slots([*slots.caches], slots.rows))
                 jax.block_until_ready(moved._prompts)
+        results = programs.no_results(self._rows)
         with jax.set_mesh(fewer.mesh):
             moved._warm_steps(occupancy.counts[-1], None)
+            generation = fewer.assemble(moved._prompts.prompts, moved._prompts.lengths, transfer(results, fewer.mesh))
+        jax.block_until_ready(transfer(generation, programs.mesh))

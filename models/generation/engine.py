@@ -79,8 +79,9 @@ class Engine:
     A call is engine(params, prompts [U, P], prompt_lengths [U], row_keys [N]) -> Generation of N = U * samples rows;
     with `lora` it is engine(adapter, prompts, prompt_lengths, row_keys, base). The other arguments are those of
     `make_generate`. If the schedule asks for one program, a call runs that function. Otherwise the first call with a
-    shape compiles all programs that any call with that shape may need, and calls must be outside jit: after every chunk
-    the host reads which rows are done, and calls `watch`. last: where the last rows decode; None: by the schedule.
+    shape, and the first with a number of groups for its last rows, compiles all programs that such calls may need, and
+    calls must be outside jit: after every chunk the host reads which rows are done, and calls `watch`. last: where the
+    last rows decode; None: by the schedule.
     """
 
     def __init__(

@@ -26,6 +26,11 @@ class LastRows:
     groups: int
     rows: int | None = None
 
+    @classmethod
+    def of(cls, schedule: Schedule) -> Self | None:
+        """Returns the move that a schedule asks for; None: rows stay, or a simulation chooses."""
+        return cls(schedule.last_groups, schedule.last_rows) if isinstance(schedule.last_groups, int) else None
+
     def move(self, running: Sequence[int], waiting: bool, slots: int) -> bool:
         """True if the rows move now: no prompt waits, few enough are left, and they fit.
 
@@ -119,6 +124,15 @@ class Occupancy:
         self.lengths = schedule.cache_lengths(width, limit)
         self.waves = schedule.waves(first.prompts, slots // first.samples, width)
         self.length = self.lengths[0]
+
+    @classmethod
+    def empty(
+        cls, schedule: Schedule, prompts: int, samples: int, *, groups: int, tensor: int, width: int, limit: int
+    ) -> Self:
+        """Returns the occupancy before the first prompt. prompts: of all groups."""
+        slots = min(schedule.slots or prompts * samples, prompts * samples) // groups
+        tables = [Table(prompts // groups, samples, slots) for _ in range(groups)]
+        return cls(schedule, tables, width, limit, tensor)
 
     @property
     def running(self) -> list[int]:

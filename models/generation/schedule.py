@@ -21,7 +21,7 @@ class Schedule:
         2048 tokens while that many wait and have room.
     last_groups: the groups of devices to which the last rows move, once these groups have room for them in their
         smallest number of slots. The other devices are then free. None: rows stay. auto: by the rollouts before.
-    last_rows: maximum number of rows in such a move; with more, rows stay. None: as many as fit; auto may choose fewer.
+    last_rows: maximum number of rows in such a move; with more, rows stay. None: as many as fit.
 
     Each pair of a bucket and a length is a compiled program, and so is each of at most two numbers of prompts that are
     prefilled together. Small programs move a layer's rows between caches of these shapes.

@@ -6,8 +6,9 @@ decode step: the last rows keep the number of slots that a group has.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import fmean
 
 import numpy as np
@@ -15,10 +16,11 @@ from jaxtyping import Bool, Int
 
 from jrlhf.config.check import divisors
 from jrlhf.config.schema import Config
+from jrlhf.errors import UserError
 from jrlhf.meshes import Call, Graph
 from jrlhf.meshes.plan import Plan, Slice
 from jrlhf.models import Schedule
-from jrlhf.models.generation.occupancy import LastRows, Occupancy, Table
+from jrlhf.models.generation.occupancy import LastRows, Occupancy
 from jrlhf.planning import moves
 from jrlhf.planning.time import CostModel
 
@@ -61,12 +63,15 @@ class Rollouts:
     def groups(self) -> int:
         return self.devices.count // self.tensor
 
+    @cached_property
+    def last_slots(self) -> int:
+        """The smallest number of slots of a group, in which the last rows decode."""
+        return self.occupancy().counts[-1]
+
     def occupancy(self) -> Occupancy:
         """Returns an empty `Occupancy`, as at the start of the engine."""
-        rows = self.prompts * self.samples
-        slots = min(self.schedule.slots or rows, rows) // self.groups
-        tables = [Table(self.prompts // self.groups, self.samples, slots) for _ in range(self.groups)]
-        return Occupancy(self.schedule, tables, self.width, self.limit, self.tensor)
+        sizes = {"groups": self.groups, "tensor": self.tensor, "width": self.width, "limit": self.limit}
+        return Occupancy.empty(self.schedule, self.prompts, self.samples, **sizes)
 
 
 @dataclass(frozen=True)
@@ -110,14 +115,14 @@ def finish(rollouts: Rollouts, chunks: Sequence[Chunk], last: LastRows | None) -
 
     A device does one thing at a time, in the order of dispatch. last: the move of the last rows; None: they stay.
     """
-    slots, whole = rollouts.occupancy().counts[-1], rollouts.devices
+    slots, whole = rollouts.last_slots, rollouts.devices
     free = np.zeros(max(one.devices.stop for one in (rollouts, *rollouts.scoring)))
     tiles = np.stack([chunk.done.reshape(-1, rollouts.tile).all(axis=1) for chunk in chunks])
     scored = np.zeros((len(rollouts.scoring), tiles.shape[1]), bool)
     decoding, delay, now = whole, 0.0, 0.0
     for number, chunk in enumerate(chunks):
         if last is not None and decoding == whole and last.move(chunk.running, chunk.waiting, slots):
-            decoding = Slice(whole.start, last.groups * rollouts.tensor)
+            decoding = whole.first(last.groups * rollouts.tensor)
             delay = rollouts.move(last.groups, chunk.positions)
         now, final = chunk.end + delay, number == len(chunks) - 1
         for call, given in zip(rollouts.scoring, scored, strict=True):
@@ -140,19 +145,18 @@ class Choice:
     staying: float
 
 
-def choose(rollouts: Rollouts, lengths: Sequence[Lengths], rows: int | None = None) -> Choice:
-    """Simulates rollouts of these lengths with each move, and returns the fastest; among equal ones with fewest groups.
+def choose(rollouts: Rollouts, decoded: Sequence[Sequence[Chunk]], rows: int | None = None) -> Choice:
+    """Simulates the scores of decoded rollouts with each move; returns the fastest, among equal ones to fewest groups.
 
-    rows: maximum number of rows that move; None: tries as many as fit, half of them, and so on; prefers more rows.
+    rows: maximum number of rows that move; None: as many as fit. Fewer would gain nothing: a move changes no decode
+    step, so the earliest one frees the devices for the longest time.
     """
-    decoded, slots = [decode(rollouts, own) for own in lengths], rollouts.occupancy().counts[-1]
     staying = fmean(finish(rollouts, chunks, None) for chunks in decoded)
     best = Choice(None, staying, staying)
     for groups in divisors(rollouts.groups)[:-1]:
-        halves = [groups * slots >> halved for halved in range((groups * slots).bit_length())]
-        for last in (LastRows(groups, most) for most in ([rows] if rows is not None else halves)):
-            seconds = fmean(finish(rollouts, chunks, last) for chunks in decoded)
-            best = Choice(last, seconds, staying) if seconds < best.seconds else best
+        last = LastRows(groups, groups * rollouts.last_slots if rows is None else rows)
+        seconds = fmean(finish(rollouts, chunks, last) for chunks in decoded)
+        best = Choice(last, seconds, staying) if seconds < best.seconds else best
     return best
 
 
@@ -165,10 +169,11 @@ class Moves:
     def __init__(self, rollouts: Mapping[str, Rollouts], rows: int | None, tell: Callable[[str], None]):
         """rollouts: by call that draws. rows: `rollout.last_rows`. tell: called with a sentence for each new choice."""
         self._rollouts, self._rows, self._tell = rollouts, rows, tell
-        self._recent = {name: deque[Lengths](maxlen=RECENT) for name in rollouts}
+        self._recent = {name: deque[list[Chunk]](maxlen=RECENT) for name in rollouts}
         self._last: dict[str, LastRows | None] = dict.fromkeys(rollouts)
         for one in rollouts.values():
-            choose(one, [np.full(one.prompts * one.samples, one.limit)])  # an unmeasured part ends the run now
+            _ = one.step(1, one.width), one.prefill(1)  # a part that was not measured ends the run now
+        refuse_needless(rollouts.values())
 
     def before(self, call: str) -> LastRows | None:
         """Returns the move of the next rollout of a call."""
@@ -180,8 +185,16 @@ class Moves:
         return self._last[call]
 
     def after(self, call: str, lengths: Lengths) -> None:
-        """Records the lengths of a rollout's responses."""
-        self._recent[call].append(lengths)
+        """Records a rollout by the lengths of its responses."""
+        self._recent[call].append(decode(self._rollouts[call], lengths))
+
+
+def refuse_needless(rollouts: Iterable[Rollouts]) -> None:
+    """Raises UserError if no move frees devices for a call that scores."""
+    if not any(call.devices.overlaps(one.devices) for one in rollouts for call in one.scoring):
+        raise UserError(
+            "rollout.last_groups=auto has no effect, because no model scores early on devices that draw: leave it out"
+        )
 
 
 def _described(choice: Choice, groups: int) -> str:
@@ -196,16 +209,18 @@ def _described(choice: Choice, groups: int) -> str:
 def describe(config: Config, prices: CostModel, plan: Plan, lengths: Sequence[Lengths]) -> list[str]:
     """Returns lines on the best moves for rollouts of these lengths, and on the gain of tiles with the config."""
     lines, whole = [], replace(config, compute=replace(config.compute, score_rows=None))
-    at_last, groups, rows = rollouts_of(whole, prices, plan), config.rollout.last_groups, config.rollout.last_rows
-
-    def mean(rollouts: Rollouts, last: LastRows | None = None) -> float:
-        return fmean(finish(rollouts, decode(rollouts, own), last) for own in lengths)
-
-    for name, rollouts in rollouts_of(config, prices, plan).items():
-        choice, at_once = choose(rollouts, lengths, rows), mean(at_last[name])
-        last = choice.last if groups == "auto" else None if groups is None else LastRows(groups, rows)
-        verdict = "tiles gain" if mean(rollouts, last) < at_once else "leave compute.score_rows out"
-        setting = "" if groups == "auto" else ", with rollout.last_groups=auto"
+    at_last, tiled, schedule = rollouts_of(whole, prices, plan), rollouts_of(config, prices, plan), config.rollout
+    auto = schedule.last_groups == "auto"
+    if auto:
+        refuse_needless(tiled.values())
+    for name, rollouts in tiled.items():
+        decoded = [decode(rollouts, own) for own in lengths]
+        choice = choose(rollouts, decoded, schedule.last_rows)
+        at_once = fmean(finish(at_last[name], chunks, None) for chunks in decoded)
+        last = choice.last if auto else LastRows.of(schedule)
+        gains = fmean(finish(rollouts, chunks, last) for chunks in decoded) < at_once
+        verdict = "tiles gain" if gains else "leave compute.score_rows out"
+        setting = "" if auto else ", with rollout.last_groups=auto"
         lines.append(f"{name}{setting}: {_described(choice, rollouts.groups)}")
         lines.append(f"  {at_once:.3g} s if calls score whole batches after the last row: {verdict}")
     return lines
@@ -234,13 +249,11 @@ def _rollouts(config: Config, prices: CostModel, plan: Plan, call: Call) -> Roll
     of_tile = replace(prices, workload=replace(workload, rows=tile))
 
     def move(groups: int, positions: int) -> float:
-        fewer = Slice(place.devices.start, groups * place.tensor)
+        fewer = place.devices.first(groups * place.tensor)
         target = replace(place, devices=fewer, data=groups, fsdp=1, pipeline=1, micro_batches=1)
-        model, slots = decoding.model, rollouts.occupancy().counts[-1]
-        position = model.config.layers * model.numbers.cache * workload.itemsize
-        return moves.transfer_seconds(
-            (rollouts.groups - groups) * slots * positions * position, place, target, prices.cluster
-        )
+        position = decoding.model.config.layers * decoding.model.numbers.cache * workload.itemsize
+        arriving = (rollouts.groups - groups) * rollouts.last_slots * positions * position
+        return moves.transfer_seconds(arriving, place, target, prices.cluster)
 
     rollouts = Rollouts(
         config.rollout,

@@ -7,6 +7,7 @@ import pytest
 
 from jrlhf.algorithms.registry import graph_of
 from jrlhf.config import load_config
+from jrlhf.errors import UserError
 from jrlhf.meshes.hardware import HARDWARE, Cluster
 from jrlhf.meshes.plan import LayoutName, Placement, Plan, Slice
 from jrlhf.models import Schedule
@@ -49,13 +50,21 @@ def test_times_by_hand():
 
 
 def test_the_fastest_move_is_chosen_and_none_where_none_gains():
-    assert choose(TWO, [LENGTHS]) == Choice(LastRows(1, 2), 11.75, 14.5)
-    assert choose(TWO, [LENGTHS], rows=1) == Choice(LastRows(1, 1), 11.75, 14.5)
-    assert choose(TWO, [np.full(4, 8)]) == Choice(None, 14.5, 14.5)
+    unlike, equal = decode(TWO, LENGTHS), decode(TWO, np.full(4, 8))
+    assert choose(TWO, [unlike]) == Choice(LastRows(1, 2), 11.75, 14.5)
+    assert choose(TWO, [unlike], rows=1) == Choice(LastRows(1, 1), 11.75, 14.5)
+    assert choose(TWO, [equal]) == Choice(None, 14.5, 14.5)
     # A second rollout counts as much as the first one.
-    assert choose(TWO, [LENGTHS, np.full(4, 8)]) == Choice(LastRows(1, 2), (11.75 + 14.5) / 2, 14.5)
+    assert choose(TWO, [unlike, equal]) == Choice(LastRows(1, 2), (11.75 + 14.5) / 2, 14.5)
     costly = replace(TWO, move=lambda groups, positions: 3.5)
-    assert choose(costly, [LENGTHS]).last is None
+    assert choose(costly, [unlike]).last is None
+
+
+def test_a_move_that_frees_nobody_is_refused():
+    apart = replace(TWO, scoring=[Scoring(Slice(2, 1), 3.0)])
+    for rollouts in (apart, replace(TWO, scoring=[])):
+        with pytest.raises(UserError, match="last_groups=auto has no effect, because no model scores early on devices"):
+            Moves({"draw": rollouts}, None, print)
 
 
 def test_a_run_chooses_before_each_rollout_by_the_lengths_of_the_last_ones():
@@ -130,6 +139,10 @@ def test_random_rollouts_take_the_time_that_counting_tokens_gives(seed):
         lengths = np.minimum(np.ceil(draw.lognormal(1.5, 1, 32)).astype(int), 40)
         chunks = decode(rollouts, lengths)
         stays = finish(rollouts, chunks, None)
+        # No smaller number of rows is faster than as many as fit, which `choose` takes.
+        fewer = [LastRows(groups, rows) for groups in (1, 2, 4) for rows in range(1, groups * rollouts.last_slots)]
+        fewer = fewer if rollouts.groups == 8 else [last for last in fewer if last.groups < 4]
+        assert choose(rollouts, [chunks]).seconds <= min(finish(rollouts, chunks, last) for last in fewer) + 1e-9
         for last in (None, LastRows(1), LastRows(2, 3), LastRows(2, 9)):
             expected = by_token(rollouts, lengths, last)
             assert finish(rollouts, chunks, last) == pytest.approx(expected)

@@ -45,4 +45,6 @@ def test_real_runs_too(tmp_path, part):
 @pytest.mark.parametrize("part", range(2))
 def test_runs_of_several_processes_of_which_one_is_lost(tmp_path, part):
     """tests/support/real_processes.py: 2 processes with 4 devices each, and 4 with 2."""
-    assert len(cases("real_processes", tmp_path, SEED + part, 10)) == 10
+    outcomes = cases("real_processes", tmp_path, SEED + part, 10)
+    assert len(outcomes) == 10
+    assert sum(case["what"].startswith("too late") for case in outcomes) <= 3

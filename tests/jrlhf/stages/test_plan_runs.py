@@ -20,7 +20,7 @@ from jrlhf.config.schema import Config
 from jrlhf.meshes.hardware import HARDWARE, Cluster
 from jrlhf.models.generation.occupancy import LastRows
 from jrlhf.planning import auto
-from jrlhf.planning.fusion.last_rows import Moves
+from jrlhf.planning.fusion.last_rows import Moves, Rollouts
 from jrlhf.planning.plans import plan_yaml, read_plan
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import workload_of
@@ -177,7 +177,7 @@ def test_devices_that_the_last_rows_leave_score_with_the_bits_of_a_later_time(ma
         Context, "sampling", property(lambda self: replace(sampling(self), stop_ids=tuple(range(0, 300, 4))))
     )
     rollout = {"chunk": 1, "buckets": 1, "last_groups": 1}
-    settings = {"compute": {"score_rows": 4}, "rollout": rollout}
+    settings = {"compute": {"score_rows": 4}, "rollout": rollout, "ppo": {"iterations": 3}}
     placed = {"actor_generate": ALL, "reference_logprobs": SECOND, "critic_values": SECOND}
     plan = by_hand(tmp_path / "plan.yaml", make("plan", "ppo", **settings), **placed)
 
@@ -189,19 +189,34 @@ def test_devices_that_the_last_rows_leave_score_with_the_bits_of_a_later_time(ma
     while_others_decode = run(make("early", "ppo", plan, **settings))
     assert {size for size, results in early} == {2, 8} and all(results == 0 for size, results in early if size == 8)
     assert max(results for _, results in early) > 0
-    # The same as a choice of the run: what was drawn is noted after each rollout.
-    noted, seen = [], early.copy()
+    # The run chooses: if scoring costs much and a move nothing, all rollouts have one but the first, and that after a
+    # resume, too.
+    costly = {"step": lambda *_: 1.0, "prefill": lambda _: 0.0, "move": lambda *_: 0.0}
+    of_prices, before, choices = setup.rollouts_of, Moves.before, list[LastRows | None]()
+
+    def rollouts_of(*arguments: Any) -> dict[str, Rollouts]:
+        found = of_prices(*arguments)
+        return {
+            name: replace(one, scoring=[replace(call, seconds=3.0) for call in one.scoring], **costly)
+            for name, one in found.items()
+        }
+
+    def chosen(self: Moves, call: str) -> LastRows | None:
+        choices.append(before(self, call))
+        return choices[-1]
+
     monkeypatch.setattr(
         setup, "prices_here", lambda _, workload, *__: CostModel(workload, Cluster(HARDWARE["h100"], 8))
     )
-    monkeypatch.setattr(Moves, "before", lambda self, call: LastRows(1))
-    monkeypatch.setattr(Moves, "after", lambda self, call, lengths: noted.append((call, lengths.mean())))
+    monkeypatch.setattr(setup, "rollouts_of", rollouts_of)
+    monkeypatch.setattr(Moves, "before", chosen)
     early.clear()
-    chosen = run(make("chosen", "ppo", plan, **settings | {"rollout": rollout | {"last_groups": "auto"}}))
-    assert_same_bits(while_others_decode, chosen)
-    assert early == seen
-    means = [record["response_length/mean"] for record in read_metrics(chosen)]
-    assert noted == [("actor.generate", pytest.approx(mean)) for mean in means]
+    config = make("chosen", "ppo", plan, **settings | {"rollout": rollout | {"last_groups": "auto"}})
+    assert_same_bits(while_others_decode, run(config))
+    assert choices[0] is None and None not in choices[1:] and {size for size, _ in early} > {8}
+    resumed(config, 3)
+    assert_same_bits(while_others_decode, Path(config.run_dir) / config.name)
+    assert len(choices) == 4 and choices[3] is None
     monkeypatch.setattr(OpenRollout, "_hand_out", lambda *_: None)
     assert_same_bits(while_others_decode, run(make("late", "ppo", plan, **settings)))
 

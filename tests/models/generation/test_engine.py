@@ -269,14 +269,30 @@ def test_the_last_rows_move_to_fewer_devices_and_keep_their_bits(sizes, groups, 
 
 @pytest.mark.parametrize("schedule", [Schedule(16, 2, 2, 2, 2), Schedule(None, 4, 3, 1)], ids=["refill", "compaction"])
 def test_the_simulator_of_the_last_rows_has_the_looks_of_the_engine(schedule, monkeypatch):
-    """The same rows are done at each look, of groups of two devices, in slots that others had before."""
-    setting, looks = Setting((2, 1, 2), samples=2), []
+    """The same rows are done at each look, of groups of two devices, in slots that others had before; and the chunks
+    have the same slots and caches."""
+    setting, looks, sizes, simulated = Setting((2, 1, 2), samples=2), [], [], []
+    release = _Rollout._release
+
+    def sized(self, rows):
+        sizes.append((len(self._occupancy.tables[0].row), self._occupancy.length))
+        return release(self, rows)
+
     monkeypatch.setattr(_Rollout, "warm", lambda self: None)
+    monkeypatch.setattr(_Rollout, "_release", sized)
     engine = Engine(CONFIG, setting.mesh, SAMPLING, schedule, samples=2)
     watch = partial(engine, watch=lambda done, *_: looks.append(done))
     lengths = setting.call(watch, setting.prompts, setting.keys).response_lengths
-    free = {"scoring": (), "step": lambda *_: 1.0, "prefill": lambda _: 0.0, "move": lambda *_: 0.0}
+    free = {
+        "scoring": (),
+        "step": lambda *size: simulated.append(size) or 1.0,
+        "prefill": lambda _: 0.0,
+        "move": lambda *_: 0.0,
+    }
     chunks = decode(Rollouts(schedule, U, 2, P, R, Slice(0, 4), 2, tile=2, **free), lengths)
+    (slots, positions), expected = zip(*sizes, strict=True), zip(*simulated, strict=True)
+    assert slots == next(expected)
+    assert np.all(np.array(positions) <= next(expected))  # the simulator takes all prompts for the longest
     assert len(looks) > 8 or schedule.slots is None
     np.testing.assert_array_equal([chunk.done for chunk in chunks[:-1]], looks)
     assert chunks[-1].done.all()
