@@ -195,10 +195,9 @@ def test_devices_that_the_last_rows_leave_score_with_the_bits_of_a_later_time(ma
     of_prices, before, choices = setup.rollouts_of, Moves.before, list[LastRows | None]()
 
     def rollouts_of(*arguments: Any) -> dict[str, Rollouts]:
-        found = of_prices(*arguments)
         return {
             name: replace(one, scoring=[replace(call, seconds=3.0) for call in one.scoring], **costly)
-            for name, one in found.items()
+            for name, one in of_prices(*arguments).items()
         }
 
     def chosen(self: Moves, call: str) -> LastRows | None:
