@@ -23,9 +23,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.records import RESULTS, provenance, write
-from jrlhf.fleet.predict import Prediction, predict, token_versions, trade_off
+from benchmarks.rules import Cost, Setting, cost, simulate
+from jrlhf.fleet.predict import token_versions
 from jrlhf.fleet.schedule import Rules
-from jrlhf.fleet.simulate import Setting, lognormal, simulate
+from jrlhf.fleet.simulate import lognormal
 
 VERSIONS = 1000
 BOUNDS = (0, 1, 2, 4, 8, 16)
@@ -94,8 +95,7 @@ def sigma_for(ratio: float, samples: int) -> float:
 
 def closed_form() -> list[dict[str, Any]]:
     return [
-        {**asdict(run), "formula": run.formula, "simulated": predict(run.setting, VERSIONS).group_age}
-        for run in PUBLISHED
+        {**asdict(run), "formula": run.formula, "simulated": cost(run.setting, VERSIONS).group_age} for run in PUBLISHED
     ]
 
 
@@ -121,14 +121,14 @@ RULES: Mapping[str, Setting] = {
 }
 
 
-def cost(setting: Setting, prediction: Prediction) -> dict[str, Any]:
-    """A prediction as a record, with times in times of an update: 1 if the trainer never waits."""
+def record_of(setting: Setting, result: Cost) -> dict[str, Any]:
+    """A cost as a record, with times in times of an update: 1 if the trainer never waits."""
     update = setting.rules.update
-    return asdict(replace(prediction, step=prediction.step / update, time_per_batch=prediction.time_per_batch / update))
+    return asdict(replace(result, step=result.step / update, time_per_batch=result.time_per_batch / update))
 
 
 def rules() -> list[dict[str, Any]]:
-    return [{"rule": title, **cost(setting, predict(setting, VERSIONS))} for title, setting in RULES.items()]
+    return [{"rule": title, **record_of(setting, cost(setting, VERSIONS))} for title, setting in RULES.items()]
 
 
 def prefill_price() -> float:
@@ -153,9 +153,10 @@ def settings(sigmas: Sequence[float] = SIGMAS, bounds: Sequence[int] = BOUNDS) -
     for sigma in sigmas:
         for title in WAYS:
             setting = replace(RUN, lengths=lognormal(1000, sigma), prefill=prefill_price(), **WAYS[title])
-            for bound, prediction in zip(bounds, trade_off(setting, bounds, VERSIONS), strict=True):
+            for bound in bounds:
+                bounded = replace(setting, rules=replace(setting.rules, staleness=bound))
                 name = {"sigma": sigma, "on_new_weights": title, "staleness": bound}
-                rows.append({**name, **cost(setting, prediction)})
+                rows.append({**name, **record_of(setting, cost(bounded, VERSIONS))})
     return rows
 
 
@@ -201,7 +202,7 @@ def verl_step(name: str, mean: float, sigma: float) -> float:
         publish=publish,
         rule="capacity",
     )
-    return predict(setting, VERL_VERSIONS * publish // 4).step * publish / second
+    return cost(setting, VERL_VERSIONS * publish // 4).step * publish / second
 
 
 def verl() -> dict[str, Any]:
@@ -355,7 +356,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "staleness.json")
     options = parser.parse_args()
     began = time.process_time()
-    predict(RUN, VERSIONS)
+    cost(RUN, VERSIONS)
     seconds = time.process_time() - began
     record = {
         "benchmark": "staleness",

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Int
 
 from jrlhf.config.schema import Config
 from jrlhf.fleet.schedule import Rules, fresh
-from jrlhf.fleet.simulate import DROPPED, WAITING, Setting, Trace, lognormal, simulate
+from jrlhf.fleet.simulate import WAITING, Setting, Trace, lognormal, simulate
 from jrlhf.meshes.graph import home_of
 from jrlhf.planning import auto
 from jrlhf.planning.fusion.last_rows import RECENT
@@ -34,15 +34,10 @@ class Prediction:
 
     step: time from one update to the next. trainer_waits: share of the time in which the trainer does not update.
     rollouts_wait: share of the slots' time in which they hold no row, or decoding stops for new weights.
-    mean_age, max_age: ages of all tokens that updates read. max_full_age: maximum age of tokens with full weight.
-    group_age, max_group_age: mean and maximum age of groups, counted from the version that drew their first token.
-    discarded: share of rows that were dropped.
-    older: share of sampled tokens that an update read and that were older than the bound. A mask gives them weight 0,
-        truncated importance weighting at most the truncation bound.
-    zero_weight: share of sampled tokens with weight 0 if older ones are masked; includes tokens of dropped rows.
-    full_weight: tokens with full weight over sampled tokens, by quartile of row length, shortest rows first.
+    mean_age, max_age: ages of all tokens that updates read.
+    zero_weight: share of sampled tokens that are older than the bound. A mask gives them weight 0, truncated
+        importance weighting at most the truncation bound.
     time_per_batch: time to learn with full weight from as many tokens as a batch of sampled rows has.
-    length_ratio: mean length of rows that updates read, over the mean length of rows that started in the same time.
     """
 
     step: float
@@ -50,15 +45,8 @@ class Prediction:
     rollouts_wait: float
     mean_age: float
     max_age: int
-    max_full_age: int
-    group_age: float
-    max_group_age: int
-    discarded: float
-    older: float
     zero_weight: float
-    full_weight: tuple[float, ...]
     time_per_batch: float
-    length_ratio: float
 
 
 def predict(setting: Setting, versions: int = 300, seed: int = 0) -> Prediction:
@@ -82,35 +70,20 @@ def summarise(trace: Trace) -> Prediction:
     first, last = versions // 5, versions - 1
     time, area = trace.begins[last] - trace.begins[first], trace.busy[last] - trace.busy[first]
     step = float(time / (last - first))
-    read, started = ((numbers >= first) & (numbers < last) for numbers in (trace.trained, trace.drawn))
-    middle = (trace.drawn >= first) & (trace.drawn < versions - first) & (trace.trained != WAITING)
-    learned = middle & (trace.trained != DROPPED)
-
+    learned = (trace.drawn >= first) & (trace.drawn < versions - first) & (trace.trained != WAITING)
     rows, drawn, tokens = token_versions(trace, learned)
     trained = np.repeat(trace.trained[learned], setting.samples)[rows]
-    ages, young = trained - drawn, fresh(drawn, trained, rules.staleness)
-    full = young if setting.rule == "token_bound" else np.ones_like(young)
-    weighted = np.zeros(trace.lengths.shape)
-    weighted[learned] = np.bincount(rows, tokens * full, weighted[learned].size).reshape(-1, setting.samples)
-    lengths, weighted = trace.lengths[middle].ravel(), weighted[middle].ravel()
-    quartiles = np.array_split(np.argsort(lengths, kind="stable"), 4)
-    length_ratio = float(trace.lengths[read].mean() / trace.lengths[started].mean())
-    group_ages = (trace.trained - trace.drawn)[learned]
+    ages, full = trained - drawn, fresh(drawn, trained, rules.staleness)
+    read, started = ((numbers >= first) & (numbers < last) for numbers in (trace.trained, trace.drawn))
+    longer = float(trace.lengths[read].mean() / trace.lengths[started].mean())
     return Prediction(
         step=step,
         trainer_waits=1 - rules.update / step,
         rollouts_wait=float(1 - area / (time * setting.slots)),
         mean_age=float(np.average(ages, weights=tokens)),
         max_age=int(ages.max()),
-        max_full_age=int(ages[full].max()),
-        group_age=float(group_ages.mean()),
-        max_group_age=int(group_ages.max()),
-        discarded=float(1 - learned.sum() / middle.sum()),
-        older=float(tokens[~young].sum() / lengths.sum()),
-        zero_weight=float(1 - weighted.sum() / lengths.sum()),
-        full_weight=tuple(float(weighted[quartile].sum() / lengths[quartile].sum()) for quartile in quartiles),
-        time_per_batch=float(step / length_ratio * tokens.sum() / tokens[full].sum()),
-        length_ratio=length_ratio,
+        zero_weight=float(1 - tokens[full].sum() / tokens.sum()),
+        time_per_batch=float(step / longer * tokens.sum() / tokens[full].sum()),
     )
 
 

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Literal
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -16,7 +15,7 @@ from jaxtyping import Float, Int
 from jrlhf.fleet.schedule import Groups, OnNewWeights, Rules, first_batch, may_start, may_swap
 
 Lengths = Callable[[np.random.Generator, tuple[int, int]], Int[np.ndarray, "G S"]]
-WAITING, DROPPED = -1, -2  # in `Trace.trained`: groups that no update has used
+WAITING = -1  # in `Trace.trained`: groups that no update has used
 
 
 def lognormal(mean: float, sigma: float, longest: int | None = None) -> Lengths:
@@ -45,16 +44,9 @@ class Setting:
     slots: rows that decode at a time. samples: rows of a group. lengths: sampler of row lengths, in tokens.
     on_new_weights: see `schedule.may_swap`.
     chunk: decode steps between two checks for finished rows and new weights; fewer if all rows have ended.
-    together: all samples of a prompt enter the slots together, as in the engine; otherwise a row takes any free slot.
     reward: time from the last token of a group to its score. transfer: time that decoding stops for new weights.
     prefill: time to recompute the cache of one token, for `prefill_again`. prompt: tokens of a prompt.
     empty: time of a decode step with almost no rows. The time is linear in the number of rows, and 1 with full slots.
-    publish: number of updates from one publication of weights to the next.
-    rule: `token_bound` is the rule of a run: admission by capacity, and a bound per token. The others are for
-        comparison. `capacity` is admission alone (AReaL). With `in_order`, a batch is the groups that started first,
-        and the trainer waits for them. With `drop_oldest`, groups always start; if more than `queue` batches of
-        complete groups wait, the oldest groups are dropped. With `discard_stale`, groups always start; those whose
-        first token is more than `staleness` versions older than the weights to be updated are dropped.
     """
 
     rules: Rules
@@ -63,29 +55,22 @@ class Setting:
     lengths: Lengths
     on_new_weights: OnNewWeights = "keep_cache"
     chunk: int = 1
-    together: bool = True
     reward: float = 0.0
     transfer: float = 0.0
     prefill: float = 0.0
     prompt: int = 0
     empty: float = 1.0
-    publish: int = 1
-    rule: Literal["token_bound", "capacity", "in_order", "drop_oldest", "discard_stale"] = "token_bound"
-    queue: int = 1
 
     def __post_init__(self) -> None:
-        staleness, publish = self.rules.staleness, self.publish
         if self.slots < self.samples:
             raise ValueError(f"slots={self.slots} cannot hold the samples={self.samples} of a prompt")
-        if staleness < publish - 1:
-            raise ValueError(f"staleness={staleness}: no rows for the update before the first publish={publish}")
 
 
 @dataclass(frozen=True)
 class Trace:
     """A simulated run: G groups in the order in which they started, of S rows each, and V updates.
 
-    drawn: version that drew the first token of a group. trained: version that learned from it, `WAITING` or `DROPPED`.
+    drawn: version that drew the first token of a group. trained: version that learned from it, or `WAITING`.
     starts: number of decode steps before a row's first one. lengths: lengths of rows, in tokens. swaps: number of
     decode steps before a version, or a later one, drew. begins: time at which the update of a version began. busy:
     integral of the number of running rows over the time until then. working: time until then in which rows were
@@ -105,31 +90,14 @@ class Trace:
 
 def simulate(setting: Setting, versions: int, seed: int = 0) -> Trace:
     """Simulates a run of `versions` updates. The lengths of the n-th group depend only on the seed."""
-    pipeline = _Pipeline(setting, np.random.default_rng(seed))
-    while len(pipeline.begins) < versions:
-        pipeline.take_weights()
-        pipeline.start_rows()
-        pipeline.advance()
-    groups = len(pipeline.drawn) - bool(pipeline.pending)
-    swaps = pipeline.swaps + [pipeline.step] * (versions - len(pipeline.swaps))  # versions that drew nothing
-    return Trace(
-        setting,
-        np.array(pipeline.drawn[:groups]),
-        np.array(pipeline.trained[:groups]),
-        np.array(pipeline.starts[:groups]),
-        np.array(pipeline.lengths[:groups]),
-        np.array(swaps),
-        np.array(pipeline.begins),
-        np.array(pipeline.busy),
-        np.array(pipeline.begins) - np.array(pipeline.idle),
-    )
+    return Pipeline(setting, seed).run(versions)
 
 
-class _Pipeline:
+class Pipeline:
     """The state of a simulated run at one time."""
 
-    def __init__(self, setting: Setting, rng: np.random.Generator):
-        self.setting, self.rng = setting, rng
+    def __init__(self, setting: Setting, seed: int):
+        self.setting, self.rng = setting, np.random.default_rng(seed)
         self.now, self.step = 0.0, 0  # virtual time, and decode steps so far
         self.version, self.swaps = 0, [0]  # the version that draws now; see `Trace.swaps`
         self.trainer_free, self.ready = 0.0, 0.0  # the times of the trainer's next events
@@ -139,18 +107,40 @@ class _Pipeline:
         # Rows in slots advance in lockstep, so their last steps order them: (last step, group, first step).
         self.running: list[tuple[int, int, int]] = []
         self.last = 0  # the largest of the last steps
-        self.pending: list[int] = []  # lengths of the newest group's rows that have no slot yet
         self.groups: Groups[float] = Groups()
-        self.lengths: list[list[int]] = []
+        self.lengths: list[list[int]] = []  # of all groups so far, and of some that follow
         self.drawn: list[int] = []
         self.trained: list[int] = []
         self.starts: list[list[int]] = []
 
+    def run(self, versions: int) -> Trace:
+        """Simulates until `versions` updates have begun."""
+        while len(self.begins) < versions:
+            self.take_weights()
+            self.start_rows()
+            self.advance()
+        return self.trace()
+
+    def trace(self) -> Trace:
+        """Returns the run so far."""
+        swaps = self.swaps + [self.step] * (len(self.begins) - len(self.swaps))  # versions that drew nothing
+        begins, lengths = np.array(self.begins), np.array(self.lengths[: len(self.drawn)])
+        groups = np.array(self.drawn), np.array(self.trained), np.array(self.starts), lengths
+        return Trace(self.setting, *groups, np.array(swaps), begins, np.array(self.busy), begins - np.array(self.idle))
+
     @property
     def newest(self) -> int:
         """The newest version that has been published."""
-        updates = len(self.begins) - (self.trainer_free > self.now)
-        return updates - updates % self.setting.publish
+        return len(self.begins) - (self.trainer_free > self.now)
+
+    @property
+    def room(self) -> int:
+        """The number of free slots."""
+        return self.setting.slots - len(self.running)
+
+    def may_start(self) -> bool:
+        """True if the rules let one more group start."""
+        return may_start(self.setting.rules, self.groups.started, self.version)
 
     def take_weights(self) -> None:
         setting, newest = self.setting, self.newest
@@ -164,30 +154,25 @@ class _Pipeline:
             self.now += setting.prefill * (drawn + setting.prompt * len(self.running))
 
     def start_rows(self) -> None:
-        setting = self.setting
-        room = setting.samples if setting.together else 1
-        while setting.slots - len(self.running) >= room:
-            if not self.pending and not self.start_group():
-                return
-            group, length = self.groups.started - 1, self.pending.pop()
-            self.starts[group].append(self.step)
-            heappush(self.running, (self.step + length, group, self.step))
-            self.last = max(self.last, self.step + length)
-            room = 1 if self.pending or not setting.together else setting.samples
+        """Starts groups as long as there are slots for all their rows, as in a run."""
+        while self.room >= self.setting.samples and self.may_start():
+            group = self.start_group()
+            for length in self.lengths[group]:
+                self.start_row(group, length)
 
-    def start_group(self) -> bool:
-        setting, group = self.setting, self.groups.started
-        bounded = setting.rule in ("token_bound", "capacity", "in_order")
-        if bounded and not may_start(setting.rules, group, self.version):
-            return False
+    def start_group(self) -> int:
+        group = self.groups.start(self.setting.samples)
         if group == len(self.lengths):
-            self.lengths += setting.lengths(self.rng, (1024, setting.samples)).tolist()
-        self.groups.start(setting.samples)
-        self.pending = self.lengths[group][::-1]
+            self.lengths += self.setting.lengths(self.rng, (1024, self.setting.samples)).tolist()
         self.drawn.append(self.version)
         self.trained.append(WAITING)
         self.starts.append([])
-        return True
+        return group
+
+    def start_row(self, group: int, length: int) -> None:
+        self.starts[group].append(self.step)
+        heappush(self.running, (self.step + length, group, self.step))
+        self.last = max(self.last, self.step + length)
 
     def advance(self) -> None:
         """Advances to the next event: a row or an update ends, or a batch has all its scores."""
@@ -210,12 +195,9 @@ class _Pipeline:
         self.train()
 
     def end_rows(self) -> None:
-        setting = self.setting
         while self.running and self.running[0][0] <= self.step:
             _, group, _ = heappop(self.running)
-            self.groups.end_row(group, self.now + setting.reward)
-        if setting.rule == "drop_oldest":
-            self.drop(sorted(self.groups.complete)[: -setting.queue * setting.rules.batch])
+            self.groups.end_row(group, self.now + self.setting.reward)
 
     def train(self) -> None:
         """Starts all updates that can start by now."""
@@ -234,15 +216,5 @@ class _Pipeline:
             self.trainer_free = self.begins[-1] + self.setting.rules.update
 
     def batch(self) -> tuple[float, list[int]] | None:
-        rules, version, complete = self.setting.rules, len(self.begins), self.groups.complete
-        if self.setting.rule == "in_order":
-            complete = [item for item in complete if item[1] < rules.batch * (version + 1)]
-        elif self.setting.rule == "discard_stale":
-            self.drop([item for item in complete if version - self.drawn[item[1]] > rules.staleness])
-            complete = self.groups.complete
-        return first_batch(complete, rules)
-
-    def drop(self, items: Sequence[tuple[float, int]]) -> None:
-        for item in items:
-            self.trained[item[1]] = DROPPED
-        self.groups.remove([number for _, number in items])
+        """Returns the time at which the next batch is complete, and its groups; None: too few are complete."""
+        return first_batch(self.groups.complete, self.setting.rules)

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import staleness
 from benchmarks.records import RESULTS
-from jrlhf.fleet.predict import predict
+from benchmarks.rules import cost
 
 RECORD = json.loads((RESULTS / "staleness.json").read_text())
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "asynchronous.md").read_text(encoding="utf-8")
@@ -42,8 +42,8 @@ def test_the_document_concludes_from_the_results():
 
 def test_results_are_reproduced():
     (stored,) = (row for row in RECORD["rules"] if row["rule"] == "admission by capacity alone, staleness 2")
-    predicted = staleness.cost(setting := staleness.RULES[stored["rule"]], predict(setting, staleness.VERSIONS))
-    for name, value in predicted.items():
+    setting = staleness.RULES[stored["rule"]]
+    for name, value in staleness.record_of(setting, cost(setting, staleness.VERSIONS)).items():
         np.testing.assert_allclose(stored[name], value, rtol=1e-6, err_msg=name)
 
 

@@ -3,19 +3,22 @@
 import math
 import statistics
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 
 import numpy as np
 import pytest
 
+from benchmarks import rules
+from benchmarks.rules import DROPPED, cost
 from benchmarks.staleness import PUBLISHED
 from jrlhf.fleet.predict import predict, summarise, token_versions, trade_off
 from jrlhf.fleet.schedule import Rules
-from jrlhf.fleet.simulate import DROPPED, Setting, lognormal, measured, simulate
+from jrlhf.fleet.simulate import Setting, lognormal, measured, simulate
 
 BOUNDS = (0, 1, 2, 4, 8)
 # 16 groups of 8 rows, as many slots as rows, and an update that takes as long as decoding a batch in full slots.
 RUN = Setting(Rules(16, 0, 1000.0), slots=128, samples=8, lengths=lognormal(1000, 1.0))
+OTHER = rules.Setting(RUN.rules, RUN.slots, RUN.samples, RUN.lengths)  # for rules that are not a run's
 
 
 @dataclass
@@ -29,13 +32,13 @@ class Group:
     dropped: bool = False
 
 
-def play(setting: Setting, versions: int, seed: int) -> tuple[list[Group], list[int]]:
+def play(setting: rules.Setting, versions: int, seed: int) -> tuple[list[Group], list[int]]:
     """Plays a run one time step after the other; returns its groups and the times at which updates began.
 
     Written from the description of the rules. All times must be whole numbers.
     """
-    rules, rule, finish = setting.rules, setting.rule, setting.on_new_weights == "finish"
-    batch, bound, update = rules.batch, rules.staleness, int(rules.update)
+    rule, finish = setting.rule, setting.on_new_weights == "finish"
+    batch, bound, update = setting.rules.batch, setting.rules.staleness, int(setting.rules.update)
     groups: list[Group] = []
     running: list[tuple[Group, int]] = []
     begins: list[int] = []
@@ -110,13 +113,13 @@ def play(setting: Setting, versions: int, seed: int) -> tuple[list[Group], list[
     return groups, begins
 
 
-def random_setting(rng: np.random.Generator) -> Setting:
+def random_setting(rng: np.random.Generator) -> rules.Setting:
     def one_of(*values):
         return values[rng.integers(len(values))]
 
     rule = one_of("token_bound", "token_bound", "capacity", "in_order", "drop_oldest", "discard_stale")
     samples, publish = int(rng.integers(1, 5)), one_of(1, 1, 2)
-    return Setting(
+    return rules.Setting(
         Rules(int(rng.integers(1, 4)), publish - 1 + one_of(0, 1, 2, 2.5, 5), float(rng.integers(1, 40))),
         slots=samples + int(rng.integers(0, 12)),
         samples=samples,
@@ -138,7 +141,7 @@ def test_it_plays_what_steps_and_tokens_do(seed):
     for number in range(10):
         setting, versions = random_setting(rng), 14
         groups, begins = play(setting, versions, number)
-        trace = simulate(setting, versions, number)
+        trace = rules.simulate(setting, versions, number)
         np.testing.assert_array_equal(trace.begins, begins, err_msg=str(setting))
         count = max(number for number, group in enumerate(groups) if group.trained is not None) + 1
         learned = [group for group in groups if group.trained is not None]
@@ -152,16 +155,29 @@ def test_it_plays_what_steps_and_tokens_do(seed):
         assert simulated == [tokens for group in learned for tokens in group.tokens], setting
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_it_plays_the_rules_of_a_run(seed):
+    """The simulator of a run against that of all rules, which is tested above."""
+    rng = np.random.default_rng(seed)
+    for number in range(10):
+        other = replace(random_setting(rng), rule="token_bound", together=True, publish=1)
+        own = Setting(**{field.name: getattr(other, field.name) for field in fields(Setting)})
+        trace = simulate(own, 14, number)
+        for name, values in asdict(rules.simulate(other, 14, number)).items():
+            if name != "setting":
+                np.testing.assert_array_equal(getattr(trace, name), values, err_msg=f"{name} of {own}")
+
+
 def test_shares_are_those_of_single_tokens():
     """Ages and weights of a prediction against loops over the tokens of the play."""
-    setting = replace(RUN, rules=Rules(3, 1, 60.0), slots=16, samples=2, lengths=lognormal(40, 1.0))
+    setting = replace(OTHER, rules=Rules(3, 1, 60.0), slots=16, samples=2, lengths=lognormal(40, 1.0))
     versions = 60
     groups, _ = play(setting, versions, seed=1)
     middle = [group for group in groups if group.trained is not None and 12 <= group.tokens[0][0] < 48]
     rows = [(tokens, group.trained or 0) for group in middle for tokens in group.tokens]
     ages = [[trained - version for version in tokens] for tokens, trained in rows]
     flat = [age for row in ages for age in row]
-    predicted = predict(setting, versions, seed=1)
+    predicted = cost(setting, versions, seed=1)
     assert math.isclose(predicted.mean_age, statistics.mean(flat))
     assert predicted.max_age == max(flat) > 1 == predicted.max_full_age
     old = sum(age > 1 for age in flat) / len(flat)
@@ -174,16 +190,19 @@ def test_shares_are_those_of_single_tokens():
 
 @pytest.mark.parametrize("published", PUBLISHED, ids=str)
 def test_mean_staleness_in_closed_form(published):
-    assert abs(predict(published.setting, versions=250).group_age - published.formula) < 0.1
+    assert abs(cost(published.setting, versions=250).group_age - published.formula) < 0.1
 
 
 @pytest.mark.parametrize("on_new_weights", ["finish", "keep_cache", "prefill_again"])
 @pytest.mark.parametrize("sigma", [0.25, 1.0])
 def test_the_rule_of_a_run(sigma, on_new_weights):
     """It drops no row, weights no token beyond the bound, and is the faster, the higher the bound."""
-    setting = replace(RUN, lengths=lognormal(1000, sigma), on_new_weights=on_new_weights, prefill=0.001)
+    setting = replace(OTHER, lengths=lognormal(1000, sigma), on_new_weights=on_new_weights, prefill=0.001)
     predictions = trade_off(setting, BOUNDS, versions=200)
-    for bound, predicted in zip(BOUNDS, predictions, strict=True):
+    for bound, prediction in zip(BOUNDS, predictions, strict=True):
+        predicted = cost(replace(setting, rules=replace(setting.rules, staleness=bound)), versions=200)
+        for name, value in asdict(prediction).items():
+            assert math.isclose(value, getattr(predicted, name)), name
         assert predicted.discarded == 0 and abs(predicted.length_ratio - 1) < 0.01
         assert predicted.max_full_age <= bound and predicted.group_age <= bound + 0.01
         if on_new_weights == "finish":
@@ -200,7 +219,7 @@ def test_staleness_0_is_the_synchronous_run():
     longest = trace.lengths.reshape(-1, 128)[:50].max(1)  # all rows of a batch start together
     np.testing.assert_allclose(np.diff(trace.begins), longest[1:] + 1000.0)
     predicted = summarise(trace)
-    assert predicted.max_age == 0 and predicted.full_weight == (1.0, 1.0, 1.0, 1.0)
+    assert predicted.max_age == 0 and predicted.zero_weight == 0
     assert math.isclose(predicted.trainer_waits, 1 - 1000 / predicted.step)
     tokens = trace.lengths.reshape(-1, 128)[11:50].sum()  # between the beginnings of updates 10 and 49
     assert math.isclose(1 - predicted.rollouts_wait, tokens / (39 * predicted.step) / 128)
@@ -209,10 +228,10 @@ def test_staleness_0_is_the_synchronous_run():
 def test_what_other_rules_cost():
     """Dropping shortens what is learned from; admission alone does not bound the age; to wait for order is slow."""
     capacity, in_order, discard = (
-        predict(replace(RUN, rules=Rules(16, 4, 1000.0), rule=rule), versions=200)
+        cost(replace(OTHER, rules=Rules(16, 4, 1000.0), rule=rule), versions=200)
         for rule in ("capacity", "in_order", "discard_stale")
     )
-    dropping = predict(replace(RUN, rule="drop_oldest"), versions=200)
+    dropping = cost(replace(OTHER, rule="drop_oldest"), versions=200)
     assert capacity.max_group_age > 20 and capacity.max_full_age > 20
     assert capacity.discarded == capacity.zero_weight == 0 and capacity.older > 0.1
     assert in_order.max_group_age == 4 and in_order.step > 2.2 * capacity.step
@@ -244,4 +263,4 @@ def test_settings_that_cannot_run_are_refused():
     with pytest.raises(ValueError, match="slots=7 cannot hold the samples=8"):
         replace(RUN, slots=7)
     with pytest.raises(ValueError, match="staleness=0.*publish=2"):
-        replace(RUN, publish=2)
+        replace(OTHER, publish=2)

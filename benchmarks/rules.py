@@ -1,0 +1,169 @@
+"""Simulates asynchronous training by rules of other systems, and measures what each rule costs.
+
+A run uses the rules of `jrlhf.fleet.schedule` only; these are for comparison.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from jrlhf.fleet import simulate as run
+from jrlhf.fleet.predict import token_versions
+from jrlhf.fleet.schedule import first_batch, fresh, may_start
+from jrlhf.fleet.simulate import WAITING, Trace
+
+DROPPED = -2  # in `Trace.trained`: groups that were dropped
+
+
+@dataclass(frozen=True)
+class Setting(run.Setting):
+    """A setting with another rule.
+
+    together: all samples of a prompt enter the slots together, as in a run; otherwise a row takes any free slot.
+    publish: number of updates from one publication of weights to the next.
+    rule: `token_bound` is the rule of a run: admission by capacity, and a bound per token. `capacity` is admission
+        alone (AReaL). With `in_order`, a batch is the groups that started first, and the trainer waits for them. With
+        `drop_oldest`, groups always start; if more than `queue` batches of complete groups wait, the oldest groups are
+        dropped. With `discard_stale`, groups always start; those whose first token is more than `staleness` versions
+        older than the weights to be updated are dropped.
+    """
+
+    together: bool = True
+    publish: int = 1
+    rule: Literal["token_bound", "capacity", "in_order", "drop_oldest", "discard_stale"] = "token_bound"
+    queue: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        staleness, publish = self.rules.staleness, self.publish
+        if staleness < publish - 1:
+            raise ValueError(f"staleness={staleness}: no rows for the update before the first publish={publish}")
+
+
+def simulate(setting: Setting, versions: int, seed: int = 0) -> Trace:
+    """Simulates a run of `versions` updates, as `jrlhf.fleet.simulate.simulate` does."""
+    return _Pipeline(setting, seed).run(versions)
+
+
+class _Pipeline(run.Pipeline):
+    setting: Setting
+
+    def __init__(self, setting: Setting, seed: int):
+        super().__init__(setting, seed)
+        self.pending: list[int] = []  # lengths of the newest group's rows that have no slot yet
+
+    def trace(self) -> Trace:
+        if self.pending:
+            for groups in (self.drawn, self.trained, self.starts):
+                groups.pop()
+        return super().trace()
+
+    @property
+    def newest(self) -> int:
+        return super().newest // self.setting.publish * self.setting.publish
+
+    def may_start(self) -> bool:
+        setting = self.setting
+        bounded = setting.rule in ("token_bound", "capacity", "in_order")
+        return not bounded or may_start(setting.rules, self.groups.started, self.version)
+
+    def start_rows(self) -> None:
+        if self.setting.together:
+            super().start_rows()
+            return
+        while self.room and (self.pending or self.may_start()):
+            if not self.pending:
+                self.pending = self.lengths[self.start_group()][::-1]
+            self.start_row(self.groups.started - 1, self.pending.pop())
+
+    def end_rows(self) -> None:
+        super().end_rows()
+        if self.setting.rule == "drop_oldest":
+            self.drop(sorted(self.groups.complete)[: -self.setting.queue * self.setting.rules.batch])
+
+    def batch(self) -> tuple[float, list[int]] | None:
+        rules, version, complete = self.setting.rules, len(self.begins), self.groups.complete
+        if self.setting.rule == "in_order":
+            complete = [item for item in complete if item[1] < rules.batch * (version + 1)]
+        elif self.setting.rule == "discard_stale":
+            self.drop([item for item in complete if version - self.drawn[item[1]] > rules.staleness])
+            complete = self.groups.complete
+        return first_batch(complete, rules)
+
+    def drop(self, items: list[tuple[float, int]]) -> None:
+        for _, number in items:
+            self.trained[number] = DROPPED
+        self.groups.remove([number for _, number in items])
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The costs of a setting. Times are in decode steps, ages in versions, shares between 0 and 1.
+
+    step: time from one update to the next. trainer_waits: share of the time in which the trainer does not update.
+    rollouts_wait: share of the slots' time in which they hold no row, or decoding stops for new weights.
+    mean_age, max_age: ages of all tokens that updates read. max_full_age: maximum age of tokens with full weight.
+    group_age, max_group_age: mean and maximum age of groups, counted from the version that drew their first token.
+    discarded: share of rows that were dropped.
+    older: share of sampled tokens that an update read and that were older than the bound. A mask gives them weight 0,
+        truncated importance weighting at most the truncation bound.
+    zero_weight: share of sampled tokens with weight 0 if older ones are masked; includes tokens of dropped rows.
+    full_weight: tokens with full weight over sampled tokens, by quartile of row length, shortest rows first.
+    time_per_batch: time to learn with full weight from as many tokens as a batch of sampled rows has.
+    length_ratio: mean length of rows that updates read, over the mean length of rows that started in the same time.
+    """
+
+    step: float
+    trainer_waits: float
+    rollouts_wait: float
+    mean_age: float
+    max_age: int
+    max_full_age: int
+    group_age: float
+    max_group_age: int
+    discarded: float
+    older: float
+    zero_weight: float
+    full_weight: tuple[float, ...]
+    time_per_batch: float
+    length_ratio: float
+
+
+def cost(setting: Setting, versions: int, seed: int = 0) -> Cost:
+    """Simulates `versions` updates and returns the mean costs of one; see `jrlhf.fleet.predict.summarise`."""
+    trace = simulate(setting, versions, seed)
+    rules = setting.rules
+    first, last = versions // 5, versions - 1
+    time, area = trace.begins[last] - trace.begins[first], trace.busy[last] - trace.busy[first]
+    step = float(time / (last - first))
+    read, started = ((numbers >= first) & (numbers < last) for numbers in (trace.trained, trace.drawn))
+    middle = (trace.drawn >= first) & (trace.drawn < versions - first) & (trace.trained != WAITING)
+    learned = middle & (trace.trained != DROPPED)
+
+    rows, drawn, tokens = token_versions(trace, learned)
+    trained = np.repeat(trace.trained[learned], setting.samples)[rows]
+    ages, young = trained - drawn, fresh(drawn, trained, rules.staleness)
+    full = young if setting.rule == "token_bound" else np.ones_like(young)
+    weighted = np.zeros(trace.lengths.shape)
+    weighted[learned] = np.bincount(rows, tokens * full, weighted[learned].size).reshape(-1, setting.samples)
+    lengths, weighted = trace.lengths[middle].ravel(), weighted[middle].ravel()
+    quartiles = np.array_split(np.argsort(lengths, kind="stable"), 4)
+    length_ratio = float(trace.lengths[read].mean() / trace.lengths[started].mean())
+    group_ages = (trace.trained - trace.drawn)[learned]
+    return Cost(
+        step=step,
+        trainer_waits=1 - rules.update / step,
+        rollouts_wait=float(1 - area / (time * setting.slots)),
+        mean_age=float(np.average(ages, weights=tokens)),
+        max_age=int(ages.max()),
+        max_full_age=int(ages[full].max()),
+        group_age=float(group_ages.mean()),
+        max_group_age=int(group_ages.max()),
+        discarded=float(1 - learned.sum() / middle.sum()),
+        older=float(tokens[~young].sum() / lengths.sum()),
+        zero_weight=float(1 - weighted.sum() / lengths.sum()),
+        full_weight=tuple(float(weighted[quartile].sum() / lengths[quartile].sum()) for quartile in quartiles),
+        time_per_batch=float(step / length_ratio * tokens.sum() / tokens[full].sum()),
+        length_ratio=length_ratio,
+    )
