@@ -188,8 +188,9 @@ class Worker:
         assert self._process.stdout is not None
         with self._process.stdout as output:
             while part := output.read(1 << 16):
-                self._log(part)
                 self._tail = (self._tail + part)[-TAIL:]
+                with contextlib.suppress(OSError):  # a full disk; the process must not fail at its next line for it
+                    self._log(part)
 
 
 def _place(output: bytes, header: bytes) -> str:

@@ -54,9 +54,9 @@ class Run(Closing):
             os.close(lock)
             user = f"process {holder}" if holder else "another process"
             raise UserError(f"{self.path} is in use by {user}: wait until it ends, or give this run another name=")
+        self._lock = lock
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-        self._lock = lock
 
     def close(self) -> None:
         if self._lock >= 0:
@@ -230,8 +230,8 @@ def _open(run: Run, config: Config, resume: bool) -> None:
             raise UserError(f"{path} exists and is not a run (it has no {CONFIG}): choose another name= or run_dir=")
     path.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as undo:
-        run.lock()
         undo.callback(run.close)
+        run.lock()
         run.wait()
         fresh = not (path / CONFIG).exists()  # checked again under the lock: another process may have made it
         if not fresh and (change := _compare(path, config, resume)):

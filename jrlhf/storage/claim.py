@@ -47,7 +47,7 @@ class Claim(Closing):
 
     def take(self, tell: Callable[[str], None]) -> None:
         """Claims the address; raises UserError if another run holds it."""
-        ended, seen, taken_over, since = self._lock_here(), None, False, time.monotonic()
+        ended, seen, since, taken_over = self._lock_here(), None, 0.0, False
         while not self._store.write(NAME, self._encoded(), new=True):
             holder = self._read()
             if holder is None:
@@ -59,17 +59,18 @@ class Claim(Closing):
             lease = max(self._lease, holder.get("lease", 0.0))  # it renews by its own lease
             if holder.get("machine") == platform.node() and holder.get("token") in ended:
                 lease = 0.0
+            if seen is None:
+                seen, since = holder, time.monotonic()
+                if lease > 0:
+                    tell(
+                        f"{self._store.address} was in use by {_process(holder)}: waiting up to "
+                        f"storage.lease={lease:g} seconds for its signs of life"
+                    )
             if time.monotonic() - since >= lease:
                 self._store.delete(NAME)
                 taken_over = True
-                continue
-            if seen is None:
-                seen = holder
-                tell(
-                    f"{self._store.address} was in use by {_process(holder)}: waiting up to "
-                    f"storage.lease={lease:g} seconds for its signs of life"
-                )
-            time.sleep(self._lease / (4 * _SIGNS))
+            else:
+                time.sleep(self._lease / (4 * _SIGNS))
         if taken_over:  # another waiting run may have deleted our claim, which it took for the old one
             time.sleep(self._lease / (4 * _SIGNS))
             if (holder := self._read()) is None or holder.get("token") != self._own["token"]:

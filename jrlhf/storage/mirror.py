@@ -92,7 +92,8 @@ class Mirror(Closing):
         """Refuses processes that do not share the scratch directory, to which each writes its shards."""
         if not several():
             return
-        file, word = self._path.parent / ".shared", os.urandom(8).hex()
+        # Each run has its own file, because several runs may start at the same time.
+        file, word = self._path.with_name(f".{self._path.name}.shared"), os.urandom(8).hex()
         word = from_main(partial(_leave, file, word))
         if any_process(not file.exists() or file.read_text() != word):
             raise UserError(

@@ -3,6 +3,7 @@
 The `start` fixture looks for what is left after each test.
 """
 
+import errno
 import os
 import re
 import signal
@@ -174,6 +175,16 @@ def test_a_flood_of_output_neither_blocks_nor_fills_the_disk(start, tmp_path, ca
     began = time.monotonic()  # a flood does not delay the end of a hang
     assert reward.score([make_sample()]).failures == {"hang": 1}
     assert time.monotonic() - began < 0.5 + GRACE + SLACK
+
+
+def test_output_that_cannot_be_logged_fails_no_call(start, monkeypatch):
+    def full(self: object, output: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(functions.FunctionReward, "_write", full)
+    reward = start("def f(completions):\n    print('x' * (1 << 20))\n    return [1.0]\n")
+    for _ in range(2):
+        assert reward.score([make_sample()]).scores == [1]
 
 
 def test_standard_streams_may_be_read_and_closed(start):

@@ -1,5 +1,6 @@
 """Run directories: nothing of a run is ever overwritten, and no file is ever half written."""
 
+import errno
 import json
 import os
 import re
@@ -232,3 +233,13 @@ def test_json_lines_survive_a_torn_end_and_any_text(tmp_path):
     append_jsonl(tmp_path / "numbers.jsonl", [inner])
     named = {"a": [1.0, {"b": None}], "c": None, "nonfinite": {"a.1.b": "-inf", "c": "nan"}}
     assert list(read_jsonl(tmp_path / "numbers.jsonl")) == [named]
+
+
+def test_a_full_disk_at_the_start_leaves_no_lock(make, monkeypatch):
+    def full(*arguments: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(directory.os, "pwrite", full)
+        assert "cannot be written (No space left on device)" in refused(make())
+    open_run(make()).close()

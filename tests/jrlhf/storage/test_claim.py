@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -72,6 +73,24 @@ def test_a_claim_lasts_for_the_longer_lease_and_locks_of_other_machines_say_noth
     with claim("c", 0.1) as other:
         other.take(print)
         other.check()
+
+
+def test_a_claim_that_is_renewed_stays_however_slow_the_store_is(memory, tmp_path):
+    """The first request of the second one takes longer than a lease."""
+    holder, other = (Claim(Store("memory://bucket/runs/run", STORAGE), tmp_path / lock, 0.2) for lock in "ab")
+    write = other._store.write
+
+    def slow(*arguments: Any, **options: Any) -> bool:
+        other._store.write = write
+        time.sleep(0.5)
+        return write(*arguments, **options)
+
+    other._store.write = slow
+    with holder:
+        holder.take(print)
+        with pytest.raises(UserError, match="in use by process"), other:
+            other.take(print)
+        holder.check()
 
 
 def test_of_two_that_wait_for_one_claim_only_one_gets_it(memory, tmp_path):
