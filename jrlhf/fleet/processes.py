@@ -153,13 +153,9 @@ class ProcessWorkers:
         self._anchor_every = section.anchor_every if section.transfer == "delta" else 1
         self._put: Update | None = None  # the newest update
         self._taken: Update | None = None  # the update with which all processes draw
-        self._transfers: list[tuple[int, float]] = []  # (bytes, seconds) of `put` and `take`
+        self._transfers: list[tuple[int, float]] = []  # (bytes, seconds) of `put` and `take`, in several threads
         self._base: tuple[Any, SharedArrays] | None = None  # the frozen weights under an adapter, and their file
-        self._rooms, self.running = [0] * self._count, 0
-
-    @property
-    def rooms(self) -> list[int]:
-        return list(self._rooms)
+        self.rooms, self.running = [0] * self._count, 0
 
     def fresh(self) -> list[Decoding]:
         return [saved(self._template.fresh(), self._template.mesh) for _ in range(self._count)]
@@ -236,7 +232,7 @@ class ProcessWorkers:
         return list(self._threads.map(_Process.ask, self._processes, commands, shared))
 
     def _note_room(self, answers: Sequence[Mapping[str, Any]]) -> None:
-        self._rooms = [room for answer in answers for room in answer["rooms"]]
+        self.rooms = [room for answer in answers for room in answer["rooms"]]
         self.running = sum(answer["running"] for answer in answers)
 
 

@@ -90,7 +90,8 @@ class Checkpoints(Closing):
     def restore_latest(self, target: Tree) -> tuple[int, Tree, dict[str, Any]] | None:
         """Returns (step, tree, meta) of the newest good checkpoint; None if there is no checkpoint.
 
-        Damaged checkpoints are reported, moved to `damaged-STEP`, and skipped.
+        Damaged checkpoints are reported, moved to `damaged-STEP`, and skipped. Raises UserError if none is good; then
+        all stay in their place.
 
         target: the tree to fill, of arrays or of `jax.ShapeDtypeStruct`s with the leaves' shardings (see `like`).
         """
@@ -193,7 +194,8 @@ def _restore(path: Path, target: Any, prefix: str = "") -> tuple[dict[str, Any],
                     f"there and {wanted.get(name, 'absent')} here; resume with the version of the program that wrote it"
                 )
         abstract = like(leaves, next(filter(None, map(_mesh, leaves.values())), None))
-        saved_as = jax.tree.map(_spread, abstract)
+        # Orbax needs arrays of which each process has a part.
+        saved_as = {name: leaf.update(sharding=spread_sharding(leaf)) for name, leaf in abstract.items()}
         placed = ocp.checkpoint_utils.construct_restore_args(saved_as)
         args = ocp.args.PyTreeRestore(saved_as, restore_args=placed, partial_restore=True)
         arrays = _read(lambda: states.restore(path / _STATE, args=args))
@@ -203,11 +205,6 @@ def _restore(path: Path, target: Any, prefix: str = "") -> tuple[dict[str, Any],
         others = f" and {len(wrong) - 1} other arrays are" if len(wrong) > 1 else " is"
         raise _Damaged(f"{wrong[0]}{others} not what was saved")
     return description["meta"], jax.tree.unflatten(jax.tree.structure(target), restored.values())
-
-
-def _spread(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Returns a leaf as it is saved: Orbax needs arrays of which each process has a part."""
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=spread_sharding(leaf))
 
 
 def _brought(arrays: dict[str, Array], target: dict[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:

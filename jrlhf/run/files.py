@@ -40,7 +40,7 @@ class Closing(ABC):
 
 def cache_directory() -> Path:
     """Returns the cache directory (measured times, compiled programs), whose files may be deleted at any time."""
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "jrlhf"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jrlhf"  # an empty variable is none
 
 
 def write_atomic(path: Path | str, data: str | bytes) -> None:

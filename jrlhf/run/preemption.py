@@ -16,7 +16,7 @@ from jrlhf.run.processes import any_process
 
 
 class PreemptionGuard:
-    """While entered, SIGTERM and SIGHUP only set `requested`, and so does a first SIGINT in a block of `iterating`."""
+    """While entered, SIGTERM and SIGHUP only set `requested`, and so does SIGINT if it comes first, in `iterating`."""
 
     def __init__(self):
         self.requested = False

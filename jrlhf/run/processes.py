@@ -15,7 +15,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -36,15 +37,7 @@ _END = 60  # seconds that a process waits at its end for the others
 _CUT_OFF = ("Gloo", "UNAVAILABLE", "Connection")  # in errors of a process that lost another one
 _BEATS = 10  # number of heartbeats that a process sends within `distributed.heartbeat`
 _numbers = itertools.count()  # number the calls of `from_main`, equally in every process
-
-
 _watch: "_Watch | None" = None
-
-
-class _Address(NamedTuple):
-    coordinator: str | None
-    processes: int | None
-    process: int | None
 
 
 def start(config: DistributedConfig) -> None:
@@ -52,25 +45,25 @@ def start(config: DistributedConfig) -> None:
     global _watch
     if config.mode == "off" or jax.distributed.is_initialized():
         return
-    address = _address(config)
+    config = _with_environment(config)
     # JAX would abort the process without naming what it waited for.
-    late = threading.Timer(config.timeout, _give_up, (_why(address, config),))
+    late = threading.Timer(config.timeout, _give_up, (_why(config),))
     late.daemon = True
     late.start()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
         jax.distributed.initialize(
-            coordinator_address=address.coordinator,
-            num_processes=address.processes,
-            process_id=address.process,
+            coordinator_address=config.coordinator,
+            num_processes=config.processes,
+            process_id=config.process,
             initialization_timeout=int(config.timeout) + 60,
             heartbeat_timeout_seconds=int(2 * config.heartbeat) + 60,
             shutdown_timeout_seconds=_END,
         )
     except (ValueError, RuntimeError) as error:
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
-        if address.coordinator is not None or not (NO_CLUSTER in reason or TOO_LATE in reason):
-            raise UserError(_why(address, config, reason)) from error
+        if config.coordinator is not None or not (NO_CLUSTER in reason or TOO_LATE in reason):
+            raise UserError(_why(config, reason)) from error
     finally:
         late.cancel()
     state = distributed.global_state
@@ -165,40 +158,42 @@ def _give_up(sentence: str) -> None:
     os._exit(2)
 
 
-def _address(config: DistributedConfig) -> _Address:
-    """Returns coordinator, number of processes and number of this one, from the config or else the environment."""
+def _with_environment(config: DistributedConfig) -> DistributedConfig:
+    """Returns the config with coordinator, number of processes and number of this one from the environment if unset."""
     values: dict[str, Any] = {}
     for name, variable in _VARIABLES.items():
-        value, text = getattr(config, name), os.environ.get(variable)
-        if value is None and text:
+        text = os.environ.get(variable)
+        if text and getattr(config, name) is None:
             if name != "coordinator" and not text.isdecimal():
                 raise UserError(f"{variable}={text} must be a whole number: set it right, or set distributed.{name}")
-            value = text if name == "coordinator" else int(text)
-        values[name] = value
-    coordinator, processes, process = address = _Address(**values)
-    if coordinator is None and (processes or process) is not None:
-        name, number = ("process", process) if processes is None else ("processes", processes)
+            values[name] = text if name == "coordinator" else int(text)
+    try:
+        config = replace(config, **values)
+    except ValueError as error:
+        raise UserError(f"distributed.{error} (it comes from the environment)") from error
+    if config.coordinator is None and (config.processes or config.process) is not None:
+        name = "process" if config.processes is None else "processes"
         raise UserError(
-            f"distributed.{name}={number} without distributed.coordinator: set it to HOST:PORT of process 0 (or "
-            f"{_VARIABLES['coordinator']}), or leave all of them out"
+            f"distributed.{name}={getattr(config, name)} without distributed.coordinator: set it to HOST:PORT of "
+            f"process 0 (or {_VARIABLES['coordinator']}), or leave all of them out"
         )
-    if processes is not None and process is not None and process >= processes:
+    if config.processes is not None and config.process is not None and config.process >= config.processes:
         raise UserError(
-            f"distributed.process={process} with distributed.processes={processes}: processes are numbered from 0, "
-            f"set it to {processes - 1} at most"
+            f"distributed.process={config.process} with distributed.processes={config.processes}: processes are "
+            f"numbered from 0, set it to {config.processes - 1} at most"
         )
-    return address
+    return config
 
 
-def _why(address: _Address, config: DistributedConfig, reason: str = "") -> str:
+def _why(config: DistributedConfig, reason: str = "") -> str:
     """Returns a sentence that explains why the processes did not find each other."""
     if TOO_LATE in reason:
-        return f"distributed.coordinator={address.coordinator} comes too late: JAX runs already; restart the process"
+        return f"distributed.coordinator={config.coordinator} comes too late: JAX runs already; restart the process"
     if "must be defined" in reason:
-        lacking = [name for name in ("processes", "process") if getattr(address, name) is None]
+        lacking = [name for name in ("processes", "process") if getattr(config, name) is None]
         keys = " and ".join(f"distributed.{name} (or {_VARIABLES[name]})" for name in lacking)
-        return f"distributed.coordinator={address.coordinator} without {keys}, which no cluster says: set them, too"
-    place = "of the cluster that JAX found" if address.coordinator is None else f"at {address.coordinator}"
+        return f"distributed.coordinator={config.coordinator} without {keys}, which no cluster says: set them, too"
+    place = "of the cluster that JAX found" if config.coordinator is None else f"at {config.coordinator}"
     return (
         f"the processes of this run did not all meet the coordinator {place} within "
         f"distributed.timeout={config.timeout:g} seconds{f' ({reason})' if reason else ''}: see that all of them run "

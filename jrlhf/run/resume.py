@@ -11,22 +11,18 @@ from jrlhf.errors import UserError
 from jrlhf.run.checkpoints import saved_steps
 
 # Patterns of keys that may change. The results stay the same,
-_SAME = ("name", "run_dir", "distributed.*", "deadline", "fleet.*", "sleep.*", "profile.*", "checkpoints.*", "export.*")
-_SAME += ("*.asynchronous.logprob_check",)
-_SAME += tuple(f"{kind}[[]*.{key}" for kind in ("rewards", "costs") for key in ("deadline", "workers", "on_failure"))
-_SAME += (
-    "stop_after_skipped",
-    "storage.*",
-    "wandb.*",
-    "prometheus",
-    "evaluation.*",
-    "validation.*",
-    "*.eval_every",
-    "*.save_every",
-)  # these only observe
+_SAME = (
+    *("name", "run_dir", "distributed.*", "deadline", "fleet.*", "sleep.*", "profile.*", "checkpoints.*", "export.*"),
+    *(f"{kind}[[]*.{key}" for kind in ("rewards", "costs") for key in ("deadline", "workers", "on_failure")),
+    # These only observe.
+    *("*.asynchronous.logprob_check", "stop_after_skipped", "storage.*", "wandb.*", "prometheus"),
+    *("evaluation.*", "validation.*", "*.eval_every", "*.save_every"),
+)
 # or the same up to rounding, as sums are computed in another order.
-_ROUNDED = ("plan", "device.*", "mesh.*", "rollout.*", "*.micro_batches", "*.micro_batch_tokens")
-_ROUNDED += ("compute.remat", "compute.logprob", "compute.fused_loss", "compute.attention", "compute.score_tokens")
+_ROUNDED = (
+    *("plan", "device.*", "mesh.*", "rollout.*", "*.micro_batches", "*.micro_batch_tokens"),
+    *("compute.remat", "compute.logprob", "compute.fused_loss", "compute.attention", "compute.score_tokens"),
+)
 
 
 def changes(path: Path | str, saved: str, config: Config) -> tuple[list[str], str]:

@@ -155,15 +155,13 @@ class Mirror(Closing):
         final = self._path / CHECKPOINTS / stage / str(step)
         place = final if final.exists() else self._path / OWN / stage / str(step)
         for name, (size, checksum) in files.items():
-            file = place / name
-            for _ in range(3):  # a transmission error may not occur again
-                if file.is_file() and file.stat().st_size == size and _checksum_of(file) == checksum:
-                    break
+            file, attempts = place / name, 3  # a transmission error may not occur again
+            while not (file.is_file() and file.stat().st_size == size and _checksum_of(file) == checksum):
+                if not attempts:
+                    return f"{name} is not what was written"
                 if not self._store.download(f"{CHECKPOINTS}/{stage}/{step}/{name}", file, size):
                     return f"{name} is missing"
-            else:
-                if file.stat().st_size != size or _checksum_of(file) != checksum:
-                    return f"{name} is not what was written"
+                attempts -= 1
         for file in [file for file in place.rglob("*") if file.is_file()]:
             if file.relative_to(place).as_posix() not in files:
                 file.unlink()

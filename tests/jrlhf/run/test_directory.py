@@ -15,7 +15,7 @@ from jrlhf.config import config_yaml, load_config
 from jrlhf.errors import UserError
 from jrlhf.run import directory
 from jrlhf.run.directory import check_directory, open_run
-from jrlhf.run.files import append_jsonl, read_jsonl, seal, unsealed, write_atomic
+from jrlhf.run.files import append_jsonl, cache_directory, read_jsonl, seal, unsealed, write_atomic
 
 
 @pytest.fixture
@@ -243,3 +243,10 @@ def test_a_full_disk_at_the_start_leaves_no_lock(make, monkeypatch):
         patch.setattr(directory.os, "pwrite", full)
         assert "cannot be written (No space left on device)" in refused(make())
     open_run(make()).close()
+
+
+def test_an_empty_cache_variable_counts_as_none(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    for value in ("", "/cache"):
+        monkeypatch.setenv("XDG_CACHE_HOME", value)
+        assert cache_directory() == Path(value or "/home/somebody/.cache") / "jrlhf"

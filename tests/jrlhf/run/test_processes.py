@@ -421,6 +421,7 @@ def test_an_address_is_complete_or_absent(no_cluster, monkeypatch):
         ({"process": 1}, {}, "distributed.process=1 without distributed.coordinator"),
         ({"processes": 2}, {}, "distributed.processes=2 without distributed.coordinator"),
         ({}, {"JAX_PROCESS_ID": "one"}, "JAX_PROCESS_ID=one must be a whole number"),
+        ({}, {"JAX_COORDINATOR_ADDRESS": "host"}, "distributed.coordinator='host': it must be HOST:PORT"),
         ({"coordinator": "a:1", "processes": 2, "process": 2}, {}, "numbered from 0, set it to 1 at most"),
         ({}, complete, "comes too late"),
     ]
