@@ -135,24 +135,21 @@ def _cycles(simulator: Simulator) -> list[tuple[list[int], list[int]]]:
 
     With each path, all calls that lie between its first and its last, on it or not.
     """
-    order = simulator.order
-    rank = {
-        number: index for index, number in enumerate(index for index, is_placed in enumerate(order.placed) if is_placed)
-    }
+    rank = {number: index for index, number in enumerate(simulator.placed)}
     paths: list[list[int]] = []
 
     def walk(number: int, path: list[int], end: int) -> None:
         path = [number, *path]
-        if end in order.updated[number]:
+        if end in simulator.updated[number]:
             paths.append(path)
-        for before in order.before[number]:
+        for before in simulator.before[number]:
             walk(before, path, end)
 
-    for end in order.last:
+    for end in simulator.last:
         walk(end, [], end)
     cycles = []
     for path in paths:
         between = {call for other in paths if (other[0], other[-1]) == (path[0], path[-1]) for call in other[1:-1]}
-        ranks = [[rank[call] for call in calls if order.placed[call]] for calls in (path, sorted(between))]
+        ranks = [[rank[call] for call in calls if call in rank] for calls in (path, sorted(between))]
         cycles.append((ranks[0], ranks[1]))
     return cycles

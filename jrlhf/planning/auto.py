@@ -19,7 +19,7 @@ from jrlhf.planning.activations import Backend
 from jrlhf.planning.candidates import Candidate, NoPlan, candidates, placements
 from jrlhf.planning.fit import backend_of, capacity
 from jrlhf.planning.fusion.proposal import with_fused
-from jrlhf.planning.memory import GIB, Away, away_parts, keepers
+from jrlhf.planning.memory import GIB, away_parts
 from jrlhf.planning.plans import scaled_placement, validate_plan
 from jrlhf.planning.profile import ProfiledCosts, cluster_of, default_path, load, measure, save
 from jrlhf.planning.search import Found, Result, colocates, placed_together, search
@@ -104,7 +104,7 @@ class Setting:
                 calls = [call for call in workload.calls if (call.kind == "generate") == drawing]
                 choices = {call.name: self._placements_on(call, devices) for call in calls}
                 side = placed_together(self.graph, choices, prices.capacity)
-                placed |= {} if side is None else side[0]
+                placed |= {} if side is None else {name: one.placement for name, one in side.items()}
             if len(placed) < len(workload.calls):
                 continue
             plan = without_budgeted(config, self.graph, Plan("auto", placed))
@@ -194,7 +194,7 @@ def prices_here(
     """
     profile, hardware = load(default_path(devices)), hardware_of(devices[0])
     memory = capacity(config, devices) or (HOST_MEMORY * GIB if hardware is None else hardware.memory)
-    backend, away = backend_of(config, devices[0]), _away(config, workload)
+    backend, away = backend_of(config, devices[0]), away_parts(config, workload)
     if profile is not None:
         costs = ProfiledCosts(profile, workload)
         return CostModel(workload, cluster_of(profile, memory), backend=backend, costs=costs, away=away)
@@ -211,8 +211,4 @@ def prices_of(config: Config, workload: Workload, cluster: Cluster) -> CostModel
     """Returns the prices of a workload's calls on a cluster, from its data sheet."""
     platform = "tpu" if cluster.hardware.name.startswith("v") else "gpu"
     backend = Backend(platform, config.compute.attention)
-    return CostModel(workload, cluster, backend=backend, away=_away(config, workload))
-
-
-def _away(config: Config, workload: Workload) -> Away:
-    return away_parts(config, workload.graph, keepers(workload))
+    return CostModel(workload, cluster, backend=backend, away=away_parts(config, workload))

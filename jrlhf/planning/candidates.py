@@ -163,39 +163,42 @@ def call_candidates(
     (`plans.refuse_cross_process`).
     """
     workload, cluster = prices.workload, prices.cluster
-    ranges = [one for one in slices(cluster) if processes == 1 or cluster.devices % one.count == 0]
     by_size: dict[int, list[Slice]] = {}
-    for devices in ranges:
-        by_size.setdefault(devices.count, []).append(devices)
-    survivors: list[Candidate] = []
-    smallest, widest = float("inf"), 0
-    fitting: dict[Any, list[Candidate]] = {}
-    for count in sorted(by_size):
-        for placement in placements(workload, call, count, cluster.node, hypothetical=hypothetical):
-            widest, candidate = count, Candidate(placement, prices.call(call, placement))
-            smallest = min(smallest, candidate.bytes)
-            if candidate.bytes <= prices.capacity:
-                alike = placement.stored if workload.on_base(call.role) else count
-                fitting.setdefault(alike, []).append(candidate)
-    for alternatives in fitting.values():
-        least = float("inf")
-        for index, candidate in enumerate(sorted(alternatives, key=lambda one: (one.price.seconds, one.bytes))):
-            if index < OF_A_SIZE or candidate.bytes < least:
-                survivors.append(candidate)
-            least = min(least, candidate.bytes)
-    if not widest:
+    for devices in slices(cluster):
+        if processes == 1 or cluster.devices % devices.count == 0:
+            by_size.setdefault(devices.count, []).append(devices)
+    every = [
+        Candidate(placement, prices.call(call, placement))
+        for count in sorted(by_size)
+        for placement in placements(workload, call, count, cluster.node, hypothetical=hypothetical)
+    ]
+    if not every:
         count = min(by_size)
         layout = workload.layouts(call)[0]
         reason = next(undivided_rows(workload, call, Placement(Slice(0, count), layout, data=count)))
         if reason.startswith(workload.rows_key):  # otherwise the reason is the slots
             reason = f"{reason.rsplit(':', 1)[0]}: {_rows_for(workload, cluster)}"
         raise UserError(f"{call.name} runs nowhere, for {reason}")
-    if not survivors:
+    fitting: dict[Any, list[Candidate]] = {}
+    for candidate in every:
+        if candidate.bytes <= prices.capacity:
+            placement = candidate.placement
+            alike = placement.stored if workload.on_base(call.role) else placement.devices.count
+            fitting.setdefault(alike, []).append(candidate)
+    if not fitting:
+        widest, smallest = every[-1].placement.devices.count, min(candidate.bytes for candidate in every)
         limit = "" if widest == cluster.devices else f", {widest} of which can divide its {workload.rows} rows"
         raise NoPlan(
             f"{call.name} fits nowhere on {cluster.devices} device(s) of {prices.capacity / GIB:.0f} GiB{limit}: it "
             f"needs {smallest / GIB:.1f} GiB of each"
         )
+    survivors: list[Candidate] = []
+    for alternatives in fitting.values():
+        least = float("inf")
+        for index, candidate in enumerate(sorted(alternatives, key=lambda one: (one.price.seconds, one.bytes))):
+            if index < OF_A_SIZE or candidate.bytes < least:
+                survivors.append(candidate)
+            least = min(least, candidate.bytes)
     spread: list[Candidate] = []
     for candidate in sorted(survivors, key=lambda one: one.price.seconds):
         for devices in by_size[candidate.placement.devices.count]:

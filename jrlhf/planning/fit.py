@@ -105,7 +105,7 @@ def _planned(config: Config, workload: Workload, mesh: Mesh, plan: Plan | None) 
     if plan is None or workload.graph.name != config.algorithm:
         plan = colocated(config, workload, mesh.size)
     backend = backend_of(config, mesh.devices.flat[0])
-    return with_budgets(config, workload, plan), backend, away_parts(config, workload.graph, keepers(workload))
+    return with_budgets(config, workload, plan), backend, away_parts(config, workload)
 
 
 def capacity(config: Config, devices: Iterable[Device]) -> float | None:

@@ -12,7 +12,7 @@ from math import ceil, lcm, prod
 from typing import Literal
 
 from jrlhf.config.schema import Config, SleepConfig
-from jrlhf.meshes import GENERATE, TRAIN, Call, Graph, Layout
+from jrlhf.meshes import GENERATE, TRAIN, Call, Layout
 from jrlhf.meshes.graph import LEARNED, LEARNER, home_of
 from jrlhf.meshes.pipeline import SCHEDULES, ScheduleName, peak
 from jrlhf.meshes.plan import Placement, Plan, Slice
@@ -165,20 +165,18 @@ def weights_sleep(role: str, sleep: SleepConfig) -> bool:
     return getattr(sleep, section) == "host"
 
 
-def away_parts(config: Config, graph: Graph, roles: Mapping[str, object]) -> Away:
-    """Returns the places of the states of `roles` during every call of a graph. Only RL algorithms offload anything."""
-    if graph.name != config.algorithm:
+def away_parts(config: Config, workload: Workload) -> Away:
+    """Returns the places of all states during every call of a graph. Only RL algorithms offload anything."""
+    if workload.graph.name != config.algorithm:
         return {}
-    calls = [call for call in graph if call.kind != "compute"]
+    calls = [call for call in workload.graph if call.kind != "compute"]
     following = dict(pairwise(calls))
-    return {
-        (role, call.name): {
-            part: place
-            for part, place in residency(config, role, call, following.get(call)).items()
-            if part != "generation"
-        }
-        for role, call in product(roles, calls)
-    }
+
+    def places(role: str, call: Call) -> dict[str, Place]:
+        by_part = residency(config, role, call, following.get(call))
+        return {part: place for part, place in by_part.items() if part != "generation"}
+
+    return {(role, call.name): places(role, call) for role, call in product(keepers(workload), calls)}
 
 
 # ---- calls
@@ -387,34 +385,34 @@ def plan_memory(workload: Workload, plan: Plan, backend: Backend = DEFAULT, *, a
     away: the parts that are not on the devices during a call; None: all parts always are. Raises a ValueError if a
         model does not divide.
     """
-    away = away or {}
-    calls = [call for call in workload.graph if call.name in plan.placements and call.role in workload.models]
-    homes = {
-        role: plan[home.name] for role in keepers(workload) if (home := home_of(workload.graph, role, plan)) is not None
-    }
-    states = {role: _state_bytes(keepers(workload)[role], workload.itemsize, home) for role, home in homes.items()}
+    away, fused = away or {}, fused_bytes(workload, plan, backend)
+    homes, states = dict[str, Placement](), dict[str, Mapping[str, float]]()
+    for role, models in keepers(workload).items():
+        if (home := home_of(workload.graph, role, plan)) is not None:
+            homes[role] = plan[home.name]
+            states[role] = _state_bytes(models, workload.itemsize, plan[home.name])
+    base = max((parts.get("base", 0.0) for parts in states.values()), default=0.0)  # it is on all devices
+    states = {role: {part: size for part, size in parts.items() if part != "base"} for role, parts in states.items()}
     groups = segments(placement.devices for placement in plan.placements.values())
-    phases: dict[str, CallPhase] = {}
-    fused = fused_bytes(workload, plan, backend)
-    for call in calls:
+
+    def stored(call: Call, group: Slice) -> float:
+        """Returns the bytes that roles store on each of these devices while the call runs."""
+        return sum(
+            size
+            for role, home in homes.items()
+            for part, size in states[role].items()
+            if home.devices.overlaps(group) and away.get((role, call.name), {}).get(part, "device") == "device"
+        )
+
+    phases = []
+    for call in workload.graph:
+        if call.name not in plan.placements or call.role not in workload.models:
+            continue
         placement, home = plan[call.name], homes.get(call.role)
         needs = call_bytes(workload, call, placement, backend)
         active = dict(fused if call.name in plan.fused else needs.active)
         if needs.moved and home is not None and not stored_alike(home, placement):
             active["moved weights"] = needs.moved
-        for group in (group for group in groups if placement.devices.overlaps(group)):
-            here = [(role, states[role]) for role, home in homes.items() if home.devices.overlaps(group)]
-            base = max((parts.get("base", 0.0) for parts in states.values()), default=0.0)  # it is on all devices
-            own = sum(
-                size
-                for role, parts in here
-                for part, size in parts.items()
-                if part != "base" and away.get((role, call.name), {}).get(part, "device") == "device"
-            )
-            phase = CallPhase(call.name, base + own, active)
-            if call.name not in phases or phase.total > phases[call.name].total:
-                phases[call.name] = phase
-    bases = [parts["base"] for parts in states.values() if "base" in parts]
-    roles = {"base": {"weights": max(bases)}} if bases else {}
-    roles |= {role: {part: size for part, size in parts.items() if part != "base"} for role, parts in states.items()}
-    return PlanMemory(roles, tuple(phases.values()))
+        fullest = max(stored(call, group) for group in groups if placement.devices.overlaps(group))
+        phases.append(CallPhase(call.name, base + fullest, active))
+    return PlanMemory(({"base": {"weights": base}} if base else {}) | states, tuple(phases))

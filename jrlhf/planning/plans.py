@@ -38,25 +38,17 @@ def plan_of_config(config: Config, workload: Workload, devices: int, search: Cal
 
     On a part of the devices `mesh` is scaled down: first its replicas, then fsdp, then tensor.
     """
-    if config.plan in ("colocate", "split", "standalone", "disaggregated"):
+    if config.plan == "auto":
+        if search is None:
+            raise UserError("plan=auto has no search to ask here: set plan to colocate, split, standalone or a file")
+        plan = search()
+    elif config.plan in NAMES:
+        slices = _slices(config.plan, workload, devices)
         calls = workload.calls
-        if config.plan == "disaggregated":
-            first, second = _two_halves(config.plan, devices)
-            slices = {call.name: second if call.kind == "generate" else first for call in calls}
-        else:
-            if config.plan == "colocate":
-                of_roles = {call.role: Slice(0, devices) for call in calls}
-            else:
-                of_roles = _halves(calls, devices) if config.plan == "split" else _own_slices(workload, devices)
-            slices = {call.name: of_roles[call.role] for call in calls}
         placed = {call.name: scaled_placement(config, workload, call, slices[call.name], devices) for call in calls}
         plan = Plan(config.plan, placed)
-    elif config.plan != "auto":
-        plan = read_plan(expanded(config.plan))
-    elif search is not None:
-        plan = search()
     else:
-        raise UserError("plan=auto has no search to ask here: set plan to colocate, split, standalone or a file")
+        plan = read_plan(expanded(config.plan))
     validate_plan(plan, config, workload, devices)
     return plan
 
@@ -95,15 +87,20 @@ def scaled_placement(config: Config, workload: Workload, call: Call, devices: Sl
     return Placement(devices, layout, devices.count // (fsdp * tensor), fsdp, tensor, micro_batches=micro_batches)
 
 
-def _two_halves(plan: str, devices: int) -> tuple[Slice, Slice]:
+def _slices(plan: str, workload: Workload, devices: int) -> dict[str, Slice]:
+    """Returns the devices of each call, by the rule of this name (`plan_of_config`)."""
+    if plan == "colocate":
+        return {call.name: Slice(0, devices) for call in workload.calls}
+    if plan == "standalone":
+        slices = _own_slices(workload, devices)
+        return {call.name: slices[call.role] for call in workload.calls}
     if devices % 2:
         raise UserError(f"plan={plan} halves {devices} device(s): use an even number of them, or set plan=colocate")
-    return Slice(0, devices // 2), Slice(devices // 2, devices // 2)
-
-
-def _halves(calls: Sequence[Call], devices: int) -> dict[str, Slice]:
-    first, second = _two_halves("split", devices)
-    slices = {call.role: first if call.role in ("actor", LEARNER, "reference") else second for call in calls}
+    first, second = Slice(0, devices // 2), Slice(devices // 2, devices // 2)
+    if plan == "disaggregated":
+        return {call.name: second if call.kind == "generate" else first for call in workload.calls}
+    policy = "actor", LEARNER, "reference"
+    slices = {call.name: first if call.role in policy else second for call in workload.calls}
     if second not in slices.values():
         raise UserError(
             "plan=split has nothing to run on the second half, for there is neither a critic nor a reward model apart "

@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import cycle
 from typing import Any
 
@@ -124,7 +125,7 @@ def search(
             seen.add(_look(other))
             others.append(simulated(other))
     by_rule = {name: simulated(rule) for name, rule in rules.items()}
-    fitting = {name: outcome for name, outcome in by_rule.items() if outcome.simulation.peak <= prices.capacity}
+    fitting = {name: found for name, found in by_rule.items() if found.simulation.peak <= prices.capacity}
     return Result(best, tuple(others), fitting, chains.proposals, spent, tuple(chains.trace))
 
 
@@ -144,17 +145,15 @@ class Chains:
         self, simulator: Simulator, choices: Sequence[Sequence[int]], starts: Sequence[Sequence[int]], seed: int
     ):
         self.simulator, self.random = simulator, random.Random(seed)
-        self.by_size: list[list[list[int]]] = []  # for each call, its options grouped by the number of devices
-        self.by_slice: list[dict[Slice, list[int]]] = []  # for each call, its options by slice, the fastest first
+        # For each call, its options by the number of devices, and by slice, the fastest first.
+        self.by_size: list[dict[int, list[int]]] = [{} for _ in choices]
+        self.by_slice: list[dict[Slice, list[int]]] = [{} for _ in choices]
         for call, numbers in enumerate(choices):
-            sizes: dict[int, list[int]] = {}
             for option in numbers:
-                sizes.setdefault(simulator.options[call][option].devices.count, []).append(option)
-            self.by_size.append(list(sizes.values()))
-            on: dict[Slice, list[int]] = {}
+                count = simulator.options[call][option].devices.count
+                self.by_size[call].setdefault(count, []).append(option)
             for option in sorted(numbers, key=simulator.seconds[call].__getitem__):
-                on.setdefault(simulator.options[call][option].devices, []).append(option)
-            self.by_slice.append(on)
+                self.by_slice[call].setdefault(simulator.options[call][option].devices, []).append(option)
         self.best: tuple[int, ...] | None = None
         self.best_seconds, self.least, self.proposals = math.inf, math.inf, 0
         self.elite: dict[tuple[int, ...], float] = {}
@@ -185,7 +184,7 @@ class Chains:
         if len(state) > 1 and draw.random() < PAIRS and (moved := self._move_two(state)) is not None:
             return moved
         call = draw.randrange(len(state))
-        option = draw.choice(draw.choice(self.by_size[call]))
+        option = draw.choice(draw.choice(list(self.by_size[call].values())))
         return state[:call] + (option,) + state[call + 1 :]
 
     def _move_two(self, state: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -278,28 +277,34 @@ def divisions(prices: CostModel, options: Candidates) -> list[Division]:
     """
     graph, cluster, best = prices.workload.graph, prices.cluster, _fastest(options)
     roles = [role for role in graph.roles if any(call.role == role and call.name in options for call in graph)]
-    together = ("actor", "critic", LEARNER) if LEARNER in roles else ()
-    counts = sorted({devices.count for devices in slices(cluster)})
-    costs: dict[tuple[tuple[str, ...], int], tuple[dict[str, Placement], tuple[float, ...]] | None] = {}
+    together = {"actor", "critic", LEARNER} & set(roles) if LEARNER in roles else set()
+    counts, levels = sorted({devices.count for devices in slices(cluster)}), graph.levels()
+
+    @cache
+    def placed_set(members: tuple[str, ...], count: int) -> tuple[dict[str, Candidate], list[float]] | None:
+        """Returns the calls of these roles on `count` devices, and the seconds of each level of the graph."""
+        chosen = placed_together(graph, _of_roles(graph, members, best, count), prices.capacity)
+        if chosen is None:
+            return None
+        return chosen, [
+            sum(chosen[call.name].price.seconds for call in level if call.name in chosen) for level in levels
+        ]
+
     results = []
     for sets in partitions(roles):
-        if any(0 < len(set(members) & set(together)) < len(set(roles) & set(together)) for members in sets):
+        if any(0 < len(together & set(members)) < len(together) for members in sets):
             continue
         for sizes in allocations(counts, len(sets), cluster.devices):
-            parts = []
-            for members, count in zip(sets, sizes, strict=True):
-                key = tuple(members), count
-                if key not in costs:
-                    costs[key] = placed_together(graph, _of_roles(graph, members, best, count), prices.capacity)
-                parts.append(costs[key])
-            if any(part is None for part in parts):
+            parts = [placed_set(tuple(members), count) for members, count in zip(sets, sizes, strict=True)]
+            fitting = [part for part in parts if part is not None]
+            if len(fitting) < len(parts):
                 continue
             placed, start = {}, 0
             for index in sorted(range(len(sets)), key=lambda index: -sizes[index]):
                 devices = Slice(start, sizes[index])
-                placed |= {name: replace(placement, devices=devices) for name, placement in parts[index][0].items()}
+                placed |= {name: replace(one.placement, devices=devices) for name, one in fitting[index][0].items()}
                 start = devices.stop
-            seconds = sum(max(part[1][level] for part in parts) for level in range(len(graph.levels())))
+            seconds = sum(map(max, zip(*(seconds for _, seconds in fitting), strict=True)))
             plan = Plan("+".join("/".join(members) for members in sets), {name: placed[name] for name in options})
             results.append(Division(plan, tuple(map(tuple, sets)), sizes, seconds))
     return sorted(results, key=lambda division: division.seconds)
@@ -367,37 +372,27 @@ def _fastest(options: Candidates) -> dict[tuple[str, int], list[Candidate]]:
 
 
 def _of_roles(
-    graph: Graph, members: Sequence[str], best: dict[tuple[str, int], list[Candidate]], count: int
-) -> dict[str, list[Candidate]]:
+    graph: Graph, members: Collection[str], best: Mapping[tuple[str, int], list[Candidate]], count: int
+) -> Candidates:
     names = [call.name for call in graph if call.role in members and call.kind != "compute"]
     return {name: best.get((name, count), []) for name in names}
 
 
-def placed_together(
-    graph: Graph, choices: Candidates, capacity: float
-) -> tuple[dict[str, Placement], tuple[float, ...]] | None:
-    """Returns placements of these calls on the same devices, and the seconds of each level of the graph.
-
-    choices: candidates of each call, all on the same devices. None if the calls do not fit together.
-    """
+def placed_together(graph: Graph, choices: Candidates, capacity: float) -> dict[str, Candidate] | None:
+    """Returns a candidate for each of these calls, all on the same devices; None if they do not fit together."""
 
     def seconds(candidate: Candidate) -> tuple[float, float]:
         return candidate.price.seconds, candidate.price.resident
 
-    for first in (seconds, lambda candidate: seconds(candidate)[::-1]):
-        fitting = _fit(graph, choices, capacity, first=first, then=seconds)
-        if fitting is not None:
-            stages = tuple(
-                sum(fitting[call.name].price.seconds for call in level if call.name in fitting)
-                for level in graph.levels()
-            )
-            return {name: candidate.placement for name, candidate in fitting.items()}, stages
-    return None
+    fitting = _fit(graph, choices, capacity, first=seconds, then=seconds)
+    if fitting is None:
+        fitting = _fit(graph, choices, capacity, first=lambda candidate: seconds(candidate)[::-1], then=seconds)
+    return fitting
 
 
 def _fit(
     graph: Graph,
-    choices: Mapping[str, Sequence[Candidate]],
+    choices: Candidates,
     capacity: float,
     *,
     first: Callable[[Candidate], Any],

@@ -20,6 +20,9 @@ from jrlhf.planning.time import Prices
 ITERATIONS = 5  # as in ReaL's code
 REMEMBERED = 100_000  # number of cached combinations of slices
 
+# A call's group of devices and its seconds; the group of its weights' home, and the seconds to move them from there.
+_Job = tuple[int, float, int, float]
+
 
 @dataclass(frozen=True)
 class Span:
@@ -96,52 +99,9 @@ def simulate(
     return Simulation(seconds, max(span.end for span in spans if span.kind == "call"), tuple(spans), memory)
 
 
-# ---- the order of calls
-
-
-class Topology:
-    """The order of a graph's calls, which are numbered in the order of the program.
-
-    placed: whether a call has a model, and therefore devices. Other calls take no time; their values are stored where
-        the call `anchor` runs.
-    before: the calls whose outputs a call reads.
-    updated: the calls of the previous iteration that a call waits for: the training of its weights; in lockstep, calls
-        that read no other call's output also wait for all `last` calls.
-    home: the call at whose placement the role's weights are stored.
-    last: placed calls whose outputs no placed call of the iteration waits for.
-    """
-
-    def __init__(self, graph: Graph, roles: Collection[str], *, lockstep: bool = False):
-        """roles: roles with a model. lockstep: iterations do not overlap."""
-        calls = graph.calls
-        number = {call.name: index for index, call in enumerate(calls)}
-        self.placed = placed = [call.kind != "compute" and call.role in roles for call in calls]
-        self.before = before = [[number[other.name] for other in graph.before(call)] for call in calls]
-        homes = (home_of(graph, call.role) or call for call in calls)
-        self.home = [number[at.name] if placed[index] else index for index, at in enumerate(homes)]
-        trains = [has and call.kind == "train" for has, call in zip(placed, calls, strict=True)]
-        trained = [index for index, training in enumerate(trains) if training]
-        actors = [index for index in trained if calls[index].role in ("actor", LEARNER)]
-        self.anchor = (actors or trained or [index for index, has in enumerate(placed) if has])[0]
-
-        def awaited(index: int) -> bool:
-            """Returns whether a placed call reads the output of call `index`, directly or through arithmetic."""
-            readers = [reader for reader, reads in enumerate(before) if index in reads]
-            return any(placed[reader] or awaited(reader) for reader in readers)
-
-        self.last = [index for index, has in enumerate(placed) if has and not awaited(index)]
-        self.updated = [[home] if has and trains[home] else [] for home, has in zip(self.home, placed, strict=True)]
-        if lockstep:
-            for index, waits in enumerate(self.updated):
-                self.updated[index] = waits if before[index] else sorted({*waits, *self.last})
-
-
 def nested(slices: Sequence[Slice]) -> bool:
     """Returns whether any two slices are equal, disjoint, or one within the other."""
     return not any(one.start < two.start < one.stop < two.stop for one in slices for two in slices)
-
-
-# ---- the simulator
 
 
 class _Slices:
@@ -163,9 +123,14 @@ class _Slices:
 class Simulator:
     """Simulates thousands of plans a second: a plan is a vector with the number of each placed call's option.
 
-    calls: the placed calls' names. options: each call's placements by number; seconds, resident, active and moved are
-        their prices.
-    Prices and facts that follow from slices alone are cached.
+    A graph's calls are numbered in the order of the program. Calls without a model take no time and have no devices;
+    their values are stored where the actor is trained. Prices and facts that follow from slices alone are cached.
+
+    placed: numbers of the calls that have a model; calls: their names. before: the calls whose outputs each call reads.
+    updated: the calls of the previous iteration that each call waits for: the training of its weights; in lockstep,
+        calls that read no other call's output also wait for all `last` calls.
+    last: placed calls whose outputs no placed call of the iteration waits for.
+    options: each placed call's placements by number; seconds, resident, active and moved are their prices.
     """
 
     def __init__(
@@ -177,32 +142,45 @@ class Simulator:
         *,
         lockstep: bool = False,
     ):
-        self.graph, self.prices, self.iterations = graph, prices, iterations
-        self.order = order = Topology(graph, roles, lockstep=lockstep)
-        self._numbers = numbers = [index for index, has in enumerate(order.placed) if has]
-        self.calls = tuple(graph.calls[number].name for number in numbers)
-        self.capacity = prices.capacity
-        self.options: list[list[Placement]] = [[] for _ in numbers]
+        """roles: roles with a model. lockstep: iterations do not overlap."""
+        self.graph, self.prices, self.iterations, self.capacity = graph, prices, iterations, prices.capacity
+        calls, numbers = graph.calls, range(len(graph.calls))
+        number = {call.name: index for index, call in enumerate(calls)}
+        self.placed = placed = [at for at in numbers if calls[at].kind != "compute" and calls[at].role in roles]
+        self.calls = tuple(calls[at].name for at in placed)
+        self.before = before = [[number[other.name] for other in graph.before(call)] for call in calls]
+        self._readers = readers = [[reader for reader in numbers if maker in before[reader]] for maker in numbers]
+
+        def awaited(at: int) -> bool:
+            """Returns whether a placed call reads the output of this call, directly or through arithmetic."""
+            return any(reader in placed or awaited(reader) for reader in readers[at])
+
+        self.last = last = [at for at in placed if not awaited(at)]
+        home = {at: number[(home_of(graph, calls[at].role) or calls[at]).name] for at in placed}
+        trained = [at for at in placed if calls[at].kind == "train"]
+        anchor = next((at for at in trained if calls[at].role in ("actor", LEARNER)), (trained or placed)[0])
+        updated = [[home[at]] if at in home and home[at] in trained else [] for at in numbers]
+        if lockstep:
+            updated = [waits if before[at] else sorted({*waits, *last}) for at, waits in enumerate(updated)]
+        self.updated = updated
         # Lists indexed by option, because reading them is most of the work of a search.
-        self.seconds, self.resident, self.active, self.moved = ([[] for _ in numbers] for _ in range(4))
-        self._numbers_of: list[dict[Placement, int]] = [{} for _ in numbers]
-        self._slice: list[list[int]] = [[] for _ in numbers]  # for each option, the number of its slice
-        self._stored: list[list[int]] = [[] for _ in numbers]  # and the number of its placement without micro-batches
+        self.options: list[list[Placement]] = [[] for _ in placed]
+        self.seconds, self.resident, self.active, self.moved = ([[] for _ in placed] for _ in range(4))
+        self._numbers_of: list[dict[Placement, int]] = [{} for _ in placed]
+        self._slice: list[list[int]] = [[] for _ in placed]  # for each option, the number of its slice
+        self._stored: list[list[int]] = [[] for _ in placed]  # and the number of its placement without micro-batches
         self._devices: dict[Slice, int] = {}
         self._places: dict[Placement, int] = {}
         self._transfers: dict[tuple[int, int], float] = {}
-        self._reallocations: list[dict[tuple[int, int], float]] = [{} for _ in numbers]
+        self._reallocations: list[dict[tuple[int, int], float]] = [{} for _ in placed]
         self._remembered: dict[tuple[int, ...], _Slices] = {}
-        rank = {number: index for index, number in enumerate(numbers)}
-        count = len(graph.calls)
-        self._home = [rank[order.home[number]] for number in numbers]
-        self._runs_with = [rank.get(number, rank[order.anchor]) for number in range(count)]
-        self._readers = [[reader for reader in range(count) if maker in order.before[reader]] for maker in range(count)]
-        self._next = [
-            [count + reader for reader in range(count) if maker in order.updated[reader]] for maker in range(count)
-        ]
-        first = [len(before) for before in order.before]
-        later = [len(before) + len(updated) for before, updated in zip(order.before, order.updated, strict=True)]
+        rank = {at: index for index, at in enumerate(placed)}
+        self._home = [rank[home[at]] for at in placed]
+        self._runs_with = [rank.get(at, rank[anchor]) for at in numbers]
+        count = len(calls)
+        self._next = [[count + reader for reader in numbers if maker in updated[reader]] for maker in numbers]
+        first = [len(inputs) for inputs in before]
+        later = [len(inputs) + len(waits) for inputs, waits in zip(before, updated, strict=True)]
         # There is an additional iteration that never becomes ready, so that the last one is no special case.
         self._pending_inputs = first + later * (iterations - 1) + [count + 2] * count
 
@@ -210,7 +188,7 @@ class Simulator:
         """Returns the number of this option of a call; a new option is priced."""
         numbers = self._numbers_of[call]
         if placement not in numbers:
-            price = self.prices.call(self.graph.calls[self._numbers[call]], placement)
+            price = self.prices.call(self.graph[self.calls[call]], placement)
             numbers[placement] = len(self.options[call])
             self.options[call].append(placement)
             for name in ("seconds", "resident", "active", "moved"):
@@ -249,27 +227,21 @@ class Simulator:
         Returns the seconds of one, and the numbers of the calls whose weights are moved from elsewhere. record: all
         work is appended to it.
         """
-        slices, count = self._slices(choice), len(self._readers)
-        group = slices.group
+        slices, jobs = self._slices(choice), dict[int, _Job]()
+        group, work, brought = slices.group, [], []
         stored = [values[option] for values, option in zip(self._stored, choice, strict=True)]
-        seconds, runs_on, fetch, work = [0.0] * count, [-1] * count, [(0.0, 0)] * count, []
-        brought = []
-        for call, number in enumerate(self._numbers):
-            seconds[number] = self.seconds[call][choice[call]]
-            runs_on[number] = own = group[call]
-            work.append((seconds[number], own, own))
-            home = self._home[call]
+        for call, number in enumerate(self.placed):
+            home, own, seconds, fetching = self._home[call], group[call], self.seconds[call][choice[call]], 0.0
+            work.append((seconds, own, own))
             if stored[call] != stored[home]:
                 seconds_of, key = self._reallocations[call], (stored[home], stored[call])
-                fetching = seconds_of.get(key)
-                if fetching is None:
-                    fetching = seconds_of[key] = self.prices.reallocation(
-                        self.graph.calls[number].role, *self._places_of(key)
-                    )
-                if fetching:
-                    fetch[number] = fetching, group[home]
+                if key not in seconds_of:
+                    role = self.graph.calls[number].role
+                    seconds_of[key] = self.prices.reallocation(role, *self._places_of(key))
+                if fetching := seconds_of[key]:
                     brought.append(call)
                     work.append((fetching, group[home], own))
+            jobs[number] = own, seconds, group[home], fetching
         direct, moved = [], []  # readers of a call's output: without and after a transfer
         for maker, readers in enumerate(self._readers):
             source, here, there = self._runs_with[maker], list(self._next[maker]), []
@@ -278,9 +250,9 @@ class Simulator:
                 moving = 0.0
                 if stored[source] != stored[target]:
                     key = stored[source], stored[target]
-                    moving = self._transfers.get(key)
-                    if moving is None:
-                        moving = self._transfers[key] = self.prices.transfer(*self._places_of(key))
+                    if key not in self._transfers:
+                        self._transfers[key] = self.prices.transfer(*self._places_of(key))
+                    moving = self._transfers[key]
                 if moving:
                     there.append((reader, (moving, group[source], group[target])))
                     work.append((moving, group[source], group[target]))
@@ -288,17 +260,15 @@ class Simulator:
                     here.append(reader)
             direct.append(here)
             moved.append(there)
-        ends = self._schedule(seconds, runs_on, fetch, direct, moved, slices, record)
-        turns = self.iterations - 1
-        rate = max([(ends[turns * count + number] - ends[number]) / turns for number in self.order.last])
+        ends = self._schedule(jobs, direct, moved, slices, record)
+        turns, count = self.iterations - 1, len(self.before)
+        rate = max([(ends[turns * count + number] - ends[number]) / turns for number in self.last])
         busiest = max([sum([length for length, a, b in work if a in used or b in used]) for used in slices.used])
         return (rate if rate > busiest else busiest), brought
 
     def _schedule(
         self,
-        seconds: list[float],
-        runs_on: list[int],
-        fetch: list[tuple[float, int]],
+        jobs: dict[int, _Job],
         direct: list[list[int]],
         moved: list[list[tuple[int, tuple[float, int, int]]]],
         slices: _Slices,
@@ -306,18 +276,19 @@ class Simulator:
     ) -> list[float]:
         """Algorithm 1. Returns when each call ends: call `number` of iteration `i` at i * count + number.
 
-        runs_on: each call's group, -1 for none. fetch: seconds to move its weights, and the group of their home.
+        jobs: of placed calls, by number. Other calls end when their inputs are ready.
         direct, moved: the readers of its output, without a transfer or after one of (seconds, source, target); a reader
         of the next iteration has a number that is higher by `count`.
         """
-        count, overlapping = len(seconds), slices.overlapping
+        count, overlapping = len(self.before), slices.overlapping
         everything = count * self.iterations
         pending_inputs = self._pending_inputs[:]
         ready_at, ends = [0.0] * (everything + count), [0.0] * (everything + count)
         free = [0.0] * len(overlapping)
         # (when, what goes first, ...): calls by number; transfers by negative numbers, with their reader and lengths.
-        ready: list = [(0.0, at) for at in range(everything) if not pending_inputs[at] and runs_on[at % count] >= 0]
-        done = [at for at in range(everything) if not pending_inputs[at] and runs_on[at % count] < 0]
+        begun = [at for at in range(everything) if not pending_inputs[at]]
+        ready: list = [(0.0, at) for at in begun if at % count in jobs]
+        done = [at for at in begun if at % count not in jobs]
 
         def occupy(first: int, second: int, start: float, length: float) -> float:
             for other in overlapping[first]:
@@ -335,7 +306,7 @@ class Simulator:
                 ready_at[reader] = when
             pending_inputs[reader] -= 1
             if not pending_inputs[reader]:
-                if runs_on[reader % count] < 0:
+                if reader % count not in jobs:
                     done.append(reader)
                 else:
                     heappush(ready, (ready_at[reader], reader))
@@ -348,7 +319,7 @@ class Simulator:
             record.append(Span(kind, name, at // count, start, end, devices, source))
 
         while done or ready:
-            if done:  # arithmetic and functions end when their inputs are ready
+            if done:
                 at = done.pop()
                 end, number = ready_at[at], at % count
             else:
@@ -363,14 +334,14 @@ class Simulator:
                     deliver(reader, end)
                     continue
                 number = at % count
-                own, (length, home) = runs_on[number], fetch[number]
-                if length:
-                    start = occupy(home, own, end, length)
-                    end = start + length
+                own, seconds, home, fetching = jobs[number]
+                if fetching:
+                    start = occupy(home, own, end, fetching)
+                    end = start + fetching
                     if record is not None:
                         note("reallocation", at, start, end, home, own)
-                start = occupy(own, own, end, seconds[number])
-                end = start + seconds[number]
+                start = occupy(own, own, end, seconds)
+                end = start + seconds
                 if record is not None:
                     note("call", at, start, end, own, own)
             ends[at] = end
@@ -383,14 +354,12 @@ class Simulator:
 
     def _slices(self, choice: Sequence[int]) -> _Slices:
         key = tuple([values[option] for values, option in zip(self._slice, choice, strict=True)])
-        entry = self._remembered.get(key)
-        if entry is not None:
-            return entry
-        if len(self._remembered) > REMEMBERED:
-            self._remembered.clear()
-        by_number = list(self._devices)
-        self._remembered[key] = result = _Slices([by_number[number] for number in key])
-        return result
+        if key not in self._remembered:
+            if len(self._remembered) > REMEMBERED:
+                self._remembered.clear()
+            by_number = list(self._devices)
+            self._remembered[key] = _Slices([by_number[number] for number in key])
+        return self._remembered[key]
 
     def _places_of(self, numbers: Sequence[int]) -> list[Placement]:
         places = list(self._places)

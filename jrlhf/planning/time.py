@@ -412,7 +412,7 @@ _HANDED_OVER = 5  # numbers per token that one call passes to another: the token
 
 @dataclass(frozen=True)
 class CostModel:
-    """The prices of a workload's calls on a cluster, each computed once.
+    """The prices of a workload's calls on a cluster; that of a call is computed once.
 
     backend: compiler of the calls. costs: of parts; None: Roofline. away: what is offloaded; parts that only the call
     at the role's home needs count there as active, and are copied from and to the host. fused: time and active bytes of
@@ -426,7 +426,6 @@ class CostModel:
     away: Away = field(default_factory=dict)
     fused: Mapping[tuple[str, Placement], tuple[CallTime, float]] = field(default_factory=dict)
     _calls: dict[Any, Price] = field(default_factory=dict, init=False)
-    _moves: dict[Any, float] = field(default_factory=dict, init=False)
 
     @property
     def capacity(self) -> float:
@@ -485,15 +484,12 @@ class CostModel:
         return bool(places) and all(place == "pinned_host" for place in places)
 
     def reallocation(self, role: str, home: Placement, placement: Placement) -> float:
-        key = role, home, placement
-        if key not in self._moves:
-            stored = size = 0.0
-            for model in self.workload.models[role]:
-                wide = model.trained or model.wide or model.lora is not None
-                stored += model.numbers.trained * (4 if wide else self.workload.itemsize)
-                size += model.numbers.trained * (4 if model.lora is not None else self.workload.itemsize)
-            self._moves[key] = moves.reallocation_seconds(stored, size, home, placement, self.cluster)
-        return self._moves[key]
+        stored = size = 0.0
+        for model in self.workload.models[role]:
+            wide = model.trained or model.wide or model.lora is not None
+            stored += model.numbers.trained * (4 if wide else self.workload.itemsize)
+            size += model.numbers.trained * (4 if model.lora is not None else self.workload.itemsize)
+        return moves.reallocation_seconds(stored, size, home, placement, self.cluster)
 
     def transfer(self, source: Placement, target: Placement) -> float:
         size = 4.0 * _HANDED_OVER * self.workload.rows * self.workload.length

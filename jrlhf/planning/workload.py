@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -111,7 +111,8 @@ class Workload:
         in one program, and a sum of reward models scores with each.
     rows: responses of an iteration. rows_key: the setting for it, for messages. samples: responses to each prompt.
     prompt, response: widths of the token arrays. mean_prompt, mean_response: average lengths.
-    slots: rows that decode at a time, None for all. chunk: steps of one decode program, None for all.
+    slots: rows that decode at a time, None for all. chunk: steps of one decode program, None for all. prefill: as in
+        `models.Schedule`.
     spanned: the kinds of calls in which a policy's head predicts responses only, not prompts.
     recomputed_stages: the backward operation of a pipeline's stage computes its forward pass again, as in a run.
     """
@@ -174,11 +175,18 @@ def workload_of(config: Config, graph: Graph, models: Mapping[str, ModelConfig])
 
     Mean lengths are the widths of the arrays, because a config does not tell how long answers will be.
     """
-    stage = graph.name
-    compute = {"dtype": jnp.dtype(config.compute.dtype), "remat": config.compute.remat}
-    prompt, response = config.data.max_prompt, config.data.max_response
-    widths = {"prompt": prompt, "response": response, "mean_prompt": float(prompt), "mean_response": float(response)}
+    stage, prompt, response = graph.name, config.data.max_prompt, config.data.max_response
     roles = _models_of_roles(config, models, graph)
+    workload = partial(
+        Workload,
+        graph,
+        prompt=prompt,
+        response=response,
+        mean_prompt=float(prompt),
+        mean_response=float(response),
+        dtype=jnp.dtype(config.compute.dtype),
+        remat=config.compute.remat,
+    )
     if stage != config.algorithm:
         rows, key = config.sections[stage].batch, f"{stage}.batch"
         if stage == "reward_model":
@@ -186,25 +194,24 @@ def workload_of(config: Config, graph: Graph, models: Mapping[str, ModelConfig])
             roles = {"actor": (replace(policy, trained=False, wide=True),), "reward": (replace(reward, trained=True),)}
         if stage != "sft":  # batches of pairs
             rows, key = 2 * rows, f"2 x {key}"
-        return Workload(graph, roles, rows=rows, rows_key=key, fused_loss=False, spanned=(), **widths, **compute)
+        return workload(roles, rows=rows, rows_key=key, fused_loss=False, spanned=())
     section, algorithm = config.rl, config.rl.algorithm
     # A fused update's passes also make the experience, so its head is that of a plain forward pass.
     learner = "learner" in graph.roles
     fused = config.compute.fused_loss and not algorithm.couples_tokens and not learner
     spanned = learner or (fused and not algorithm.ptx_coef)  # texts of the pretraining mix have no response
-    parts = {"samples": section.samples, "epochs": algorithm.epochs, "minibatches": algorithm.minibatches}
-    engine = {"slots": config.rollout.slots, "chunk": config.rollout.chunk, "prefill": config.rollout.prefill}
-    return Workload(
-        graph,
+    return workload(
         roles,
         rows=section.rollout_batch,
         rows_key=f"{stage}.rollout_batch",
+        samples=section.samples,
+        epochs=algorithm.epochs,
+        minibatches=algorithm.minibatches,
+        slots=config.rollout.slots,
+        chunk=config.rollout.chunk,
+        prefill=config.rollout.prefill,
         fused_loss=fused,
         spanned=("infer", "train") if spanned else ("infer",),
-        **parts,
-        **engine,
-        **widths,
-        **compute,
     )
 
 
@@ -223,21 +230,21 @@ def _models_of_roles(
     def adapted(role: str, adapter: LoRAConfig | None, head: HeadKind, *, trained: bool = False) -> RoleModel:
         return RoleModel(models[role], head, trained, adapter, is_base=adapter is None, int8=int8)
 
-    def policy_like(role: str, head: HeadKind, *, trained: bool, own: bool) -> RoleModel:
+    def policy_like(role: str, head: HeadKind, *, trained: bool, own: bool = False) -> None:
         """own: the role has its own model instead of starting from the policy."""
-        if lora is None or own:
-            return RoleModel(models[role], head, trained)
-        return adapted(role, lora, head, trained=trained)
+        plain = lora is None or own
+        add(role, RoleModel(models[role], head, trained) if plain else adapted(role, lora, head, trained=trained))
 
-    add("actor", policy_like("actor", "lm", trained=True, own=False))
-    for role in ("critic", "cost_critic"):
-        if role in models:
-            own = role == "critic" and (config.roles.critic is not None or (section is not None and not section.critic))
-            add(role, policy_like(role, "scalar", trained=True, own=own))
+    policy_like("actor", "lm", trained=True)
+    if "critic" in models:
+        separate = section is not None and not section.critic
+        policy_like("critic", "scalar", trained=True, own=separate or config.roles.critic is not None)
+    if "cost_critic" in models:
+        policy_like("cost_critic", "scalar", trained=True)
     if config.reference_is_base and "reference" in models:
         add("reference", adapted("reference", None, "lm"))
     elif "reference" in models:
-        add("reference", policy_like("reference", "lm", trained=False, own=config.roles.reference is not None))
+        policy_like("reference", "lm", trained=False, own=config.roles.reference is not None)
     if "reward_model" in config.stages:
         trained = RoleModel(models["reward"], "scalar", trained=False, wide=True)
         add("reward", trained if lora is None else adapted("reward", lora, "scalar"))
@@ -282,9 +289,9 @@ def with_budgets(config: Config, workload: Workload, plan: Plan) -> Plan:
 
 def without_budgeted(config: Config, graph: Graph, plan: Plan) -> Plan:
     """Returns the plan without micro-batches where a token budget divides the rows."""
-    divided = [kind for kind, budget in token_budgets(config, graph.name).items() if budget is not None]
+    budgets = token_budgets(config, graph.name)
     placements = {
-        name: replace(placement, micro_batches=1) if graph[name].kind in divided else placement
+        name: placement if budgets.get(graph[name].kind) is None else replace(placement, micro_batches=1)
         for name, placement in plan.placements.items()
     }
     return Plan(plan.name, placements)
