@@ -16,7 +16,7 @@ from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.models import ModelConfig
 from jrlhf.models.remat import REMATS
 from jrlhf.planning.activations import Backend
-from jrlhf.planning.candidates import Candidate, NoPlan, candidates, placements
+from jrlhf.planning.candidates import NoPlan, candidates, placements
 from jrlhf.planning.fit import backend_of, capacity
 from jrlhf.planning.fusion.proposal import with_fused
 from jrlhf.planning.memory import GIB, away_parts
@@ -24,7 +24,7 @@ from jrlhf.planning.plans import scaled_placement, validate_plan
 from jrlhf.planning.profile import ProfiledCosts, cluster_of, default_path, load, measure, save
 from jrlhf.planning.search import Found, Result, colocates, placed_together, search
 from jrlhf.planning.simulate import simulate
-from jrlhf.planning.time import CostModel
+from jrlhf.planning.time import CostModel, Price
 from jrlhf.planning.workload import Workload, without_budgeted, workload_of
 
 PROPOSALS = 50_000  # takes seconds; with a fixed number of proposals the result depends only on the seed
@@ -125,7 +125,7 @@ class Setting:
             "two sides divides the rows and fits: choose more devices, other rows or a smaller model"
         )
 
-    def _placements_on(self, call: Call, devices: Slice) -> list[Candidate]:
+    def _placements_on(self, call: Call, devices: Slice) -> list[Price]:
         """Returns the ways to divide a call over a side of an asynchronous run, those that fit alone."""
         prices, workload, cluster = self.prices, self.workload, self.prices.cluster
         ways = placements(workload, call, devices.count, cluster.node)
@@ -134,8 +134,8 @@ class Setting:
         ways = [replace(way, devices=devices) for way in ways]
         if prices.costs is not None:  # a profile has only groups of powers of two
             ways = [way for way in ways if all(size & (size - 1) == 0 for size in way.sizes)]
-        options = [Candidate(way, prices.call(call, way)) for way in ways]
-        return [one for one in options if one.bytes + one.price.moved * (call.kind == "generate") <= prices.capacity]
+        options = [prices.call(call, way) for way in ways]
+        return [one for one in options if one.bytes + one.moved * (call.kind == "generate") <= prices.capacity]
 
     def _runs(self, plan: Plan) -> bool:
         try:

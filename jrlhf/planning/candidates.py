@@ -5,7 +5,7 @@ placements are kept.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from math import lcm
 from typing import Any
@@ -29,18 +29,6 @@ OF_A_SIZE = 16  # number of candidates per slice size that are kept even if they
 
 class NoPlan(UserError):
     """No placement or plan can run and fits. The message names the problem, without a remedy."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One of a call's placements, with its price."""
-
-    placement: Placement
-    price: Price
-
-    @property
-    def bytes(self) -> float:
-        return self.price.resident + self.price.active
 
 
 def slices(cluster: Cluster) -> list[Slice]:
@@ -123,7 +111,7 @@ def undivided(key: str, rows: int, divisor: int, over: str) -> str:
     return f"{key}={rows} does not divide over {over}: choose a multiple of {divisor}"
 
 
-def candidates(prices: CostModel, *, hypothetical: bool = False, processes: int = 1) -> dict[str, list[Candidate]]:
+def candidates(prices: CostModel, *, hypothetical: bool = False, processes: int = 1) -> dict[str, list[Price]]:
     """Returns the candidates of every call that has a model, by name.
 
     Roles on a shared base run on all devices, in one mesh: the one with the smallest sum of their calls' times.
@@ -133,7 +121,7 @@ def candidates(prices: CostModel, *, hypothetical: bool = False, processes: int 
         call.name: call_candidates(prices, call, hypothetical=hypothetical, processes=processes)
         for call in workload.calls
     }
-    by_mesh: dict[tuple[int, ...], dict[str, list[Candidate]]] = {}
+    by_mesh: dict[tuple[int, ...], dict[str, list[Price]]] = {}
     shared = [call.name for call in workload.calls if workload.on_base(call.role)]
     for name in shared:
         for candidate in result[name]:
@@ -147,15 +135,13 @@ def candidates(prices: CostModel, *, hypothetical: bool = False, processes: int 
         )
 
     def seconds(mesh: tuple[int, ...]) -> float:
-        return sum(ranked[0].price.seconds for ranked in common[mesh].values())
+        return sum(ranked[0].seconds for ranked in common[mesh].values())
 
     # Among equally fast meshes, takes the one with the fewest replicas.
     return result | common[min(common, key=lambda mesh: (seconds(mesh), mesh))] if shared else result
 
 
-def call_candidates(
-    prices: CostModel, call: Call, *, hypothetical: bool = False, processes: int = 1
-) -> list[Candidate]:
+def call_candidates(prices: CostModel, call: Call, *, hypothetical: bool = False, processes: int = 1) -> list[Price]:
     """Returns at most `MOST` placements of a call that fit alone, the fastest first.
 
     For each slice size, or each mesh of a shared base, it keeps the fastest, and slower ones that need less memory than
@@ -168,7 +154,7 @@ def call_candidates(
         if processes == 1 or cluster.devices % devices.count == 0:
             by_size.setdefault(devices.count, []).append(devices)
     every = [
-        Candidate(placement, prices.call(call, placement))
+        prices.call(call, placement)
         for count in sorted(by_size)
         for placement in placements(workload, call, count, cluster.node, hypothetical=hypothetical)
     ]
@@ -179,7 +165,7 @@ def call_candidates(
         if reason.startswith(workload.rows_key):  # otherwise the reason is the slots
             reason = f"{reason.rsplit(':', 1)[0]}: {_rows_for(workload, cluster)}"
         raise UserError(f"{call.name} runs nowhere, for {reason}")
-    fitting: dict[Any, list[Candidate]] = {}
+    fitting: dict[Any, list[Price]] = {}
     for candidate in every:
         if candidate.bytes <= prices.capacity:
             placement = candidate.placement
@@ -192,18 +178,18 @@ def call_candidates(
             f"{call.name} fits nowhere on {cluster.devices} device(s) of {prices.capacity / GIB:.0f} GiB{limit}: it "
             f"needs {smallest / GIB:.1f} GiB of each"
         )
-    survivors: list[Candidate] = []
+    survivors: list[Price] = []
     for alternatives in fitting.values():
         least = float("inf")
-        for index, candidate in enumerate(sorted(alternatives, key=lambda one: (one.price.seconds, one.bytes))):
+        for index, candidate in enumerate(sorted(alternatives, key=lambda one: (one.seconds, one.bytes))):
             if index < OF_A_SIZE or candidate.bytes < least:
                 survivors.append(candidate)
             least = min(least, candidate.bytes)
-    spread: list[Candidate] = []
-    for candidate in sorted(survivors, key=lambda one: one.price.seconds):
+    spread: list[Price] = []
+    for candidate in sorted(survivors, key=lambda one: one.seconds):
         for devices in by_size[candidate.placement.devices.count]:
             if len(spread) < MOST or devices.count == cluster.devices:
-                spread.append(Candidate(replace(candidate.placement, devices=devices), candidate.price))
+                spread.append(replace(candidate, placement=replace(candidate.placement, devices=devices)))
     return spread
 
 

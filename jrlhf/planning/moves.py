@@ -17,10 +17,9 @@ class Group(NamedTuple):
 _AXES = ("pipeline", "data", "fsdp", "tensor")  # device numbers are row-major over these axes
 
 
-def group(placement: Placement, node: int, *axes: str) -> Group:
-    """Returns the group of a collective over these neighbouring mesh axes, on nodes of `node` devices."""
-    inner = _AXES[_AXES.index(axes[-1]) + 1 :]
-    size = prod(getattr(placement, axis) for axis in axes)
+def group(placement: Placement, node: int, axis: str) -> Group:
+    """Returns the group of a collective over a mesh axis, on nodes of `node` devices."""
+    size, inner = getattr(placement, axis), _AXES[_AXES.index(axis) + 1 :]
     stride = prod(getattr(placement, axis) for axis in inner)
     start = placement.devices.start % node
     here = node if start + min(placement.devices.count, node) <= node else node - start

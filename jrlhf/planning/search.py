@@ -19,13 +19,13 @@ from typing import Any
 from jrlhf.meshes import Graph
 from jrlhf.meshes.graph import LEARNER, home_of
 from jrlhf.meshes.plan import Placement, Plan, Slice
-from jrlhf.planning.candidates import Candidate, NoPlan, candidates, placements, slices
+from jrlhf.planning.candidates import NoPlan, candidates, placements, slices
 from jrlhf.planning.memory import GIB
 from jrlhf.planning.moves import stored_alike
 from jrlhf.planning.simulate import Simulation, Simulator, simulate
-from jrlhf.planning.time import CostModel
+from jrlhf.planning.time import CostModel, Price
 
-Candidates = Mapping[str, Sequence[Candidate]]
+Candidates = Mapping[str, Sequence[Price]]
 RULES = ("heuristic", "colocate", "split", "standalone")
 BETAS = (20.0, 40.0, 80.0)  # assigned to the chains in turn
 PAIRS = 0.2  # share of proposals that move two calls
@@ -245,10 +245,10 @@ def heuristic(prices: CostModel, options: Candidates) -> Plan | None:
     """
     workload, choices = prices.workload, {}
     for call in workload.calls:
-        tried = placements(workload, call, prices.cluster.devices, prices.cluster.node)
-        if workload.on_base(call.role):
-            tried = [candidate.placement for candidate in options[call.name]]
-        trials = [Candidate(placement, prices.call(call, placement)) for placement in tried]
+        trials = options[call.name]
+        if not workload.on_base(call.role):
+            ways = placements(workload, call, prices.cluster.devices, prices.cluster.node)
+            trials = [prices.call(call, placement) for placement in ways]
         widest = max((candidate.placement.tensor for candidate in trials), default=0)
         layouts = ("generate", "train_tp") if widest > 1 else ("generate", "train_tp", "train", "score")
         choices[call.name] = [
@@ -256,7 +256,7 @@ def heuristic(prices: CostModel, options: Candidates) -> Plan | None:
             for candidate in trials
             if candidate.placement.tensor == widest and candidate.placement.layout in layouts
         ]
-    orders: tuple[Callable[[Candidate], Any], ...] = (
+    orders: tuple[Callable[[Price], Any], ...] = (
         lambda candidate: (candidate.placement.fsdp, candidate.placement.micro_batches),
         lambda candidate: (-candidate.placement.fsdp, candidate.placement.micro_batches),
     )
@@ -281,14 +281,12 @@ def divisions(prices: CostModel, options: Candidates) -> list[Division]:
     counts, levels = sorted({devices.count for devices in slices(cluster)}), graph.levels()
 
     @cache
-    def placed_set(members: tuple[str, ...], count: int) -> tuple[dict[str, Candidate], list[float]] | None:
+    def placed_set(members: tuple[str, ...], count: int) -> tuple[dict[str, Price], list[float]] | None:
         """Returns the calls of these roles on `count` devices, and the seconds of each level of the graph."""
         chosen = placed_together(graph, _of_roles(graph, members, best, count), prices.capacity)
         if chosen is None:
             return None
-        return chosen, [
-            sum(chosen[call.name].price.seconds for call in level if call.name in chosen) for level in levels
-        ]
+        return chosen, [sum(chosen[call.name].seconds for call in level if call.name in chosen) for level in levels]
 
     results = []
     for sets in partitions(roles):
@@ -360,29 +358,29 @@ def allocations(counts: Collection[int], sets: int, devices: int) -> Iterator[tu
             yield from ((count, *others) for others in allocations(counts, sets - 1, devices - count))
 
 
-def _fastest(options: Candidates) -> dict[tuple[str, int], list[Candidate]]:
+def _fastest(options: Candidates) -> dict[tuple[str, int], list[Price]]:
     """Returns (call, number of devices) -> its candidates there, on any slice, the fastest first."""
-    groups: dict[tuple[str, int], dict[Placement, Candidate]] = {}
+    groups: dict[tuple[str, int], dict[Placement, Price]] = {}
     for name, choices in options.items():
         for candidate in choices:
             if candidate.placement.pipeline == 1:
                 anywhere = replace(candidate.placement, devices=Slice(0, candidate.placement.devices.count))
                 groups.setdefault((name, candidate.placement.devices.count), {}).setdefault(anywhere, candidate)
-    return {key: sorted(group.values(), key=lambda candidate: candidate.price.seconds) for key, group in groups.items()}
+    return {key: sorted(group.values(), key=lambda candidate: candidate.seconds) for key, group in groups.items()}
 
 
 def _of_roles(
-    graph: Graph, members: Collection[str], best: Mapping[tuple[str, int], list[Candidate]], count: int
+    graph: Graph, members: Collection[str], best: Mapping[tuple[str, int], list[Price]], count: int
 ) -> Candidates:
     names = [call.name for call in graph if call.role in members and call.kind != "compute"]
     return {name: best.get((name, count), []) for name in names}
 
 
-def placed_together(graph: Graph, choices: Candidates, capacity: float) -> dict[str, Candidate] | None:
+def placed_together(graph: Graph, choices: Candidates, capacity: float) -> dict[str, Price] | None:
     """Returns a candidate for each of these calls, all on the same devices; None if they do not fit together."""
 
-    def seconds(candidate: Candidate) -> tuple[float, float]:
-        return candidate.price.seconds, candidate.price.resident
+    def seconds(candidate: Price) -> tuple[float, float]:
+        return candidate.seconds, candidate.resident
 
     fitting = _fit(graph, choices, capacity, first=seconds, then=seconds)
     if fitting is None:
@@ -395,9 +393,9 @@ def _fit(
     choices: Candidates,
     capacity: float,
     *,
-    first: Callable[[Candidate], Any],
-    then: Callable[[Candidate], Any],
-) -> dict[str, Candidate] | None:
+    first: Callable[[Price], Any],
+    then: Callable[[Price], Any],
+) -> dict[str, Price] | None:
     """Chooses one candidate for each call, all on the same devices.
 
     As in HybridFlow, placements of calls that store states are chosen first, by `first`; the other calls get the
@@ -406,19 +404,19 @@ def _fit(
     if not all(choices.values()):
         return None
     home = {call.name: (home_of(graph, call.role) or call).name for call in graph if call.name in choices}
-    state_bytes = {name: min(choices[name], key=first).price.resident for name in choices if home[name] == name}
+    state_bytes = {name: min(choices[name], key=first).resident for name in choices if home[name] == name}
     left, result = capacity - sum(state_bytes.values()), {}
     for name in sorted(choices, key=lambda name: home[name] != name):
         stored = result.get(home[name])
 
-        def needed(candidate: Candidate, stored: Candidate | None = stored) -> float:
+        def needed(candidate: Price, stored: Price | None = stored) -> float:
             copied = stored is not None and not stored_alike(stored.placement, candidate.placement)
-            return candidate.price.active + candidate.price.moved * copied
+            return candidate.active + candidate.moved * copied
 
         fitting = [
             candidate
             for candidate in choices[name]
-            if candidate.price.resident <= state_bytes.get(name, 0.0) and needed(candidate) <= left
+            if candidate.resident <= state_bytes.get(name, 0.0) and needed(candidate) <= left
         ]
         if not fitting:
             return None

@@ -383,16 +383,21 @@ def _add(total: Parts, parts: Mapping[str, float], times: float = 1.0) -> None:
 
 @dataclass(frozen=True)
 class Price:
-    """Costs of one call in one placement, on each of its devices.
+    """A placement of a call, with its costs on each of its devices.
 
     resident: bytes that its role keeps there between calls. active: further bytes while it runs. moved: bytes of the
     copy of the weights, if the role is stored elsewhere.
     """
 
+    placement: Placement
     seconds: float
     resident: float
     active: float
     moved: float = 0.0
+
+    @property
+    def bytes(self) -> float:
+        return self.resident + self.active
 
 
 class Prices(Protocol):
@@ -447,7 +452,7 @@ class CostModel:
             resident = sum(size for part, size in stored.items() if part != "base" or call == self._base) - asleep
             seconds = time.seconds + 2 * asleep / self.cluster.hardware.host
             active = self.fused[key][1] if key in self.fused else sum(sizes.active.values())
-            self._calls[key] = Price(seconds, resident, active + asleep, sizes.moved)
+            self._calls[key] = Price(placement, seconds, resident, active + asleep, sizes.moved)
         return self._calls[key]
 
     def time(self, call: Call, placement: Placement) -> CallTime:

@@ -38,7 +38,7 @@ class Table:
     capacity: float = 1.0
 
     def call(self, call: Call, placement: Placement) -> Price:
-        return Price(self.seconds[call.name], 0.0, 0.0)
+        return Price(placement, self.seconds[call.name], 0.0, 0.0)
 
     def reallocation(self, role: str, home: Placement, placement: Placement) -> float:
         return 0.0

@@ -319,9 +319,9 @@ def test_samples_of_a_prompt_stay_with_their_group_and_slots_divide():
 
 def test_options_fit_and_begin_with_the_fastest():
     options = call_candidates(PRICES, PPO["actor.update"])
-    seconds = [option.price.seconds for option in options]
+    seconds = [option.seconds for option in options]
     assert seconds == sorted(seconds) and seconds[0] < seconds[-1]
-    assert all(option.price.resident + option.price.active <= PRICES.capacity for option in options)
+    assert all(option.resident + option.active <= PRICES.capacity for option in options)
     everything = [
         PRICES.call(PPO["actor.update"], placement)
         for count in (1, 2, 4, 8, 16)

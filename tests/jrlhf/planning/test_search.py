@@ -49,7 +49,8 @@ class Rough:
     def call(self, call: Call, placement: Placement) -> Price:
         seconds = (0.2 + self._draw(call.name, placement)) / placement.devices.count**0.5
         home = call.kind == "train" or call.role in ("reference", "reward")
-        return Price(seconds, 3 * self._draw("stays", placement) if home else 0.0, 3 * self._draw("needs", placement))
+        resident = 3 * self._draw("stays", placement) if home else 0.0
+        return Price(placement, seconds, resident, 3 * self._draw("needs", placement))
 
     def reallocation(self, role: str, home: Placement, placement: Placement) -> float:
         return 0.1 * self._draw(role, home, placement)
@@ -257,7 +258,7 @@ def test_rule_plans_have_room_for_the_copies_of_weights_that_they_need(seed):
 
 
 def _needs(option):
-    return option.price.resident, option.price.active + option.price.moved
+    return option.resident, option.active + option.moved
 
 
 def test_colocation_is_best_on_few_devices_and_loses_its_lead_on_many():

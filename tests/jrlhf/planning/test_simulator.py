@@ -101,7 +101,7 @@ class Moving:
 
     def call(self, call: Call, placement: Placement) -> Price:
         home = call.kind == "train" or call.role in ("reward", "reference")
-        return Price(1.0, 10.0 if home else 0.0, len(call.name) / 10)
+        return Price(placement, 1.0, 10.0 if home else 0.0, len(call.name) / 10)
 
     def reallocation(self, role: str, home: Placement, placement: Placement) -> float:
         return abs(home.devices.start - placement.devices.start) / 10 + (home.layout != placement.layout) / 4
