@@ -14,6 +14,7 @@ from jrlhf.config.places import expanded
 from jrlhf.config.schema import MOST_DEVICES, Config
 from jrlhf.errors import UserError
 from jrlhf.meshes import Graph
+from jrlhf.meshes.graph import LEARNED, LEARNER
 from jrlhf.meshes.mesh import Device
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.models import LoRAConfig, ModelConfig
@@ -241,7 +242,7 @@ def _changes_mildest_first(case: Case) -> Iterator[tuple[str, Iterable[Any]]]:
     yield "slots", takewhile(holds, (slots >> halved for halved in range(slots.bit_length())))
     sizes = [at.data * at.fsdp for at in placements.values()]
     yield "fsdp", [max(sizes)] if any(at.data > 1 for at in placements.values()) else []
-    yield "sleep", ["optimizer"]
+    yield "sleep", ["optimizer"] if generating else []  # only RL algorithms offload anything
     actor = workload.models.get("actor")
     adaptable = actor and actor[0].lora is None and actor[0].config.gated_mlp and actor[0].config.positions == "rotary"
     yield "lora", [ADAPTER.rank] if adaptable else []
@@ -257,8 +258,11 @@ def _changed(case: Case, change: tuple[str, Any]) -> Case:
             return _placed(case, lambda at: replace(at, data=1, fsdp=at.data * at.fsdp))
         case "sleep", part:
             trained = [role for role, models in keepers(workload).items() if any(model.trained for model in models)]
-            calls = [call.name for call in workload.graph if call.kind in ("generate", "infer")]
-            asleep: Away = {key: {**case.away.get(key, {}), part: "pinned_host"} for key in product(trained, calls)}
+            asleep: Away = {
+                (role, call.name): {**case.away.get((role, call.name), {}), part: "pinned_host"}
+                for role, call in product(trained, workload.calls)
+                if call.kind != "train" or role not in (LEARNED if call.role == LEARNER else (call.role,))
+            }
             return replace(case, away={**case.away, **asleep})
         case "lora", _:
             return replace(case, workload=_adapted(workload))

@@ -33,6 +33,10 @@ def test_a_run_that_cannot_fit_is_refused_with_settings_that_do():
     assert "actor.generate needs 49.0" in message and "device.memory has 46" in message and "\n" not in message
     assert "rollout.slots=128" in message and "lora.rank=16" in message
     check(*loaded("llama3-8b-ppo", "device.memory=46", "rollout.slots=128"))
+    # While the actor is trained, the critic's optimizer is on the host, and the other way round.
+    with pytest.raises(UserError, match="choose sleep.optimizer=host or lora.rank=16"):
+        check(*loaded("llama3-8b-ppo", "device.memory=38"))
+    check(*loaded("llama3-8b-ppo", "device.memory=38", "sleep.optimizer=host"))
     check(*loaded("llama3-8b-ppo", "device.memory=80"))
 
 
