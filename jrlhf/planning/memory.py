@@ -18,7 +18,7 @@ from jrlhf.meshes.pipeline import SCHEDULES, ScheduleName, peak
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.models import LoRAConfig, ModelConfig, Schedule
 from jrlhf.models.lora import adapter_weights
-from jrlhf.models.weights import HeadKind, WeightInfo, weights
+from jrlhf.models.weights import HeadKind, weights
 from jrlhf.planning import activations
 from jrlhf.planning.activations import DEFAULT, WIDE, Arrays, Backend, Gradients, Phase
 from jrlhf.planning.moves import stored_alike
@@ -35,45 +35,59 @@ GENERATED = 8  # token, log-prob
 # ---- weights
 
 
+class Shards:
+    """Numbers in a device's shards of a model's weights, or of its adapter's.
+
+    vectors, matrices: of all weights. layers: of the layers; gathered_last: of those among them whose last dimension is
+    sharded over fsdp. int8: of the matrices that int8 stores, and of their scales, one for each output. tiles: of all
+    matrices after padding to a TPU's tiles; padded: of those that this changes.
+    """
+
+    def __init__(
+        self, config: ModelConfig, head: HeadKind, layout: Layout, fsdp: int, tensor: int, lora: LoRAConfig | None
+    ):
+        table = weights(config, head, tensor) if lora is None else adapter_weights(config, lora, head, tensor)
+        shards = [(weight, weight.shard(layout, fsdp, tensor)) for weight in table]
+        matrices = [shape for weight, shape in shards if not weight.vector]
+        layers = [(weight.axes[-1], shape) for weight, shape in shards if weight.layered]
+        inputs = [(weight.inputs, shape) for weight, shape in shards if weight.inputs]
+        self.vectors = _size(shape for weight, shape in shards if weight.vector)
+        self.matrices, self.layers = _size(matrices), _size(shape for _, shape in layers)
+        self.gathered_last = _size(shape for axis, shape in layers if axis == "embed")
+        scales = _size((shape[0], *shape[1 + count :]) for count, shape in inputs)
+        self.int8 = _size(shape for _, shape in inputs), scales
+        self.tiles = float(sum(map(tiled, matrices)))
+        self.padded = float(sum(tiled(shape) for shape in matrices if tiled(shape) != prod(shape)))
+
+    def stored(self, itemsize: int) -> float:
+        """Returns the bytes of the weights. itemsize: of matrices; vectors are float32."""
+        return WIDE * self.vectors + itemsize * self.matrices
+
+
+def _size(shapes: Iterable[tuple[int, ...]]) -> float:
+    return float(sum(map(prod, shapes)))
+
+
 @cache
-def _shards(
+def shards_of(
     config: ModelConfig, head: HeadKind, layout: Layout, fsdp: int, tensor: int, lora: LoRAConfig | None = None
-) -> tuple[tuple[WeightInfo, tuple[int, ...]], ...]:
-    """Returns each weight of a model, or of its adapter, with the shape of a device's shard."""
-    table = weights(config, head, tensor) if lora is None else adapter_weights(config, lora, head, tensor)
-    return tuple((weight, weight.shard(layout, fsdp, tensor)) for weight in table)
+) -> Shards:
+    return Shards(config, head, layout, fsdp, tensor, lora)
 
 
-@cache
-def stored_bytes(
-    config: ModelConfig,
-    head: HeadKind,
-    layout: Layout,
-    fsdp: int,
-    tensor: int,
-    itemsize: int,
-    lora: LoRAConfig | None = None,
-) -> float:
-    """Returns the bytes of a model's or its adapter's weights on a device. itemsize: of matrices."""
-    shards = _shards(config, head, layout, fsdp, tensor, lora)
-    return float(sum(prod(shape) * (WIDE if weight.vector else itemsize) for weight, shape in shards))
-
-
-@cache
-def base_bytes(config: ModelConfig, tensor: int, itemsize: int, int8: bool) -> float:
-    """Returns the bytes of the base under adapters, a language model in the layout GENERATE."""
-    total = stored_bytes(config, "lm", GENERATE, 1, tensor, itemsize)
-    for weight, shape in _shards(config, "lm", GENERATE, 1, tensor) if int8 else ():
-        if weight.inputs:  # a byte each, and a float32 scale for each output
-            total += (1 - itemsize) * prod(shape) + WIDE * shape[0] * prod(shape[1 + weight.inputs :])
-    return total
+def tiled(shape: tuple[int, ...]) -> int:
+    """Returns the size of a float32 array after padding to a TPU's row-major tiles of 8 x 128; 1, 2, 4 rows are not."""
+    if len(shape) < 2:
+        return prod(shape)
+    rows, columns = shape[-2:]
+    height = rows if rows in (1, 2, 4) else 8 * ceil(rows / 8)
+    return prod(shape[:-2]) * height * 128 * ceil(columns / 128)
 
 
 def trained_bytes(model: RoleModel, fsdp: int, tensor: int) -> float:
     """Returns the float32 bytes of a role's trained weights, its own or its adapter's. Gradients need as many."""
-    if model.lora is not None:
-        return stored_bytes(model.config, model.head, GENERATE, 1, tensor, WIDE, model.lora)
-    return stored_bytes(model.config, model.head, TRAIN, fsdp, tensor, WIDE)
+    layout, fsdp = (TRAIN, fsdp) if model.lora is None else (GENERATE, 1)
+    return shards_of(model.config, model.head, layout, fsdp, tensor, model.lora).stored(WIDE)
 
 
 def resident(model: RoleModel, itemsize: int, placement: Placement) -> dict[str, float]:
@@ -84,7 +98,9 @@ def resident(model: RoleModel, itemsize: int, placement: Placement) -> dict[str,
     """
     sizes: dict[str, float] = {}
     if model.shared:
-        sizes["base"] = base_bytes(model.config, placement.tensor, itemsize, model.int8)
+        base = shards_of(model.config, "lm", GENERATE, 1, placement.tensor)
+        numbers, scales = base.int8 if model.int8 else (0.0, 0.0)
+        sizes["base"] = base.stored(itemsize) + (1 - itemsize) * numbers + WIDE * scales
     if model.trained or model.lora is not None:
         sizes["weights"] = trained_bytes(model, placement.fsdp, placement.tensor)
     elif not model.is_base:
@@ -97,33 +113,7 @@ def resident(model: RoleModel, itemsize: int, placement: Placement) -> dict[str,
 def _frozen_bytes(model: RoleModel, itemsize: int, placement: Placement) -> float:
     """Returns the bytes of a model's own weights on a device, if the placement stores them but does not train them."""
     layout = GENERATE if placement.layout == "generate" else TRAIN
-    return stored_bytes(model.config, model.head, layout, placement.fsdp, placement.tensor, itemsize)
-
-
-@cache
-def _layer_numbers(config: ModelConfig, head: HeadKind, fsdp: int, tensor: int, last_gathered: bool) -> float:
-    """Returns how many numbers a device's shards of the layers have; with `last_gathered`, only shards of weights whose
-    last dimension is sharded over fsdp."""
-    shards = _shards(config, head, TRAIN, fsdp, tensor)
-    chosen = (prod(shape) for row, shape in shards if row.layered and (row.axes[-1] == "embed" or not last_gathered))
-    return float(sum(chosen))
-
-
-def tiled(shape: tuple[int, ...]) -> int:
-    """Returns the size of a float32 array after padding to a TPU's row-major tiles of 8 x 128; 1, 2, 4 rows are not."""
-    if len(shape) < 2:
-        return prod(shape)
-    rows, columns = shape[-2:]
-    height = rows if rows in (1, 2, 4) else 8 * ceil(rows / 8)
-    return prod(shape[:-2]) * height * 128 * ceil(columns / 128)
-
-
-@cache
-def _tiled_numbers(config: ModelConfig, head: HeadKind, fsdp: int, tensor: int) -> tuple[float, float]:
-    """Returns the sizes of a device's shards after padding to TPU tiles: of all, and of the padded arrays only."""
-    shards = [shape for weight, shape in _shards(config, head, TRAIN, fsdp, tensor) if not weight.vector]
-    sizes = [(tiled(shard), prod(shard)) for shard in shards]
-    return float(sum(size for size, _ in sizes)), float(sum(size for size, real in sizes if size != real))
+    return shards_of(model.config, model.head, layout, placement.fsdp, placement.tensor).stored(itemsize)
 
 
 # ---- what is offloaded
@@ -260,7 +250,7 @@ def _active(workload: Workload, call: Call, model: RoleModel, placement: Placeme
     transposed = 0.0
     if layout != "generate" and tensor == 1 and fsdp > 1:
         # Weights gathered along their last dimension are transposed, unless they are gathered over both axes.
-        transposed = _layer_numbers(model.config, model.head, fsdp, tensor, True) * stored
+        transposed = shards_of(model.config, model.head, TRAIN, fsdp, tensor).gathered_last * stored
     if kind == "train":
         gradients = _gradients(model, placement, backend, loop=workload.minibatches > 1)
         needs = activations.train_phase(sizes, workload.remat, gradients, parts, transposed)
@@ -273,7 +263,7 @@ def _active(workload: Workload, call: Call, model: RoleModel, placement: Placeme
     else:
         cast = 0.0
         if stored != workload.itemsize and layout != "generate":
-            cast = _layer_numbers(model.config, model.head, fsdp, tensor, False) * workload.itemsize
+            cast = shards_of(model.config, model.head, TRAIN, fsdp, tensor).layers * workload.itemsize
         needs = activations.infer_phase(sizes, transposed, cast)
     return needs | {"inputs": inputs}
 
@@ -290,13 +280,13 @@ def _gradients(model: RoleModel, placement: Placement, backend: Backend, *, loop
     whole = trained_bytes(model, fsdp, tensor)
     if model.lora is not None:
         return Gradients(whole, whole, whole)
-    layers = _layer_numbers(model.config, model.head, fsdp, tensor, False) * WIDE
+    shards = shards_of(model.config, model.head, TRAIN, fsdp, tensor)
+    layers = shards.layers * WIDE
     if backend.platform != "tpu":
         return Gradients(layers, whole, whole)
     # Arrays that do not fill a TPU's row-major tiles arrive in another layout. A loop stores them by rows, in padded
     # tiles, so it copies the weights and both moments first.
-    numbers, padded = _tiled_numbers(model.config, model.head, fsdp, tensor)
-    return Gradients(layers, whole, numbers * WIDE, 3 * padded * WIDE if loop else 0.0)
+    return Gradients(layers, whole, shards.tiles * WIDE, 3 * shards.padded * WIDE if loop else 0.0)
 
 
 def _generating(workload: Workload, rows: float, model: RoleModel, placement: Placement, backend: Backend) -> Phase:
