@@ -147,29 +147,28 @@ class Setting:
     def _changes(self) -> Iterator[tuple[str, "Setting"]]:
         """Yields settings that need less memory, the nearest first: one change, several changes, more devices."""
         config, workload, count = self.config, self.workload, self.prices.cluster.devices
-        sections = {"compute": config.compute, "rollout": config.rollout, "sleep": config.offloading}
         sizes = [(workload.slots or workload.rows) >> halved for halved in range(1, FEWER + 1)]
-        kinds = [
+        kinds: list[list[tuple[str, str, Any]]] = [
             [("compute", "remat", remat) for remat in REMATS[: REMATS.index(workload.remat)][::-1]],
             [("rollout", "slots", size) for size in sizes if size and size % count == 0],
             [("sleep", "optimizer", "host")] if config.offloading.optimizer != "host" else [],
         ]
         leanest = [kind[-1] for kind in kinds if kind]
-        clusters = [
-            replace(self.devices, devices=count * 2**doubled)
-            for doubled in range(1, GROWN)
-            if isinstance(self.devices, Cluster)
-        ]
-        trials: list[tuple[Any, list[tuple[str, str, Any]]]] = [
-            *((self.devices, [change]) for kind in kinds for change in kind),
-            *([(self.devices, leanest)] if len(leanest) > 1 else []),
-            *((cluster, changes) for cluster in clusters for changes in ([], leanest)),
-        ]
-        for devices, changes in trials:
+
+        def changed(*changes: tuple[str, str, Any], devices: Any = self.devices) -> tuple[str, Setting]:
+            sections = {"compute": config.compute, "rollout": config.rollout, "sleep": config.offloading}
             texts = [] if devices is self.devices else [f"{devices.devices} devices"]
             texts += [f"{section}.{key}={value}" for section, key, value in changes]
-            changed = {section: replace(sections[section], **{key: value}) for section, key, value in changes}
-            yield " with ".join(texts), replace(self, config=replace(config, **changed), devices=devices)
+            replaced = {section: replace(sections[section], **{key: value}) for section, key, value in changes}
+            return " with ".join(texts), replace(self, config=replace(config, **replaced), devices=devices)
+
+        yield from (changed(change) for kind in kinds for change in kind)
+        if len(leanest) > 1:
+            yield changed(*leanest)
+        for doubled in range(1, GROWN) if isinstance(self.devices, Cluster) else ():
+            larger = replace(self.prices.cluster, devices=count * 2**doubled)
+            yield changed(devices=larger)
+            yield changed(*leanest, devices=larger)
 
     def _has_plan(self, **options: Any) -> bool:
         try:
@@ -194,17 +193,16 @@ def prices_here(
     """
     profile, hardware = load(default_path(devices)), hardware_of(devices[0])
     memory = capacity(config, devices) or (HOST_MEMORY * GIB if hardware is None else hardware.memory)
-    backend, away = backend_of(config, devices[0]), away_parts(config, workload)
     if profile is not None:
-        costs = ProfiledCosts(profile, workload)
+        costs, backend = ProfiledCosts(profile, workload), backend_of(config, devices[0])
+        away = away_parts(config, workload)
         return CostModel(workload, cluster_of(profile, memory), backend=backend, costs=costs, away=away)
     if hardware is None:
         raise UserError(
             f"nothing is known of what calls cost on {devices[0].device_kind} devices: measure them with "
             f"`python -m jrlhf.plan --config C --profile`, or set {instead}"
         )
-    cluster = Cluster(replace(hardware, memory=memory), len(devices))
-    return CostModel(workload, cluster, backend=backend, away=away)
+    return prices_of(config, workload, Cluster(replace(hardware, memory=memory), len(devices)))
 
 
 def prices_of(config: Config, workload: Workload, cluster: Cluster) -> CostModel:
