@@ -75,7 +75,7 @@ def placements(
             once = call.kind == "generate" or call.role == LEARNER
             for micro_batches in powers_of_two(1 if once else workload.rows):
                 placement = Placement(Slice(0, count), layout, data, fsdp, tensor, stages, micro_batches)
-                if next(undivided_rows(workload, call, placement), None):
+                if next(undivided_rows(workload, call, placement), None) or stuck_rows(workload, call, placement):
                     break
                 yield placement
 
@@ -102,9 +102,27 @@ def undivided_rows(workload: Workload, call: Call, placement: Placement) -> Iter
         case _:
             over = devices + (f" x {parts} micro-batches" if parts > 1 else "")
             rules = [(workload.rows_key, workload.rows, count * parts, over)]
+            if call.kind == "infer" and workload.score_rows is not None:
+                rules.append(("compute.score_rows", workload.score_rows, count * parts, over))
     yield from (undivided(*rule) for rule in rules if rule[1] % rule[2])
     if call.kind == "generate" and slots is not None and slots < samples:
         yield f"rollout.slots={slots} has no room for {prompts}: raise it"
+
+
+def stuck_rows(workload: Workload, call: Call, placement: Placement) -> str | None:
+    """Returns the reason why a rollout's last rows cannot move to fewer groups of devices, with a remedy; else None."""
+    groups, last = placement.devices.count // placement.tensor, workload.last_groups
+    if call.kind != "generate" or last is None:
+        return None
+    if last == "auto":
+        return "is one group of devices: rollout.last_groups=auto has no effect, leave it out" if groups == 1 else None
+    if last < groups and groups % last == 0:
+        return None
+    remedy = f"take a smaller divisor of {groups}, or leave it out" if groups > 1 else "leave it out"
+    return (
+        f"has {groups} group(s) of {placement.tensor} device(s), and the last rows cannot move to "
+        f"rollout.last_groups={last} of them: {remedy}"
+    )
 
 
 def undivided(key: str, rows: int, divisor: int, over: str) -> str:
@@ -160,8 +178,8 @@ def call_candidates(prices: CostModel, call: Call, *, hypothetical: bool = False
     ]
     if not every:
         count = min(by_size)
-        layout = workload.layouts(call)[0]
-        reason = next(undivided_rows(workload, call, Placement(Slice(0, count), layout, data=count)))
+        whole = Placement(Slice(0, count), workload.layouts(call)[0], data=count)
+        reason = next(undivided_rows(workload, call, whole), f"it {stuck_rows(workload, call, whole)}")
         if reason.startswith(workload.rows_key):  # otherwise the reason is the slots
             reason = f"{reason.rsplit(':', 1)[0]}: {_rows_for(workload, cluster)}"
         raise UserError(f"{call.name} runs nowhere, for {reason}")
@@ -205,16 +223,18 @@ def _stages_run(workload: Workload, call: Call, stages: int, count: int, node: i
 def _rows_for(workload: Workload, cluster: Cluster) -> str:
     """Returns a remedy: the nearest number of rows that every call can divide over all devices."""
 
-    def divide(rows: int) -> bool:
-        tried = replace(workload, rows=rows)
+    def divides(**changes: Any) -> bool:
+        tried = replace(workload, **changes)
         return all(any(placements(tried, call, cluster.devices, cluster.node)) for call in workload.calls)
 
-    if divide(workload.rows):  # the models do not divide
+    if divides():  # the models do not divide
         return "choose another number of devices"
+    if divides(score_rows=None, last_groups=None):
+        return "choose another compute.score_rows or rollout.last_groups"
     step = lcm(workload.samples, cluster.devices)
     below = workload.rows // step * step
-    lower = next((rows for rows in range(below, 0, -step) if divide(rows)), None)
-    higher = next((rows for rows in range(below + step, below + MOST_STEPS * step, step) if divide(rows)), None)
+    lower = next((rows for rows in range(below, 0, -step) if divides(rows=rows)), None)
+    higher = next((rows for rows in range(below + step, below + MOST_STEPS * step, step) if divides(rows=rows)), None)
     choices = " or ".join(str(rows) for rows in (lower, higher) if rows is not None)
     return f"choose {workload.rows_key} of {choices}" if choices else "choose another number of devices"
 

@@ -17,7 +17,7 @@ from jrlhf.meshes import Call
 from jrlhf.meshes.graph import LEARNER
 from jrlhf.meshes.plan import LayoutName, Placement, Plan, Slice, plan_of
 from jrlhf.models.flops import forward_operations
-from jrlhf.planning.candidates import undivided, undivided_rows
+from jrlhf.planning.candidates import stuck_rows, undivided, undivided_rows
 from jrlhf.planning.simulate import nested
 from jrlhf.planning.workload import LAYOUTS, Workload, token_budgets, update_section
 
@@ -329,21 +329,10 @@ def _check_rows(named: str, config: Config, workload: Workload, call: Call, plac
         raise UserError(
             f"{named} in micro_batches={parts}: leave that out, and set rollout.slots, the rows that decode at a time"
         )
-    groups, last = placement.devices.count // placement.tensor, config.rollout.last_groups
-    if call.kind == "generate" and last == "auto" and groups == 1:
-        raise UserError(f"{named}, which is one group of devices: rollout.last_groups=auto has no effect, leave it out")
-    if call.kind == "generate" and isinstance(last, int) and (last >= groups or groups % last):
-        remedy = f"take a smaller divisor of {groups}, or leave it out" if groups > 1 else "leave it out"
-        raise UserError(
-            f"{named}, which has {groups} group(s) of {placement.tensor} device(s), and the last rows cannot move to "
-            f"rollout.last_groups={last} of them: {remedy}"
-        )
+    if (reason := stuck_rows(workload, call, placement)) is not None:
+        raise UserError(f"{named}, which {reason}")
     for rule in undivided_rows(workload, call, placement):
         raise UserError(f"{named}, where {rule}")
-    rows, count = config.compute.score_rows, placement.devices.count * parts
-    if call.kind == "infer" and rows is not None and rows % count:
-        over = f"{placement.devices.count} device(s)" + (f" x {parts} micro-batches" if parts > 1 else "")
-        raise UserError(f"{named}, where {undivided('compute.score_rows', rows, count, over)}")
     keys = {"infer": "compute.score_tokens", "train": f"{workload.graph.name}.algorithm.micro_batch_tokens"}
     tokens = token_budgets(config, workload.graph.name).get(call.kind)
     if parts > 1 and tokens is not None:

@@ -245,10 +245,8 @@ def heuristic(prices: CostModel, options: Candidates) -> Plan | None:
     """
     workload, choices = prices.workload, {}
     for call in workload.calls:
-        trials = options[call.name]
-        if not workload.on_base(call.role):
-            ways = placements(workload, call, prices.cluster.devices, prices.cluster.node)
-            trials = [prices.call(call, placement) for placement in ways]
+        ways = placements(workload, call, prices.cluster.devices, prices.cluster.node)
+        trials = options[call.name] if workload.on_base(call.role) else [prices.call(call, way) for way in ways]
         widest = max((candidate.placement.tensor for candidate in trials), default=0)
         layouts = ("generate", "train_tp") if widest > 1 else ("generate", "train_tp", "train", "score")
         choices[call.name] = [

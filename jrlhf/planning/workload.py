@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
@@ -112,7 +112,7 @@ class Workload:
     rows: responses of an iteration. rows_key: the setting for it, for messages. samples: responses to each prompt.
     prompt, response: widths of the token arrays. mean_prompt, mean_response: average lengths.
     slots: rows that decode at a time, None for all. chunk: steps of one decode program, None for all. prefill: as in
-        `models.Schedule`.
+        `models.Schedule`. last_groups, score_rows: as in the config.
     spanned: the kinds of calls in which a policy's head predicts responses only, not prompts.
     recomputed_stages: the backward operation of a pipeline's stage computes its forward pass again, as in a run.
     """
@@ -130,6 +130,8 @@ class Workload:
     slots: int | None = None
     chunk: int | None = None
     prefill: int | None = None
+    last_groups: int | Literal["auto"] | None = None
+    score_rows: int | None = None
     dtype: Any = jnp.dtype(jnp.float32)
     remat: Remat = "full"
     fused_loss: bool = True
@@ -210,6 +212,8 @@ def workload_of(config: Config, graph: Graph, models: Mapping[str, ModelConfig])
         slots=config.rollout.slots,
         chunk=config.rollout.chunk,
         prefill=config.rollout.prefill,
+        last_groups=config.rollout.last_groups,
+        score_rows=config.compute.score_rows,
         fused_loss=fused,
         spanned=("infer", "train") if spanned else ("infer",),
     )

@@ -44,6 +44,7 @@ def test_what_is_found_runs():
         (),
         ("compute.score_tokens=8192",),
         ("ppo.rollout_batch=64", "ppo.algorithm.minibatches=1", "compute.shared_passes=true"),
+        ("compute.score_rows=64", "rollout.last_groups=2"),  # without them two groups of devices draw
         ("lora.rank=16", "mesh.fsdp=2", "mesh.tensor=4"),
     ):
         config, devices = config_of(*overrides), [Device()] * 8
