@@ -34,7 +34,7 @@ from jrlhf.models import LoRAConfig, ModelConfig, SamplingConfig, make_generate
 from jrlhf.models.remat import Remat
 from jrlhf.models.weights import HeadKind
 from jrlhf.planning.activations import Backend
-from jrlhf.planning.memory import call_bytes
+from jrlhf.planning.memory import call_bytes, state_bytes
 from jrlhf.planning.workload import RoleModel, Workload
 from jrlhf.ppo import PPOConfig
 from jrlhf.roles.compiled import CompiledModel
@@ -130,10 +130,11 @@ def predicted(case: Case, backend: Backend) -> Found:
     needs = call_bytes(workload, call, case.placement, backend)
     active = dict(needs.active)
     inputs, copy = active.pop("inputs"), active.pop("generation weights", 0.0)
-    base, weights = needs.resident.get("base", 0.0), needs.resident["weights"]
+    stored = state_bytes(workload.models[call.role], workload.itemsize, case.placement)
+    base, weights = stored.get("base", 0.0), stored["weights"]
     if base and call.role == "critic" and not case.model.tie_embeddings:  # which reads no unembedding
         base -= case.model.padded_vocab * case.model.embed * workload.itemsize / case.placement.tensor
-    states = {"train": weights + needs.resident["optimizer"], "infer": weights, "generate": copy or weights}[call.kind]
+    states = {"train": weights + stored["optimizer"], "infer": weights, "generate": copy or weights}[call.kind]
     return Found(base + states + inputs, sum(active.values()))
 
 

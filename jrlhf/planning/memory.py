@@ -174,27 +174,19 @@ def away_parts(config: Config, workload: Workload) -> Away:
 
 @dataclass(frozen=True)
 class CallBytes:
-    """Bytes of one device, by name.
-
-    resident: parts that the call's role stores on each device of its home. active: parts that the call adds while it
-    runs. moved: a copy of the weights, which is added if the role is stored elsewhere.
+    """Bytes of one device. active: parts that a call adds while it runs, by name. moved: a copy of the weights, which
+    is added if the role is stored elsewhere.
     """
 
-    resident: Mapping[str, float]
     active: Mapping[str, float]
     moved: float = 0.0
 
 
 def call_bytes(workload: Workload, call: Call, placement: Placement, backend: Backend = DEFAULT) -> CallBytes:
-    """Predicts the bytes of a call that has a model.
-
-    resident: {"weights", "optimizer"}, as if this placement were the role's home, and "base" for a role on the shared
-    base; {} for a fused update, whose weights belong to other roles. Raises a ValueError if a model does not divide.
-    """
-    models = workload.models.get(call.role, ())
-    home, moved = home_of(workload.graph, call.role), 0.0
+    """Predicts the bytes that a call with a model adds. Raises a ValueError if a model does not divide."""
+    moved = 0.0
     active: Phase = {}
-    for model in (_stage(model, placement) for model in models):
+    for model in (_stage(model, placement) for model in workload.models.get(call.role, ())):
         needs = _active(workload, call, model, placement, backend)
         # Adapters compute with the base that is already there.
         copied = 0.0 if model.shared else _frozen_bytes(model, workload.itemsize, placement)
@@ -206,13 +198,15 @@ def call_bytes(workload: Workload, call: Call, placement: Placement, backend: Ba
             active = {part: active.get(part, 0.0) + needs.get(part, 0.0) for part in {**active, **needs}}
         else:  # one after the other
             active = max(active, needs, key=lambda parts: sum(parts.values()))
-    owned = home is not None and home.role == call.role
-    states = _state_bytes(models if owned else (), workload.itemsize, placement)
-    return CallBytes(states, {part: size for part, size in active.items() if size}, moved)
+    return CallBytes({part: size for part, size in active.items() if size}, moved)
 
 
-def _state_bytes(models: Sequence[RoleModel], itemsize: int, home: Placement) -> dict[str, float]:
-    """Returns the bytes that a role stores of all its models, by part; "base" is counted once."""
+def state_bytes(models: Sequence[RoleModel], itemsize: int, home: Placement) -> dict[str, float]:
+    """Returns the bytes that a role stores of all its models on each device of its home, by part.
+
+    "base" exists once for all roles that share it. itemsize: of the compute dtype. Raises a ValueError if a model does
+    not divide.
+    """
     sizes: dict[str, float] = {}
     for model in models:
         # Every device stores all layers of a shared base, and of an adapter on it.
@@ -380,7 +374,7 @@ def plan_memory(workload: Workload, plan: Plan, backend: Backend = DEFAULT, *, a
     for role, models in keepers(workload).items():
         if (home := home_of(workload.graph, role, plan)) is not None:
             homes[role] = plan[home.name]
-            states[role] = _state_bytes(models, workload.itemsize, plan[home.name])
+            states[role] = state_bytes(models, workload.itemsize, plan[home.name])
     base = max((parts.get("base", 0.0) for parts in states.values()), default=0.0)  # it is on all devices
     states = {role: {part: size for part, size in parts.items() if part != "base"} for role, parts in states.items()}
     groups = segments(placement.devices for placement in plan.placements.values())

@@ -125,7 +125,7 @@ def search(
             seen.add(_look(other))
             others.append(simulated(other))
     by_rule = {name: simulated(rule) for name, rule in rules.items()}
-    fitting = {name: found for name, found in by_rule.items() if found.simulation.peak <= prices.capacity}
+    fitting = {name: one for name, one in by_rule.items() if one.simulation.peak <= prices.capacity}
     return Result(best, tuple(others), fitting, chains.proposals, spent, tuple(chains.trace))
 
 

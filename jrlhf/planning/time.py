@@ -21,7 +21,7 @@ from jrlhf.models.flops import forward_operations, training_operations
 from jrlhf.models.remat import Remat
 from jrlhf.planning import moves
 from jrlhf.planning.activations import DEFAULT, Backend
-from jrlhf.planning.memory import Away, call_bytes
+from jrlhf.planning.memory import Away, call_bytes, state_bytes
 from jrlhf.planning.moves import Group
 from jrlhf.planning.workload import RoleModel, Workload
 
@@ -74,8 +74,7 @@ class Roofline:
     def layer(self, model: RoleModel, tokens: float, length: int, slices: int, train: bool) -> Parts:
         numbers, hardware, remat = model.numbers, self._cluster.hardware, self._workload.remat
         dense, attention = 2.0 * numbers.layer * tokens, numbers.attention(length) * tokens
-        traffic, passes, offloaded = numbers.traffic(slices) * tokens, 1.0, 0.0
-        adapters = 2.0 * numbers.adapters * tokens
+        adapters, traffic, passes = 2.0 * numbers.adapters * tokens, numbers.traffic(slices) * tokens, 1.0
         if train:
             again, attends, saved = _rematerialized(model, remat)
             backward = 1.0 if model.lora is not None else 2.0  # a frozen base has no weight gradients
@@ -83,7 +82,6 @@ class Roofline:
             attention *= 1 + _ATTENTION_BACKWARD + attends
             passes = 3.0 if remat == "gather" else 4.0
             traffic = traffic * passes + 2 * saved * tokens / slices
-            offloaded = 2 * model.config.embed * tokens * self._size if remat == "offload" else 0.0
         else:
             dense += adapters
         operations = (dense + attention / _ATTENTION) / slices / self._rates[train]
@@ -94,14 +92,15 @@ class Roofline:
             "activations": traffic * self._size / self._stream,
             "launches": passes * hardware.launch,
         }
-        return parts | ({"host": offloaded / hardware.host} if offloaded else {})
+        if train and remat == "offload":
+            parts["host"] = 2 * model.config.embed * tokens * self._size / hardware.host
+        return parts
 
     def head(self, model: RoleModel, tokens: float, train: bool) -> Parts:
         if model.head != "lm":  # a scalar head is a single column
             return {}
-        products = (3 if self._workload.fused_loss else 4) if train else 1
-        if train and model.lora is not None:
-            products -= 1
+        trained = (3 if self._workload.fused_loss else 4) - (model.lora is not None)
+        products = trained if train else 1
         operations = 2.0 * products * model.numbers.head * tokens / self._rates[train]
         logits = _LOGITS[train] * 4.0 * model.config.padded_vocab * tokens / self._stream
         return {"operations": operations, "activations": logits}
@@ -439,15 +438,16 @@ class CostModel:
     @cached_property
     def _base(self) -> Call | None:
         """The call in which the base under adapters is counted."""
-        on_base = [role for role in self.workload.models if self.workload.on_base(role)]
-        return home_of(self.workload.graph, on_base[0]) if on_base else None
+        role = next(filter(self.workload.on_base, self.workload.models), None)
+        return None if role is None else home_of(self.workload.graph, role)
 
     def call(self, call: Call, placement: Placement) -> Price:
         key = call.name, placement
         if key not in self._calls:
             time = self.time(call, placement)
             sizes = call_bytes(self.workload, call, placement, self.backend)
-            stored = sizes.resident if home_of(self.workload.graph, call.role) == call else {}
+            models = self.workload.models[call.role] if home_of(self.workload.graph, call.role) == call else ()
+            stored = state_bytes(models, self.workload.itemsize, placement)
             asleep = sum(size for part, size in stored.items() if self._sleeps(call, part))
             resident = sum(size for part, size in stored.items() if part != "base" or call == self._base) - asleep
             seconds = time.seconds + 2 * asleep / self.cluster.hardware.host
@@ -467,12 +467,11 @@ class CostModel:
 
     def stage_seconds(self, call: Call, placement: Placement) -> tuple[float, float]:
         """Predicts the forward and backward seconds of a micro-batch on a stage, for a call that trains one model."""
-        (divided,) = self._divided(call, placement)
-        forward, both = (sum(parts.values()) for parts in divided.trained())
+        forward, both = (sum(parts.values()) for parts in self.decoding(call, placement).trained())
         return forward, both - forward
 
     def decoding(self, call: Call, placement: Placement) -> _Divided:
-        """Returns an object that predicts a decode step and a prefill of a `generate` call."""
+        """Returns an object that predicts parts of a call of one model: a decode step, a prefill, a micro-batch."""
         (divided,) = self._divided(call, placement)
         return divided
 

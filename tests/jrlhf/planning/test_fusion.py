@@ -22,7 +22,7 @@ from jrlhf.planning import auto
 from jrlhf.planning.fusion import Model, Problem, fuse, search
 from jrlhf.planning.fusion.dispatch import Dispatcher, Rules
 from jrlhf.planning.fusion.updates import fused_prices, fused_updates
-from jrlhf.planning.memory import call_bytes, plan_memory
+from jrlhf.planning.memory import call_bytes, plan_memory, state_bytes
 from jrlhf.planning.plans import validate_plan
 from jrlhf.planning.search import Result
 from jrlhf.planning.search import search as search_plans
@@ -187,9 +187,10 @@ def test_fused_updates_take_the_makespan_of_their_table_and_the_memory_of_both()
 
     simulated = simulate(workload.graph, plan, prices, iterations=2)
     both = [call_bytes(workload, call, plan[call.name]) for call in calls]
-    stays = sum(sum(sizes.resident.values()) for sizes in both)
+    stored = [state_bytes(workload.models[call.role], workload.itemsize, plan[call.name]) for call in calls]
+    stays = sum(sum(sizes.values()) for sizes in stored)
     # The critic's two pipelines each return the gradients of all of its weights.
-    expected = stays + sum(sum(sizes.active.values()) for sizes in both) + both[1].resident["weights"]
+    expected = stays + sum(sum(sizes.active.values()) for sizes in both) + stored[1]["weights"]
     assert plan_memory(workload, plan).peak == pytest.approx(expected) == pytest.approx(simulated.peak)
     # What the table has in flight is within the inputs in flight that were added up.
     sizes = [both[0].active["inputs in flight"] / 4, *[both[1].active["inputs in flight"] / 2] * 2]

@@ -19,7 +19,7 @@ from jrlhf.meshes.plan import Placement, Slice
 from jrlhf.models import ForwardOptions, LoRAConfig, ModelConfig, init_lm, param_shardings, pipeline
 from jrlhf.models.flops import generation_seconds, training_operations
 from jrlhf.models.hf.presets import PRESETS
-from jrlhf.planning.memory import call_bytes
+from jrlhf.planning.memory import call_bytes, state_bytes
 from jrlhf.planning.moves import (
     Group,
     gather_seconds,
@@ -386,7 +386,7 @@ def test_prices():
     placed = place("train", fsdp=16)
     price = prices.call(update, placed)
     needs = call_bytes(work, update, placed)
-    sums = sum(needs.resident.values()), sum(needs.active.values())
+    sums = sum(state_bytes(work.models["actor"], work.itemsize, placed).values()), sum(needs.active.values())
     assert (price.resident, price.active, price.moved) == (*sums, needs.moved) and min(sums) > needs.moved > 0
     assert price.seconds == CostModel(work, H100).time(update, placed).seconds
     assert prices.call(score, place("generate", data=16)).resident == 0  # the actor lives where it is trained
