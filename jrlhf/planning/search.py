@@ -145,13 +145,13 @@ class Chains:
         self, simulator: Simulator, choices: Sequence[Sequence[int]], starts: Sequence[Sequence[int]], seed: int
     ):
         self.simulator, self.random = simulator, random.Random(seed)
-        # For each call, its options by the number of devices, and by slice, the fastest first.
-        self.by_size: list[dict[int, list[int]]] = [{} for _ in choices]
-        self.by_slice: list[dict[Slice, list[int]]] = [{} for _ in choices]
+        self.by_size: list[list[list[int]]] = []  # for each call, its options grouped by the number of devices
+        self.by_slice: list[dict[Slice, list[int]]] = [{} for _ in choices]  # and by slice, the fastest first
         for call, numbers in enumerate(choices):
+            sizes: dict[int, list[int]] = {}
             for option in numbers:
-                count = simulator.options[call][option].devices.count
-                self.by_size[call].setdefault(count, []).append(option)
+                sizes.setdefault(simulator.options[call][option].devices.count, []).append(option)
+            self.by_size.append(list(sizes.values()))
             for option in sorted(numbers, key=simulator.seconds[call].__getitem__):
                 self.by_slice[call].setdefault(simulator.options[call][option].devices, []).append(option)
         self.best: tuple[int, ...] | None = None
@@ -184,7 +184,7 @@ class Chains:
         if len(state) > 1 and draw.random() < PAIRS and (moved := self._move_two(state)) is not None:
             return moved
         call = draw.randrange(len(state))
-        option = draw.choice(draw.choice(list(self.by_size[call].values())))
+        option = draw.choice(draw.choice(self.by_size[call]))
         return state[:call] + (option,) + state[call + 1 :]
 
     def _move_two(self, state: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -22,22 +22,22 @@ REMEMBERED = 100_000  # number of cached combinations of slices
 
 # A call's group of devices and its seconds; the group of its weights' home, and the seconds to move them from there.
 _Job = tuple[int, float, int, float]
+Kind = Literal["call", "reallocation", "transfer"]
 
 
 @dataclass(frozen=True)
 class Span:
     """Work of `call` in `iteration` (from 0) that occupies its slices from `start` to `end`.
 
-    kind: the call itself, the move of its weights, or the transfer of values from the call `source` to it.
+    kind: the call itself, the move of its weights, or the transfer of values to it.
     """
 
-    kind: Literal["call", "reallocation", "transfer"]
+    kind: Kind
     call: str
     iteration: int
     start: float
     end: float
     devices: tuple[Slice, ...]
-    source: str = ""
 
     @property
     def seconds(self) -> float:
@@ -64,12 +64,11 @@ class Memory:
 class Simulation:
     """A plan's simulated iterations.
 
-    seconds: of one iteration in the steady state. total: from the first start to the last end. spans: in the order in
-    which the devices were occupied. memory: of groups of neighbouring devices that run the same calls.
+    seconds: of one iteration in the steady state. spans: in the order in which the devices were occupied. memory: of
+    groups of neighbouring devices that run the same calls.
     """
 
     seconds: float
-    total: float
     spans: tuple[Span, ...]
     memory: tuple[Memory, ...]
 
@@ -96,7 +95,7 @@ def simulate(
     seconds, brought = simulator.run(choice, record=spans)
     groups, sizes = segments(place.devices for place in plan.placements.values()), simulator.memory(choice, brought)
     memory = tuple(Memory(group, *size) for group, size in zip(groups, sizes, strict=True))
-    return Simulation(seconds, max(span.end for span in spans if span.kind == "call"), tuple(spans), memory)
+    return Simulation(seconds, tuple(spans), memory)
 
 
 def nested(slices: Sequence[Slice]) -> bool:
@@ -290,7 +289,8 @@ class Simulator:
         ready: list = [(0.0, at) for at in begun if at % count in jobs]
         done = [at for at in begun if at % count not in jobs]
 
-        def occupy(first: int, second: int, start: float, length: float) -> float:
+        def occupy(kind: Kind, at: int, first: int, second: int, start: float, length: float) -> float:
+            """Returns the end of work that starts when both groups are free."""
             for other in overlapping[first]:
                 if free[other] > start:  # an `if`, because max() is slow
                     start = free[other]
@@ -298,8 +298,11 @@ class Simulator:
                 for other in overlapping[second]:
                     if free[other] > start:
                         start = free[other]
-            free[first] = free[second] = start + length
-            return start
+            free[first] = free[second] = end = start + length
+            if record is not None:
+                devices = tuple(dict.fromkeys((slices.devices[first], slices.devices[second])))
+                record.append(Span(kind, self.graph.calls[at % count].name, at // count, start, end, devices))
+            return end
 
         def deliver(reader: int, when: float) -> None:
             if when > ready_at[reader]:
@@ -311,13 +314,6 @@ class Simulator:
                 else:
                     heappush(ready, (ready_at[reader], reader))
 
-        def note(kind, at: int, start: float, end: float, first: int, second: int, maker: int = -1) -> None:
-            assert record is not None
-            devices = tuple(dict.fromkeys((slices.devices[first], slices.devices[second])))
-            source = self.graph.calls[maker].name if maker >= 0 else ""
-            name = self.graph.calls[at % count].name
-            record.append(Span(kind, name, at // count, start, end, devices, source))
-
         while done or ready:
             if done:
                 at = done.pop()
@@ -326,28 +322,18 @@ class Simulator:
                 item = heappop(ready)
                 end, at = item[0], item[1]
                 if at < 0:
-                    reader, (length, source, target), maker = item[2]
-                    start = occupy(source, target, end, length)
-                    end = start + length
-                    if record is not None:
-                        note("transfer", reader, start, end, source, target, maker)
-                    deliver(reader, end)
+                    reader, (length, source, target) = item[2]
+                    deliver(reader, occupy("transfer", reader, source, target, end, length))
                     continue
                 number = at % count
                 own, seconds, home, fetching = jobs[number]
                 if fetching:
-                    start = occupy(home, own, end, fetching)
-                    end = start + fetching
-                    if record is not None:
-                        note("reallocation", at, start, end, home, own)
-                start = occupy(own, own, end, seconds)
-                end = start + seconds
-                if record is not None:
-                    note("call", at, start, end, own, own)
+                    end = occupy("reallocation", at, home, own, end, fetching)
+                end = occupy("call", at, own, own, end, seconds)
             ends[at] = end
             base = at - number
             for reader, transfer in moved[number]:
-                heappush(ready, (end, (at - everything) * count + reader, (base + reader, transfer, number)))
+                heappush(ready, (end, (at - everything) * count + reader, (base + reader, transfer)))
             for reader in direct[number]:
                 deliver(base + reader, end)
         return ends

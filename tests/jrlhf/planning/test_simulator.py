@@ -7,7 +7,7 @@ import pytest
 from jrlhf.meshes import Call, Graph
 from jrlhf.meshes.plan import LayoutName, Placement, Plan, Slice
 from jrlhf.planning.memory import segments
-from jrlhf.planning.simulate import Simulator, simulate
+from jrlhf.planning.simulate import Simulation, Simulator, simulate
 from jrlhf.planning.time import Price
 from tests.jrlhf.planning.synthetic import PPO, Table, problem
 
@@ -25,6 +25,11 @@ def plan_of(*slices: Slice) -> Plan:
     return Plan("test", {call: placed(call, devices) for call, devices in zip(CALLS, slices, strict=True)})
 
 
+def total(simulation: Simulation) -> float:
+    """Seconds from the first start to the end of the last call."""
+    return max(span.end for span in simulation.spans if span.kind == "call")
+
+
 def test_published_calls_take_what_algorithm_1_says():
     """ReaL's measured calls of 7B + 7B on 16 H100: searched plan, and heuristic."""
     for seconds, slices, expected in (
@@ -33,7 +38,7 @@ def test_published_calls_take_what_algorithm_1_says():
     ):
         prices, plan = Table(dict(zip(CALLS, seconds, strict=True))), plan_of(*slices)
         result = simulate(PPO, plan, prices)
-        assert (result.seconds, result.total) == (pytest.approx(expected), pytest.approx(5 * expected))
+        assert (result.seconds, total(result)) == (pytest.approx(expected), pytest.approx(5 * expected))
         assert simulate(PPO, plan, prices, iterations=2).seconds == pytest.approx(expected, abs=1e-9)
     with pytest.raises(ValueError, match="at least 2"):
         simulate(PPO, plan, prices, iterations=1)
@@ -60,16 +65,16 @@ def test_training_is_waited_for_by_the_next_iteration_of_its_role_alone():
     starts = {(span.call, span.iteration): span.start for span in result.spans}
     assert [starts["a.train", turn] for turn in range(3)] == [0.0, 1.0, 2.0]
     assert [starts["b.train", turn] for turn in range(3)] == [0.0, 3.0, 6.0]
-    assert (result.seconds, result.total) == (3.0, 9.0)
+    assert (result.seconds, total(result)) == (3.0, 9.0)
 
 
 def test_in_lockstep_an_iteration_waits_for_all_of_the_one_before():
     prices = Table(dict(zip(CALLS, (4.0, 1.0, 2.0, 1.0, 8.0, 3.0), strict=True)))
     plan = plan_of(ONE, ONE, ONE, ONE, TWO, ONE)
     overlapping, lockstep = (simulate(PPO, plan, prices, lockstep=flag) for flag in (False, True))
-    assert lockstep.seconds == lockstep.total / 5 == 4 + 1 + 2 + 1 + 8
+    assert lockstep.seconds == total(lockstep) / 5 == 4 + 1 + 2 + 1 + 8
     assert overlapping.seconds == 4 + 1 + 2 + 1 + 3  # the critic trains in the meantime
-    assert overlapping.total == 4 * 11 + 16
+    assert total(overlapping) == 4 * 11 + 16
     starts = {(span.call, span.iteration): span.start for span in overlapping.spans}
     assert starts["actor.generate", 1] == 11.0
 
@@ -90,7 +95,7 @@ def test_no_schedule_repeats_faster_than_its_busiest_device_or_its_longest_path(
         longest = seconds["actor.generate"] + max(seconds[name] for name in scoring) + seconds["actor.update"]
         assert rate >= longest - 1e-9
         assert result.seconds == pytest.approx(rate)
-        overlaps += result.total < 5 * ends["critic.update", 0] - 1e-9
+        overlaps += total(result) < 5 * ends["critic.update", 0] - 1e-9
     assert overlaps > 2  # iterations did overlap
 
 
@@ -121,7 +126,7 @@ def test_weights_and_values_move_and_occupy_both_places():
         ("transfer", "reference.logprobs", 2.13, 2.21),
         ("transfer", "critic.values", 2.21, 2.29),
     ]
-    assert first[0].devices == (ONE, TWO) and first[2].devices == (TWO, ONE) and first[2].source == "actor.generate"
+    assert first[0].devices == (ONE, TWO) and first[2].devices == (TWO, ONE)
     assert ("reallocation", "critic.values") in {(span.kind, span.call) for span in first}
     assert ("reallocation", "critic.update") not in {(span.kind, span.call) for span in first}
 
