@@ -77,8 +77,7 @@ def search(
     proposals, seconds: the budget. With proposals alone the result depends only on the seed.
     hypothetical: also consider pipelines, which no program runs today. lockstep: iterations do not overlap, as in a run
         that reads the metrics of one before it begins the next. processes: of the run, see `candidates`.
-    progress: called after each chain's turn with the proposals so far and the best plan's seconds; it may raise
-        StopIteration to end the search.
+    progress: called after each chain's turn with the proposals so far and the best plan's seconds.
     """
     if proposals is None and seconds is None:
         raise ValueError("a budget needs proposals or seconds")
@@ -100,11 +99,8 @@ def search(
     chains = Chains(simulator, choices, starts, seed)
     for count in chains:
         spent = time.monotonic() - began
-        try:
-            if progress is not None:
-                progress(count, chains.best_seconds)
-        except StopIteration:
-            break
+        if progress is not None:
+            progress(count, chains.best_seconds)
         if (proposals is not None and count >= proposals) or (seconds is not None and spent >= seconds):
             break
     spent = time.monotonic() - began
