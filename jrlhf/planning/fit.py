@@ -242,7 +242,8 @@ def _changes_mildest_first(case: Case) -> Iterator[tuple[str, Iterable[Any]]]:
     yield "slots", takewhile(holds, (slots >> halved for halved in range(slots.bit_length())))
     sizes = [at.data * at.fsdp for at in placements.values()]
     yield "fsdp", [max(sizes)] if any(at.data > 1 for at in placements.values()) else []
-    yield "sleep", ["optimizer"] if generating else []  # only RL algorithms offload anything
+    # Only RL algorithms offload anything, and fused updates need both models' states at a time.
+    yield "sleep", ["optimizer"] if generating and not case.plan.fused else []
     actor = workload.models.get("actor")
     adaptable = actor and actor[0].lora is None and actor[0].config.gated_mlp and actor[0].config.positions == "rotary"
     yield "lora", [ADAPTER.rank] if adaptable else []

@@ -387,6 +387,16 @@ def test_more_devices_that_divide_model_and_rows_are_the_last_resort():
         assert suggest_settings(workload, everywhere(workload, parts=parts), 2**30) == []
 
 
+def test_states_of_fused_updates_cannot_sleep():
+    workload = ppo(remat="attention")
+    staged = Placement(Slice(0, 8), "train", fsdp=2, pipeline=4, micro_batches=8)
+    for update, asleep in ((staged, True), (replace(staged, schedule="fused"), False)):
+        updates = dict.fromkeys(("actor.update", "critic.update"), update)
+        plan = Plan("staged", {**everywhere(workload).placements, **updates})
+        settings = suggest_settings(workload, plan, 0.95 * plan_memory(workload, plan).peak)
+        assert any("sleep" in setting.changes for setting in settings) == asleep
+
+
 def test_memory_of_drawn_programs_is_as_recorded():
     """Programs of every family and kind: those that the counts were fitted to, and others."""
     sets = json.loads(DRAWN.read_text())["sets"]
