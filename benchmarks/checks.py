@@ -21,6 +21,7 @@ from jrlhf.config import load_config
 from jrlhf.fleet import asynchronous, slices
 from jrlhf.fleet.fleet import Fleet
 from jrlhf.fleet.identity import Identity
+from jrlhf.fleet.prompts import PromptStream
 from jrlhf.fleet.recompute import Recompute
 from jrlhf.fleet.slices import SliceWorkers
 from jrlhf.models.generation.continuous import ContinuousBatch, Prompt, Weights
@@ -89,8 +90,7 @@ def shares(on_new_weights: str, directory: str) -> dict[str, float]:
         (Recompute, "compare", "log-probabilities", True),
         (SliceWorkers, "decode", "rollouts", False),
         (SliceWorkers, "take", "rollouts", False),
-        (Fleet, "wanted", "queue", False),
-        (Fleet, "submit", "queue", False),
+        (PromptStream, "prompt", "prompts", False),
         (Fleet, "collect", "queue", False),
         (Fleet, "publish", "queue", False),
         (Fleet, "_state", "queue", False),

@@ -77,18 +77,20 @@ class Sleeping:
         pass
 
 
+def prompt(number: int) -> Prompt:
+    return Prompt(number, np.zeros(1, np.int32), 1, np.zeros(1))
+
+
 def seconds_of_a_step(clock: Clock, slower: float) -> list[float]:
     """The seconds from update to update, after the first ones."""
     seconds, weights = (STEP * CHUNK, STEP * CHUNK * slower), ({}, {})
     lanes: list[Any] = [Sleeping(seconds)] if clock == "virtual" else [Sleeping([own]) for own in seconds]
     rules, mesh = Rules(GROUPS, 2, UPDATE), make_mesh(devices=jax.devices()[:1])
-    fleet = Fleet(
-        lanes, mesh, rules, "keep_cache", lambda group: None, samples=SAMPLES, limit=LENGTH, clock=clock, compares=False
-    )
+    options: Any = {"samples": SAMPLES, "limit": LENGTH, "clock": clock, "compares": False}
+    fleet = Fleet(lanes, mesh, rules, "keep_cache", prompt, lambda group: None, **options)
     fleet.start(fleet.fresh(weights, {}), weights, {})
     begins = []
     for _ in range(ITERATIONS):
-        fleet.submit([Prompt(number, np.zeros(1, np.int32), 1, np.zeros(1)) for number in fleet.wanted()])
         fleet.collect()
         begins.append(time.monotonic())
         time.sleep(STEP * UPDATE)

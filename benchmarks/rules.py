@@ -66,7 +66,7 @@ class _Pipeline(run.Pipeline):
     def may_start(self) -> bool:
         setting = self.setting
         bounded = setting.rule in ("token_bound", "capacity", "in_order")
-        return not bounded or may_start(setting.rules, self.groups.started, self.version)
+        return not bounded or may_start(setting.rules, len(self.drawn), self.version)
 
     def start_rows(self) -> None:
         if self.setting.together:
@@ -75,26 +75,24 @@ class _Pipeline(run.Pipeline):
         while self.room and (self.pending or self.may_start()):
             if not self.pending:
                 self.pending = self.lengths[self.start_group()][::-1]
-            self.start_row(self.groups.started - 1, self.pending.pop())
+            self.start_row(len(self.drawn) - 1, self.pending.pop())
 
     def end_rows(self) -> None:
         super().end_rows()
         if self.setting.rule == "drop_oldest":
-            self.drop(sorted(self.groups.complete)[: -self.setting.queue * self.setting.rules.batch])
+            self.drop(sorted(self.complete)[: -self.setting.queue * self.setting.rules.batch])
 
     def batch(self) -> tuple[float, list[int]] | None:
-        rules, version, complete = self.setting.rules, len(self.begins), self.groups.complete
+        rules, version, complete = self.setting.rules, len(self.begins), self.complete
         if self.setting.rule == "in_order":
             complete = [item for item in complete if item[1] < rules.batch * (version + 1)]
         elif self.setting.rule == "discard_stale":
             self.drop([item for item in complete if version - self.drawn[item[1]] > rules.staleness])
-            complete = self.groups.complete
+            complete = self.complete
         return first_batch(complete, rules)
 
     def drop(self, items: list[tuple[float, int]]) -> None:
-        for _, number in items:
-            self.trained[number] = DROPPED
-        self.groups.remove([number for _, number in items])
+        self.remove([number for _, number in items], DROPPED)
 
 
 @dataclass(frozen=True)

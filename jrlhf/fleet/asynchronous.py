@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from jrlhf.fleet.slices import SliceWorkers
 from jrlhf.fleet.state import Collected, FleetState
 from jrlhf.fleet.worker import describe
 from jrlhf.models import SamplingConfig
-from jrlhf.models.generation.continuous import ContinuousBatch, Weights
+from jrlhf.models.generation.continuous import Weights
 from jrlhf.models.lora import base_on
 from jrlhf.rewards.mixture import Answers, Rewards
 from jrlhf.roles.actor import Actor
@@ -60,11 +61,8 @@ class AsynchronousRollouts(Closing):
         self._stream = PromptStream(lambda number: take(self._mesh, number), self._mesh, groups, samples)
         count, compiled = config.logical_workers, actor.compiled("generate")
         slots, width = (config.rollout.slots or section.rollout_batch) // count, config.data.max_prompt
+        batch = partial(compiled.continuous, sampling, config.rollout, samples, slots, width)
         with jax.set_mesh(self._mesh):
-
-            def batch() -> ContinuousBatch:
-                return compiled.continuous(sampling, config.rollout, samples, slots, width)
-
             shares = {0: count}  # number of a process -> number of its logical workers
             if config.fleet is None:
                 lanes = [SliceWorkers([batch() for _ in range(count)])]
@@ -93,6 +91,7 @@ class AsynchronousRollouts(Closing):
                 self._mesh,
                 Rules(groups, options.staleness, options.update_steps),
                 options.on_new_weights,
+                self._stream.prompt,
                 self._ask,
                 samples=samples,
                 limit=sampling.max_new_tokens,
@@ -140,7 +139,7 @@ class AsynchronousRollouts(Closing):
     def collect(self, step: int) -> Batch:
         """Returns the next batch, with its rollout and the pending answers of the reward functions."""
         with jax.set_mesh(self._mesh):
-            collected = self._clock.run("gen", self._collect)
+            collected = self._clock.run("gen", self._fleet.collect)
             asked = [self._answers.pop(int(number)) for number in collected.numbers]
             answers = {
                 rewards.kind: rewards.join([of_group[rewards.kind] for of_group in asked])
@@ -148,10 +147,6 @@ class AsynchronousRollouts(Closing):
                 if rewards.kind in asked[0]
             }
             return self._stream.batch(collected, step, answers)
-
-    def _collect(self) -> Collected:
-        self._fleet.submit([self._stream.prompt(number) for number in self._fleet.wanted()])
-        return self._fleet.collect()
 
     def publish(self, actor: Actor) -> dict[str, float]:
         """Publishes the actor's new weights to the fleet; returns metrics."""

@@ -7,10 +7,11 @@ a lane, and the order of arrival decides.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -21,9 +22,9 @@ from jax.sharding import PartitionSpec as P
 from jrlhf.errors import RunFailure
 from jrlhf.fleet.identity import Identity, differences
 from jrlhf.fleet.recompute import Compared, Recompute, Row, Tracked
-from jrlhf.fleet.schedule import Clock, Groups, OnNewWeights, Rules, first_batch, may_start, may_swap
+from jrlhf.fleet.schedule import Clock, OnNewWeights, Rules, first_batch, may_start, may_swap
 from jrlhf.fleet.slices import Workers
-from jrlhf.fleet.state import Collected, Drawn, DrawnRows, FleetState, Times, collected, drawn_rows, pack, unpack
+from jrlhf.fleet.state import Collected, Drawn, DrawnRows, FleetState, Group, Times, collected, drawn_rows, pack, unpack
 from jrlhf.meshes import to_devices, to_host
 from jrlhf.models.generation.continuous import Decoding, Progress, Prompt, Weights
 
@@ -44,24 +45,25 @@ _Swap = tuple[_Update, Mapping[int, Prompt] | None]  # new weights; prompts of t
 class _Lane:
     """Workers that decode their chunks together and draw with one version.
 
-    first: number of its first logical worker. drew: updates whose tokens are not all compared; the last one draws now.
-    retired: updates that no longer draw, each with the rows until then. tracked: rows that continue with caches of
-    retired weights. chunk: the chunk that it decodes. since: when its last chunk ended. waited: seconds between chunks.
+    numbers: those of its logical workers. updates: those whose tokens are not all compared; the last one draws
+    now. retired: updates that no longer draw, each with the rows until then. tracked: rows that continue with caches of
+    retired weights. chunk: the chunk that it decodes. idle_since: when its last chunk ended. idle_seconds: seconds
+    between chunks.
     """
 
     workers: Workers
-    first: int
-    drew: list[_Update] = field(default_factory=list)
+    numbers: range
+    updates: list[_Update] = field(default_factory=list)
     retired: list[tuple[_Update, list[Row]]] = field(default_factory=list)
     tracked: Tracked | None = None
     chunk: Future | None = None
-    since: float = 0.0
-    waited: float = 0.0
+    idle_since: float = 0.0
+    idle_seconds: float = 0.0
 
     @property
     def version(self) -> int:
         """The version of the weights that draw now."""
-        return self.drew[-1].version
+        return self.updates[-1].version
 
 
 class Fleet:
@@ -71,6 +73,8 @@ class Fleet:
     does this; otherwise the next call does, when the trainer's programs are already enqueued.
 
     lanes: one with the virtual clock. mesh: the mesh of `state`.
+    prompt: number of a group -> its prompt. The first call for a number comes from `start` or `collect`, and may read
+    data; further calls may come from that thread.
     on_complete: called with each group as soon as it is complete; possibly from that thread.
     samples: rows of a group. limit: maximum tokens of a row. reward: time from a group's last token to its score.
     recompute: compares log-probabilities if `compares` is true. None: states have no tracked rows.
@@ -82,6 +86,7 @@ class Fleet:
         mesh: Mesh,
         rules: Rules,
         on_new_weights: OnNewWeights,
+        prompt: Callable[[int], Prompt],
         on_complete: Callable[[Collected], None],
         *,
         samples: int,
@@ -91,32 +96,33 @@ class Fleet:
         recompute: Recompute | None = None,
         compares: bool = True,
     ):
-        firsts = np.cumsum([0, *(len(workers.rooms) for workers in lanes)])
-        self._lanes = [_Lane(workers, int(first)) for workers, first in zip(lanes, firsts, strict=False)]
+        bounds = pairwise(np.cumsum([0, *(len(workers.rooms) for workers in lanes)]).tolist())
+        self._lanes = [_Lane(workers, range(*own)) for workers, own in zip(lanes, bounds, strict=True)]
         self.mesh, self._rules, self._reward, self._wall = mesh, rules, reward, clock == "wall"
         self._on_new_weights: OnNewWeights = on_new_weights
         self._on_complete, self._samples, self._limit = on_complete, samples, limit
-        self._groups, self._drawn = Groups[int](), dict[int, Drawn]()
-        self._prompts: dict[int, Prompt] = {}
-        self._worker: dict[int, int] = {}  # number of a group -> worker that draws it
+        self._groups = dict[int, Group]()  # by number, in the order in which they started
+        self._count = 0  # number of all groups that have started so far
+        self._prompt, self._loaded = prompt, 0  # groups with a lower number than `_loaded` have a prompt
         self._times = Times(0, 0, 0, 0, 0)
-        self._taken = False  # whether a batch was collected since the last update
+        self._has_batch = False  # whether a batch was collected since the last update
         self.started = False
         self._newest: _Update | None = None
-        self._proofs: list[tuple[int, Identity, Identity]] = []  # version, identity at the workers, expected identity
+        # Not compared yet: version, identity of the weights at the workers, expected identity.
+        self._identities: list[tuple[int, Identity, Identity]] = []
         self._recompute, self._compared = recompute, Compared()
         self._compares = recompute is not None and compares
         self._ready = 0  # time at which the batch in training was complete
         self._waits: dict[str, float] = {}
         self._threads = ThreadPoolExecutor(1 + len(lanes), "fleet") if lanes[0].own_devices else None
-        self._ahead: Callable[[], None] = lambda: None  # finishes the drawing that overlaps with the update
+        self._finish_drawing: Callable[[], None] = lambda: None  # the drawing that overlaps with the update
 
     # ---- the state for checkpoints
 
     def fresh(self, weights: Weights, expected: Identity) -> FleetState:
         """Returns the state before anything is drawn, with the first weights."""
         self._newest = _Update(0, None, expected, self._saved(weights))
-        self._lanes[0].drew = [self._newest]
+        self._lanes[0].updates = [self._newest]
         self._lanes[0].tracked = None if self._recompute is None else self._recompute.fresh()
         return self._state([state for lane in self._lanes for state in lane.workers.fresh()])
 
@@ -127,12 +133,12 @@ class Fleet:
         With the wall clock all lanes first finish their chunks and take the newest weights.
         """
         while any(lane.chunk is not None for lane in self._lanes):
-            self._note_first()
+            self._record_first()
         decoding = []
         for lane in self._lanes:
             self._swap(lane)
             decoding.append(lane.workers.states())
-            self._retire(lane, drawn_rows(decoding[-1]) if self._compares and len(lane.drew) > 1 else {})
+            self._retire(lane, drawn_rows(decoding[-1]) if self._compares and len(lane.updates) > 1 else {})
         self._check()
         self._compare_retired()
         return self._state([state for own in decoding for state in own])
@@ -140,11 +146,11 @@ class Fleet:
     def _state(self, decoding: list[Decoding]) -> FleetState:
         places = int(self._rules.batch * (self._rules.staleness + 1))  # `may_start` admits no more groups
         blank = Drawn.blank(self._samples, limit=self._limit)
-        started = pack(self._groups, self._drawn, self._worker, places, blank)
+        started = pack(self._count, self._groups, places, blank)
         host = started, jax.tree.map(np.int32, self._times)
         started, times = to_devices(host, NamedSharding(self.mesh, P()))
         slots = decoding[0] if len(decoding) == 1 else tuple(decoding)
-        present = self._lanes[0].drew[-1]
+        present = self._lanes[0].updates[-1]
         lagging = None if present.saved is None else (present.saved, present.expected)
         # With the wall clock the lanes depend on the number of processes, so a resume does not track rows.
         return FleetState(slots, started, times, lagging, None if self._wall else self._lanes[0].tracked)
@@ -153,7 +159,7 @@ class Fleet:
         """Continues from a state, with the trainer's present weights and their identity."""
         started, times = to_host((state.started, state.times))
         self._times = jax.tree.map(int, times)
-        self._groups, self._drawn, self._worker = unpack(started)
+        self._groups, self._count = unpack(started, self._prompt), int(started.count)
         published, decoding = self._times.published, state.decoding
         decoding = decoding if isinstance(decoding, tuple) else (decoding,)
         put = self._lanes[0].workers.put
@@ -164,11 +170,10 @@ class Fleet:
             drawing = _Update(self._times.version, put(lagging), expected, self._saved(lagging))
 
         def begin(lane: _Lane) -> None:
-            own = slice(lane.first, lane.first + len(lane.workers.rooms))
-            lane.workers.start(decoding[own])
-            lane.drew = []
+            lane.workers.start([decoding[number] for number in lane.numbers])
+            lane.updates = []
             self._take(lane, drawing)
-            lane.since = time.monotonic()
+            lane.idle_since = time.monotonic()
 
         for lane in self._lanes:
             # The state has no tracked rows if nothing was compared.
@@ -177,8 +182,8 @@ class Fleet:
         for began in [self._submit(begin, lane) for lane in self._lanes]:
             began.result()
         self.started = True
-        for _, number in self._groups.complete:
-            self._complete(number)
+        for _, number in self._complete:
+            self._report(number)
 
     def close(self) -> None:
         """Ends the workers."""
@@ -189,45 +194,32 @@ class Fleet:
 
     # ---- the calls of an iteration
 
-    def wanted(self) -> list[int]:
-        """Returns the numbers of the groups whose prompts `collect` may need and were not submitted yet."""
-        self._ahead()
-        rules, times = self._rules, self._times
-        limit = int(rules.batch * (times.published + rules.staleness + 1 + times.spare + self._taken))
-        numbers = [*self._drawn, *range(self._groups.started, limit)]
-        return [number for number in numbers if number not in self._prompts]
-
-    def submit(self, prompts: Sequence[Prompt]) -> None:
-        """Adds the prompts of groups. A group starts once the rules admit it."""
-        self._prompts |= {prompt.number: prompt for prompt in prompts}
-
     def collect(self) -> Collected:
         """Draws until the next batch is complete, removes and returns it. An iteration may collect several batches.
 
         Raises RunFailure if the workers' weights, or the log-probabilities of their tokens, fail a check.
         """
-        self._ahead()
-        began = time.monotonic()
-        if not self._taken:
+        self._finish_drawing()
+        if not self._has_batch:
             self._compared, self._waits = Compared(), {}
-        self._times = replace(self._times, spare=self._times.spare + self._taken)
-        self._taken = True
-        while (batch := first_batch(self._groups.complete, self._rules)) is None:
+        self._times = replace(self._times, spare=self._times.spare + self._has_batch)
+        self._has_batch = True
+        self._load_prompts()
+        began = time.monotonic()
+        while (batch := first_batch(self._complete, self._rules)) is None:
             self._advance()
         self._ready, numbers = batch
-        rows = collected(numbers, self._drawn, self._times.version)
-        views = [(lane, list(lane.drew), self._rows(self._numbers_of(lane, numbers), {})) for lane in self._lanes]
-        self._groups.remove(numbers)
-        for number in numbers:
-            del self._drawn[number], self._prompts[number], self._worker[number]
+        groups = {number: self._groups.pop(number) for number in numbers}
+        rows = collected(groups, self._times.version)
+        views = [(lane, list(lane.updates), self._rows(lane, groups, {})) for lane in self._lanes]
         self._check()
         if self._wall:
             self._compare_retired()
             waited = time.monotonic() - began
             self._waits["async/trainer_wait_seconds"] = self._waits.get("async/trainer_wait_seconds", 0.0) + waited
-        self._ahead = self._draw_ahead()
-        for lane, drew, view in views:
-            for update in drew:
+        self._finish_drawing = self._draw_ahead()
+        for lane, updates, view in views:
+            for update in updates:
                 self._compared += self._compare(lane, update, view)[0]
         return rows
 
@@ -241,8 +233,8 @@ class Fleet:
             leaves = jax.tree.leaves(weights)
             self._draw_until(lambda: all(leaf.is_ready() for leaf in leaves))
         handle = self._lanes[0].workers.put(weights)
-        self._ahead()
-        times, end, self._taken = self._times, self._end, False
+        self._finish_drawing()
+        times, end, self._has_batch = self._times, self._end, False
         self._newest = _Update(times.published + 1, handle, expected, self._saved(weights))
         if self._wall:
             self._times = replace(times, published=times.published + 1, version=times.published + 1)
@@ -261,11 +253,11 @@ class Fleet:
         transfers, and the mean distance of the tokens' log-probabilities from the recomputed ones."""
         metrics = dict(self._waits)
         if self._wall:
-            metrics["async/rollouts_wait_seconds"] = float(np.mean([lane.waited for lane in self._lanes]))
+            metrics["async/rollouts_wait_seconds"] = float(np.mean([lane.idle_seconds for lane in self._lanes]))
             for lane in self._lanes:
-                lane.waited = 0.0
+                lane.idle_seconds = 0.0
         metrics["async/running_rows"] = float(sum(lane.workers.running for lane in self._lanes))
-        metrics["async/waiting_groups"] = float(len(self._groups.complete))
+        metrics["async/waiting_groups"] = float(len(self._complete))
         for own in [lane.workers.metrics() for lane in self._lanes]:
             metrics |= {name: metrics.get(name, 0.0) + value for name, value in own.items()}
         if self._recompute is None or not self._compares:
@@ -283,7 +275,8 @@ class Fleet:
             return None
         self._times, again = replace(self._times, version=self._newest.version), None
         if self._on_new_weights == "prefill_again" and lane.workers.running:
-            again = {number: self._prompts[number] for number in self._numbers_of(lane, self._groups.unfinished)}
+            own = {number: group for number, group in self._groups.items() if group.worker in lane.numbers}
+            again = {number: group.prompt for number, group in own.items() if not group.complete}
         return self._newest, again
 
     def _swap(self, lane: _Lane) -> None:
@@ -296,13 +289,13 @@ class Fleet:
     def _take(self, lane: _Lane, update: _Update, again: Mapping[int, Prompt] | None = None) -> DrawnRows | None:
         """Makes the lane draw with these weights. Records identities for `_check`; returns rows for `_retire`."""
         drawn = {} if self._on_new_weights == "finish" else None  # with "finish" no row is running now
-        if self._wall and lane.drew:
+        if self._wall and lane.updates:
             drawn = lane.workers.drawn()
         for old, new in lane.workers.take(update.handle, again):
-            if old is not None and lane.drew:  # the old weights must not have changed while they drew
-                self._proofs.append((lane.version, old, lane.drew[-1].expected))
-            self._proofs.append((update.version, new, update.expected))
-        lane.drew.append(update)
+            if old is not None and lane.updates:  # the old weights must not have changed while they drew
+                self._identities.append((lane.version, old, lane.updates[-1].expected))
+            self._identities.append((update.version, new, update.expected))
+        lane.updates.append(update)
         return drawn
 
     def _saved(self, weights: Weights) -> Weights | None:
@@ -312,8 +305,8 @@ class Fleet:
 
     def _check(self) -> None:
         """Compares the identities of the weights that drew with the expected ones."""
-        while self._proofs:  # threads of lanes may append meanwhile
-            version, *identities = self._proofs.pop(0)
+        while self._identities:  # threads of lanes may append meanwhile
+            version, *identities = self._identities.pop(0)
             drawing, expected = to_host(identities)
             if wrong := differences(drawing, expected):
                 raise RunFailure(
@@ -323,22 +316,19 @@ class Fleet:
 
     # ---- log-probabilities
 
-    def _numbers_of(self, lane: _Lane, numbers: Iterable[int]) -> list[int]:
-        """Returns those of these groups that a lane draws."""
-        own = range(lane.first, lane.first + len(lane.workers.rooms))
-        return [number for number in numbers if self._worker[number] in own]
+    def _rows(self, lane: _Lane, groups: Mapping[int, Group], running: DrawnRows) -> list[Row]:
+        """Returns the rows of those of these groups that a lane draws, with their tokens so far.
 
-    def _rows(self, numbers: Iterable[int], running: DrawnRows) -> list[Row]:
-        """Returns the rows of these groups with their tokens so far. running: the tokens of rows that are not done."""
+        running: the tokens of rows that are not done.
+        """
         rows: list[Row] = []
-        for number in numbers if self._compares else ():
-            prompt, drawn = self._prompts[number], self._drawn[number]
-            for sample in range(self._samples):
+        for number, group in groups.items() if self._compares else ():
+            prompt, drawn = group.prompt, group.rows
+            for sample in range(self._samples) if group.worker in lane.numbers else ():
                 row, own = number * self._samples + sample, slice(drawn.lengths[sample])
                 tokens, logprobs = running.get(row, (drawn.tokens[sample, own], drawn.logprobs[sample, own]))
-                versions = drawn.versions[sample, : len(tokens)]
-                ids = prompt.tokens[: prompt.length]
-                rows.append(Row(row, self._worker[number], ids, tokens, logprobs, versions, row in running))
+                versions, ids = drawn.versions[sample, : len(tokens)], prompt.tokens[: prompt.length]
+                rows.append(Row(row, group.worker, ids, tokens, logprobs, versions, row in running))
         return rows
 
     def _compare(self, lane: _Lane, update: _Update, rows: Sequence[Row]) -> tuple[Compared, Tracked | None]:
@@ -350,11 +340,11 @@ class Fleet:
 
     def _retire(self, lane: _Lane, running: DrawnRows | None) -> None:
         """Records the rows of versions that no longer draw. running: None if unknown; then the next `state` does it."""
-        if running is None or len(lane.drew) < 2:
+        if running is None or len(lane.updates) < 2:
             return
-        rows = self._rows(self._numbers_of(lane, self._drawn), running)
-        lane.retired += [(update, rows) for update in lane.drew[:-1]]
-        lane.drew = lane.drew[-1:]
+        rows = self._rows(lane, self._groups, running)
+        lane.retired += [(update, rows) for update in lane.updates[:-1]]
+        lane.updates = lane.updates[-1:]
 
     def _compare_retired(self) -> None:
         """Compares the recorded rows of retired versions, and drops those versions."""
@@ -363,6 +353,17 @@ class Fleet:
                 _, lane.tracked = self._compare(lane, *lane.retired.pop(0))
 
     # ---- between two chunks
+
+    @property
+    def _complete(self) -> list[tuple[int, int]]:
+        """(time, number) of the groups that are complete."""
+        return [(group.time, number) for number, group in self._groups.items() if group.complete]
+
+    def _load_prompts(self) -> None:
+        """Loads the prompts of all groups that may start before the next call of `collect`."""
+        self._loaded = int(self._rules.batch * (self._times.published + self._rules.staleness + 1 + self._times.spare))
+        for number in range(self._count, self._loaded):
+            self._prompt(number)
 
     @property
     def _end(self) -> int:
@@ -396,8 +397,7 @@ class Fleet:
 
     def _may_start(self) -> bool:
         spare = self._times.spare * self._rules.batch
-        started = self._groups.started
-        return started in self._prompts and may_start(self._rules, started - spare, self._times.version)
+        return self._count < self._loaded and may_start(self._rules, self._count - spare, self._times.version)
 
     def _may_swap(self, lane: _Lane) -> bool:
         newer = self._newest is not None and lane.version < self._newest.version
@@ -406,7 +406,7 @@ class Fleet:
     def _advance(self, end: Future | None = None) -> None:
         """Lets the lanes decode, and records the results of those that finish first. Returns early if `end` is done."""
         self._dispatch()
-        self._note_first(end)
+        self._record_first(end)
 
     def _dispatch(self) -> None:
         """Lets each idle lane take new weights, fills its free slots as far as the rules allow, and starts a chunk."""
@@ -416,7 +416,7 @@ class Fleet:
         updates = [self._update(lane) for lane in idle]
         for lane, update, entering in zip(idle, updates, self._entering(idle), strict=True):
             if update or lane.workers.running or any(entering):
-                lane.waited += time.monotonic() - lane.since
+                lane.idle_seconds += time.monotonic() - lane.idle_since
                 lane.chunk = self._submit(self._decode, lane, update, entering)
 
     def _entering(self, lanes: Sequence[_Lane]) -> list[list[list[Prompt]]]:
@@ -425,10 +425,10 @@ class Fleet:
         entering: list[list[list[Prompt]]] = [[[] for _ in lane.workers.rooms] for lane in lanes]
         while rooms and max(rooms.values()) > 0 and self._may_start():
             at, own = max(rooms, key=lambda worker: rooms[worker])
-            number = self._groups.start(self._samples)
-            self._drawn[number] = Drawn.blank(self._samples, limit=self._limit)
-            self._worker[number] = lanes[at].first + own
-            entering[at][own].append(self._prompts[number])
+            prompt, rows = self._prompt(self._count), Drawn.blank(self._samples, limit=self._limit)
+            self._groups[self._count] = Group(prompt, lanes[at].numbers[own], rows)
+            self._count += 1
+            entering[at][own].append(prompt)
             rooms[at, own] -= 1
         return entering
 
@@ -438,7 +438,7 @@ class Fleet:
         """Takes new weights, if any, and decodes a chunk. Runs in a thread of the lane, if there are threads."""
         drawn = self._take(lane, *update) if update else None
         progress = lane.workers.decode(entering)
-        lane.since = time.monotonic()
+        lane.idle_since = time.monotonic()
         return drawn, progress
 
     def _submit(self, call: Callable[..., Any], *arguments: Any) -> Future:
@@ -448,28 +448,31 @@ class Fleet:
         done.set_result(call(*arguments))
         return done
 
-    def _note_first(self, end: Future | None = None) -> None:
+    def _record_first(self, end: Future | None = None) -> None:
         """Waits for the first lane, or for `end`, and records the results of all lanes that are done."""
         wait([own for own in (end, *(lane.chunk for lane in self._lanes)) if own], return_when=FIRST_COMPLETED)
         for lane in self._lanes:
             if lane.chunk is not None and lane.chunk.done():
                 (running, progress), lane.chunk = lane.chunk.result(), None
                 self._retire(lane, running)
-                self._note(lane, progress)
+                self._record(lane, progress)
 
-    def _note(self, lane: _Lane, progress: Sequence[Progress]) -> None:
+    def _record(self, lane: _Lane, progress: Sequence[Progress]) -> None:
         """Records what a lane drew in a chunk, and advances the virtual time (with the wall clock only an order)."""
         now = self._times.rollouts + max((row.end - row.start for row in progress), default=0)
         self._times = replace(self._times, rollouts=now)
         for row in progress:
             number, sample = divmod(row.row, self._samples)
-            drawn = self._drawn[number]
+            group = self._groups[number]
+            drawn = group.rows
             drawn.versions[sample, row.start : row.end] = lane.version
             if row.response is not None:
                 drawn.tokens[sample], drawn.logprobs[sample], drawn.finished[sample] = row.response
                 drawn.lengths[sample] = row.end
-                if self._groups.end_row(number, now + self._reward):
-                    self._complete(number)
+                if drawn.lengths.all():
+                    group.time = now + self._reward
+                    self._report(number)
 
-    def _complete(self, number: int) -> None:
-        self._on_complete(collected([number], self._drawn, self._times.version))
+    def _report(self, number: int) -> None:
+        """Passes a group that is complete to `on_complete`."""
+        self._on_complete(collected({number: self._groups[number]}, self._times.version))

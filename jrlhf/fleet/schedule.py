@@ -6,8 +6,8 @@ times only give the order in which groups were completed.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Generic, Literal, TypeVar
+from dataclasses import dataclass
+from typing import Literal, TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -25,39 +25,6 @@ class Rules:
     batch: int
     staleness: float
     update: float
-
-
-@dataclass
-class Groups(Generic[Time]):
-    """The groups that have started and that no update has used yet.
-
-    started: number of all groups so far; groups are numbered in the order in which they start. unfinished: number of a
-    group -> number of its rows that are not done. complete: (time of completion, number) of complete groups.
-    """
-
-    started: int = 0
-    unfinished: dict[int, int] = field(default_factory=dict)
-    complete: list[tuple[Time, int]] = field(default_factory=list)
-
-    def start(self, rows: int) -> int:
-        """Starts a group of this number of rows; returns its number."""
-        self.unfinished[self.started] = rows
-        self.started += 1
-        return self.started - 1
-
-    def end_row(self, number: int, time: Time) -> bool:
-        """Records that a row of a group is done. True if it was the last row: the group is complete at `time`."""
-        self.unfinished[number] -= 1
-        if self.unfinished[number]:
-            return False
-        del self.unfinished[number]
-        self.complete.append((time, number))
-        return True
-
-    def remove(self, numbers: Sequence[int]) -> None:
-        """Removes complete groups, which an update has used or which were dropped."""
-        removed = set(numbers)
-        self.complete = [item for item in self.complete if item[1] not in removed]
 
 
 def may_start(rules: Rules, started: int, version: int) -> bool:

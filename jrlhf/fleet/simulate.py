@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 import numpy as np
 from jaxtyping import Float, Int
 
-from jrlhf.fleet.schedule import Groups, OnNewWeights, Rules, first_batch, may_start, may_swap
+from jrlhf.fleet.schedule import OnNewWeights, Rules, first_batch, may_start, may_swap
 
 Lengths = Callable[[np.random.Generator, tuple[int, int]], Int[np.ndarray, "G S"]]
 WAITING = -1  # in `Trace.trained`: groups that no update has used
@@ -107,7 +107,8 @@ class Pipeline:
         # Rows in slots advance in lockstep, so their last steps order them: (last step, group, first step).
         self.running: list[tuple[int, int, int]] = []
         self.last = 0  # the largest of the last steps
-        self.groups: Groups[float] = Groups()
+        self.unfinished: list[int] = []  # number of rows of each group that are not done
+        self.complete: list[tuple[float, int]] = []  # (time of completion, number) of groups that wait for an update
         self.lengths: list[list[int]] = []  # of all groups so far, and of some that follow
         self.drawn: list[int] = []
         self.trained: list[int] = []
@@ -140,7 +141,7 @@ class Pipeline:
 
     def may_start(self) -> bool:
         """True if the rules let one more group start."""
-        return may_start(self.setting.rules, self.groups.started, self.version)
+        return may_start(self.setting.rules, len(self.drawn), self.version)
 
     def take_weights(self) -> None:
         setting, newest = self.setting, self.newest
@@ -161,9 +162,10 @@ class Pipeline:
                 self.start_row(group, length)
 
     def start_group(self) -> int:
-        group = self.groups.start(self.setting.samples)
+        group = len(self.drawn)
         if group == len(self.lengths):
             self.lengths += self.setting.lengths(self.rng, (1024, self.setting.samples)).tolist()
+        self.unfinished.append(self.setting.samples)
         self.drawn.append(self.version)
         self.trained.append(WAITING)
         self.starts.append([])
@@ -197,7 +199,9 @@ class Pipeline:
     def end_rows(self) -> None:
         while self.running and self.running[0][0] <= self.step:
             _, group, _ = heappop(self.running)
-            self.groups.end_row(group, self.now + self.setting.reward)
+            self.unfinished[group] -= 1
+            if not self.unfinished[group]:
+                self.complete.append((self.now + self.setting.reward, group))
 
     def train(self) -> None:
         """Starts all updates that can start by now."""
@@ -207,9 +211,7 @@ class Pipeline:
             if time > self.now:
                 self.ready = time
                 return
-            for group in groups:
-                self.trained[group] = len(self.begins)
-            self.groups.remove(groups)
+            self.remove(groups, len(self.begins))
             self.begins.append(max(self.trainer_free, time))
             self.busy.append(self.area)
             self.idle.append(self.waited)
@@ -217,4 +219,11 @@ class Pipeline:
 
     def batch(self) -> tuple[float, list[int]] | None:
         """Returns the time at which the next batch is complete, and its groups; None: too few are complete."""
-        return first_batch(self.groups.complete, self.setting.rules)
+        return first_batch(self.complete, self.setting.rules)
+
+    def remove(self, groups: Sequence[int], trained: int) -> None:
+        """Removes complete groups, and records the version that learned from them; see `Trace.trained`."""
+        for group in groups:
+            self.trained[group] = trained
+        removed = set(groups)
+        self.complete = [item for item in self.complete if item[1] not in removed]

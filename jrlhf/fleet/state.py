@@ -1,6 +1,6 @@
 """The state of an asynchronous run between two iterations, and its conversion to arrays for a checkpoint."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -11,10 +11,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
 from jrlhf.fleet.recompute import Tracked
-from jrlhf.fleet.schedule import Groups
 from jrlhf.meshes import to_devices, to_host
 from jrlhf.models.generation.chunks import EMPTY, Slots
-from jrlhf.models.generation.continuous import Decoding
+from jrlhf.models.generation.continuous import Decoding, Prompt
 
 FREE = -1  # marks a place in `Started` without a group
 NEVER = np.iinfo(np.int32).max  # completion time of a group that is not complete
@@ -37,6 +36,20 @@ class Drawn(NamedTuple):
         """Returns rows without tokens, to be filled in place."""
         tokens, lengths = np.zeros((*rows, limit), np.int32), np.zeros(rows, np.int32)
         return cls(tokens, tokens.astype(np.float32), tokens.copy(), lengths, lengths > 0)
+
+
+@dataclass
+class Group:
+    """A group that has started and that no update has used yet. Its rows are changed in place while they are drawn."""
+
+    prompt: Prompt
+    worker: int  # the one that draws it
+    rows: Drawn  # [S]
+    time: int = NEVER  # when it was complete
+
+    @property
+    def complete(self) -> bool:
+        return self.time != NEVER
 
 
 @jax.tree_util.register_dataclass
@@ -83,39 +96,31 @@ class Collected(NamedTuple):
     version: int  # version of the weights that draw when the batch is collected
 
 
-def collected(numbers: Sequence[int], drawn: Mapping[int, Drawn], version: int) -> Collected:
+def collected(groups: Mapping[int, Group], version: int) -> Collected:
     """Returns the batch of these groups."""
-    rows = Drawn(*(np.concatenate(arrays) for arrays in zip(*(drawn[number] for number in numbers), strict=True)))
-    return Collected(np.array(numbers), rows, version)
+    rows = (np.concatenate(arrays) for arrays in zip(*(group.rows for group in groups.values()), strict=True))
+    return Collected(np.array(list(groups)), Drawn(*rows), version)
 
 
-def pack(
-    groups: Groups[int], drawn: Mapping[int, Drawn], worker: Mapping[int, int], places: int, blank: Drawn
-) -> Started:
-    """Returns the started groups as arrays of a fixed size. worker: number of a group -> worker that draws it."""
+def pack(count: int, groups: Mapping[int, Group], places: int, blank: Drawn) -> Started:
+    """Returns the started groups as arrays of a fixed size. count: number of all groups that have started so far."""
     number, time = np.full(places, FREE, np.int32), np.full(places, NEVER, np.int32)
-    workers = np.zeros(places, np.int32)
+    worker = np.zeros(places, np.int32)
     rows = Drawn(*(np.repeat(array[None], places, axis=0) for array in blank))
-    times = {complete: at for at, complete in groups.complete}
-    for place, (group, own) in enumerate(drawn.items()):
-        number[place], time[place], workers[place] = group, times.get(group, NEVER), worker[group]
-        for array, values in zip(rows, own, strict=True):
+    for place, (own, group) in enumerate(groups.items()):
+        number[place], time[place], worker[place] = own, group.time, group.worker
+        for array, values in zip(rows, group.rows, strict=True):
             array[place] = values
-    return Started(np.int32(groups.started), number, time, workers, rows)
+    return Started(np.int32(count), number, time, worker, rows)
 
 
-def unpack(started: Started) -> tuple[Groups[int], dict[int, Drawn], dict[int, int]]:
-    """Inverts `pack`."""
-    groups, drawn, worker = Groups[int](int(started.count)), {}, {}
+def unpack(started: Started, prompt: Callable[[int], Prompt]) -> dict[int, Group]:
+    """Returns the groups of `pack`. prompt: number of a group -> its prompt."""
+    groups = {}
     for place in np.flatnonzero(started.number != FREE):
-        number, time = int(started.number[place]), int(started.time[place])
-        worker[number] = int(started.worker[place])
-        drawn[number] = own = Drawn(*(np.array(array[place]) for array in started.rows))
-        if time == NEVER:
-            groups.unfinished[number] = int((own.lengths == 0).sum())
-        else:
-            groups.complete.append((time, number))
-    return groups, drawn, worker
+        number, rows = int(started.number[place]), Drawn(*(np.array(array[place]) for array in started.rows))
+        groups[number] = Group(prompt(number), int(started.worker[place]), rows, int(started.time[place]))
+    return groups
 
 
 def drawn_rows(decoding: Sequence[Decoding]) -> DrawnRows:

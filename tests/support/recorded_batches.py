@@ -6,15 +6,15 @@ from pathlib import Path
 
 import numpy as np
 
-from jrlhf.fleet.asynchronous import AsynchronousRollouts
+from jrlhf.fleet.fleet import Fleet
 from jrlhf.fleet.state import Collected, Drawn
 from jrlhf.run.files import append_jsonl, read_jsonl
 from jrlhf.train import cli
 
-collect = AsynchronousRollouts._collect
+collect = Fleet.collect
 
 
-def recorded(self: AsynchronousRollouts) -> Collected:
+def recorded(self: Fleet) -> Collected:
     batch = collect(self)
     rows = {name: array.tolist() for name, array in batch.rows._asdict().items()}
     append_jsonl(
@@ -32,5 +32,5 @@ def read(path: Path) -> list[Collected]:
 
 
 if __name__ == "__main__":
-    AsynchronousRollouts._collect = recorded
+    Fleet.collect = recorded
     sys.exit(cli())

@@ -103,7 +103,7 @@ class Setting:
                 batch.state = batch.fresh()
             workers = SliceWorkers(wrap(self.batches))
             options = {"samples": S, "limit": R, "recompute": self.recompute, **more}
-            fleet = Fleet([workers], self.mesh, Rules(3, 1, 5), self.mode, lambda group: None, **options)
+            fleet = Fleet([workers], self.mesh, Rules(3, 1, 5), self.mode, prompt, lambda group: None, **options)
             first = self.published(0 if state is None else int(state.times.published))
             fleet.start(fleet.fresh(*first) if state is None else state, *first)
         return fleet
@@ -111,7 +111,6 @@ class Setting:
     def iterate(self, fleet: Any, version: int) -> tuple[Collected, FleetState]:
         """What an iteration does: its batch, and the state that is saved."""
         with jax.set_mesh(self.mesh):
-            fleet.submit([prompt(number) for number in fleet.wanted()])
             batch = fleet.collect()
             fleet.publish(*self.published(version))
             return batch, fleet.state

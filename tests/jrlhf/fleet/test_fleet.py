@@ -60,6 +60,7 @@ def play(setting: Setting, lengths: np.ndarray) -> tuple[dict[int, int], dict[in
         make_mesh(8, 1, 1),
         setting.rules,
         setting.on_new_weights,
+        lambda number: Prompt(number, np.zeros(1, np.int32), 1, np.zeros(1)),
         lambda group: None,
         samples=setting.samples,
         limit=int(lengths.max()),
@@ -67,7 +68,6 @@ def play(setting: Setting, lengths: np.ndarray) -> tuple[dict[int, int], dict[in
     )
     fleet._take(fleet._lanes[0], _Update(0, None, {}, None))
     for version in range(VERSIONS):
-        fleet.submit([Prompt(number, np.zeros(1, np.int32), 1, np.zeros(1)) for number in fleet.wanted()])
         batch = fleet.collect()
         rows = [row[:length].tolist() for row, length in zip(batch.rows.versions, batch.rows.lengths, strict=True)]
         for at, number in enumerate(batch.numbers):

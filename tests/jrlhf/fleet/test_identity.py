@@ -156,12 +156,14 @@ def test_nothing_is_learned_from_what_wrong_weights_drew(versions):
     (first, second), (old, new) = versions
     mesh = make_mesh(**MESH)
 
+    def prompt(number: int) -> Prompt:
+        return Prompt(number, np.zeros(1, np.int32), 1, np.zeros(1))
+
     def fleet() -> Any:
         rules, workers = Rules(2, 1, 1), SliceWorkers([Batch()])  # type: ignore[list-item]
-        own: Any = Fleet([workers], mesh, rules, "keep_cache", print, samples=1, limit=1)
+        own: Any = Fleet([workers], mesh, rules, "keep_cache", prompt, print, samples=1, limit=1)
         first_identity = trained_identity(first, dtype=jnp.dtype(jnp.bfloat16))
         own._take(own._lanes[0], _Update(0, (old, {}), first_identity, None))
-        own.submit([Prompt(number, np.zeros(1, np.int32), 1, np.zeros(1)) for number in range(9)])
         return own
 
     expected = trained_identity(second, dtype=jnp.dtype(jnp.bfloat16))

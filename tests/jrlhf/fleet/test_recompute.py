@@ -27,7 +27,6 @@ from tests.jrlhf.fleet.faulty import (
     PROGRAMS,
     READ,
     REPORTS,
-    prompt,
     setting,
 )
 from tests.jrlhf.fleet.test_runs import proven
@@ -129,7 +128,6 @@ def test_no_state_is_saved_with_what_nothing_has_proven():
     fleet = own.fleet()
     own.iterate(fleet, 1)
     with jax.set_mesh(own.mesh), pytest.raises(RunFailure, match="weights of version 2 are not the trainer's"):
-        fleet.submit([prompt(number) for number in fleet.wanted()])
         fleet.collect()
         fleet.publish(own.version(1), own.published(2)[1])
         _ = fleet.state

@@ -48,14 +48,19 @@ class Batch:
         return [Progress(row, 0, 1, (np.full(1, row, np.int32), np.zeros(1, np.float32), True)) for row in rows]
 
 
+def prompt(number: int) -> Any:
+    return SimpleNamespace(number=number)
+
+
 def test_a_state_stays_as_it_is_while_the_fleet_goes_on():
     mesh, weights = make_mesh(devices=jax.devices()[:1]), ({"layers": [{"bias": np.ones(1, np.float32)}]}, {})
     with jax.set_mesh(mesh):
         workers = SliceWorkers([Batch(mesh)])  # type: ignore[list-item]
-        fleet: Any = Fleet([workers], mesh, Rules(2, 1, 1), "keep_cache", lambda group: None, samples=1, limit=1)
+        fleet: Any = Fleet(
+            [workers], mesh, Rules(2, 1, 1), "keep_cache", prompt, lambda group: None, samples=1, limit=1
+        )
         expected = drawing_identity(weights[0])
         fleet._take(fleet._lanes[0], _Update(0, weights, expected, None))
-        fleet.submit([SimpleNamespace(number=number) for number in range(9)])
         fleet.collect()
         state = fleet.state
         before = jax.tree.map(np.array, jax.device_get((state.started, state.decoding.owner, state.decoding.drawn)))

@@ -15,7 +15,6 @@ import pytest
 
 from jrlhf.config import config_yaml
 from jrlhf.errors import UserError
-from jrlhf.fleet.asynchronous import AsynchronousRollouts
 from jrlhf.fleet.fleet import Fleet
 from jrlhf.fleet.processes import ProcessWorkers
 from jrlhf.fleet.schedule import Rules
@@ -96,9 +95,15 @@ class Worker:
         pass
 
 
+def prompt(number: int) -> Prompt:
+    return Prompt(number, np.zeros(1, np.int32), 1, np.zeros(1))
+
+
 def fleet_of(*workers: Any) -> Any:
     mesh = make_mesh(devices=jax.devices()[:1])
-    return Fleet(workers, mesh, RULES, "keep_cache", lambda group: None, samples=SAMPLES, limit=LIMIT, clock="wall")
+    return Fleet(
+        workers, mesh, RULES, "keep_cache", prompt, lambda group: None, samples=SAMPLES, limit=LIMIT, clock="wall"
+    )
 
 
 def weights(version: int) -> Any:
@@ -107,8 +112,6 @@ def weights(version: int) -> Any:
 
 def iterate(fleet: Any, version: int) -> Collected:
     """An iteration: the batch that version `version` learns from."""
-    numbers = fleet.wanted()
-    fleet.submit([Prompt(number, np.zeros(1, np.int32), 1, np.zeros(1)) for number in numbers])
     batch = fleet.collect()
     fleet.publish(weights(version + 1), {})
     return batch
@@ -143,11 +146,11 @@ def test_the_trainer_does_not_wait_for_a_worker_that_hangs():
         trained += batch.numbers.tolist()
         for row, length in zip(batch.rows.versions, batch.rows.lengths, strict=True):
             ages |= set((version - row[:length]).tolist())
-        assert fleet._groups.started <= GROUPS * (version + 1 + RULES.staleness + 1)  # the admission rule
+        assert fleet._count <= GROUPS * (version + 1 + RULES.staleness + 1)  # the admission rule
     assert fleet.state is not None  # for which all chunks end
-    under_way = {*fleet._groups.unfinished, *(number for _, number in fleet._groups.complete)}
-    assert max(ages) >= closed and Counter(trained) == Counter(set(range(fleet._groups.started)) - under_way)
-    assert slow.started + fast.started == Counter(range(fleet._groups.started))
+    under_way = set(fleet._groups)
+    assert max(ages) >= closed and Counter(trained) == Counter(set(range(fleet._count)) - under_way)
+    assert slow.started + fast.started == Counter(range(fleet._count))
     assert 0 < slow.started.total() < fast.started.total()
     fleet.close()
 
@@ -159,7 +162,9 @@ def test_a_state_has_what_every_worker_drew_and_a_resumed_run_goes_on_from_it():
     trained = [number for version in range(5) for number in iterate(fleet, version).numbers.tolist()]
     state = jax.device_get(fleet.state)
     rows = {int(row): tokens.tolist() for own in state.decoding for row, tokens in own.items()}
-    assert {row // SAMPLES for row in rows} == set(fleet._groups.unfinished) and int(state.times.version) == 5
+    assert {row // SAMPLES for row in rows} == {
+        number for number, group in fleet._groups.items() if not group.complete
+    } and int(state.times.version) == 5
     fleet.close()
     resumed = fleet_of(*(Worker() for _ in workers))
     resumed.start(state, weights(5), {})
@@ -167,8 +172,8 @@ def test_a_state_has_what_every_worker_drew_and_a_resumed_run_goes_on_from_it():
         batch = iterate(resumed, version)
         check(batch, version)
         trained += batch.numbers.tolist()
-    under_way = {*resumed._groups.unfinished, *(number for _, number in resumed._groups.complete)}
-    assert Counter(trained) == Counter(set(range(resumed._groups.started)) - under_way)
+    under_way = set(resumed._groups)
+    assert Counter(trained) == Counter(set(range(resumed._count)) - under_way)
     resumed.close()
 
 
@@ -191,8 +196,8 @@ PROCESSES = "fleet.workers=2", "grpo.iterations=6", "grpo.save_every=2", "checkp
 @pytest.fixture
 def batches(monkeypatch):
     """Numbers and versions of the groups that a run collects, and the newest version then."""
-    collected, collect = list[Collected](), AsynchronousRollouts._collect
-    monkeypatch.setattr(AsynchronousRollouts, "_collect", lambda self: collected.append(collect(self)) or collected[-1])
+    collected, collect = list[Collected](), Fleet.collect
+    monkeypatch.setattr(Fleet, "collect", lambda self: collected.append(collect(self)) or collected[-1])
     return collected
 
 
@@ -258,8 +263,8 @@ def test_a_killed_run_goes_on_with_the_groups_of_its_checkpoint(tmp_path, monkey
     newest = {batch.version: batch for batch in drawn}  # the older ones are of steps that were lost
     check_run(path, [newest[version] for version in sorted(newest)], 6)
     (fleet,), trained = fleets, {number for batch in newest.values() for number in batch.numbers.tolist()}
-    under_way = {*fleet._groups.unfinished, *(number for _, number in fleet._groups.complete)}
-    assert len(batches) < 6 and trained | under_way == set(range(fleet._groups.started)) and not trained & under_way
+    under_way = set(fleet._groups)
+    assert len(batches) < 6 and trained | under_way == set(range(fleet._count)) and not trained & under_way
 
 
 @pytest.mark.usefixtures("quick_programs")
