@@ -53,7 +53,7 @@ class AsynchronousRollouts(Closing):
         section, options, samples = config.rl, config.rl.asynchronous, config.samples
         assert options is not None
         self._mesh, self._clock, self._tokenizer = actor.placement["generate"].mesh, actor.clock, tokenizer
-        self._wall, self._given = options.clock == "wall", None
+        self._wall, self._placeholder = options.clock == "wall", None
         self._rewards = [own for own in rewards if own is not None]
         self._base: Identity = {}  # identity of the frozen weights under an adapter; empty: not computed yet
         self._answers = dict[int, dict[str, Answers]]()  # number of a group -> kind of reward -> pending answers
@@ -108,7 +108,7 @@ class AsynchronousRollouts(Closing):
     @property
     def state(self) -> FleetState | None:
         """The state after an iteration, as `Fleet.state`. With the wall clock a placeholder: see `saved`."""
-        return self._given if self._wall else self._state()
+        return self._placeholder if self._wall else self._state()
 
     def saved(self, state: Any) -> Any:
         """Returns what a checkpoint saves of a run's state. With the wall clock it gets the fleet's present state."""
@@ -132,7 +132,7 @@ class AsynchronousRollouts(Closing):
             with jax.set_mesh(self._mesh):
                 self._fleet.start(state, *published)
             if self._wall:
-                self._given = FleetState(None, state.started, state.times)
+                self._placeholder = FleetState(None, state.started, state.times)
                 for leaf in jax.tree.leaves(state.times):  # deleted, so that nobody saves the outdated state
                     leaf.delete()
 

@@ -68,11 +68,11 @@ class LocalWorker(Worker):
         if not isinstance(named, str):
             return answer
         try:
-            self._answered = SharedArrays.opened(named)
+            self._shared = SharedArrays.opened(named)
         except OSError:
             self.kill()
             return {"failure": "crash", "detail": "ended before its arrays were read"}
-        return {"answer": encode(self._answered.path)}
+        return {"answer": encode(self._shared.path)}
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,8 @@ class ProcessWorkers:
             self._processes.append(_Process(number, setup, partial(start, environment), log, tell))
         self._threads = ThreadPoolExecutor(len(self._processes), "workers")
         self._anchor_every = section.anchor_every if section.transfer == "delta" else 1
-        self._put: Update | None = None  # the newest update
-        self._taken: Update | None = None  # the update with which all processes draw
+        self._newest: Update | None = None
+        self._present: Update | None = None  # the update with which all processes draw
         self._transfers: list[tuple[int, float]] = []  # (bytes, seconds) of `put` and `take`, in several threads
         self._base: tuple[Any, SharedArrays] | None = None  # the frozen weights under an adapter, and their file
         self.rooms, self.running = [0] * self._count, 0
@@ -173,8 +173,8 @@ class ProcessWorkers:
 
     def _arrays(self) -> Iterator[list[np.ndarray]]:
         """Yields the leaves of each worker's state. Successors of processes will start from these states."""
-        assert self._taken is not None
-        base, take = self._taken.base, self._taken.command(None)
+        assert self._present is not None
+        base, take = self._present.base, self._present.command(None)
         for process, share in zip(self._processes, self._shares, strict=True):
             shared = SharedArrays.opened(process.ask({"states": None}))
             arrays, count = read(shared.path), len(self._shardings)
@@ -188,24 +188,24 @@ class ProcessWorkers:
         if adapter and self._base is None:
             self._base = base, SharedArrays.of(to_host(jax.tree.leaves(base)))
         travelling = adapter or base
-        self._places = jax.tree.map(lambda leaf: leaf.sharding, travelling)
+        self._shardings_of_update = jax.tree.map(lambda leaf: leaf.sharding, travelling)
         frozen = None if self._base is None else self._base[1]
-        self._put = Update.after(self._put, to_host(jax.tree.leaves(travelling)), self._anchor_every, frozen)
+        self._newest = Update.after(self._newest, to_host(jax.tree.leaves(travelling)), self._anchor_every, frozen)
         self._transfers.append((0, time.monotonic() - begin))
-        return self._put
+        return self._newest
 
     def weights(self, handle: Update) -> Weights:
-        leaves, treedef = jax.tree.flatten(self._places)
+        leaves, treedef = jax.tree.flatten(self._shardings_of_update)
         weights = treedef.unflatten(to_devices(read(handle.whole.path), leaves))
         return (weights, {}) if self._base is None else (self._base[0], weights)
 
     def take(self, weights: Update, again: Mapping[int, Prompt] | None) -> list[tuple[Identity | None, Identity]]:
         begin, count = time.monotonic(), len(self._processes)
-        if self._taken is None and weights.base is not None:
+        if self._present is None and weights.base is not None:
             self._ask([{"base": weights.base.path}] * count, [weights.base] * count)
-        command, sent = weights.command(self._taken, again)
+        command, sent = weights.command(self._present, again)
         identities = self._ask([command] * count, [sent] * count)
-        self._taken = weights
+        self._present = weights
         self._transfers.append((sent.size, time.monotonic() - begin))
         return identities
 
@@ -251,7 +251,7 @@ class _Process:
         self._tell, self._worker, self._closed = tell, None, False
         self._setup = encode(setup)
         # Commands that a successor repeats, their answers if they are to be checked, and the files that they name.
-        self._done: list[tuple[str, str | None, SharedArrays | None]] = []
+        self._commands: list[tuple[str, str | None, SharedArrays | None]] = []
         program()  # takes the digest of the program's files now, before anybody edits them
 
     def ask(self, command: Mapping[str, Any], shared: SharedArrays | None = None) -> Any:
@@ -264,7 +264,7 @@ class _Process:
                 reason = str(lost)
                 self._tell(f"rollout process {self._number} was lost ({reason}); another one takes its place")
             else:
-                self._done.append((text, answer, shared))
+                self._commands.append((text, answer, shared))
                 return decode(answer)
         raise RunFailure(
             f"{ATTEMPTS} times in a row rollout process {self._number} was lost ({reason}): see {self._log}"
@@ -272,7 +272,7 @@ class _Process:
 
     def repeat_from(self, commands: Sequence[tuple[Mapping[str, Any], SharedArrays]]) -> None:
         """Makes a successor begin with these commands instead of all commands so far."""
-        self._done = [(encode(command), None, shared) for command, shared in commands]
+        self._commands = [(encode(command), None, shared) for command, shared in commands]
 
     def close(self) -> None:
         """Ends the process. A command that waits for its answer fails."""
@@ -292,7 +292,7 @@ class _Process:
                     f"rollout process {self._number} runs another version of the program than the trainer, which was "
                     "started before its files were changed: resume the run with one version"
                 )
-            for text, answer, shared in self._done:
+            for text, answer, shared in self._commands:
                 if self._send(self._worker, text, shared) != answer and answer is not None:
                     raise RunFailure(
                         f"rollout process {self._number} was replaced and does not repeat what the one before it drew: "

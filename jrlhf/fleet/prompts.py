@@ -35,7 +35,7 @@ class PromptStream:
     def __init__(self, take: Callable[[int], Batch], mesh: Mesh, groups: int, samples: int):
         self._take, self._mesh, self._groups, self._samples = take, mesh, groups, samples
         self._read = lru_cache(maxsize=2)(self._read_batch)
-        self._under_way: dict[int, _Group] = {}
+        self._started: dict[int, _Group] = {}
 
     def prompt(self, number: int) -> Prompt:
         """Returns the prompt of a group, with its rows' keys. The group is stored until `batch` returns it."""
@@ -44,7 +44,7 @@ class PromptStream:
     def batch(self, collected: Collected, step: int, answers: Mapping[str, Any]) -> Batch:
         """Returns the batch of groups that were drawn ahead, with their rollout."""
         examples, texts = self.rows(collected)
-        prompts = [self._under_way.pop(int(number)).prompt for number in collected.numbers]
+        prompts = [self._started.pop(int(number)).prompt for number in collected.numbers]
         tokens, lengths = (np.stack([getattr(prompt, name) for prompt in prompts]) for name in ("tokens", "length"))
         tokens, lengths = put_prompts((tokens, lengths.astype(np.int32)), self._mesh, self._samples)
         keys = put_rows(jax.random.wrap_key_data(jnp.concatenate([prompt.keys for prompt in prompts])), self._mesh)
@@ -62,10 +62,10 @@ class PromptStream:
         return batch, at * self._samples
 
     def _group(self, number: int) -> _Group:
-        if number not in self._under_way:
+        if number not in self._started:
             batch, at = divmod(number, self._groups)
-            self._under_way[number] = self._read(batch)[at]
-        return self._under_way[number]
+            self._started[number] = self._read(batch)[at]
+        return self._started[number]
 
     def _read_batch(self, batch: int) -> list[_Group]:
         """The groups of a batch."""

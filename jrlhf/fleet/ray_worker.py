@@ -95,7 +95,7 @@ class RayWorker:
 
         actor: Any = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=0, max_task_retries=0)(_Host)
         self._gpus, self._host, self._log = gpus, actor.remote(dict(environment)), log
-        self._answered: SharedArrays | None = None
+        self._arrays: SharedArrays | None = None
         self._started = False
 
     def request(self, body: bytes, seconds: float, shared: SharedArrays | None = None) -> Mapping[str, Any]:
@@ -126,8 +126,8 @@ class RayWorker:
             self.kill()
         if content is None:
             return answer
-        self._answered = SharedArrays.copied(content)
-        return {"answer": encode(self._answered.path)}
+        self._arrays = SharedArrays.copied(content)
+        return {"answer": encode(self._arrays.path)}
 
     def interrupt(self) -> None:
         """Ends the process; a request that waits for it ends at once."""

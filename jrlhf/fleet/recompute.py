@@ -29,7 +29,7 @@ ROUNDING = 2.0  # threshold, term 1: times the distance of the scoring pass from
 SPREAD = 6.0  # term 2: standard deviations of the rounding, because two programs do not round alike
 LEAST = 2e-4  # term 3: nats per token, in any dtype
 FEW = 64  # minimum tokens of a worker for a verdict: with fewer, rounding of one token may reach the threshold
-KNOWN = 256  # tokens of all workers that are needed to estimate the spread of rounding
+ENOUGH = 256  # tokens of all workers that are needed to estimate the spread of rounding
 NONE = -1  # marks a place without a tracked row
 
 
@@ -102,7 +102,7 @@ class Recompute:
         exact = replace(options, dtype=jnp.float32, attention="xla", implementation=None)
         exactly = make_mixture(config, mesh, exact, by_head=True)  # XLA stores [T, T] scores
         same = options.dtype == jnp.float32 and mesh.devices.flat[0].platform == "cpu"  # no TF32 there
-        self._known = 0 if same else KNOWN
+        self._enough = 0 if same else ENOUGH
 
         @jax.jit
         def both(weights: Weights, tokens: Any, since: Any, caches: Any) -> Any:
@@ -205,7 +205,7 @@ class Recompute:
 
     def _most(self, own: Compared) -> float:
         """The threshold for the distance of these tokens; infinite until the spread of rounding is known."""
-        if self._all.tokens < self._known:
+        if self._all.tokens < self._enough:
             return math.inf
         spread = math.sqrt(self._all.squares / max(1, self._all.tokens) * max(own.tokens, FEW))
         return ROUNDING * own.rounding + SPREAD * spread + LEAST * own.tokens

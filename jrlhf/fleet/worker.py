@@ -116,10 +116,10 @@ class _Process:
         self.mesh = make_mesh(*sizes, devices=jax.devices()[: int(np.prod(sizes))])
         model, lora = _model(setup["model"]), setup["lora"] and LoRAConfig(**setup["lora"])
         sampling = SamplingConfig(**{**setup["sampling"], "stop_ids": tuple(setup["sampling"]["stop_ids"])})
-        schedule, self._stored = Schedule(**setup["schedule"]), param_shardings(model, self.mesh, GENERATE)
-        self._adapted = lora and lora_shardings(model, self.mesh, lora)
+        schedule, self._shardings = Schedule(**setup["schedule"]), param_shardings(model, self.mesh, GENERATE)
+        self._adapter_shardings = lora and lora_shardings(model, self.mesh, lora)
         self._base: Params = {}  # the frozen weights under an adapter
-        self._taken: tuple[int | None, Params] = None, {}  # number of the last update, and its weights
+        self._present: tuple[int | None, Params] = None, {}  # number of the last update, and its weights
         compute = Compute(jnp.dtype(setup["dtype"]), attention=setup["attention"])
         compiled = CallPlacement(self.mesh).compiled(Architecture(model, lora), compute)
         with jax.set_mesh(self.mesh):
@@ -134,18 +134,18 @@ class _Process:
         return self._room()
 
     def base(self, path: str) -> None:
-        self._base = _placed(path, self._stored)
+        self._base = _placed(path, self._shardings)
 
     def take(self, argument: Mapping[str, Any]) -> Any:
-        number, present = self._taken
+        number, present = self._present
         if argument["base"] is None:
-            own = _placed(argument["path"], self._adapted or self._stored)
+            own = _placed(argument["path"], self._adapter_shardings or self._shardings)
         elif argument["base"] == number:
             own = _changed(argument["path"], present)
         else:
             raise ValueError(f"these are changes of update {argument['base']}, and update {number} is here")
-        self._taken = argument["number"], own
-        weights = (own, {}) if self._adapted is None else (self._base, own)
+        self._present = argument["number"], own
+        weights = (own, {}) if self._adapter_shardings is None else (self._base, own)
         again = None if argument["again"] is None else {row[0]: Prompt(*row) for row in argument["again"]}
         return to_host(self._workers.take(weights, again))[0]
 

@@ -36,20 +36,20 @@ class ExperienceMaker:
     def experience(self, rollout: Rollout, scores, old, ref, values, after, kl_coef) -> Experience:
         """Advantages by GAE."""
         critic = {"kl_coef": kl_coef, "bootstrap_values": after}
-        return self._made(make_experience, rollout, scores, old, ref, values, **critic)
+        return self._call(make_experience, rollout, scores, old, ref, values, **critic)
 
     @call("compute", "experience")
     @timed("adv")
     def group_experience(self, rollout: Rollout, scores, old, ref, kl_coef) -> Experience:
         """Advantages among the responses to one prompt."""
-        return self._made(make_group_experience, rollout, scores, old, ref, kl_coef=kl_coef)
+        return self._call(make_group_experience, rollout, scores, old, ref, kl_coef=kl_coef)
 
     @call("compute", "experience")
     @timed("adv")
     def return_experience(self, rollout: Rollout, scores, old, ref, kl_coef, baselines=None) -> Experience:
         """Returns of tokens, minus a baseline of the prompt."""
         baselines = None if baselines is None else sum_rows(baselines)
-        return self._made(make_return_experience, rollout, scores, old, ref, baselines, kl_coef=kl_coef)
+        return self._call(make_return_experience, rollout, scores, old, ref, baselines, kl_coef=kl_coef)
 
     @call("compute", "experience")
     @timed("adv")
@@ -61,7 +61,7 @@ class ExperienceMaker:
         advantages: as in `make_custom_experience`; pass the same object in every iteration, else it compiles again.
         """
         options = {"advantages": advantages, "kl_coef": kl_coef}
-        return self._made(make_custom_experience, rollout, scores, old, ref, *others, **options)
+        return self._call(make_custom_experience, rollout, scores, old, ref, *others, **options)
 
     @call("compute", "experience", "cost_experience")
     @timed("adv")
@@ -71,9 +71,9 @@ class ExperienceMaker:
         """Advantages of reward and cost, weighted by the multiplier; and the cost critic's experience."""
         critics = {"bootstrap_values": after, "cost_bootstrap_values": cost_after}
         streams = rollout, scores, align_to_tokens(rollout, costs), old, ref, values, cost_values
-        return self._made(make_safe_experience, *streams, kl_coef=kl_coef, multiplier=multiplier, **critics)
+        return self._call(make_safe_experience, *streams, kl_coef=kl_coef, multiplier=multiplier, **critics)
 
-    def _made(self, make: Callable, *arguments: Any, **options: Any) -> Any:
+    def _call(self, make: Callable, *arguments: Any, **options: Any) -> Any:
         return _of_aligned(make, *arguments, config=self._algorithm, **options)
 
 

@@ -88,7 +88,7 @@ def test_a_process_gets_changes_only_of_what_it_holds():
         assert sent is (update.changes if changes else update.whole)
         expected = {"path": sent.path, "number": newest, "base": 3 if changes else None, "again": None}
         assert command == {"take": expected}
-    stale: Any = SimpleNamespace(_taken=(2, {}))
+    stale: Any = SimpleNamespace(_present=(2, {}))
     with pytest.raises(ValueError, match="changes of update 3, and update 2 is here"):
         worker._Process.take(stale, updates[4].command(updates[3])[0]["take"])
 
