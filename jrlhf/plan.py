@@ -20,7 +20,7 @@ from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.hardware import cluster as cluster_of
 from jrlhf.meshes.plan import Plan
 from jrlhf.planning import auto, fit, plans, show
-from jrlhf.planning.fusion import last_rows
+from jrlhf.planning.fusion import tiles
 from jrlhf.planning.fusion.updates import fused_prices
 from jrlhf.planning.search import Found
 from jrlhf.planning.simulate import simulate
@@ -230,8 +230,13 @@ def make_plan(
         lines = [show.describe_plan(prices, outcome)]
     predictions: list[predict.Predicted] = []
     if config.compute.score_rows is not None:
-        lengths = predict.assumed_lengths(workload, search.sigma or 0.0)
-        lines += ["", *last_rows.describe(config, prices, outcome.plan, lengths)]
+        lengths, tiled = predict.assumed_lengths(workload, search.sigma or 0.0), config
+        if config.compute.score_rows == "auto":
+            lengths = predict.lengths_of_a_new_run(workload) if mean_response is None else lengths
+            tiled, line = tiles.choose_tiles(config, workload, outcome.plan, lengths, lambda: prices)
+            lines += ["", line]
+        if tiled.compute.score_rows is not None:
+            lines += ["", *tiles.describe(tiled, prices, outcome.plan, lengths)]
     if asynchronous:
         predictions = predict.alternatives(config, prices, outcome, search.sigma or 0.0)
         lines += ["", *predict.describe(config, prices, predictions, search.sigma or 0.0)]

@@ -74,7 +74,9 @@ class Section:
             if value is None and rules["optional"]:
                 continue
             choices = rules["choices"]
-            if choices and value not in choices:
+            if value in choices:
+                continue
+            if choices and not rules.get("holds"):
                 self.require(name, False, f"one of {', '.join(choices)}" + ", or null" * rules["optional"])
             if rules.get("holds"):
                 self.require(name, rules["holds"](value), rules["expected"])

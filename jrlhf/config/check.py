@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from jrlhf.config.places import is_address
 from jrlhf.config.schema import (
@@ -356,12 +356,12 @@ def _shared_passes(config: Config, stage: str) -> Iterator[str]:
         yield "compute.shared_passes is for models that are trained whole, not lora: set it to false"
 
 
-def _score_rows(config: Config, stage: str, rows: int) -> Iterator[str]:
+def _score_rows(config: Config, stage: str, rows: int | Literal["auto"]) -> Iterator[str]:
     key, limit = f"compute.score_rows={rows}", config.data.max_response
     if config.rl.asynchronous is not None:
         yield f"{key} scores rollouts that are learned from at once, and not {stage}.asynchronous: leave one out"
     batch, samples = config.rl.rollout_batch, config.samples
-    if rows % samples or batch % rows:
+    if isinstance(rows, int) and (rows % samples or batch % rows):
         whole = f" of whole prompts, which have {samples} samples" if samples > 1 else ""
         choices = ", ".join(str(divisor) for divisor in divisors(batch) if divisor % samples == 0)
         yield f"{key} does not cut {stage}.rollout_batch={batch} into equal parts{whole}: choose from {choices}"

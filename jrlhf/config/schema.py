@@ -153,7 +153,8 @@ class ComputeConfig(Section):
     # Tokens that a device scores at a time, rows of similar length together; null: the whole batch with its padding.
     # Compiles each scoring model up to four times.
     score_tokens: int | None = count(None)
-    score_rows: int | None = count(None)  # rows that are scored together while others decode; null: all after the last
+    # Rows that are scored together while others decode; null: all after the last; auto: chosen by a simulation.
+    score_rows: int | Literal["auto"] | None = count(None)
 
 
 Memory = Literal["device", "host"]

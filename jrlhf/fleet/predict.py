@@ -212,6 +212,11 @@ def assumed_lengths(workload: Workload, sigma: float) -> list[Int[np.ndarray, "N
     return [draw(np.random.default_rng(seed), (workload.rows, 1)).ravel() for seed in range(RECENT)]
 
 
+def lengths_of_a_new_run(workload: Workload) -> list[Int[np.ndarray, "N"]]:
+    """Returns the lengths that are assumed before the first rollout: sigma 1, and a mean of half of their limit."""
+    return assumed_lengths(replace(workload, mean_response=workload.response / 2), 1.0)
+
+
 def choose(setting: auto.Setting, sigma: float = 0.0) -> list[Predicted]:
     """Predicts a config on each division of the devices between rollouts and the rest, the fastest first."""
     prices = setting.prices

@@ -102,7 +102,7 @@ def undivided_rows(workload: Workload, call: Call, placement: Placement) -> Iter
         case _:
             over = devices + (f" x {parts} micro-batches" if parts > 1 else "")
             rules = [(workload.rows_key, workload.rows, count * parts, over)]
-            if call.kind == "infer" and workload.score_rows is not None:
+            if call.kind == "infer" and isinstance(workload.score_rows, int):
                 rules.append(("compute.score_rows", workload.score_rows, count * parts, over))
     yield from (undivided(*rule) for rule in rules if rule[1] % rule[2])
     if call.kind == "generate" and slots is not None and slots < samples:

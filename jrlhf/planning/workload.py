@@ -131,7 +131,7 @@ class Workload:
     chunk: int | None = None
     prefill: int | None = None
     last_groups: int | Literal["auto"] | None = None
-    score_rows: int | None = None
+    score_rows: int | Literal["auto"] | None = None
     dtype: Any = jnp.dtype(jnp.float32)
     remat: Remat = "full"
     fused_loss: bool = True

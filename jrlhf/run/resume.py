@@ -23,6 +23,7 @@ _ROUNDED = (
     *("plan", "device.*", "mesh.*", "rollout.*", "*.micro_batches", "*.micro_batch_tokens"),
     *("compute.remat", "compute.logprob", "compute.fused_loss", "compute.attention", "compute.score_tokens"),
 )
+_TILE = "compute.score_rows"
 
 
 def changes(path: Path | str, saved: str, config: Config) -> tuple[list[str], str]:
@@ -33,6 +34,7 @@ def changes(path: Path | str, saved: str, config: Config) -> tuple[list[str], st
     """
     old, new = _settings(parse_yaml(saved, str(path)), config)
     differing = [key for key in {**new, **old} if old.get(key) != new.get(key)]
+    differing = [key for key in differing if (key, new.get(key)) != (_TILE, "auto")]  # the run has chosen
     longer = [key for key in differing if key == _length_key(config) and key in old]
     free = [key for key in differing if key in longer or _matches(key, _SAME + _ROUNDED)]
     fixed = [key for key in differing if key not in free]
@@ -43,6 +45,13 @@ def changes(path: Path | str, saved: str, config: Config) -> tuple[list[str], st
     if any(_matches(key, _ROUNDED) for key in free):
         line += "; results are the same up to rounding"
     return refused, line if free else ""
+
+
+def saved_tile(config: Path) -> int | None:
+    """Returns the `compute.score_rows` of a run's config.yaml, which the run may have chosen."""
+    parsed = parse_yaml(config.read_text(errors="replace"), str(config)) if config.exists() else None
+    rows = _keys(parsed).get(_TILE, "null")
+    return int(rows) if rows.isdigit() else None
 
 
 def defines_results(key: str) -> bool:

@@ -1,10 +1,9 @@
 """`--dry-run`: describes memory, calls and plan of a run. The sizes of states are exact; nothing is compiled or run."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from textwrap import indent
-from typing import Literal
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -13,14 +12,15 @@ from jrlhf.algorithms.registry import graph_of, stage_graph
 from jrlhf.config import Config, config_yaml
 from jrlhf.config.schema import DatasetsData
 from jrlhf.data.read import hub_library
-from jrlhf.fleet.predict import assumed_lengths
-from jrlhf.meshes import GENERATE, SCORE, TRAIN, Call, Graph, Layout, tree_reshard_cost
-from jrlhf.meshes.plan import Placement, Plan, Slice
+from jrlhf.fleet.predict import lengths_of_a_new_run
+from jrlhf.meshes import GENERATE, SCORE, TRAIN, Call, Layout, tree_reshard_cost
+from jrlhf.meshes.plan import Plan
 from jrlhf.models import ModelConfig, param_shardings
 from jrlhf.planning.auto import prices_here
 from jrlhf.planning.fit import backend_of, capacity, memory_of
-from jrlhf.planning.fusion.last_rows import RECENT, read_by_rows
-from jrlhf.planning.fusion.last_rows import describe as describe_moves
+from jrlhf.planning.fusion.last_rows import RECENT
+from jrlhf.planning.fusion.tiles import describe as describe_moves
+from jrlhf.planning.fusion.tiles import scored_early
 from jrlhf.planning.fusion.updates import fused_updates
 from jrlhf.planning.show import in_columns
 from jrlhf.planning.workload import Workload, workload_of
@@ -28,7 +28,7 @@ from jrlhf.roles.planned_placement import LAYOUTS, place_roles
 from jrlhf.roles.pretrained import abstract_weights, is_here
 from jrlhf.run.devices import select
 from jrlhf.run.processes import from_main
-from jrlhf.stages.setup import check_sources, load_task, select_resources
+from jrlhf.stages.setup import check_sources, chosen_tiles, load_task, select_resources
 from jrlhf.storage.mirror import check_place
 
 MIB = 2**20
@@ -113,12 +113,15 @@ class _DryRun:
             rows.append((f"{role}.{part.name}", "", f"{part.kind} {source}, weight {part.weight:g}"))
         head = f"plan of an iteration of {config.algorithm}, {plan.name}, on {self.mesh.size} device(s):"
         lines = [head, *in_columns(rows)]
+        if config.compute.score_rows == "auto":
+            config, line = chosen_tiles(config, workload, plan, list(self.mesh.devices.flat))
+            lines.append(f"  {line}")
         if (tile := config.compute.score_rows) is not None:
-            early = ", ".join(_scored_early(config, graph, plan))
+            early = ", ".join([*scored_early(config, graph, plan), "functions"])
             lines.append(f"  scored {tile} rows at a time while others decode, with the bits of a later time: {early}")
         if config.rollout.last_groups == "auto":
             prices = prices_here(config, workload, list(self.mesh.devices.flat), "rollout.last_groups=null")
-            lengths = assumed_lengths(replace(workload, mean_response=workload.response / 2), 1.0)
+            lengths = lengths_of_a_new_run(workload)
             lines.append(
                 f"  the last rows move as the lengths of the last {RECENT} rollouts suggest, of the first not;"
             )
@@ -145,21 +148,6 @@ class _DryRun:
         workload = workload_of(self.config, graph, self.models)
         sizes = " x ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
         return [f"plan of a step of dpo on {sizes}:", *in_columns([_row(call, workload) for call in graph])]
-
-
-def _scored_early(config: Config, graph: Graph, plan: Plan) -> list[str]:
-    """Names what may score rows of a rollout while others decode: calls of models on other devices, and functions."""
-    drawing = [call for call in graph if call.kind == "generate"]
-    reading = dict.fromkeys(reader for call in drawing for reader in read_by_rows(config, graph, call))
-    taken = [_decoding_last(plan[call.name], config.rollout.last_groups) for call in drawing]
-    early = [call.name for call in reading if not any(plan[call.name].devices.overlaps(own) for own in taken)]
-    return [*early, "functions"]
-
-
-def _decoding_last(placement: Placement, groups: int | Literal["auto"] | None) -> Slice:
-    """Returns the devices on which the last rows decode. "auto" counts as one group, the fewest possible."""
-    devices, groups = placement.devices, 1 if groups == "auto" else groups
-    return devices if groups is None else devices.first(groups * placement.tensor)
 
 
 def _parts(parts: Mapping[str, float]) -> str:

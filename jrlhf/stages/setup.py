@@ -23,7 +23,7 @@ from jrlhf.data.task import Task
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.tokenizer_files import load_tokenizer, same_tokens
 from jrlhf.errors import UserError
-from jrlhf.fleet.predict import choose, sentence
+from jrlhf.fleet.predict import choose, lengths_of_a_new_run, sentence
 from jrlhf.fleet.processes import check_processes
 from jrlhf.fleet.ray_worker import joined
 from jrlhf.meshes import make_mesh
@@ -36,9 +36,10 @@ from jrlhf.models.hf.files import PROMPTING
 from jrlhf.planning.auto import Setting, auto_plan, prices_here
 from jrlhf.planning.fit import check_memory
 from jrlhf.planning.fusion.last_rows import Moves, rollouts_of
+from jrlhf.planning.fusion.tiles import choose_tiles, with_tiles
 from jrlhf.planning.fusion.updates import fused_updates
 from jrlhf.planning.plans import plan_of_config, plan_yaml, read_plan, refuse_cross_process, transfer_line
-from jrlhf.planning.workload import workload_of
+from jrlhf.planning.workload import Workload, workload_of
 from jrlhf.rewards.facts import MODULES
 from jrlhf.rewards.functions import FunctionReward, RewardFailure
 from jrlhf.rewards.text_model import is_ours, reward_tokenizer
@@ -57,10 +58,11 @@ from jrlhf.roles.pretrained import (
 )
 from jrlhf.run.console import Console
 from jrlhf.run.devices import idle_accelerator, select
-from jrlhf.run.directory import HUB, PLAN, TOKENIZER, explained, open_run, run_path
+from jrlhf.run.directory import CONFIG, HUB, PLAN, TOKENIZER, explained, open_run, run_path
 from jrlhf.run.files import seal, to_json, unsealed
 from jrlhf.run.preemption import PreemptionGuard
 from jrlhf.run.processes import from_main, is_main, several
+from jrlhf.run.resume import saved_tile
 from jrlhf.run.tracking import check_wandb, tracking
 from jrlhf.stages.context import Context
 from jrlhf.stages.identity import Identity, note_failure, numbers
@@ -87,12 +89,17 @@ def _open_context(
 ) -> Iterator[Context]:
     if resume:
         from_main(partial(check_origins, hub_names(config), run_path(config)))
+        if config.compute.score_rows == "auto":
+            config = with_tiles(config, from_main(partial(saved_tile, run_path(config) / CONFIG)))
     mesh, models, plan = select_resources(config, resume=resume)
     console, placements, moves = _open_console(config), {}, None
     if plan is not None:
         graph, ahead, devices = graph_of(config), config.offloading.ahead, list(mesh.devices.flat)
         workload = workload_of(config, graph, models)
         placements = place_roles(plan, graph, devices, fused=fused_updates(workload, plan), prefetch=ahead)
+        if config.compute.score_rows == "auto":
+            config, line = chosen_tiles(config, workload, plan, devices)
+            console.line(line)
         if config.rollout.last_groups == "auto":
             prices = prices_here(config, workload, devices, "rollout.last_groups=null")
             moves = Moves(rollouts_of(config, prices, plan), config.rollout.last_rows, console.line)
@@ -249,6 +256,12 @@ def select_plan(
     plan = plan_of(from_main(lambda: plan_of_config(config, workload, len(devices), search).as_dict()))
     refuse_cross_process(plan, [device.process_index for device in devices])
     return plan
+
+
+def chosen_tiles(config: Config, workload: Workload, plan: Plan, devices: Sequence[Device]) -> tuple[Config, str]:
+    """Returns a config with `compute.score_rows: auto` replaced by the choice for a new run, and a line on it."""
+    prices = partial(prices_here, config, workload, devices, "compute.score_rows=null")
+    return choose_tiles(config, workload, plan, lengths_of_a_new_run(workload), prices)
 
 
 def architectures(config: Config) -> dict[str, ModelConfig]:

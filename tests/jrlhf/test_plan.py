@@ -60,7 +60,8 @@ def test_the_move_of_the_last_rows_is_predicted(tmp_path, capsys):
         file.write_text(yaml.safe_dump({"name": "by hand", "calls": calls | scoring}))
         settings = "compute.score_rows=16", "rollout.chunk=32", "rollout.last_groups=auto"
         cli([*ARGUMENTS, "--plan", str(file), *spread, *settings])
-        line, at_once = capsys.readouterr().out.splitlines()[-2:]
+        guarantee, line, at_once = capsys.readouterr().out.splitlines()[-3:]
+        assert guarantee.endswith("the same bits as with scores of the same tiles after the last row and without moves")
         assert line.startswith(f"actor.generate: the last rows {move}")
         advice = "tiles gain" if "move" in move else "leave compute.score_rows out"
         assert at_once.endswith(f" s if calls score whole batches after the last row: {advice}")

@@ -144,6 +144,15 @@ class Choice:
     seconds: float
     staying: float
 
+    def sentence(self, groups: int) -> str:
+        """Describes the choice among `groups` groups of devices."""
+        if self.last is None:
+            return f"the last rows stay in their groups, {self.seconds:.3g} s until all rows are drawn and scored"
+        return (
+            f"the last rows move to {self.last.groups} of {groups} groups of devices once at most {self.last.rows} are "
+            f"left, {self.seconds:.3g} s until all rows are drawn and scored, instead of {self.staying:.3g} s"
+        )
+
 
 def choose(rollouts: Rollouts, decoded: Sequence[Sequence[Chunk]], rows: int | None = None) -> Choice:
     """Simulates the scores of decoded rollouts with each move; returns the fastest, among equal ones to fewest groups.
@@ -158,6 +167,14 @@ def choose(rollouts: Rollouts, decoded: Sequence[Sequence[Chunk]], rows: int | N
         seconds = fmean(finish(rollouts, chunks, last) for chunks in decoded)
         best = Choice(last, seconds, staying) if seconds < best.seconds else best
     return best
+
+
+def finished(rollouts: Rollouts, decoded: Sequence[Sequence[Chunk]]) -> float:
+    """Returns the mean seconds until all rows are drawn and scored, with the moves that the schedule asks for."""
+    schedule = rollouts.schedule
+    if schedule.last_groups == "auto":
+        return choose(rollouts, decoded, schedule.last_rows).seconds
+    return fmean(finish(rollouts, chunks, LastRows.of(schedule)) for chunks in decoded)
 
 
 class Moves:
@@ -181,7 +198,7 @@ class Moves:
             choice = choose(self._rollouts[call], recent, self._rows)
             if choice.last != self._last[call]:
                 self._last[call] = choice.last
-                self._tell(f"{call}: {_described(choice, self._rollouts[call].groups)}")
+                self._tell(f"{call}: {choice.sentence(self._rollouts[call].groups)}")
         return self._last[call]
 
     def after(self, call: str, lengths: Lengths) -> None:
@@ -195,35 +212,6 @@ def refuse_needless(rollouts: Iterable[Rollouts]) -> None:
         raise UserError(
             "rollout.last_groups=auto has no effect, because no model scores early on devices that draw: leave it out"
         )
-
-
-def _described(choice: Choice, groups: int) -> str:
-    if choice.last is None:
-        return f"the last rows stay in their groups, {choice.seconds:.3g} s until all rows are drawn and scored"
-    return (
-        f"the last rows move to {choice.last.groups} of {groups} groups of devices once at most {choice.last.rows} are "
-        f"left, {choice.seconds:.3g} s until all rows are drawn and scored, instead of {choice.staying:.3g} s"
-    )
-
-
-def describe(config: Config, prices: CostModel, plan: Plan, lengths: Sequence[Lengths]) -> list[str]:
-    """Returns lines on the best moves for rollouts of these lengths, and on the gain of tiles with the config."""
-    lines, whole = [], replace(config, compute=replace(config.compute, score_rows=None))
-    at_last, tiled, schedule = rollouts_of(whole, prices, plan), rollouts_of(config, prices, plan), config.rollout
-    auto = schedule.last_groups == "auto"
-    if auto:
-        refuse_needless(tiled.values())
-    for name, rollouts in tiled.items():
-        decoded = [decode(rollouts, own) for own in lengths]
-        choice = choose(rollouts, decoded, schedule.last_rows)
-        at_once = fmean(finish(at_last[name], chunks, None) for chunks in decoded)
-        last = choice.last if auto else LastRows.of(schedule)
-        gains = fmean(finish(rollouts, chunks, last) for chunks in decoded) < at_once
-        verdict = "tiles gain" if gains else "leave compute.score_rows out"
-        setting = "" if auto else ", with rollout.last_groups=auto"
-        lines.append(f"{name}{setting}: {_described(choice, rollouts.groups)}")
-        lines.append(f"  {at_once:.3g} s if calls score whole batches after the last row: {verdict}")
-    return lines
 
 
 def read_by_rows(config: Config, graph: Graph, drawing: Call) -> list[Call]:
@@ -246,6 +234,7 @@ def rollouts_of(config: Config, prices: CostModel, plan: Plan) -> dict[str, Roll
 def _rollouts(config: Config, prices: CostModel, plan: Plan, call: Call) -> Rollouts:
     workload, place = prices.workload, plan[call.name]
     decoding, tile = prices.decoding(call, place), config.compute.score_rows or workload.rows
+    assert isinstance(tile, int)
     of_tile = replace(prices, workload=replace(workload, rows=tile))
 
     def move(groups: int, positions: int) -> float:

@@ -129,6 +129,8 @@ compute.score_rows=24
 compute.score_rows=16
     compute.score_rows=16 scores rows between chunks of decode steps, and rollout.chunk=64 holds a whole rollout: set
     it below data.max_response=24
+compute.score_rows=auto
+    compute.score_rows=auto scores rows between chunks of decode steps, and rollout.chunk=64 holds a whole rollout: set
 compute.score_rows=16 ; rollout.chunk=8 ; ppo.asynchronous.staleness=1
     compute.score_rows=16 scores rollouts that are learned from at once, and not ppo.asynchronous: leave one out
 compute.score_rows=16 ; rollout.chunk=8 ; sleep.reward=host

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jrlhf.algorithms.registry import graph_of
-from jrlhf.config import load_config
+from jrlhf.config import Config, load_config
 from jrlhf.errors import UserError
 from jrlhf.meshes.hardware import HARDWARE, Cluster
 from jrlhf.meshes.plan import LayoutName, Placement, Plan, Slice
@@ -14,6 +14,8 @@ from jrlhf.models import Schedule
 from jrlhf.models.generation.occupancy import LastRows
 from jrlhf.planning.auto import prices_of
 from jrlhf.planning.fusion.last_rows import Choice, Moves, Rollouts, Scoring, choose, decode, finish, rollouts_of
+from jrlhf.planning.fusion.tiles import choose_tiles, with_tiles
+from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import workload_of
 from jrlhf.stages.setup import architectures
 
@@ -150,18 +152,54 @@ def test_random_rollouts_take_the_time_that_counting_tokens_gives(seed):
     assert moved > 20
 
 
-def test_rollouts_of_a_plan_take_what_its_prices_say():
-    """Eight groups of an 8B model on H100s; tiles of 16 of 256 rows are scored on half of the devices."""
-    config = load_config("configs/llama3-8b-ppo.yaml", ["compute.score_rows=16", "rollout.chunk=32"])
+def planned(drawing: Slice, *settings: str) -> tuple[Config, CostModel, Plan]:
+    """256 responses of an 8B model on H100s, which are scored on half of the devices."""
+    config = load_config("configs/llama3-8b-ppo.yaml", ["rollout.chunk=32", *settings])
     workload, cluster = workload_of(config, graph_of(config), architectures(config)), Cluster(HARDWARE["h100"], 8)
-    prices, whole, half = prices_of(config, workload, cluster), Slice(0, 8), Slice(4, 4)
     kinds: dict[str, tuple[LayoutName, Slice]] = {
-        "generate": ("generate", whole),
-        "infer": ("score", half),
-        "train": ("train", whole),
+        "generate": ("generate", drawing),
+        "infer": ("score", Slice(4, 4)),
+        "train": ("train", Slice(0, 8)),
     }
     places = {call.name: kinds[call.kind] for call in workload.calls}
     plan = Plan("by hand", {name: Placement(own, kind, fsdp=own.count) for name, (kind, own) in places.items()})
+    return config, prices_of(config, workload, cluster), plan
+
+
+@pytest.mark.parametrize("last", [None, LastRows(4, 32)])
+def test_the_tiles_that_are_chosen_are_the_fastest_by_counting_tokens(last):
+    """Where four other devices draw, and where all draw until the last rows move. Equal lengths gain nothing."""
+    moves = [] if last is None else [f"rollout.last_groups={last.groups}", f"rollout.last_rows={last.rows}"]
+    config, prices, plan = planned(Slice(0, 8 if moves else 4), "compute.score_rows=auto", *moves)
+    spread = [np.ceil(np.random.default_rng(seed).lognormal(5, 1, 256)).astype(int) for seed in (0, 1)]
+
+    def seconds(tile: int | None, lengths: list[np.ndarray]) -> float:
+        (rollouts,) = rollouts_of(with_tiles(config, tile), prices, plan).values()
+        return sum(by_token(rollouts, own, last if tile else None) for own in lengths) / len(lengths)
+
+    for lengths, gains in (([np.minimum(own, 1024) for own in spread], True), ([np.full(256, 400)], False)):
+        chosen, line = choose_tiles(config, prices.workload, plan, lengths, lambda: prices)
+        # Not two rows, because four devices score. Of equally fast ones the first: whole batches, then large tiles.
+        fastest = min((None, 128, 64, 32, 16, 8, 4), key=lambda tile: seconds(tile, lengths))
+        assert chosen == with_tiles(config, fastest) and (fastest is not None) == gains
+        assert f"{seconds(fastest, lengths):.3g} s" in line and f"{seconds(None, lengths):.3g} s" in line
+    assert chosen.rollout.last_groups is None
+
+
+def test_no_tiles_need_no_prices_where_all_devices_decode():
+    config, prices, plan = planned(Slice(0, 8), "compute.score_rows=auto")
+
+    def unknown() -> CostModel:
+        raise AssertionError
+
+    chosen, line = choose_tiles(config, prices.workload, plan, [], unknown)
+    assert chosen.compute.score_rows is None and "no model scores on devices that are free while rows decode" in line
+
+
+def test_rollouts_of_a_plan_take_what_its_prices_say():
+    """Eight groups; tiles of 16 rows."""
+    config, prices, plan = planned(Slice(0, 8), "compute.score_rows=16")
+    workload, cluster, half = prices.workload, prices.cluster, Slice(4, 4)
     (rollouts,) = rollouts_of(config, prices, plan).values()
     drawing = workload.graph["actor.generate"]
     steps = 1024 * rollouts.step(32, workload.prompt + 1024 // 2)

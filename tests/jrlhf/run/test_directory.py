@@ -16,6 +16,7 @@ from jrlhf.errors import UserError
 from jrlhf.run import directory
 from jrlhf.run.directory import check_directory, open_run
 from jrlhf.run.files import append_jsonl, cache_directory, read_jsonl, seal, unsealed, write_atomic
+from jrlhf.run.resume import changes, saved_tile
 
 
 @pytest.fixture
@@ -82,6 +83,16 @@ def test_another_config_is_refused_with_its_differences_and_nothing_changes(make
         run.path / "config.yaml", config_yaml(make()).replace("\nseed: 0\n", "\nsede: 0\n")
     )  # of another version
     assert "(seed: absent there, 0 here; sede: 0 there, absent here)" in refused(make(), resume=True)
+
+
+@pytest.mark.parametrize(("began", "rows"), [("16", 16), ("null", None), ("auto", None)])
+def test_a_resume_with_score_rows_auto_has_the_tiles_of_the_start(began, rows, make):
+    with open_run(make(f"compute.score_rows={began}")) as run:
+        saved = (run.path / "config.yaml").read_text()
+    assert saved_tile(run.path / "config.yaml") == rows and saved_tile(run.path / "none.yaml") is None
+    assert changes(run.path, saved, make("compute.score_rows=auto")) == ([], "")
+    refusals, _ = changes(run.path, saved, make("compute.score_rows=8"))
+    assert refusals == [f"compute.score_rows: {began} there, 8 here"]
 
 
 def test_a_run_keeps_how_it_derives_seeds(make):

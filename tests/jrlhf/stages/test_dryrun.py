@@ -18,7 +18,7 @@ from jrlhf.models import LoRAConfig, init_lora
 from jrlhf.models.hf import export_adapter, read_config
 from jrlhf.planning.fit import memory_of
 from jrlhf.planning.time import CostModel
-from jrlhf.stages import dryrun
+from jrlhf.stages import dryrun, setup
 from jrlhf.stages.dryrun import describe
 from jrlhf.stages.setup import select_mesh
 
@@ -84,3 +84,19 @@ def test_the_move_of_the_last_rows_needs_prices_and_is_described(settings, monke
     text = describe(config)
     assert "the last rows move as the lengths of the last 4 rollouts suggest, of the first not;\n" in text
     assert "  actor.generate: the last rows " in text and " s until all rows are drawn and scored" in text
+
+
+def test_tiles_are_chosen_and_described(settings, monkeypatch):
+    def chosen(plan: str) -> str:
+        given = settings(plan=plan, compute={"score_rows": "auto"}, rollout={"chunk": 4})
+        text = describe(build(Config, given))
+        (line,) = [line for line in text.splitlines() if "compute.score_rows=auto: " in line]
+        return line
+
+    assert "because no model scores on devices that are free while rows decode" in chosen("colocate")
+    with pytest.raises(UserError, match="nothing is known of .* on cpu devices: .*, or set compute.score_rows=null"):
+        chosen("split")
+    monkeypatch.setattr(
+        setup, "prices_here", lambda _, workload, *__: CostModel(workload, Cluster(HARDWARE["h100"], 8))
+    )
+    assert "whole batches are scored after the last row; responses of 7 tokens in the mean" in chosen("split")

@@ -20,6 +20,7 @@ from jrlhf.config.schema import Config
 from jrlhf.meshes.hardware import HARDWARE, Cluster
 from jrlhf.models.generation.occupancy import LastRows
 from jrlhf.planning import auto
+from jrlhf.planning.fusion import tiles
 from jrlhf.planning.fusion.last_rows import Moves, Rollouts
 from jrlhf.planning.plans import plan_yaml, read_plan
 from jrlhf.planning.time import CostModel
@@ -28,6 +29,7 @@ from jrlhf.rewards.mixture import TRAINED
 from jrlhf.roles.early import OpenRollout
 from jrlhf.run.checkpoints import fingerprint_of
 from jrlhf.run.metrics import read_metrics
+from jrlhf.run.resume import saved_tile
 from jrlhf.stages import rl, setup
 from jrlhf.stages.context import Context
 from jrlhf.stages.loop import run_stage
@@ -218,6 +220,34 @@ def test_devices_that_the_last_rows_leave_score_with_the_bits_of_a_later_time(ma
     assert len(choices) == 4 and choices[3] is None
     monkeypatch.setattr(OpenRollout, "_hand_out", lambda *_: None)
     assert_same_bits(while_others_decode, run(make("late", "ppo", plan, **settings)))
+
+
+@RUN
+def test_a_run_that_chooses_its_tiles_is_resumed_with_them(make, monkeypatch):
+    """Only calls on the second half cost much, which do not decode: tiles gain. The resume asks for no prices."""
+    of_prices = tiles.rollouts_of
+
+    def rollouts_of(*arguments: Any) -> dict[str, Rollouts]:
+        return {
+            name: replace(one, scoring=[replace(call, seconds=one.tile * call.devices.start) for call in one.scoring])
+            for name, one in of_prices(*arguments).items()
+        }
+
+    monkeypatch.setattr(
+        setup, "prices_here", lambda _, workload, *__: CostModel(workload, Cluster(HARDWARE["h100"], 8))
+    )
+    monkeypatch.setattr(tiles, "rollouts_of", rollouts_of)
+    settings = {"rollout": {"chunk": 4}}
+    config = make("chosen", "ppo", "split", compute={"score_rows": "auto"}, **settings)
+    chosen = run(config)
+    tile = saved_tile(chosen / "config.yaml")
+    assert tile in (4, 8)
+    set_by_hand = run(make("set", "ppo", "split", compute={"score_rows": tile}, **settings))
+    assert_same_bits(chosen, set_by_hand)
+    monkeypatch.setattr(setup, "prices_here", None)
+    resumed(config, 2)
+    assert_same_bits(chosen, set_by_hand)
+    assert saved_tile(chosen / "config.yaml") == tile
 
 
 @RUN

@@ -1,0 +1,93 @@
+"""Chooses how many rows are scored together while others decode, by the simulator of `last_rows`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import fmean
+
+from jrlhf.config.check import divisors
+from jrlhf.config.schema import Config
+from jrlhf.meshes import Graph
+from jrlhf.meshes.plan import Plan
+from jrlhf.planning.candidates import undivided_rows
+from jrlhf.planning.fusion.last_rows import (
+    Lengths,
+    choose,
+    decode,
+    finished,
+    read_by_rows,
+    refuse_needless,
+    rollouts_of,
+)
+from jrlhf.planning.time import CostModel
+from jrlhf.planning.workload import Workload
+
+
+def with_tiles(config: Config, rows: int | None) -> Config:
+    """Returns a config that scores tiles of `rows` rows; None: whole batches, where the last rows do not move."""
+    rollout = config.rollout if rows else replace(config.rollout, last_groups=None, last_rows=None)
+    return replace(config, compute=replace(config.compute, score_rows=rows), rollout=rollout)
+
+
+def scored_early(config: Config, graph: Graph, plan: Plan) -> list[str]:
+    """Returns the models' calls that may score rows while others decode, because they are on other devices.
+
+    With `rollout.last_groups: auto` the last rows may decode on a single group of devices.
+    """
+    groups, calls, taken = config.rollout.last_groups, dict[str, None](), []
+    for call in graph:
+        if call.kind == "generate":
+            place, calls = plan[call.name], calls | dict.fromkeys(one.name for one in read_by_rows(config, graph, call))
+            count = 1 if groups == "auto" else groups
+            taken.append(place.devices if count is None else place.devices.first(count * place.tensor))
+    return [name for name in calls if not any(plan[name].devices.overlaps(own) for own in taken)]
+
+
+def choose_tiles(
+    config: Config, workload: Workload, plan: Plan, lengths: Sequence[Lengths], prices: Callable[[], CostModel]
+) -> tuple[Config, str]:
+    """Returns a config with the fastest tiles for rollouts of these lengths, and a line on the choice.
+
+    Reward functions are left out, because their seconds are not known. prices: called if a model could score early.
+    """
+    line, whole = "compute.score_rows=auto: whole batches are scored after the last row", with_tiles(config, None)
+    if not scored_early(config, workload.graph, plan):
+        return whole, f"{line}, because no model scores on devices that are free while rows decode"
+    priced = prices()
+    drawn = rollouts_of(whole, priced, plan)
+    decoded = {name: [decode(rollouts, own) for own in lengths] for name, rollouts in drawn.items()}
+
+    def seconds(config: Config) -> float:
+        return sum(finished(rollouts, decoded[name]) for name, rollouts in rollouts_of(config, priced, plan).items())
+
+    def runs(rows: int) -> bool:
+        own = replace(workload, score_rows=rows)
+        return not any(True for call in workload.calls for _ in undivided_rows(own, call, plan[call.name]))
+
+    whole_groups = [rows for rows in divisors(workload.rows)[-2::-1] if rows % workload.samples == 0]
+    options = [with_tiles(config, rows) for rows in whole_groups if runs(rows)]
+    tiled, at_once = min(options, key=seconds, default=whole), seconds(whole)
+    rows, least = tiled.compute.score_rows, seconds(tiled)
+    mean = f"responses of {fmean(own.mean() for own in lengths):.0f} tokens in the mean are drawn and scored in"
+    if least < at_once:
+        line = f"compute.score_rows=auto: {rows} rows are scored together while others decode; {mean} {least:.3g} s"
+        return tiled, f"{line}, and with whole batches in {at_once:.3g} s"
+    than = f"with tiles of {rows} rows in {least:.3g} s" if rows else "no smaller number of rows suits the plan"
+    return whole, f"{line}; {mean} {at_once:.3g} s, {than}"
+
+
+def describe(config: Config, prices: CostModel, plan: Plan, lengths: Sequence[Lengths]) -> list[str]:
+    """Returns lines: the guarantee, the best moves for rollouts of these lengths, the gain of the config's tiles."""
+    schedule = config.rollout
+    at_last, tiled = (rollouts_of(one, prices, plan) for one in (with_tiles(config, None), config))
+    auto, moves = schedule.last_groups == "auto", "" if schedule.last_groups is None else " and without moves"
+    lines = [f"guarantee: the same bits as with scores of the same tiles after the last row{moves}"]
+    if auto:
+        refuse_needless(tiled.values())
+    for name, rollouts in tiled.items():
+        decoded = [decode(rollouts, own) for own in lengths]
+        choice, at_once = choose(rollouts, decoded, schedule.last_rows), finished(at_last[name], decoded)
+        verdict = "tiles gain" if finished(rollouts, decoded) < at_once else "leave compute.score_rows out"
+        setting = "" if auto else ", with rollout.last_groups=auto"
+        lines.append(f"{name}{setting}: {choice.sentence(rollouts.groups)}")
+        lines.append(f"  {at_once:.3g} s if calls score whole batches after the last row: {verdict}")
+    return lines
