@@ -7,8 +7,8 @@ With --plan FILE, or the name of a usual plan, it predicts that plan without a s
 import argparse
 import math
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from jrlhf.meshes.hardware import cluster as cluster_of
 from jrlhf.meshes.plan import Plan
 from jrlhf.planning import auto, fit, plans, show
 from jrlhf.planning.fusion import tiles
+from jrlhf.planning.fusion.last_rows import Work
 from jrlhf.planning.fusion.updates import fused_prices
 from jrlhf.planning.search import Found
 from jrlhf.planning.simulate import simulate
@@ -101,6 +102,7 @@ class Planned:
     text: str
     problem: str = ""
     asynchronous: predict.Predicted | None = None
+    rollouts: Mapping[str, Sequence[Work]] = field(default_factory=dict)  # by call, where rows are scored early
 
     @property
     def plan(self) -> Plan:
@@ -122,7 +124,7 @@ class Planned:
         show.check_picture(Path(path))
         workload, cluster = self.prices.workload, self.prices.cluster
         title = f"{workload.graph.name} on {cluster.devices} x {cluster.hardware.name}"
-        show.plot(self.outcome.simulation, title, Path(path), show.tables(workload, self.plan))
+        show.plot(self.outcome.simulation, title, Path(path), show.tables(workload, self.plan), self.rollouts)
 
     def save(self, path: Path) -> None:
         """Writes the plan as YAML, for `plan: FILE` of a config."""
@@ -229,6 +231,7 @@ def make_plan(
         outcome = Found(priced, simulate(graph, priced, prices, lockstep=not search.overlap))
         lines = [show.describe_plan(prices, outcome)]
     predictions: list[predict.Predicted] = []
+    rollouts: dict[str, list[Work]] = {}
     if config.compute.score_rows is not None:
         lengths, tiled = predict.assumed_lengths(workload, search.sigma or 0.0), config
         if config.compute.score_rows == "auto":
@@ -237,6 +240,7 @@ def make_plan(
             lines += ["", line]
         if tiled.compute.score_rows is not None:
             lines += ["", *tiles.describe(tiled, prices, outcome.plan, lengths)]
+            rollouts = tiles.examples(tiled, prices, outcome.plan, lengths)
     if asynchronous:
         predictions = predict.alternatives(config, prices, outcome, search.sigma or 0.0)
         lines += ["", *predict.describe(config, prices, predictions, search.sigma or 0.0)]
@@ -246,7 +250,7 @@ def make_plan(
                 f"{cluster} has {prices.cluster.hosts} hosts: this is a prediction only"
             )
     own = predictions[0] if predictions else None
-    planned = Planned(config, prices, outcome, "\n".join(lines), asynchronous=own)
+    planned = Planned(config, prices, outcome, "\n".join(lines), asynchronous=own, rollouts=rollouts)
     try:
         plans.refuse_cross_process(planned.plan, [number * processes // devices for number in range(devices)])
         fit.check_fits(config, planned.plan, prices, outcome.simulation)

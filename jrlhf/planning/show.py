@@ -1,14 +1,17 @@
 """Shows the result of a search as text, and a plan's timeline as a picture."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jrlhf.errors import UserError
 from jrlhf.meshes.pipeline import SCHEDULES, bubble
 from jrlhf.meshes.plan import Placement, Plan
+from jrlhf.planning.fusion.last_rows import Work
 from jrlhf.planning.fusion.updates import FusedUpdates, fused_updates
-from jrlhf.planning.memory import GIB
+from jrlhf.planning.memory import GIB, segments
 from jrlhf.planning.search import RULES, TURN, Found, Result
 from jrlhf.planning.simulate import Simulation, Span
 from jrlhf.planning.time import CostModel, operations
@@ -226,10 +229,16 @@ def tables(workload: Workload, plan: Plan) -> list[FusedUpdates]:
     return result
 
 
-def plot(simulation: Simulation, title: str, path: Path, staged: Sequence[FusedUpdates] = ()) -> None:
+def plot(
+    simulation: Simulation,
+    title: str,
+    path: Path,
+    staged: Sequence[FusedUpdates] = (),
+    rollouts: Mapping[str, Sequence[Work]] = MappingProxyType({}),
+) -> None:
     """Draws a steady iteration into a file; rows are groups of devices. The iterations around it are pale.
 
-    Below it are the ticks of each of the tables.
+    Below it are the rollouts with their early scores, and the ticks of each of the tables.
     """
     # Imported here because the import takes long, and only pictures need it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -239,11 +248,13 @@ def plot(simulation: Simulation, title: str, path: Path, staged: Sequence[FusedU
     groups = simulation.memory
     names = list(dict.fromkeys(span.call for span in simulation.spans if span.kind == "call"))
     colours = {name: f"C{index % 10}" for index, name in enumerate(names)}
-    heights = [1.8 + 0.6 * len(groups), *(1.0 + 0.3 * one.table.devices for one in staged)]
+    heights = [1.8 + 0.6 * len(groups), *[3.0] * len(rollouts), *(1.0 + 0.3 * one.table.devices for one in staged)]
     figure = Figure(figsize=(11, sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
     axes, *others = figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0]
-    for below, one in zip(others, staged, strict=True):
+    for below, (name, work) in zip(others, rollouts.items(), strict=False):
+        _draw_rollout(below, name, work, colours)
+    for below, one in zip(others[len(rollouts) :], staged, strict=True):
         _draw_ticks(below, one)
     shown = [span for span in simulation.spans if abs(span.iteration - STEADY) <= 1]
     origin = min(span.start for span in shown)
@@ -264,6 +275,33 @@ def plot(simulation: Simulation, title: str, path: Path, staged: Sequence[FusedU
     handles += [Patch(facecolor="0.4", label="moves")] if any(span.kind != "call" for span in shown) else []
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
     figure.savefig(path)
+
+
+def _draw_rollout(axes: Any, name: str, works: Sequence[Work], colours: Mapping[str, str]) -> None:
+    """Draws decode steps and early scores on each group of devices, and the number of unfinished rows as a line."""
+    from matplotlib.patches import Rectangle
+
+    groups = segments(work.devices for work in works)
+    for work in works:
+        style: Any = {"facecolor": colours[work.name or name], "edgecolor": "white", "linewidth": 0.5}
+        for row, group in enumerate(groups):
+            if work.devices.overlaps(group):
+                axes.add_patch(Rectangle((work.start, row - 0.45), work.end - work.start, 0.9, **style))
+    drawing = [work for work in works if work.rows]
+    for before, after in pairwise(drawing):
+        axes.axvline(after.start, color="0.2", linestyle=":")
+        note = f" {after.rows[0][1]} rows move from devices {before.devices} to {after.devices}"
+        axes.text(after.start, -0.5, note, va="bottom", fontsize=8)
+    seconds, rows = zip(*(point for work in drawing for point in work.rows), strict=True)
+    tail = axes.twinx()
+    tail.step(seconds, rows, where="post", color="black")
+    tail.set_ylim(0, 1.02 * max(rows))
+    tail.set_ylabel("unfinished rows")
+    axes.set_xlim(0, max(work.end for work in works))
+    axes.set_ylim(len(groups) - 0.5, -0.5)
+    axes.set_yticks(range(len(groups)), [f"devices {group}" for group in groups])
+    axes.set_xlabel("seconds")
+    axes.set_title(f"{name} and the calls that score its rows, for the lengths assumed", pad=16)
 
 
 def _draw_ticks(axes: Any, updates: FusedUpdates) -> None:

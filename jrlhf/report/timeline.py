@@ -1,6 +1,7 @@
 """Sections about the calls of an iteration: the duration of each, and its devices."""
 
-from itertools import cycle
+from collections.abc import Sequence
+from itertools import cycle, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -38,11 +39,12 @@ _COMPILING = 2  # number of iterations at the start that compile
 
 
 class Bar(NamedTuple):
-    """A part of a lane. start, width: shares of the lane. color: in CSS."""
+    """A part of a lane. start, width, height: shares of the lane. color: in CSS."""
 
     start: float
     width: float
     color: str
+    height: float = 1.0
 
 
 class Lane(NamedTuple):
@@ -55,13 +57,17 @@ class Lane(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A call, in seconds of its iteration. devices: None where they are not known."""
+    """A call, in seconds of its iteration. devices: None where they are not known.
+
+    rows: (seconds, unfinished rows from then on), if it drew in chunks of decode steps.
+    """
 
     name: str
     start: float
     end: float
     devices: Slice | None = None
     copies: bool = False
+    rows: Sequence[tuple[float, int]] = ()
 
     def is_on(self, devices: Slice) -> bool:
         return self.devices is not None and self.devices.overlaps(devices)
@@ -105,6 +111,21 @@ def timeline(run: Record) -> tuple[str, list[Lane]]:
             on_slices.append(lane(f"devices {group}", "in the colours of the calls", own, busy))
         lanes = on_slices + lanes
         text += f" Calls on separate devices overlap for {_sum(_lasting(calls, 2)) / length:.1%} of it."
+    if drawing := [span for span in spans if span.rows]:
+        most = max(left for span in drawing for _, left in span.rows)
+        steps = [
+            Bar(start / length, (end - start) / length, colors[span.name], left / most)
+            for span in drawing
+            for (start, left), (end, _) in pairwise([*span.rows, (span.end, 0)])
+        ]
+        place = 1 + next(number for number, lane in enumerate(lanes) if lane.name == drawing[0].name)
+        lanes.insert(place, Lane("unfinished rows", "waiting or decoding", steps, (f"{most} rows", "")))
+    for before, after in pairwise(drawing):
+        if before.name == after.name and after.start == before.end and after.devices != before.devices:
+            text += (
+                f" The last {after.rows[0][1]} rows move from devices {before.devices} to {after.devices} "
+                f"after {_milliseconds(after.start)}."
+            )
     return text, lanes
 
 
@@ -118,7 +139,14 @@ def _measured(run: Record, settled: list[Metrics]) -> tuple[Metrics, list[Span]]
             return None
         step = steps[(len(steps) - 1) // 2]
         spans = [
-            Span(str(call["name"]), float(call["start"]), float(call["end"]), Slice.of(call["devices"]), call["copies"])
+            Span(
+                str(call["name"]),
+                float(call["start"]),
+                float(call["end"]),
+                Slice.of(call["devices"]),
+                call["copies"],
+                [(float(when), int(left)) for when, left in call.get("rows", ())],
+            )
             for call in own[step]
         ]
     except (KeyError, TypeError, ValueError) as error:

@@ -85,7 +85,7 @@ class Actor(TrainedRole):
         return generation_weights(self._model.holding(params), mesh, self._compute, donate=params is not stored)
 
     def _draw(self, method: str, prompts: Batch) -> Any:  # returns a Rollout; subclasses may return an open one
-        return self._sample(method, self._switch(method), prompts)
+        return self._sample(method, self._switch(method), prompts, watch=self.clock.watch)
 
     @timed("gen")
     def _sample(self, method: str, weights: Params, prompts: Batch, **watching: Any) -> Rollout:

@@ -144,6 +144,7 @@ class EarlyActor(Actor):
 
         def draw(hand_out: Watch) -> Rollout:
             def watch(done: Bool[np.ndarray, "B"], assemble: Callable[[], Generation], decoding: Mesh) -> None:
+                self.clock.watch(done, assemble, decoding)
                 hand_out(done, lambda: Rollout(**vars(to_host(assemble())), version=to_host(self.state.step)), decoding)
 
             last = None if moves is None else moves.before(name)

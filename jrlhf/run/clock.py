@@ -3,14 +3,18 @@
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from functools import partial
+from itertools import pairwise
 from threading import Lock
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Bool
 
 from jrlhf.run.processes import several, to_main
 
@@ -22,6 +26,7 @@ class Span(NamedTuple):
 
     devices: ids of the devices of its results or, if it has none, of the mesh under which it was called.
     copies: True if it copied arrays from other devices; then it may overlap with calls on the same devices.
+    rows: (seconds, unfinished rows from then on), if it draws in chunks of decode steps.
     """
 
     name: str
@@ -29,6 +34,7 @@ class Span(NamedTuple):
     start: float
     end: float
     copies: bool = False
+    rows: Sequence[tuple[float, int]] = ()
 
 
 class Clock:
@@ -58,14 +64,15 @@ class Clock:
 
     def run(self, name: str, function: Callable, *args, **kwargs):
         """Calls `function` and adds its seconds to those of `name`."""
-        started = time.perf_counter()
+        call = _Call(name, time.perf_counter())
+        outer, self._running = self._running, call
         with jax.profiler.TraceAnnotation(name):
             result = function(*args, **kwargs)
-        returned = time.perf_counter()
+        call.ready, self._running = time.perf_counter(), outer
         devices = _devices(result)
         inputs = _arrays((args, kwargs)) if devices else []
         devices, sources = devices or _own_devices(), _devices(inputs)
-        call = _Call(name, devices, started, returned, copies=not sources <= devices)
+        call.devices, call.copies = call.devices or devices, not sources <= devices
         self._calls.append(call)
         if may_deadlock(len(devices)) if self._blocking is None else self._blocking:
             call.wait([], _arrays(result))
@@ -74,6 +81,23 @@ class Clock:
             awaited = [array for array in _small(inputs) if _is_awaited(array)]
             self._pending.append(thread.submit(call.wait, awaited, _witnesses(result)))
         return result
+
+    def watch(self, done: Bool[np.ndarray, "B"], assemble: object, mesh: Mesh) -> None:
+        """Records the unfinished rows of the running call after a chunk of decode steps (an engine's `Watch`).
+
+        If rows have left devices since the last chunk, the time before counts as another call on all devices.
+        """
+        if (call := self._running) is None:
+            return
+        devices = frozenset(mesh.devices.flat)
+        if call.devices and call.devices != devices:
+            before = copy(call)
+            call.inputs = before.ready = call.rows[-1][0]
+            call.rows = call.rows[-1:]
+            self._calls.append(before)
+        call.devices = devices
+        call.rows = call.rows or [(call.started, len(done))]
+        call.rows.append((time.perf_counter(), int(np.sum(~done))))
 
     def add_parallel(self, name: str, seconds: float) -> None:
         """Adds the seconds of work that ran in another thread at the same time; no call contains them."""
@@ -84,6 +108,7 @@ class Clock:
         """Clears the records: an iteration begins."""
         self._started = time.perf_counter()
         self._calls, self._pending = list[_Call](), []
+        self._running: _Call | None = None
         self._parallel: dict[str, float] = {}
 
     def take(self) -> dict[str, float]:
@@ -129,7 +154,8 @@ class Clock:
             if not call.copies:
                 free |= dict.fromkeys(call.devices, end)
             ids, origin = frozenset(device.id for device in call.devices), self._started
-            spans.append(Span(call.name, ids, start - origin, end - origin, call.copies))
+            rows = [(when - origin, left) for when, left in call.rows]
+            spans.append(Span(call.name, ids, start - origin, end - origin, call.copies, rows))
         return spans
 
     def calls(self, mesh: Mesh) -> list[dict[str, Any]]:
@@ -141,15 +167,19 @@ class Clock:
             devices = str(own[0]) if len(own) == 1 else f"{min(own)}-{max(own)}"
             times = {"start": round(span.start, 6), "end": round(span.end, 6)}
             records.append({"name": span.name, "devices": devices, **times, "copies": span.copies})
+            if span.rows:
+                changes = [span.rows[0], *(new for old, new in pairwise(span.rows) if old[1] != new[1])]
+                records[-1]["rows"] = [[round(when, 6), left] for when, left in changes]
         return records
 
 
 class _Call:
     """A call, with the times at which its inputs and its results were ready."""
 
-    def __init__(self, name: str, devices: Set[Any], started: float, returned: float, *, copies: bool):
-        self.name, self.devices, self.started, self.copies = name, devices, started, copies
-        self.inputs, self.ready = started, returned
+    def __init__(self, name: str, started: float):
+        self.name, self.started, self.inputs, self.ready = name, started, started, started
+        self.devices, self.copies = frozenset[Any](), False
+        self.rows = list[tuple[float, int]]()  # (time, unfinished rows from then on)
 
     def wait(self, inputs: list[jax.Array], results: list[jax.Array]) -> None:
         """Waits for the arrays and records the times."""

@@ -48,6 +48,7 @@ def test_stages_are_priced_and_drawn(tmp_path, capsys):
 def test_the_move_of_the_last_rows_is_predicted(tmp_path, capsys):
     """It gains where lengths differ and calls have devices that the last rows leave."""
     file, lengths = tmp_path / "plan.yaml", ("--mean-response", "150", "--sigma", "1")
+    drawn = tmp_path / "plan.svg"
     kinds = {"actor.update": "train", "critic.update": "train", "actor.generate": "generate"}
     calls = {name: {"devices": "0-7", "layout": layout, "fsdp": 8} for name, layout in kinds.items()}
     reading = "actor.logprobs", "reference.logprobs", "critic.values", "reward.score"
@@ -59,7 +60,9 @@ def test_the_move_of_the_last_rows_is_predicted(tmp_path, capsys):
         scoring = {name: {**devices, "layout": "score"} for name in reading}
         file.write_text(yaml.safe_dump({"name": "by hand", "calls": calls | scoring}))
         settings = "compute.score_rows=16", "rollout.chunk=32", "rollout.last_groups=auto"
-        cli([*ARGUMENTS, "--plan", str(file), *spread, *settings])
+        cli([*ARGUMENTS, "--plan", str(file), *spread, *settings, "--plot", str(drawn)])
+        assert ("rows move from devices 0-7 to 0-3" in drawn.read_text()) == ("move" in move)
+        assert "actor.generate and the calls that score its rows" in drawn.read_text()
         guarantee, line, at_once = capsys.readouterr().out.splitlines()[-3:]
         assert guarantee.endswith("the same bits as with scores of the same tiles after the last row and without moves")
         assert line.startswith(f"actor.generate: the last rows {move}")

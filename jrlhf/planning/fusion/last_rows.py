@@ -34,6 +34,7 @@ class Scoring:
 
     devices: Slice
     seconds: float
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,27 +111,52 @@ def decode(rollouts: Rollouts, lengths: Lengths) -> list[Chunk]:
         chunks.append(Chunk(*before, seconds, occupancy.done))
 
 
-def finish(rollouts: Rollouts, chunks: Sequence[Chunk], last: LastRows | None) -> float:
-    """Simulates the scores of a rollout; returns the seconds from its start until all rows are drawn and scored.
+@dataclass(frozen=True)
+class Work:
+    """What occupies devices from `start` to `end`, in seconds of a rollout: decode steps (no name), or a call's tiles.
 
-    A device does one thing at a time, in the order of dispatch. last: the move of the last rows; None: they stay.
+    rows: (seconds, unfinished rows from then on), of decode steps.
+    """
+
+    name: str
+    devices: Slice
+    start: float
+    end: float
+    rows: Sequence[tuple[float, int]] = ()
+
+
+def follow(rollouts: Rollouts, chunks: Sequence[Chunk], last: LastRows | None) -> list[Work]:
+    """Simulates the scores of a rollout; returns the work on its devices. last: the move of the last rows, if any.
+
+    A device does one thing at a time, in the order of dispatch.
     """
     slots, whole = rollouts.last_slots, rollouts.devices
     free = np.zeros(max(one.devices.stop for one in (rollouts, *rollouts.scoring)))
     tiles = np.stack([chunk.done.reshape(-1, rollouts.tile).all(axis=1) for chunk in chunks])
     scored = np.zeros((len(rollouts.scoring), tiles.shape[1]), bool)
-    decoding, delay, now = whole, 0.0, 0.0
+    decoding, delay, now, work = whole, 0.0, 0.0, list[Work]()
+    since, left = 0.0, [(0.0, len(chunks[0].done))]
     for number, chunk in enumerate(chunks):
         if last is not None and decoding == whole and last.move(chunk.running, chunk.waiting, slots):
+            work.append(Work("", decoding, since, now, left))
             decoding = whole.first(last.groups * rollouts.tensor)
             delay = rollouts.move(last.groups, chunk.positions)
+            since, left = now, left[-1:]
         now, final = chunk.end + delay, number == len(chunks) - 1
+        left.append((now, int(np.sum(~chunk.done))))
         for call, given in zip(rollouts.scoring, scored, strict=True):
             count, own = np.sum(tiles[number] & ~given), free[call.devices.start : call.devices.stop]
             if count and (final or not call.devices.overlaps(decoding)):
-                own[:] = max(now, own.max()) + call.seconds * count
+                start = max(now, own.max())
+                own[:] = start + call.seconds * count
+                work.append(Work(call.name, call.devices, start, start + call.seconds * count))
                 given |= tiles[number]
-    return max(now, float(free.max()))
+    return [*work, Work("", decoding, since, now, left)]
+
+
+def finish(rollouts: Rollouts, chunks: Sequence[Chunk], last: LastRows | None) -> float:
+    """Returns the seconds from the start of a simulated rollout until all rows are drawn and scored; see `follow`."""
+    return max(work.end for work in follow(rollouts, chunks, last))
 
 
 @dataclass(frozen=True)
@@ -169,12 +195,17 @@ def choose(rollouts: Rollouts, decoded: Sequence[Sequence[Chunk]], rows: int | N
     return best
 
 
-def finished(rollouts: Rollouts, decoded: Sequence[Sequence[Chunk]]) -> float:
-    """Returns the mean seconds until all rows are drawn and scored, with the moves that the schedule asks for."""
+def move_of(rollouts: Rollouts, decoded: Sequence[Sequence[Chunk]]) -> LastRows | None:
+    """Returns the move of the last rows that the schedule sets, or lets the run choose."""
     schedule = rollouts.schedule
-    if schedule.last_groups == "auto":
-        return choose(rollouts, decoded, schedule.last_rows).seconds
-    return fmean(finish(rollouts, chunks, LastRows.of(schedule)) for chunks in decoded)
+    auto = schedule.last_groups == "auto"
+    return choose(rollouts, decoded, schedule.last_rows).last if auto else LastRows.of(schedule)
+
+
+def finished(rollouts: Rollouts, decoded: Sequence[Sequence[Chunk]]) -> float:
+    """Returns the mean seconds until all rows are drawn and scored, with the move of the schedule."""
+    last = move_of(rollouts, decoded)
+    return fmean(finish(rollouts, chunks, last) for chunks in decoded)
 
 
 class Moves:
@@ -254,7 +285,7 @@ def _rollouts(config: Config, prices: CostModel, plan: Plan, call: Call) -> Roll
         tensor=place.tensor,
         tile=tile,
         scoring=[
-            Scoring(plan[reader.name].devices, of_tile.time(reader, plan[reader.name]).seconds)
+            Scoring(plan[reader.name].devices, of_tile.time(reader, plan[reader.name]).seconds, reader.name)
             for reader in read_by_rows(config, workload.graph, call)
         ],
         step=lambda slots, positions: sum(decoding.step(slots, positions).values()),

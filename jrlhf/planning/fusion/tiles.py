@@ -11,9 +11,12 @@ from jrlhf.meshes.plan import Plan
 from jrlhf.planning.candidates import undivided_rows
 from jrlhf.planning.fusion.last_rows import (
     Lengths,
+    Work,
     choose,
     decode,
     finished,
+    follow,
+    move_of,
     read_by_rows,
     refuse_needless,
     rollouts_of,
@@ -73,6 +76,15 @@ def choose_tiles(
         return tiled, f"{line}, and with whole batches in {at_once:.3g} s"
     than = f"with tiles of {rows} rows in {least:.3g} s" if rows else "no smaller number of rows suits the plan"
     return whole, f"{line}; {mean} {at_once:.3g} s, {than}"
+
+
+def examples(config: Config, prices: CostModel, plan: Plan, lengths: Sequence[Lengths]) -> dict[str, list[Work]]:
+    """Returns, for each call that draws, the work on the devices in the first of these rollouts."""
+    works = {}
+    for name, rollouts in rollouts_of(config, prices, plan).items():
+        decoded = [decode(rollouts, own) for own in lengths]
+        works[name] = follow(rollouts, decoded[0], move_of(rollouts, decoded))
+    return works
 
 
 def describe(config: Config, prices: CostModel, plan: Plan, lengths: Sequence[Lengths]) -> list[str]:

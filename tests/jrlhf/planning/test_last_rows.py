@@ -13,7 +13,18 @@ from jrlhf.meshes.plan import LayoutName, Placement, Plan, Slice
 from jrlhf.models import Schedule
 from jrlhf.models.generation.occupancy import LastRows
 from jrlhf.planning.auto import prices_of
-from jrlhf.planning.fusion.last_rows import Choice, Moves, Rollouts, Scoring, choose, decode, finish, rollouts_of
+from jrlhf.planning.fusion.last_rows import (
+    Choice,
+    Moves,
+    Rollouts,
+    Scoring,
+    Work,
+    choose,
+    decode,
+    finish,
+    follow,
+    rollouts_of,
+)
 from jrlhf.planning.fusion.tiles import choose_tiles, with_tiles
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import workload_of
@@ -49,6 +60,18 @@ def test_times_by_hand():
     assert finish(slow, chunks, LastRows(1, 2)) == 2.75 + 2 * 10
     assert finish(slow, chunks, LastRows(1, 1)) == 3.75 + 2 * 10
     assert finish(replace(TWO, scoring=[Scoring(Slice(0, 1), 3.0)]), chunks, LastRows(1)) == 8.75 + 2 * 3
+
+
+def test_work_by_hand():
+    """The move of the same rollout leaves the second device at 1.5 s; its tiles follow at the next looks."""
+    named = replace(TWO, scoring=[Scoring(Slice(1, 1), 3.0, "ref")])
+    ends = [(0.75 + step, left) for step, left in zip(range(2, 9), [1, *[1] * 5, 0], strict=True)]
+    assert follow(named, decode(TWO, LENGTHS), LastRows(1)) == [
+        Work("", Slice(0, 2), 0.0, 1.5, [(0.0, 4), (1.5, 2)]),
+        Work("ref", Slice(1, 1), 2.75, 5.75),
+        Work("ref", Slice(1, 1), 8.75, 11.75),
+        Work("", Slice(0, 1), 1.5, 8.75, [(1.5, 2), *ends]),
+    ]
 
 
 def test_the_fastest_move_is_chosen_and_none_where_none_gains():

@@ -72,6 +72,22 @@ def test_lanes_of_slices_and_calls_are_what_ran_when(seed, tmp_path):
     assert text.startswith("Step 4, the median of 3, takes ") and render(run).count("devices ") >= len(groups)
 
 
+def test_the_unfinished_rows_and_their_move_are_drawn(tmp_path):
+    calls = [
+        {"name": "gen", "devices": "0-3", "start": 0.0, "end": 4.0, "copies": False, "rows": [[0.0, 8], [2.0, 2]]},
+        {"name": "ref", "devices": "2-3", "start": 5.0, "end": 7.0, "copies": False},
+        {"name": "gen", "devices": "0-1", "start": 4.0, "end": 10.0, "copies": False, "rows": [[4.0, 2], [6.0, 1]]},
+    ]
+    write(tmp_path, calls, 10)
+    text, lanes = timeline(read_run(tmp_path))
+    assert text.endswith(" The last 2 rows move from devices 0-3 to 0-1 after 4.00 s.")
+    (rows,) = [lane for lane in lanes if lane.name == "unfinished rows"]
+    curve = [(round(10 * bar.start), round(10 * (bar.start + bar.width)), 8 * bar.height) for bar in rows.bars]
+    assert curve == [(0, 2, 8), (2, 4, 2), (4, 6, 2), (6, 10, 1)] and rows.numbers == ("8 rows", "")
+    (group,) = [lane for lane in lanes if lane.name == "devices 2-3"]  # the score begins after the rows have left
+    assert [round(10 * bar.start) for bar in group.bars] == [0, 5]
+
+
 def test_a_slice_of_its_own_has_no_lane_and_a_line_that_is_no_timeline_is_one_sentence(tmp_path):
     calls = [{"name": "gen", "devices": "0-7", "start": 0.0, "end": 2.0, "copies": False}]
     calls += [{"name": "gen", "devices": "0-7", "start": 3.0, "end": 4.0, "copies": False}]

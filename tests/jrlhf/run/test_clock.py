@@ -6,6 +6,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jrlhf.meshes import make_mesh
@@ -103,6 +104,38 @@ def test_waiting_on_the_host_counts_as_far_as_the_device_had_nothing_to_do(now):
     clock.add_parallel("thread", 0.5)
     taken = clock.take()
     assert taken == {"timing_s/device": 2.0, "timing_s/host": 3.0, "timing_s/thread": 4.5, "timing_s/step": 5.0}
+
+
+def test_a_call_that_leaves_devices_counts_on_them_until_then(now):
+    """Rows draw on four devices, then on the first two; meanwhile a tile is scored on the others."""
+    clock, whole, drawn, scores = Clock(blocking=False), mesh_on(0, 4), Fake(4, 0, 4), Fake(4, 2, 2)
+
+    def look(seconds: float, unfinished: int, mesh: jax.sharding.Mesh) -> None:
+        now[0] = seconds
+        clock.watch(np.arange(8) >= unfinished, None, mesh)
+
+    def draw() -> Fake:
+        look(2.0, 8, whole)
+        look(3.0, 2, whole)  # they move
+        look(4.0, 2, mesh_on(0, 2))
+        clock.run("ref", lambda: scores)
+        look(5.0, 1, mesh_on(0, 2))
+        now[0] = 6.0
+        return drawn
+
+    now[0] = 1.0
+    clock.run("gen", draw)
+    for array, ready in ((scores, 6.5), (drawn, 7.0)):
+        now[0] = ready
+        array.there.set()
+        eventually(lambda ready=ready: ready in {call.ready for call in clock._calls})
+    whole_mesh = make_mesh(1, 8, 1)
+    assert clock.take() == {"timing_s/gen": 6.0, "timing_s/ref": 2.5, "timing_s/step": 7.0}
+    assert clock.calls(whole_mesh) == [
+        {"name": "gen", "devices": "0-3", "start": 1.0, "end": 3.0, "copies": False, "rows": [[1.0, 8], [3.0, 2]]},
+        {"name": "ref", "devices": "2-3", "start": 4.0, "end": 6.5, "copies": False},
+        {"name": "gen", "devices": "0-1", "start": 3.0, "end": 7.0, "copies": False, "rows": [[3.0, 2], [5.0, 1]]},
+    ]
 
 
 def test_a_call_that_waits_for_its_work_on_the_host_counts_from_when_it_was_made(now):
