@@ -175,10 +175,9 @@ class Fleet:
             self._take(lane, drawing)
             lane.idle_since = time.monotonic()
 
+        tracks = self._compares and not self._wall  # otherwise the state has no tracked rows
         for lane in self._lanes:
-            # The state has no tracked rows if nothing was compared.
-            there = self._recompute is None or (self._compares and not self._wall)
-            lane.tracked = state.tracked if there or self._recompute is None else self._recompute.fresh()
+            lane.tracked = state.tracked if tracks or self._recompute is None else self._recompute.fresh()
         for began in [self._submit(begin, lane) for lane in self._lanes]:
             began.result()
         self.started = True

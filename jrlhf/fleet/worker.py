@@ -2,7 +2,7 @@
 
 The channel is a socket whose other end only the parent has. Messages are JSON; large arrays are in `SharedArrays`.
 
-    parent: the description of `describe`          process: {program, devices}
+    parent: the description of `describe`          process: {program}
     parent: {start: path of states}                process: {rooms, running}
     parent: {base: path of weights}                process: null; with an adapter, which then are the weights of `take`
     parent: {take: path, number, base, again}      process: [identities before, identities after]
@@ -92,7 +92,7 @@ def main(descriptor: int) -> None:
         setup = decode(receive(channel))
         faulthandler.dump_traceback_later(setup["deadline"], exit=True)
         process = _Process(setup)
-        answer: Any = {"program": program(), "devices": jax.device_count()}
+        answer: Any = {"program": program()}
         while True:
             faulthandler.cancel_dump_traceback_later()
             send(channel, encode({"answer": encode(answer)}).encode())
