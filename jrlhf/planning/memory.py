@@ -90,23 +90,30 @@ def trained_bytes(model: RoleModel, fsdp: int, tensor: int) -> float:
     return shards_of(model.config, model.head, layout, fsdp, tensor, model.lora).stored(WIDE)
 
 
-def resident(model: RoleModel, itemsize: int, placement: Placement) -> dict[str, float]:
-    """Returns the bytes that a role stores of one model on each device of its home, by part.
+def state_bytes(models: Sequence[RoleModel], itemsize: int, home: Placement) -> dict[str, float]:
+    """Returns the bytes that a role stores of all its models on each device of its home, by part.
 
-    "base" exists once for all roles that share it. itemsize: of the compute dtype. Raises a ValueError if the model
-    does not divide.
+    "base" exists once for all roles that share it. itemsize: of the compute dtype. Raises a ValueError if a model does
+    not divide.
     """
     sizes: dict[str, float] = {}
-    if model.shared:
-        base = shards_of(model.config, "lm", GENERATE, 1, placement.tensor)
-        numbers, scales = base.int8 if model.int8 else (0.0, 0.0)
-        sizes["base"] = base.stored(itemsize) + (1 - itemsize) * numbers + WIDE * scales
-    if model.trained or model.lora is not None:
-        sizes["weights"] = trained_bytes(model, placement.fsdp, placement.tensor)
-    elif not model.is_base:
-        sizes["weights"] = _frozen_bytes(model, WIDE if model.wide else itemsize, placement)
-    if model.trained:
-        sizes["optimizer"] = 2 * sizes["weights"] + COUNTERS
+
+    def add(part: str, size: float) -> None:
+        sizes[part] = sizes.get(part, 0.0) + size
+
+    for model in models:
+        if model.shared:
+            base = shards_of(model.config, "lm", GENERATE, 1, home.tensor)
+            numbers, scales = base.int8 if model.int8 else (0.0, 0.0)
+            sizes["base"] = base.stored(itemsize) + (1 - itemsize) * numbers + WIDE * scales
+        # Every device stores all layers of an adapter.
+        stored = model if model.shared else _stage(model, home)
+        if model.trained or model.lora is not None:
+            add("weights", trained_bytes(stored, home.fsdp, home.tensor))
+        elif not model.is_base:
+            add("weights", _frozen_bytes(stored, WIDE if model.wide else itemsize, home))
+        if model.trained:
+            add("optimizer", 2 * trained_bytes(stored, home.fsdp, home.tensor) + COUNTERS)
     return sizes
 
 
@@ -199,21 +206,6 @@ def call_bytes(workload: Workload, call: Call, placement: Placement, backend: Ba
         else:  # one after the other
             active = max(active, needs, key=lambda parts: sum(parts.values()))
     return CallBytes({part: size for part, size in active.items() if size}, moved)
-
-
-def state_bytes(models: Sequence[RoleModel], itemsize: int, home: Placement) -> dict[str, float]:
-    """Returns the bytes that a role stores of all its models on each device of its home, by part.
-
-    "base" exists once for all roles that share it. itemsize: of the compute dtype. Raises a ValueError if a model does
-    not divide.
-    """
-    sizes: dict[str, float] = {}
-    for model in models:
-        # Every device stores all layers of a shared base, and of an adapter on it.
-        stored = model if model.shared else _stage(model, home)
-        for part, size in resident(stored, itemsize, home).items():
-            sizes[part] = size if part == "base" else sizes.get(part, 0.0) + size
-    return sizes
 
 
 def _stage(model: RoleModel, placement: Placement) -> RoleModel:

@@ -28,7 +28,7 @@ from jrlhf.models.quantize import int8_shardings, to_int8
 from jrlhf.planning.activations import Backend
 from jrlhf.planning.candidates import placements
 from jrlhf.planning.fit import suggest_settings
-from jrlhf.planning.memory import Away, call_bytes, plan_memory, resident, tiled
+from jrlhf.planning.memory import Away, call_bytes, plan_memory, state_bytes, tiled
 from jrlhf.planning.simulate import simulate
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import RoleModel, Workload
@@ -126,6 +126,10 @@ def test_tiles_of_a_tpu():
 
 
 # ---- states
+
+
+def resident(model: RoleModel, itemsize: int, place: Placement) -> dict[str, float]:
+    return state_bytes((model,), itemsize, place)
 
 
 def test_states_are_those_of_the_arrays():
