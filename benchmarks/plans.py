@@ -14,7 +14,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -309,10 +309,10 @@ def main() -> None:
     started, load_before = time.perf_counter(), os.getloadavg()[0]
     profile = load(path)
     largest = Case((1, 2, 2), batch=max(case.batch for case in CASES))
-    remats: list[Remat] = sorted({case.remat for case in CASES})
-    profile = measure_parts(
-        largest.workload, devices, remats=remats, profile=profile, repeats=options.repeats, say=print
-    )
+    for remat in sorted({largest.remat, *(case.remat for case in CASES)}):
+        work = replace(largest.workload, remat=remat)
+        profile = measure_parts(work, devices, profile=profile, repeats=options.repeats, say=print)
+    assert profile is not None
     save(profile, path)
     profiled = time.perf_counter() - started
     print(f"profiled in {profiled:.0f} s: {path}")

@@ -8,7 +8,7 @@ the same. A profile takes minutes. It is stored in a file per device kind, numbe
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -179,15 +179,11 @@ def measure(
     workload: Workload,
     devices: Sequence[Device],
     *,
-    remats: Sequence[Remat] = (),
     profile: Profile | None = None,
     repeats: int = 9,
     say: Callable[[str], None] = lambda line: None,
 ) -> Profile:
-    """Measures the parts of the workload's calls that `profile` lacks.
-
-    remats: further remat policies with which training is measured. say: called with each measured curve's name.
-    """
+    """Measures the parts of the workload's calls that `profile` lacks. say: called with each measured curve's name."""
     setup = devices[0].device_kind, len(devices), jax.__version__
     if profile is not None and (profile.device, profile.count, profile.version) == setup:
         curves, busy = dict(profile.curves), dict(profile.busy)
@@ -196,7 +192,7 @@ def measure(
         programs = [microbenchmarks.busy(devices[:size]) for size in sizes]
         curves, busy = {}, dict(zip(sizes, microbenchmarks.seconds(programs, repeats), strict=True))
     nothing = microbenchmarks.copy(devices, 1)
-    for name, programs in wanted_curves(workload, devices, {workload.remat, *remats}):
+    for name, programs in wanted_curves(workload, devices):
         curve = dict(curves.get(name, ()))
         missing = {size: make for size, make in programs.items() if size not in curve}
         if missing:
@@ -208,9 +204,7 @@ def measure(
     return Profile(*setup, busy, curves)
 
 
-def wanted_curves(
-    workload: Workload, devices: Sequence[Device], remats: Collection[Remat]
-) -> Iterator[tuple[str, _Programs]]:
+def wanted_curves(workload: Workload, devices: Sequence[Device]) -> Iterator[tuple[str, _Programs]]:
     """Yields the name of each curve that the workload's calls need, with its programs."""
     models = [model for models in workload.models.values() for model in models]
     generating = {call.role for call in workload.graph if call.kind == "generate"}
@@ -233,7 +227,7 @@ def wanted_curves(
             # (whether it trains, its remat policy, tokens of a row)
             passes: list[tuple[bool, Remat, int]] = [(False, "full", workload.length)]
             if any(model.trained for model in models if model.config == config):
-                passes.extend((True, remat, workload.length) for remat in remats)
+                passes.append((True, workload.remat, workload.length))
             if config in generators:
                 passes.append((False, "full", workload.prompt))
             for train, remat, width in passes:

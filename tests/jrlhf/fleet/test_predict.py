@@ -103,7 +103,7 @@ def test_measured_devices_are_halved(monkeypatch, tmp_path):
     settings = "plan=auto", "grpo.asynchronous.staleness=2", "grpo.rollout_batch=96", "grpo.algorithm.samples=2"
     config, devices = load_config("arithmetic-grpo", settings), [Device("abacus", "gpu")] * 4
     own = Setting(config, planned_graph(config), architectures(config), devices)
-    wanted = wanted_curves(own.workload, devices, {own.workload.remat})
+    wanted = wanted_curves(own.workload, devices)
     curves = {name: tuple((float(size), 1e-3) for size in programs) for name, programs in wanted}
     save(Profile("abacus", 4, jax.__version__, {1: 1.0, 2: 1.0, 4: 1.0}, curves), default_path(devices))
     assert [str(one.outcome.plan["actor.generate"].devices) for one in choose(own)] == ["2-3"]

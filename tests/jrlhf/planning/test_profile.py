@@ -54,7 +54,7 @@ def test_the_least_time_of_programs_that_take_turns(monkeypatch):
 
 def invented(count: int = 4, of: float = 1e-3) -> Profile:
     """A profile of a machine on which everything takes its size times `of`."""
-    questions = profiles.wanted_curves(WORK, jax.devices()[:count], ("full",))
+    questions = profiles.wanted_curves(WORK, jax.devices()[:count])
     curves = {name: tuple((size, size * of) for size in sorted(programs)) for name, programs in questions}
     return Profile("cpu", count, "0", {1: 1.0, 2: 2.0, 4: 4.0}, curves)
 
@@ -144,7 +144,7 @@ def test_every_program_that_is_measured_runs(count):
     kinds: set[str] = set()
     for fused in (True, False):
         work = Workload(plans.GRAPH, models, 4, 2, 2, 2.0, 2.0, fused_loss=fused)
-        for name, programs in profiles.wanted_curves(work, jax.devices()[:count], ("full",)):
+        for name, programs in profiles.wanted_curves(work, jax.devices()[:count]):
             ends, forward = name.startswith("ends"), name.endswith("forward")
             if not ends and (not fused or count == 1):
                 continue
