@@ -54,6 +54,8 @@ SYSTEMS = {
     "grpo-tunix": System("Tunix 0.1.7", "grpo", "tunix", "tunix"),
     "ppo-ours": System("jrlhf", "ppo", "ours"),
     "ppo-trl": System("TRL 1.12", "ppo", "trl_ppo", "trl"),
+    "ppo-tunix-ends": System("Tunix 0.1.7, ends put back", "ppo", "tunix", "tunix"),
+    "ppo-tunix": System("Tunix 0.1.7", "ppo", "tunix", "tunix"),
 }
 
 
@@ -85,8 +87,11 @@ def make_base(work: Path) -> None:
 
 def run(work: Path, name: str, seeds: int, venvs: Mapping[str, Path]) -> None:
     """Trains with the seeds that have no result yet, in one process, on one thread where there is a choice."""
-    system = SYSTEMS[name]
-    job = Job(str(work), name, system.algorithm, range(seeds))
+    start(work, Job(str(work), name, SYSTEMS[name].algorithm, range(seeds)), SYSTEMS[name], venvs)
+
+
+def start(work: Path, job: Job, system: System, venvs: Mapping[str, Path]) -> None:
+    """Starts the system's process for the seeds of a job that have no result yet, and waits for it."""
     missing = [seed for seed in job.seeds if not (job.model(seed) / "result.json").is_file()]
     if not missing:
         return
@@ -102,6 +107,27 @@ def run(work: Path, name: str, seeds: int, venvs: Mapping[str, Path]) -> None:
     inherited = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     command = [str(python), "-m", f"benchmarks.parity.{system.module}", json.dumps(asdict(job) | {"seeds": missing})]
     subprocess.run(command, check=True, cwd=directory, env=inherited | pinned)
+
+
+def replay(work: Path, venvs: Mapping[str, Path]) -> dict[str, Any]:
+    """Lets Tunix learn from the responses that our program drew, and compares the weights after the last update."""
+    from safetensors.numpy import load_file
+
+    outcome = {}
+    for algorithm in ("grpo", "ppo"):
+        path, models = work / f"{algorithm}-replayed.jsonl", []
+        if not (work / f"replayed-{algorithm}-ours" / "0" / "result.json").is_file():
+            path.unlink(missing_ok=True)  # of an interrupted call; our side appends
+        for name in (f"{algorithm}-ours", f"{algorithm}-tunix-ends"):
+            job = Job(str(work), f"replayed-{name}", algorithm, [0], str(path))
+            start(work, job, SYSTEMS[name], venvs)
+            models.append(load_file(job.model(0) / "model.safetensors"))
+        (ours, theirs), base = models, load_file(work / "base" / "model.safetensors")
+        assert ours.keys() == theirs.keys() == base.keys()
+        difference = max(float(np.abs(ours[name] - theirs[name]).max()) for name in base)
+        change = max(float(np.abs(ours[name] - base[name]).max()) for name in base)
+        outcome[algorithm] = {"updates": common.STEPS, "largest_difference": difference, "largest_change": change}
+    return outcome
 
 
 def grade(work: Path, models: Sequence[Path]) -> list[float]:
@@ -236,6 +262,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name in options.systems:
             run(work, name, options.seeds, venvs)
         outcome = collect(work, options.seeds)
+        if {"grpo-tunix-ends", "ppo-tunix-ends"} <= {*options.systems}:
+            outcome |= {"replay": replay(work, venvs)}
     import jax
 
     command = f"python -m benchmarks.parity --seeds {options.seeds}"
@@ -245,6 +273,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     write(options.output, record | {"confidence": CONFIDENCE} | outcome)
     plot(outcome, options.output.with_suffix(".svg"))
     print(table(outcome))
+    for algorithm, compared in outcome.get("replay", {}).items():
+        print(f"{algorithm} on the same responses: {compared}")
 
 
 if __name__ == "__main__":

@@ -27,12 +27,15 @@ class Job:
     directory: has `base/`, the supervised model with its tokenizer, and `ALGORITHM-prompts-SEED.json`, the questions
         of every step [STEPS, prompts], in the order in which they are to be asked.
     side: the folder for the results.
+    replay: a file with the responses of every step, a line of token ids for each step. Our side writes what it draws
+        to it, a peer learns from it in place of what it draws. None: everyone draws.
     """
 
     directory: str
     side: str
     algorithm: str
     seeds: Sequence[int]
+    replay: str | None = None
 
     @property
     def base(self) -> Path:

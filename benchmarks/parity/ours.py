@@ -1,7 +1,10 @@
 """Our side of the parity ledger: runs of `jrlhf.api.train`, as a user starts them."""
 
+import json
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.parity import common
 from benchmarks.parity.common import Job, Trained, main
@@ -51,6 +54,19 @@ def stage(algorithm: str) -> dict:
     }
 
 
+def recorded(path: str) -> Callable[..., list[float]]:
+    """The reward as a function that appends the responses of each step to a file."""
+
+    def correct(
+        prompts: Sequence[str], completions: Sequence[str], completion_ids: Sequence[Sequence[int]], **_: Any
+    ) -> list[float]:
+        with open(path, "a") as file:
+            file.write(json.dumps(completion_ids) + "\n")
+        return [common.reward(*row) for row in zip(prompts, completion_ids, strict=True)]
+
+    return correct
+
+
 def train(job: Job, seed: int) -> Trained:
     runs = job.model(seed).parent / "runs"
     shutil.rmtree(runs / f"{seed}", ignore_errors=True)  # of an interrupted call
@@ -70,7 +86,7 @@ def train(job: Job, seed: int) -> Trained:
                 "max_prompt": common.PROMPT,
                 "max_response": common.RESPONSE,
             },
-            "rewards": [{"name": "correct", "function": "exact_match"}],
+            "rewards": [{"name": "correct", "function": recorded(job.replay) if job.replay else "exact_match"}],
             job.algorithm: stage(job.algorithm),
         }
     )

@@ -86,4 +86,10 @@ def test_a_system_with_one_result_is_left_out_with_a_sentence(tmp_path, monkeypa
 
 def test_the_page_has_the_table_of_the_results():
     outcome = json.loads((ROOT / "benchmarks/results/parity.json").read_text())
-    assert table(outcome) in (ROOT / "docs/parity.md").read_text()
+    page = (ROOT / "docs/parity.md").read_text()
+    assert table(outcome) in page
+    for algorithm, title in {"grpo": "GRPO", "ppo": "PPO, with its critic"}.items():
+        compared = outcome["replay"][algorithm]
+        numbers = compared["largest_difference"], compared["largest_change"]
+        assert compared["updates"] == common.STEPS and numbers[0] < 0.005 * numbers[1]
+        assert f"| {title} | {numbers[0]:.6f} | {numbers[1]:.3f} |" in page
