@@ -1,8 +1,10 @@
 """Models and datasets by their hub names, from a stand-in of the hub and from its cache."""
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,33 +14,48 @@ from tests.support.runs import ROOT
 
 PROGRAM = """
 import json, os, sys
-from pathlib import Path
 from jrlhf.data.read import read_dataset
 from jrlhf.errors import UserError
 from jrlhf.roles.pretrained import check_weights, hub_model, locate
-for name in sys.argv[1:]:
+
+def answer(name):
     try:
         if name.startswith("rows:"):
-            print(json.dumps([example.prompt for example in read_dataset(name.removeprefix("rows:")).examples]))
-        else:
-            check_weights(name, "model.path")
-            directory = locate(name, "model.path")
-            files = {path.name: path.stat().st_size for path in directory.iterdir()}
-            print(json.dumps([files, hub_model(str(directory), [])]))
+            return [example.prompt for example in read_dataset(name.removeprefix("rows:")).examples]
+        check_weights(name, "model.path")
+        directory = locate(name, "model.path")
+        return [{path.name: path.stat().st_size for path in directory.iterdir()}, hub_model(str(directory), [])]
     except UserError as error:
-        print(json.dumps(f"error: {error}"))
+        return f"error: {error}"
+
+assert "huggingface_hub" not in sys.modules  # which reads the environment when it is imported
+for line in sys.stdin:
+    environment, names = json.loads(line)
+    if os.fork() == 0:
+        os.environ |= environment
+        print(json.dumps([answer(name) for name in names]), flush=True)
+        os._exit(0)
+    os.wait()
 """
 
 
-def ask(environment: dict[str, str], *names: str) -> list:
-    """The answers for some names in a process of its own: files and hub name, rows of a dataset, or a sentence."""
-    command = [sys.executable, "-c", PROGRAM, *names]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+@pytest.fixture
+def ask() -> Iterator[Callable[..., list]]:
+    """(environment, names) -> the answers in a process of its own: files and hub name, a dataset's rows, a sentence."""
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    pipe, command = subprocess.PIPE, [sys.executable, "-W", "ignore", "-c", PROGRAM]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=plain, cwd=ROOT, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        source, target = process.stdout, process.stdin
+
+        def ask(environment: dict[str, str], *names: str) -> list:
+            print(json.dumps([environment, names]), file=target, flush=True)
+            return json.loads(source.readline())
+
+        yield ask
 
 
-def test_models_come_by_their_hub_name_or_with_a_sentence(make_model, tmp_path: Path):
+def test_models_come_by_their_hub_name_or_with_a_sentence(ask, make_model, tmp_path: Path):
     model, home = make_model(tmp_path / "model"), tmp_path / "home"
     expected = {path.name: path.stat().st_size for path in model.iterdir()}
     with serving() as hub:
@@ -66,7 +83,7 @@ def test_models_come_by_their_hub_name_or_with_a_sentence(make_model, tmp_path: 
 
 
 @pytest.mark.full
-def test_datasets_come_by_their_hub_name_or_with_a_sentence(tmp_path: Path):
+def test_datasets_come_by_their_hub_name_or_with_a_sentence(ask, tmp_path: Path):
     pytest.importorskip("datasets", reason="hub datasets are read by the hf extra")
     rows = tmp_path / "rows"
     rows.mkdir()
