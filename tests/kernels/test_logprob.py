@@ -67,7 +67,7 @@ def check(op, case, dtype):
 
 @pytest.mark.parametrize(
     "case, dtype, tile",
-    [*((case, jnp.float32, 100) for case in CASES), ("all", jnp.float32, 4096), ("all", jnp.bfloat16, 100)],
+    [("padded", jnp.float32, 100), ("all", jnp.float32, 4096), ("all", jnp.bfloat16, 100)],
 )
 def test_xla(case, dtype, tile):
     check(partial(token_logprobs, **options(case), tile=tile, implementation="xla"), case, dtype)
@@ -179,7 +179,7 @@ def test_precision_does_not_depend_on_the_magnitude_of_the_logits(implementation
             assert error <= 5 * tolerance, (magnitude, error)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["plain", "all"])
 def test_reference_is_the_log_softmax(case):
     hidden, unembedding, targets, _ = problem(case, jnp.float32)
     arguments = np.asarray(hidden, np.float64), np.asarray(unembedding, np.float64), np.asarray(targets)

@@ -144,8 +144,7 @@ def test_rows_that_do_not_divide_are_one_clear_error():
         group_advantages(jnp.zeros(10), 4, divide_by_std=True)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("samples", [2, 8])
+@pytest.mark.parametrize(("axis_type", "samples"), [(AxisType.Auto, 2), (AxisType.Explicit, 8)])
 def test_a_group_may_lie_on_several_devices(axis_type, samples):
     scores = np.random.default_rng(1).normal(size=8).astype(np.float32)
     mesh = make_mesh(data=2, fsdp=2, tensor=2, axis_type=axis_type)

@@ -82,8 +82,7 @@ def by_hand(logits, batch, config):
     return gradient, dict(zip((*names, "logps/chosen", "logps/rejected"), np.mean(terms, 0), strict=True))
 
 
-@pytest.mark.parametrize("micro_batches", [1, 4])
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.loss}-{config.label_smoothing:g}")
+@pytest.mark.parametrize(("config", "micro_batches"), [*zip(CONFIGS, (1, 4, 4), strict=True)])
 def test_a_step_is_gradient_descent_on_the_mean_loss_of_the_pairs(toy, config, micro_batches):
     batch, params = pair_batch(), toy.params()[0]
     logits = np.asarray(params["logits"], np.float64)
@@ -225,7 +224,7 @@ def test_preference_learning_is_gradient_descent_on_bradley_terry(toy, micro_bat
         np.testing.assert_allclose(metrics[f"reward_model/{name}"], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 8, 1), (2, 4, 1), (1, 2, 4)], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 4, 1), (1, 2, 4)], ids=str)
 def test_the_mesh_does_not_matter(toy, sizes):
     """Checks all steps, with parts of equal numbers of rows and with parts by length."""
     actor, critic = toy.params()
