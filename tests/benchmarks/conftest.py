@@ -4,5 +4,5 @@ import pytest
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_programs(quick_compilation) -> None:
+def quick_compilation(quick_compilation) -> None:
     pass

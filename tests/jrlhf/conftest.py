@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from jrlhf.config.places import PACKAGES
 from jrlhf.data.datasets import STAGES
@@ -42,29 +41,6 @@ def tokens(completions, completion_ids):
     """A score for each token: 1 for the even ones."""
     return [[float(token % 2 == 0) for token in ids] for ids in completion_ids]
 '''
-
-
-@pytest.fixture(scope="session")
-def programs(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("programs")
-
-
-@pytest.fixture(scope="module")
-def quick_programs(programs: Path) -> Iterator[None]:
-    """Programs are optimised little and kept on disk: whole runs then spend less on compiling, and once a shape."""
-    wanted = {
-        "jax_enable_compilation_cache": True,
-        "jax_compilation_cache_dir": str(programs),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_disable_most_optimizations": True,
-    }
-    usual = {name: jax.config.values[name] for name in wanted}
-    for settings in (wanted, usual):
-        for name, value in settings.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
-        if settings is wanted:
-            yield
 
 
 @pytest.fixture(scope="session")

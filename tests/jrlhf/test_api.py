@@ -155,7 +155,7 @@ def test_a_plan_is_what_the_command_prints(capsys, tmp_path):
     assert "rest for actor.generate: choose " in refused(crowded.check) and str(crowded).endswith(crowded.problem)
 
 
-@pytest.mark.usefixtures("quick_programs")
+@pytest.mark.usefixtures("quick_compilation")
 def test_a_policy_answers_and_scores(user, capsys, monkeypatch):
     from jrlhf.generate import cli
 
@@ -210,7 +210,7 @@ def test_logprobs_are_those_of_transformers(user):
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("quick_programs")
+@pytest.mark.usefixtures("quick_compilation")
 def test_an_interrupted_run_is_usable_and_a_thread_resumes_it(tmp_path):
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     gc.collect()
@@ -264,7 +264,7 @@ def close(completions, answer, scale=2.0):
 
 
 @pytest.mark.proof("runs")
-@pytest.mark.usefixtures("quick_programs")
+@pytest.mark.usefixtures("quick_compilation")
 def test_functions_train_as_files_do_and_are_asked_for_again(tmp_path):
     (tmp_path / "own.py").write_text(DATAFLOW + REWARD)
     names: dict[str, Any] = {"__name__": "__main__"}

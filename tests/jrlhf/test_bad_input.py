@@ -252,7 +252,7 @@ def test_a_resumed_run_stays_as_it_is_when_its_model_is_damaged(tmp_path, settin
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("quick_programs")
+@pytest.mark.usefixtures("quick_compilation")
 def test_a_run_is_not_resumed_on_other_data_or_another_model(tmp_path, settings, capsys, damaged, user):
     model, file = damaged(lambda directory: None), tmp_path / "rows.jsonl"
     rows = (user / "qa.jsonl").read_text().splitlines(keepends=True)
@@ -285,7 +285,7 @@ def test_a_run_is_not_resumed_on_other_data_or_another_model(tmp_path, settings,
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("quick_programs")
+@pytest.mark.usefixtures("quick_compilation")
 def test_a_reward_that_fails_while_the_run_goes_on(tmp_path, settings, capsys):
     """The sentence shows the sample; with on_failure the run ends well, and says how many failed."""
     (tmp_path / "faulty.py").write_text("import time\ndef judge(completions):\n    time.sleep(1000)\n")

@@ -49,7 +49,7 @@ def interrupt(*_, **__):
 
 
 @pytest.mark.proof("runs")
-@pytest.mark.usefixtures("quick_programs")
+@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("own", [[], ["lora.rank=2", "model.layers=1"]], ids=["weights", "adapter"])
 def test_a_run_without_its_end_gives_its_model_and_goes_on(own, tmp_path, monkeypatch, capsys):
     path, moved, whole = tmp_path / "run", tmp_path / "moved", tmp_path / "whole"

@@ -28,7 +28,7 @@ from jrlhf.run.files import read_jsonl
 QUESTION = "What is 1 plus 2?"
 NEW = 8
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.fixture

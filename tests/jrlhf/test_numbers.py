@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from jrlhf.run.metrics import read_metrics
 from jrlhf.train import cli
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 SEED = int(os.environ.get("PROOF_SEED", "0"))
 FUNCTION = '''
 def score(completions):

@@ -86,7 +86,7 @@ def write(text: str, folder: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("quick_programs")
+@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("peer", PEERS)
 def test_the_run_beside_a_peers_is_checked_by_its_dry_run(peer: str, tmp_path: Path, monkeypatch, user: Path, capsys):
     monkeypatch.chdir(tmp_path)
@@ -119,7 +119,7 @@ def test_the_run_beside_a_peers_is_checked_by_its_dry_run(peer: str, tmp_path: P
 
 
 @pytest.mark.proof("notebooks")
-@pytest.mark.usefixtures("quick_programs")
+@pytest.mark.usefixtures("quick_compilation")
 def test_the_tutorial_on_rewards_runs(tmp_path: Path, monkeypatch, capsys):
     """Every block and every command, at a tiny size."""
     monkeypatch.chdir(tmp_path)

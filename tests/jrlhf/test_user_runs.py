@@ -28,7 +28,7 @@ from tests.support.runs import ROOT, assert_same_run, digest, stage_of, timeless
 
 WEIGHTS = {"reward_model": 0.5, "preference": 0.7, "short": 2.0, "graded": 0.3, "watched": 0.0}
 
-pytestmark = [pytest.mark.full, pytest.mark.usefixtures("quick_programs")]
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("quick_compilation")]
 
 
 @pytest.fixture(scope="module")

@@ -106,7 +106,7 @@ def test_shared_passes_have_no_place_for_it(config_of):
 
 
 @pytest.mark.proof("runs")
-@pytest.mark.usefixtures("quick_programs")
+@pytest.mark.usefixtures("quick_compilation")
 def test_a_run_learns_from_its_advantages_and_is_resumed_with_it_alone(tmp_path):
     """The experience is looked at as the run made it; every text has a score of its own, so groups differ."""
     (tmp_path / "mine.py").write_text(

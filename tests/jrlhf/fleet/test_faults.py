@@ -27,7 +27,7 @@ from tests.jrlhf.fleet.test_runs import ADAPTER, config, run
 from tests.support.processes import eventually, free_port, gone
 from tests.support.runs import assert_same_run, stage_of
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 SEED = int(os.environ.get("PROOF_SEED", "0"))
 FAULTS = 20  # of a run

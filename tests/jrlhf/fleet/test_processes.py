@@ -25,7 +25,7 @@ from tests.jrlhf.fleet.test_runs import ADAPTER, config, run
 from tests.support.processes import alive, children, gone
 from tests.support.runs import Training, timeless
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def bits(path: Path):
@@ -229,16 +229,16 @@ def test_bits_with_an_adapter_do_not_depend_on_processes(tmp_path, monkeypatch):
 
 
 @pytest.mark.proof("kills")
-def test_bits_do_not_depend_on_kills_of_the_run(tmp_path, programs):
+def test_bits_do_not_depend_on_kills_of_the_run(tmp_path):
     """The run is killed at random moments of its rollouts and resumed; nothing of it lives on."""
     options = {"staleness": 2, "update_steps": 3, "logical_workers": 2}
     for name, workers in (("one", SLOWLY), ("killed", [*SLOWLY, *DELTA])):
         (tmp_path / f"{name}.yaml").write_text(config_yaml(config(tmp_path, name, "grpo", workers, **options)))
-    Training("--config", tmp_path / "one.yaml", log=tmp_path / "log", programs=programs).wait()
+    Training("--config", tmp_path / "one.yaml", log=tmp_path / "log", programs=tmp_path / "programs").wait()
     path, rng, kills = tmp_path / "killed", random.Random(0), 0
     while True:
         arguments = ["--config", tmp_path / "killed.yaml", *(["--resume"] if path.exists() else [])]
-        training = Training(*arguments, log=tmp_path / "log", programs=programs)
+        training = Training(*arguments, log=tmp_path / "log", programs=tmp_path / "programs")
         if kills == 6 or not training.reach(path, 3 + kills // 2):  # records: two of sft, four of grpo
             training.wait()
             break

@@ -19,7 +19,7 @@ from jrlhf.stages.setup import select_resources
 from jrlhf.train import main
 from tests.support.runs import resumed, timeless
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 SETTINGS = (
     "device.simulated=8 mesh.data=4 mesh.fsdp=2 compute.remat=full "

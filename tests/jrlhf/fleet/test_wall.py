@@ -216,7 +216,7 @@ def check_run(path, batches: list[Collected], iterations: int) -> None:
         assert record["async/trainer_wait_seconds"] >= 0 <= record["async/rollouts_wait_seconds"]
 
 
-@pytest.mark.usefixtures("quick_programs")
+@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("case", proven(["keep_cache"], ["prefill_again", *ADAPTER]), ids=str)
 def test_a_run_with_lost_processes_learns_from_each_group_once_and_resumes(case, tmp_path, monkeypatch, batches):
     decode, chunks = ProcessWorkers.decode, Counter[int]()
@@ -238,9 +238,9 @@ def test_a_run_with_lost_processes_learns_from_each_group_once_and_resumes(case,
     check_run(path, batches, 6)
 
 
-@pytest.mark.usefixtures("quick_programs")
+@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.proof("kills")
-def test_a_killed_run_goes_on_with_the_groups_of_its_checkpoint(tmp_path, monkeypatch, programs, batches):
+def test_a_killed_run_goes_on_with_the_groups_of_its_checkpoint(tmp_path, monkeypatch, batches):
     """With all its processes, at random moments. The groups of all batches and those under way are all that started."""
     fleets, start, file = list[Fleet](), Fleet.start, tmp_path / "batches.jsonl"
     whole = config(tmp_path, "wall", "grpo", PROCESSES, **OPTIONS)
@@ -251,7 +251,7 @@ def test_a_killed_run_goes_on_with_the_groups_of_its_checkpoint(tmp_path, monkey
     for step in (2, 4):
         arguments = ["--config", tmp_path / "wall.yaml", *(["--resume"] if path.exists() else [])]
         recorder = "tests.support.recorded_batches"
-        training = Training(*arguments, log=tmp_path / "log", programs=programs, module=recorder)
+        training = Training(*arguments, log=tmp_path / "log", programs=tmp_path / "programs", module=recorder)
         assert eventually((path / "checkpoints" / "grpo" / str(step)).exists, 300)
         time.sleep(0.2 * rng.random())
         workers = children(training.process.pid)
@@ -267,7 +267,7 @@ def test_a_killed_run_goes_on_with_the_groups_of_its_checkpoint(tmp_path, monkey
     assert len(batches) < 6 and trained | under_way == set(range(fleet._count)) and not trained & under_way
 
 
-@pytest.mark.usefixtures("quick_programs")
+@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.full
 def test_a_run_on_slices_learns_from_each_group_once_and_resumes(tmp_path, batches, capsys):
     whole = config(tmp_path, "wall", **OPTIONS)

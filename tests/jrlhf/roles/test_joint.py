@@ -28,7 +28,7 @@ from jrlhf.roles.planned_placement import place_roles
 from jrlhf.roles.role import Site
 from jrlhf.run.clock import Clock
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 SIZES: Any = {"embed": 16, "layers": 4, "heads": 2, "kv_heads": 1, "head_dim": 8, "mlp": 32}
 MODEL = ModelConfig(vocab_size=64, max_positions=16, initializer_range=0.3, tie_embeddings=True, **SIZES)

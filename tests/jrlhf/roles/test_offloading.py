@@ -24,7 +24,7 @@ from jrlhf.stages.setup import check_sleep, select_mesh
 from tests.support.live import bytes_by_kind
 
 ALL = SleepConfig(optimizer="host", actor="host", critic="host", reference="host", reward="host")
-pytestmark = pytest.mark.usefixtures("quick_programs")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def test_what_was_brought_ahead_never_stands_for_newer_weights():

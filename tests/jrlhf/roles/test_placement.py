@@ -25,7 +25,7 @@ from jrlhf.run.clock import Clock
 from tests.jrlhf.roles.ppo_roles import Setup
 from tests.support.live import live_bytes
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 MODEL = ModelConfig(
     vocab_size=64, embed=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp=32, max_positions=16, initializer_range=0.3

@@ -53,7 +53,7 @@ EVENTS |= {"reference.logprobs": "ref", "critic.values": "values", "critic.updat
 EVENTS |= {"actor.update": "update_actor"}
 
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def test_an_iteration_keeps_the_invariants(awake):

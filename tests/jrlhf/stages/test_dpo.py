@@ -24,7 +24,7 @@ from jrlhf.stages.setup import compute_of, load_task, select_mesh
 from jrlhf.train import main
 from tests.support.runs import assert_same_run
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 TINY = str(Path(__file__).parents[1] / "tiny.yaml")
 STAGE = {"steps": 4, "batch": 8, "learning_rate": 0.01, "warmup": 0, "eval_every": 2, "save_every": 2}

@@ -34,7 +34,7 @@ transformers = pytest.importorskip("transformers", reason="the peer is transform
 
 pytestmark = [
     pytest.mark.proof("families"),
-    pytest.mark.usefixtures("quick_programs"),
+    pytest.mark.usefixtures("quick_compilation"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),  # the peer's own
 ]
 

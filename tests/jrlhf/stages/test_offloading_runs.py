@@ -14,7 +14,7 @@ from jrlhf.stages import finalize
 from jrlhf.train import main
 from tests.support.runs import resumed, stage_of, timeless
 
-pytestmark = [pytest.mark.proof("memory"), pytest.mark.usefixtures("quick_programs")]
+pytestmark = [pytest.mark.proof("memory"), pytest.mark.usefixtures("quick_compilation")]
 
 ASLEEP = dict.fromkeys(("optimizer", "actor", "critic", "reference", "reward"), "host")
 GRPO: Any = {"iterations": 3, "rollout_batch": 32, "save_every": 1, "algorithm": {"samples": 4}}

@@ -37,7 +37,7 @@ from jrlhf.stages.setup import architectures
 from jrlhf.train import main
 from tests.support.runs import resumed, timeless
 
-pytestmark = [pytest.mark.full, pytest.mark.usefixtures("quick_programs")]
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("quick_compilation")]
 RUN = pytest.mark.proof("runs")
 
 FIRST = {"devices": "0-3", "fsdp": 2, "tensor": 2}
@@ -91,7 +91,7 @@ def watching() -> Iterator[list[tuple[int, Any, set[int]]]]:
 
 
 @pytest.fixture(scope="module")
-def colocated(tmp_path_factory, settings, user, quick_programs):
+def colocated(tmp_path_factory, settings, user, quick_compilation):
     """(run directory, what its iterations start from): PPO on all devices, one update an iteration."""
     with watching() as begun:
         make = maker(tmp_path_factory.mktemp("colocated"), settings, user)

@@ -165,7 +165,7 @@ def test_configs_differ_in_their_algorithm_alone():
 
 
 @pytest.mark.full
-def test_two_iterations_leave_a_model_with_its_tokenizer(tmp_path, quick_programs):
+def test_two_iterations_leave_a_model_with_its_tokenizer(tmp_path, quick_compilation):
     transformers = pytest.importorskip("transformers")
     sizes = ["sft.steps=2", "grpo.iterations=2", "grpo.rollout_batch=32", "evaluation.prompts=16", "sft.batch=16"]
     summary = main(config(*sizes, f"run_dir={tmp_path}", "model.layers=1", "data.heldout_rows=16"))
