@@ -1,6 +1,7 @@
 """Every test runs on 8 simulated devices: sharding is tested on any machine, never skipped."""
 
 import atexit
+import gc
 import os
 import re
 import shutil
@@ -38,6 +39,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if config.option.markexpr == "not full" and config.option.proof is None:
         os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ['XLA_FLAGS']}"
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what the imports have made out of all later collections of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
