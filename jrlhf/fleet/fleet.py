@@ -48,7 +48,7 @@ class _Lane:
     numbers: those of its logical workers. updates: those whose tokens are not all compared; the last one draws
     now. retired: updates that no longer draw, each with the rows until then. tracked: rows that continue with caches of
     retired weights. chunk: the chunk that it decodes. idle_since: when its last chunk ended. idle_seconds: seconds
-    between chunks.
+    between chunks. decoded, decoding_seconds: decode steps since the last `metrics`, and their time.
     """
 
     workers: Workers
@@ -59,6 +59,8 @@ class _Lane:
     chunk: Future | None = None
     idle_since: float = 0.0
     idle_seconds: float = 0.0
+    decoded: int = 0
+    decoding_seconds: float = 0.0
 
     @property
     def version(self) -> int:
@@ -248,13 +250,18 @@ class Fleet:
             self._swap(lane)
 
     def metrics(self) -> dict[str, float]:
-        """Returns waiting times of both sides, in decode steps or seconds, counts of rows and groups, costs of weight
-        transfers, and the mean distance of the tokens' log-probabilities from the recomputed ones."""
+        """Returns waiting times of both sides, in decode steps or seconds, seconds of a decode step, counts of rows and
+        groups, costs of weight transfers, and the mean distance of the tokens' log-probabilities from recomputed ones.
+        """
         metrics = dict(self._waits)
         if self._wall:
             metrics["async/rollouts_wait_seconds"] = float(np.mean([lane.idle_seconds for lane in self._lanes]))
             for lane in self._lanes:
                 lane.idle_seconds = 0.0
+        if decoded := sum(lane.decoded for lane in self._lanes):
+            metrics["perf/decode_step_seconds"] = sum(lane.decoding_seconds for lane in self._lanes) / decoded
+        for lane in self._lanes:
+            lane.decoded, lane.decoding_seconds = 0, 0.0
         metrics["async/running_rows"] = float(sum(lane.workers.running for lane in self._lanes))
         metrics["async/waiting_groups"] = float(len(self._complete))
         for own in [lane.workers.metrics() for lane in self._lanes]:
@@ -433,12 +440,16 @@ class Fleet:
 
     def _decode(
         self, lane: _Lane, update: _Swap | None, entering: list[list[Prompt]]
-    ) -> tuple[DrawnRows | None, list[Progress]]:
-        """Takes new weights, if any, and decodes a chunk. Runs in a thread of the lane, if there are threads."""
+    ) -> tuple[DrawnRows | None, list[Progress], float]:
+        """Takes new weights, if any, and decodes a chunk; also returns the chunk's seconds.
+
+        Runs in a thread of the lane, if there are threads.
+        """
         drawn = self._take(lane, *update) if update else None
+        began = time.monotonic()
         progress = lane.workers.decode(entering)
         lane.idle_since = time.monotonic()
-        return drawn, progress
+        return drawn, progress, lane.idle_since - began
 
     def _submit(self, call: Callable[..., Any], *arguments: Any) -> Future:
         if self._threads is not None:
@@ -452,13 +463,15 @@ class Fleet:
         wait([own for own in (end, *(lane.chunk for lane in self._lanes)) if own], return_when=FIRST_COMPLETED)
         for lane in self._lanes:
             if lane.chunk is not None and lane.chunk.done():
-                (running, progress), lane.chunk = lane.chunk.result(), None
+                (running, progress, seconds), lane.chunk = lane.chunk.result(), None
                 self._retire(lane, running)
-                self._record(lane, progress)
+                self._record(lane, progress, seconds)
 
-    def _record(self, lane: _Lane, progress: Sequence[Progress]) -> None:
+    def _record(self, lane: _Lane, progress: Sequence[Progress], seconds: float) -> None:
         """Records what a lane drew in a chunk, and advances the virtual time (with the wall clock only an order)."""
-        now = self._times.rollouts + max((row.end - row.start for row in progress), default=0)
+        steps = max((row.end - row.start for row in progress), default=0)
+        lane.decoded, lane.decoding_seconds = lane.decoded + steps, lane.decoding_seconds + seconds
+        now = self._times.rollouts + steps
         self._times = replace(self._times, rollouts=now)
         for row in progress:
             number, sample = divmod(row.row, self._samples)

@@ -38,6 +38,9 @@ class Rows:
     def take(self, weights, again):
         return []
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     def decode(self, prompts: Sequence[Sequence[Prompt]]) -> list[Progress]:
         samples = self.setting.samples
         self.rows |= {prompt.number * samples + s: 0 for prompt in prompts[0] for s in range(samples)}
@@ -52,21 +55,27 @@ class Rows:
         return progress
 
 
-def play(setting: Setting, lengths: np.ndarray) -> tuple[dict[int, int], dict[int, list[list[int]]]]:
-    """Group -> the version that learned from it; group -> the versions of its rows' tokens."""
-    trained, versions = {}, {}
+def fleet_of(rows: Rows) -> Fleet:
+    """A fleet with one worker, which draws with version 0."""
+    setting, limit = rows.setting, int(rows.lengths.max())
     fleet = Fleet(
-        [Rows(setting, lengths)],  # type: ignore[list-item]
+        [rows],  # type: ignore[list-item]
         make_mesh(8, 1, 1),
         setting.rules,
         setting.on_new_weights,
         lambda number: Prompt(number, np.zeros(1, np.int32), 1, np.zeros(1)),
         lambda group: None,
         samples=setting.samples,
-        limit=int(lengths.max()),
+        limit=limit,
         reward=int(setting.reward),
     )
     fleet._take(fleet._lanes[0], _Update(0, None, {}, None))
+    return fleet
+
+
+def play(setting: Setting, lengths: np.ndarray) -> tuple[dict[int, int], dict[int, list[list[int]]]]:
+    """Group -> the version that learned from it; group -> the versions of its rows' tokens."""
+    trained, versions, fleet = {}, {}, fleet_of(Rows(setting, lengths))
     for version in range(VERSIONS):
         batch = fleet.collect()
         rows = [row[:length].tolist() for row, length in zip(batch.rows.versions, batch.rows.lengths, strict=True)]
@@ -102,3 +111,24 @@ def test_versions_of_tokens_are_those_of_the_simulator(seed):
         assert simulated == [row for group in learned for row in versions[int(group)]], setting
         ages |= {trained[group] - version for group in trained for row in versions[group] for version in row}
     assert max(ages) > 1 and min(ages) == 0
+
+
+def test_a_decode_step_takes_the_seconds_of_the_chunks_divided_by_their_steps(monkeypatch):
+    setting = Setting(Rules(2, 1, 6.0), slots=4, samples=1, lengths=measured([3, 8]), chunk=4)
+    rows, clock, steps = Rows(setting, np.array([3, 8] * 40)), [0.0], []
+    decode = rows.decode
+
+    def decoded(prompts: Sequence[Sequence[Prompt]]) -> list[Progress]:
+        progress = decode(prompts)
+        steps.append(max(row.end - row.start for row in progress))
+        clock[0] += 0.25 * steps[-1] + 1.0  # a second per chunk beside its steps
+        return progress
+
+    monkeypatch.setattr(rows, "decode", decoded)
+    monkeypatch.setattr("jrlhf.fleet.fleet.time.monotonic", lambda: clock[0])
+    fleet = fleet_of(rows)
+    for _ in range(3):
+        fleet.collect()
+        fleet.publish(({}, {}), {})
+        assert fleet.metrics()["perf/decode_step_seconds"] == pytest.approx(0.25 + len(steps) / sum(steps))
+        steps.clear()
