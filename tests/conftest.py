@@ -7,11 +7,9 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import pytest
-from jax._src import compiler
 
 from jrlhf.run.devices import prepare_simulated
 
@@ -41,21 +39,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if config.option.markexpr == "not full" and config.option.proof is None:
         os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ['XLA_FLAGS']}"
-        if jax.__version_info__ < (0, 11):  # later versions have only the slow ones
-            use_quick_emitters()
-
-
-def use_quick_emitters() -> None:
-    """Programs of one device compile in half the time. Of several they would wait for each other's threads for ever."""
-    usual = compiler.get_compile_options
-
-    def options(**given: Any) -> Any:
-        if given["num_partitions"] == 1:
-            own = given.get("env_options_overrides") or {}
-            given["env_options_overrides"] = {"xla_cpu_use_fusion_emitters": False, **own}
-        return usual(**given)
-
-    compiler.get_compile_options = options
 
 
 def pytest_collection_finish() -> None:
