@@ -70,17 +70,17 @@ CRASHES = {
 def test_hangs_and_crashes_cost_their_deadline_and_their_own_sample(start, tmp_path):
     """Every kind of them at once, each in a worker of its own; the last worker has done nothing wrong."""
     codes = [*HANGS.values(), *CRASHES]
-    reward = start(RUN, deadline=0.5, on_failure=-1.0, workers=len(codes) + 1)
+    reward = start(RUN, deadline=2, on_failure=-1.0, workers=len(codes) + 1)
     before, began = pids(reward), time.monotonic()
     scored = reward.score([*(make_sample(row, code) for row, code in enumerate(codes)), make_sample(99, "ok")])
-    assert time.monotonic() - began < 0.5 + GRACE + SLACK
+    assert time.monotonic() - began < 2 + GRACE + SLACK
     np.testing.assert_array_equal(scored.scores, [-1] * len(codes) + [1])
     assert scored.failures == {"hang": len(HANGS), "crash": len(CRASHES)}
     assert [alive(pid) for pid in before] == [False] * len(codes) + [True]
     np.testing.assert_array_equal(reward.score([make_sample(0, "ok")] * len(before)).scores, 1)
     assert pids(reward)[-1] == before[-1] and not set(pids(reward)[:-1]) & set(before)
     stories = (tmp_path / "log").read_text()
-    for row, sentence in enumerate([r"hang: no answer within 0\.5 s"] * len(HANGS) + list(CRASHES.values())):
+    for row, sentence in enumerate([r"hang: no answer within 2 s"] * len(HANGS) + list(CRASHES.values())):
         assert re.search(rf"failed \((crash: )?{sentence}.*'<user>prompt {row}'", stories), (codes[row], stories)
     reward.on_failure = None
     with pytest.raises(RewardFailure, match="crash: left with exit code 3"):
@@ -133,12 +133,12 @@ def test_programs_that_a_function_started_end_with_it(start, tmp_path):
 
 
 def test_an_import_that_hangs_is_ended(start, monkeypatch):
-    monkeypatch.setattr(functions, "START_SECONDS", 0.5)
+    monkeypatch.setattr(functions, "START_SECONDS", 2)
     for source in ("import time; time.sleep(1000)", "import re; re.match('(a*)*b', 'a' * 60)"):
         began = time.monotonic()
-        with pytest.raises(UserError, match=r"did not finish importing .* \(no answer within 0.5 s, at .*\)"):
+        with pytest.raises(UserError, match=r"did not finish importing .* \(no answer within 2 s, at .*\)"):
             start(source, workers=2)
-        assert time.monotonic() - began < 0.5 + GRACE + SLACK
+        assert time.monotonic() - began < 2 + GRACE + SLACK
 
 
 def test_a_function_that_cannot_be_started_again_stops_the_run_whatever_replaces_failures(start, tmp_path):
