@@ -283,10 +283,10 @@ def awake_only(patch: pytest.MonkeyPatch, setup: Setup) -> Counter[str]:
     computed: Counter[str] = Counter()
 
     def checked(name, program):
-        def run(*arguments):
+        def run(*arguments, **named):
             assert not is_on_host(arguments), name
             computed[name] += 1
-            return program(*arguments)
+            return program(*arguments, **named)
 
         return run
 
