@@ -16,7 +16,7 @@ from jrlhf.run.files import cache_directory
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 KEPT_BLOCK, KEPT_MEMORY = 1 << 30, (1 << 31) - 1  # bytes: the largest block that malloc keeps, and their total
-POOL = 8  # threads for each simulated device: for one running program, and for dispatches from seven threads
+POOL = 8  # threads for each simulated device: for one running program, and for those of other dispatching threads
 NO_DEADLINE = "--xla_cpu_collective_call_terminate_timeout_seconds=-1"
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 
@@ -85,6 +85,9 @@ def prepare_simulated(simulated: int) -> None:
     too, on all devices: one for each Python thread that dispatches programs. By default the pool has as many threads as
     devices, so none is left to run the programs that they wait for. And on a busy machine one device may be a minute
     later than the others, which makes XLA end the process. A flag that the user sets comes later and overrides this.
+
+    Two or three threads may dispatch programs of several devices. With seven, on a busy machine, programs were seen to
+    wait for ever, with a larger pool, too.
     """
     os.environ.setdefault("NPROC", str(max(POOL * simulated, os.cpu_count() or 1)))
     flags = os.environ.get("XLA_FLAGS", "")

@@ -32,15 +32,15 @@ def dispatch():
         x = step(x)
     results.append(np.asarray(x).tolist())
 
-threads = [threading.Thread(target=dispatch) for _ in range(7)]
+threads = [threading.Thread(target=dispatch) for _ in range(3)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
-print(results == [[103.5] * 8] * 7)
+print(results == [[103.5] * 8] * 3)
 """
 
 
 @pytest.mark.full
-def test_programs_that_are_dispatched_from_many_threads_without_waiting_all_end():
+def test_programs_that_are_dispatched_from_three_threads_without_waiting_all_end():
     environment = {name: value for name, value in os.environ.items() if name not in ("NPROC", "XLA_FLAGS")}
     command = [sys.executable, "-c", PROGRAMS]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=100)
