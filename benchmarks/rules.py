@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from jrlhf.fleet import simulate as run
-from jrlhf.fleet.predict import token_versions
+from jrlhf.fleet.predict import pace, token_versions
 from jrlhf.fleet.schedule import first_batch, fresh, may_start
 from jrlhf.fleet.simulate import WAITING, Trace
 
@@ -131,28 +131,21 @@ class Cost:
 def cost(setting: Setting, versions: int, seed: int = 0) -> Cost:
     """Simulates `versions` updates and returns the mean costs of one; see `jrlhf.fleet.predict.summarise`."""
     trace = simulate(setting, versions, seed)
-    rules = setting.rules
-    first, last = versions // 5, versions - 1
-    time, area = trace.begins[last] - trace.begins[first], trace.busy[last] - trace.busy[first]
-    step = float(time / (last - first))
-    read, started = ((numbers >= first) & (numbers < last) for numbers in (trace.trained, trace.drawn))
+    own, first = pace(trace), versions // 5
     middle = (trace.drawn >= first) & (trace.drawn < versions - first) & (trace.trained != WAITING)
     learned = middle & (trace.trained != DROPPED)
 
     rows, drawn, tokens = token_versions(trace, learned)
     trained = np.repeat(trace.trained[learned], setting.samples)[rows]
-    ages, young = trained - drawn, fresh(drawn, trained, rules.staleness)
+    ages, young = trained - drawn, fresh(drawn, trained, setting.rules.staleness)
     full = young if setting.rule == "token_bound" else np.ones_like(young)
     weighted = np.zeros(trace.lengths.shape)
     weighted[learned] = np.bincount(rows, tokens * full, weighted[learned].size).reshape(-1, setting.samples)
     lengths, weighted = trace.lengths[middle].ravel(), weighted[middle].ravel()
     quartiles = np.array_split(np.argsort(lengths, kind="stable"), 4)
-    length_ratio = float(trace.lengths[read].mean() / trace.lengths[started].mean())
     group_ages = (trace.trained - trace.drawn)[learned]
     return Cost(
-        step=step,
-        trainer_waits=1 - rules.update / step,
-        rollouts_wait=float(1 - area / (time * setting.slots)),
+        **own._asdict(),
         mean_age=float(np.average(ages, weights=tokens)),
         max_age=int(ages.max()),
         max_full_age=int(ages[full].max()),
@@ -162,6 +155,5 @@ def cost(setting: Setting, versions: int, seed: int = 0) -> Cost:
         older=float(tokens[~young].sum() / lengths.sum()),
         zero_weight=float(1 - weighted.sum() / lengths.sum()),
         full_weight=tuple(float(weighted[quartile].sum() / lengths[quartile].sum()) for quartile in quartiles),
-        time_per_batch=float(step / length_ratio * tokens.sum() / tokens[full].sum()),
-        length_ratio=length_ratio,
+        time_per_batch=float(own.step / own.length_ratio * tokens.sum() / tokens[full].sum()),
     )

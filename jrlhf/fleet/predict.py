@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -60,30 +61,50 @@ def trade_off(setting: Setting, bounds: Sequence[float], versions: int = 300, se
     return [predict(replace(setting, rules=rule), versions, seed) for rule in rules]
 
 
+class Pace(NamedTuple):
+    """The pace of a simulated run, without its first fifth, in which slots and queue fill.
+
+    step, trainer_waits, rollouts_wait: see `Prediction`. length_ratio: mean length of rows that updates read, over the
+    mean length of rows that started in the same time.
+    """
+
+    step: float
+    trainer_waits: float
+    rollouts_wait: float
+    length_ratio: float
+
+
+def pace(trace: Trace) -> Pace:
+    """Returns the pace of a run of at least 5 updates."""
+    first, last = len(trace.begins) // 5, len(trace.begins) - 1
+    time, area = trace.begins[last] - trace.begins[first], trace.busy[last] - trace.busy[first]
+    step = float(time / (last - first))
+    read, started = ((numbers >= first) & (numbers < last) for numbers in (trace.trained, trace.drawn))
+    ratio = float(trace.lengths[read].mean() / trace.lengths[started].mean())
+    update, slots = trace.setting.rules.update, trace.setting.slots
+    return Pace(step, 1 - update / step, float(1 - area / (time * slots)), ratio)
+
+
 def summarise(trace: Trace) -> Prediction:
     """Averages a simulated run of at least 5 updates, without the first fifth, in which slots and queue fill.
 
     Ages and shares are those of groups that started in the middle three fifths, so that even slow groups have ended
     when the run ends.
     """
-    setting, rules, versions = trace.setting, trace.setting.rules, len(trace.begins)
-    first, last = versions // 5, versions - 1
-    time, area = trace.begins[last] - trace.begins[first], trace.busy[last] - trace.busy[first]
-    step = float(time / (last - first))
+    setting, versions, own = trace.setting, len(trace.begins), pace(trace)
+    first = versions // 5
     learned = (trace.drawn >= first) & (trace.drawn < versions - first) & (trace.trained != WAITING)
     rows, drawn, tokens = token_versions(trace, learned)
     trained = np.repeat(trace.trained[learned], setting.samples)[rows]
-    ages, full = trained - drawn, fresh(drawn, trained, rules.staleness)
-    read, started = ((numbers >= first) & (numbers < last) for numbers in (trace.trained, trace.drawn))
-    longer = float(trace.lengths[read].mean() / trace.lengths[started].mean())
+    ages, full = trained - drawn, fresh(drawn, trained, setting.rules.staleness)
     return Prediction(
-        step=step,
-        trainer_waits=1 - rules.update / step,
-        rollouts_wait=float(1 - area / (time * setting.slots)),
+        step=own.step,
+        trainer_waits=own.trainer_waits,
+        rollouts_wait=own.rollouts_wait,
         mean_age=float(np.average(ages, weights=tokens)),
         max_age=int(ages.max()),
         zero_weight=float(1 - tokens[full].sum() / tokens.sum()),
-        time_per_batch=float(step / longer * tokens.sum() / tokens[full].sum()),
+        time_per_batch=float(own.step / own.length_ratio * tokens.sum() / tokens[full].sum()),
     )
 
 
