@@ -115,7 +115,7 @@ def function(completions: Sequence[str]) -> list[float]:
 
 
 class Sleeps:
-    """Replaces what an accelerator computes by sleeps. seconds, lasts: of each iteration, its time and its move."""
+    """Replaces what an accelerator computes by sleeps. seconds: of each iteration. lasts: the move of each."""
 
     def __init__(self):
         self.seconds: list[float] = []

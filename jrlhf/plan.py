@@ -8,7 +8,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -102,7 +102,7 @@ class Planned:
     text: str
     problem: str = ""
     asynchronous: predict.Predicted | None = None
-    rollouts: Mapping[str, Sequence[Work]] = field(default_factory=dict)  # by call, where rows are scored early
+    rollouts: Callable[[], Mapping[str, Sequence[Work]]] = dict  # examples by call, where rows are scored early
 
     @property
     def plan(self) -> Plan:
@@ -124,7 +124,7 @@ class Planned:
         show.check_picture(Path(path))
         workload, cluster = self.prices.workload, self.prices.cluster
         title = f"{workload.graph.name} on {cluster.devices} x {cluster.hardware.name}"
-        show.plot(self.outcome.simulation, title, Path(path), show.tables(workload, self.plan), self.rollouts)
+        show.plot(self.outcome.simulation, title, Path(path), show.tables(workload, self.plan), self.rollouts())
 
     def save(self, path: Path) -> None:
         """Writes the plan as YAML, for `plan: FILE` of a config."""
@@ -231,16 +231,17 @@ def make_plan(
         outcome = Found(priced, simulate(graph, priced, prices, lockstep=not search.overlap))
         lines = [show.describe_plan(prices, outcome)]
     predictions: list[predict.Predicted] = []
-    rollouts: dict[str, list[Work]] = {}
+    rollouts: Callable[[], dict[str, list[Work]]] = dict
     if config.compute.score_rows is not None:
-        lengths, tiled = predict.assumed_lengths(workload, search.sigma or 0.0), config
+        lengths, tiled = predict.lengths_of_a_new_run(workload), config
+        if mean_response is not None:
+            lengths = predict.assumed_lengths(workload, search.sigma or 0.0)
         if config.compute.score_rows == "auto":
-            lengths = predict.lengths_of_a_new_run(workload) if mean_response is None else lengths
             tiled, line = tiles.choose_tiles(config, workload, outcome.plan, lengths, lambda: prices)
             lines += ["", line]
         if tiled.compute.score_rows is not None:
             lines += ["", *tiles.describe(tiled, prices, outcome.plan, lengths)]
-            rollouts = tiles.examples(tiled, prices, outcome.plan, lengths)
+            rollouts = partial(tiles.examples, tiled, prices, outcome.plan, lengths)
     if asynchronous:
         predictions = predict.alternatives(config, prices, outcome, search.sigma or 0.0)
         lines += ["", *predict.describe(config, prices, predictions, search.sigma or 0.0)]

@@ -79,7 +79,7 @@ class Section:
             if choices and not rules.get("holds"):
                 self.require(name, False, f"one of {', '.join(choices)}" + ", or null" * rules["optional"])
             if rules.get("holds"):
-                self.require(name, rules["holds"](value), rules["expected"])
+                self.require(name, rules["holds"](value), " or ".join([rules["expected"], *choices]))
             if rules["most"] is not None:
                 self.require(name, value <= rules["most"], f"at most {rules['most']:.10g}")
 

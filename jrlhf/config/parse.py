@@ -229,12 +229,13 @@ def convert(kind: Any, value: object, path: str) -> Any:
 def _convert_union(kinds: list[Any], value: object, path: str) -> Any:
     """Converts to `X | None`, a number or a word, or a section chosen by the Literal of its first field."""
     given = parsed(value, path)
-    if kinds[0] is int and len(kinds) > 1 and given is not None and not math.isfinite(_number(given)):
-        (words,) = (get_args(kind) for kind in kinds[1:])
-        if given not in words:
+    if kinds[0] is int:
+        words = [word for kind in kinds[1:] for word in get_args(kind)]
+        if given in words:
+            return given
+        if words and given is not None and not math.isfinite(_number(given)):
             raise UserError(f"{path}={_shown(given)}: it must be a whole number or {' or '.join(words)}")
-        return str(given)
-    kinds = kinds[:1] if kinds[0] is int else kinds
+        kinds = kinds[:1]
     if len(kinds) > 1:
         return convert(kinds[0], value, path) if given is None else _convert_tagged(kinds, given, path)
     if given is None:

@@ -76,8 +76,8 @@ class Fleet:
 
     lanes: one with the virtual clock. mesh: the mesh of `state`.
     prompt: number of a group -> its prompt. The first call for a number comes from `start` or `collect`, and may read
-    data; further calls may come from that thread.
-    on_complete: called with each group as soon as it is complete; possibly from that thread.
+    data; further calls may come from the thread that draws ahead.
+    on_complete: called with each group as soon as it is complete; possibly from that thread, too.
     samples: rows of a group. limit: maximum tokens of a row. reward: time from a group's last token to its score.
     recompute: compares log-probabilities if `compares` is true. None: states have no tracked rows.
     """

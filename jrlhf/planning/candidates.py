@@ -178,9 +178,10 @@ def call_candidates(prices: CostModel, call: Call, *, hypothetical: bool = False
     ]
     if not every:
         count = min(by_size)
-        whole = Placement(Slice(0, count), workload.layouts(call)[0], data=count)
-        reason = next(undivided_rows(workload, call, whole), f"it {stuck_rows(workload, call, whole)}")
-        if reason.startswith(workload.rows_key):  # otherwise the reason is the slots
+        smallest = Placement(Slice(0, count), workload.layouts(call)[0], data=count)
+        whole = replace(smallest, devices=Slice(0, cluster.devices), data=cluster.devices)
+        reason = next(undivided_rows(workload, call, smallest), f"it {stuck_rows(workload, call, whole)}")
+        if reason.startswith(workload.rows_key):  # slots, tiles and groups have a remedy of their own
             reason = f"{reason.rsplit(':', 1)[0]}: {_rows_for(workload, cluster)}"
         raise UserError(f"{call.name} runs nowhere, for {reason}")
     fitting: dict[Any, list[Price]] = {}

@@ -111,14 +111,14 @@ def timeline(run: Record) -> tuple[str, list[Lane]]:
             on_slices.append(lane(f"devices {group}", "in the colours of the calls", own, busy))
         lanes = on_slices + lanes
         text += f" Calls on separate devices overlap for {_sum(_lasting(calls, 2)) / length:.1%} of it."
-    if drawing := [span for span in spans if span.rows]:
-        most = max(left for span in drawing for _, left in span.rows)
+    drawing = [span for span in spans if span.rows]
+    if most := max((left for span in drawing for _, left in span.rows), default=0):
         steps = [
             Bar(start / length, (end - start) / length, colors[span.name], left / most)
             for span in drawing
             for (start, left), (end, _) in pairwise([*span.rows, (span.end, 0)])
         ]
-        place = 1 + next(number for number, lane in enumerate(lanes) if lane.name == drawing[0].name)
+        place = 1 + [one.name for one in lanes].index(drawing[0].name)
         lanes.insert(place, Lane("unfinished rows", "waiting or decoding", steps, (f"{most} rows", "")))
     for before, after in pairwise(drawing):
         if before.name == after.name and after.start == before.end and after.devices != before.devices:

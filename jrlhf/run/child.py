@@ -189,7 +189,7 @@ class Worker:
         with self._process.stdout as output:
             while part := output.read(1 << 16):
                 self._tail = (self._tail + part)[-TAIL:]
-                with contextlib.suppress(OSError):  # a full disk; the process must not fail at its next line for it
+                with contextlib.suppress(OSError):  # on a full disk the log loses lines; the process goes on
                     self._log(part)
 
 

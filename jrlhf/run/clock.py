@@ -66,9 +66,12 @@ class Clock:
         """Calls `function` and adds its seconds to those of `name`."""
         call = _Call(name, time.perf_counter())
         outer, self._running = self._running, call
-        with jax.profiler.TraceAnnotation(name):
-            result = function(*args, **kwargs)
-        call.ready, self._running = time.perf_counter(), outer
+        try:
+            with jax.profiler.TraceAnnotation(name):
+                result = function(*args, **kwargs)
+        finally:
+            self._running = outer
+        call.ready = time.perf_counter()
         devices = _devices(result)
         inputs = _arrays((args, kwargs)) if devices else []
         devices, sources = devices or _own_devices(), _devices(inputs)

@@ -16,7 +16,7 @@ from jrlhf.run.processes import any_process
 
 
 class PreemptionGuard:
-    """While entered, SIGTERM and SIGHUP only set `requested`, and so does SIGINT if it comes first, in `iterating`."""
+    """While entered, SIGTERM and SIGHUP only set `requested`. In `iterating`, the first SIGINT does so, too."""
 
     def __init__(self):
         self.requested = False

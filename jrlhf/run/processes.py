@@ -159,7 +159,7 @@ def _give_up(sentence: str) -> None:
 
 
 def _with_environment(config: DistributedConfig) -> DistributedConfig:
-    """Returns the config with coordinator, number of processes and number of this one from the environment if unset."""
+    """Returns the config; unset `coordinator`, `processes` and `process` are read from the environment."""
     values: dict[str, Any] = {}
     for name, variable in _VARIABLES.items():
         text = os.environ.get(variable)

@@ -6,7 +6,7 @@ decode step: the last rows keep the number of slots that a group has.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
@@ -16,7 +16,6 @@ from jaxtyping import Bool, Int
 
 from jrlhf.config.check import divisors
 from jrlhf.config.schema import Config
-from jrlhf.errors import UserError
 from jrlhf.meshes import Call, Graph
 from jrlhf.meshes.plan import Plan, Slice
 from jrlhf.models import Schedule
@@ -25,6 +24,7 @@ from jrlhf.planning import moves
 from jrlhf.planning.time import CostModel
 
 RECENT = 4  # number of recent rollouts whose lengths determine the next move
+NO_GAIN = "rollout.last_groups=auto has no effect: no move frees the devices of a model that scores early"
 Lengths = Int[np.ndarray, "N"]  # numbers of tokens of the responses of one rollout
 
 
@@ -186,25 +186,25 @@ def choose(rollouts: Rollouts, decoded: Sequence[Sequence[Chunk]], rows: int | N
     rows: maximum number of rows that move; None: as many as fit. Fewer would gain nothing: a move changes no decode
     step, so the earliest one frees the devices for the longest time.
     """
-    staying = fmean(finish(rollouts, chunks, None) for chunks in decoded)
+    staying = _mean_seconds(rollouts, decoded, None)
     best = Choice(None, staying, staying)
     for groups in divisors(rollouts.groups)[:-1]:
         last = LastRows(groups, groups * rollouts.last_slots if rows is None else rows)
-        seconds = fmean(finish(rollouts, chunks, last) for chunks in decoded)
+        seconds = _mean_seconds(rollouts, decoded, last)
         best = Choice(last, seconds, staying) if seconds < best.seconds else best
     return best
 
 
-def move_of(rollouts: Rollouts, decoded: Sequence[Sequence[Chunk]]) -> LastRows | None:
-    """Returns the move of the last rows that the schedule sets, or lets the run choose."""
+def settle(rollouts: Rollouts, decoded: Sequence[Sequence[Chunk]]) -> Choice:
+    """Returns the move that the schedule sets, or the best one if the run chooses, with its seconds."""
     schedule = rollouts.schedule
-    auto = schedule.last_groups == "auto"
-    return choose(rollouts, decoded, schedule.last_rows).last if auto else LastRows.of(schedule)
+    if schedule.last_groups == "auto":
+        return choose(rollouts, decoded, schedule.last_rows)
+    last, staying = LastRows.of(schedule), _mean_seconds(rollouts, decoded, None)
+    return Choice(last, staying if last is None else _mean_seconds(rollouts, decoded, last), staying)
 
 
-def finished(rollouts: Rollouts, decoded: Sequence[Sequence[Chunk]]) -> float:
-    """Returns the mean seconds until all rows are drawn and scored, with the move of the schedule."""
-    last = move_of(rollouts, decoded)
+def _mean_seconds(rollouts: Rollouts, decoded: Sequence[Sequence[Chunk]], last: LastRows | None) -> float:
     return fmean(finish(rollouts, chunks, last) for chunks in decoded)
 
 
@@ -221,7 +221,8 @@ class Moves:
         self._last: dict[str, LastRows | None] = dict.fromkeys(rollouts)
         for one in rollouts.values():
             _ = one.step(1, one.width), one.prefill(1)  # a part that was not measured ends the run now
-        refuse_needless(rollouts.values())
+        if not any(map(may_gain, rollouts.values())):
+            tell(NO_GAIN)
 
     def before(self, call: str) -> LastRows | None:
         """Returns the move of the next rollout of a call."""
@@ -237,12 +238,11 @@ class Moves:
         self._recent[call].append(decode(self._rollouts[call], lengths))
 
 
-def refuse_needless(rollouts: Iterable[Rollouts]) -> None:
-    """Raises UserError if no move frees devices for a call that scores."""
-    if not any(call.devices.overlaps(one.devices) for one in rollouts for call in one.scoring):
-        raise UserError(
-            "rollout.last_groups=auto has no effect, because no model scores early on devices that draw: leave it out"
-        )
+def may_gain(rollouts: Rollouts) -> bool:
+    """True if a move to the first group of devices frees those of a call that scores."""
+    first = rollouts.devices.first(rollouts.tensor)
+    waiting = [call.devices for call in rollouts.scoring if call.devices.overlaps(rollouts.devices)]
+    return not all(devices.overlaps(first) for devices in waiting)
 
 
 def read_by_rows(config: Config, graph: Graph, drawing: Call) -> list[Call]:

@@ -10,23 +10,23 @@ from jrlhf.meshes import Graph
 from jrlhf.meshes.plan import Plan
 from jrlhf.planning.candidates import undivided_rows
 from jrlhf.planning.fusion.last_rows import (
+    NO_GAIN,
     Lengths,
     Work,
     choose,
     decode,
-    finished,
     follow,
-    move_of,
+    may_gain,
     read_by_rows,
-    refuse_needless,
     rollouts_of,
+    settle,
 )
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import Workload
 
 
 def with_tiles(config: Config, rows: int | None) -> Config:
-    """Returns a config that scores tiles of `rows` rows; None: whole batches, where the last rows do not move."""
+    """Returns a config that scores tiles of `rows` rows; None: whole batches; then the last rows do not move."""
     rollout = config.rollout if rows else replace(config.rollout, last_groups=None, last_rows=None)
     return replace(config, compute=replace(config.compute, score_rows=rows), rollout=rollout)
 
@@ -60,20 +60,21 @@ def choose_tiles(
     decoded = {name: [decode(rollouts, own) for own in lengths] for name, rollouts in drawn.items()}
 
     def seconds(config: Config) -> float:
-        return sum(finished(rollouts, decoded[name]) for name, rollouts in rollouts_of(config, priced, plan).items())
+        tiled = rollouts_of(config, priced, plan)
+        return sum(settle(rollouts, decoded[name]).seconds for name, rollouts in tiled.items())
 
     def runs(rows: int) -> bool:
         own = replace(workload, score_rows=rows)
         return not any(True for call in workload.calls for _ in undivided_rows(own, call, plan[call.name]))
 
     whole_groups = [rows for rows in divisors(workload.rows)[-2::-1] if rows % workload.samples == 0]
-    options = [with_tiles(config, rows) for rows in whole_groups if runs(rows)]
-    tiled, at_once = min(options, key=seconds, default=whole), seconds(whole)
-    rows, least = tiled.compute.score_rows, seconds(tiled)
+    times = {rows: seconds(with_tiles(config, rows)) for rows in whole_groups if runs(rows)}
+    rows, at_once = min(times, key=times.__getitem__, default=None), seconds(whole)
+    least = at_once if rows is None else times[rows]
     mean = f"responses of {fmean(own.mean() for own in lengths):.0f} tokens in the mean are drawn and scored in"
     if least < at_once:
         line = f"compute.score_rows=auto: {rows} rows are scored together while others decode; {mean} {least:.3g} s"
-        return tiled, f"{line}, and with whole batches in {at_once:.3g} s"
+        return with_tiles(config, rows), f"{line}, and with whole batches in {at_once:.3g} s"
     than = f"with tiles of {rows} rows in {least:.3g} s" if rows else "no smaller number of rows suits the plan"
     return whole, f"{line}; {mean} {at_once:.3g} s, {than}"
 
@@ -83,7 +84,7 @@ def examples(config: Config, prices: CostModel, plan: Plan, lengths: Sequence[Le
     works = {}
     for name, rollouts in rollouts_of(config, prices, plan).items():
         decoded = [decode(rollouts, own) for own in lengths]
-        works[name] = follow(rollouts, decoded[0], move_of(rollouts, decoded))
+        works[name] = follow(rollouts, decoded[0], settle(rollouts, decoded).last)
     return works
 
 
@@ -93,12 +94,13 @@ def describe(config: Config, prices: CostModel, plan: Plan, lengths: Sequence[Le
     at_last, tiled = (rollouts_of(one, prices, plan) for one in (with_tiles(config, None), config))
     auto, moves = schedule.last_groups == "auto", "" if schedule.last_groups is None else " and without moves"
     lines = [f"guarantee: the same bits as with scores of the same tiles after the last row{moves}"]
-    if auto:
-        refuse_needless(tiled.values())
+    if auto and not any(map(may_gain, tiled.values())):
+        lines.append(NO_GAIN)
     for name, rollouts in tiled.items():
         decoded = [decode(rollouts, own) for own in lengths]
-        choice, at_once = choose(rollouts, decoded, schedule.last_rows), finished(at_last[name], decoded)
-        verdict = "tiles gain" if finished(rollouts, decoded) < at_once else "leave compute.score_rows out"
+        own, at_once = settle(rollouts, decoded), settle(at_last[name], decoded).seconds
+        choice = own if auto else choose(rollouts, decoded, schedule.last_rows)
+        verdict = "tiles gain" if own.seconds < at_once else "leave compute.score_rows out"
         setting = "" if auto else ", with rollout.last_groups=auto"
         lines.append(f"{name}{setting}: {choice.sentence(rollouts.groups)}")
         lines.append(f"  {at_once:.3g} s if calls score whole batches after the last row: {verdict}")

@@ -7,13 +7,13 @@ import pytest
 
 from jrlhf.algorithms.registry import graph_of
 from jrlhf.config import Config, load_config
-from jrlhf.errors import UserError
 from jrlhf.meshes.hardware import HARDWARE, Cluster
 from jrlhf.meshes.plan import LayoutName, Placement, Plan, Slice
 from jrlhf.models import Schedule
 from jrlhf.models.generation.occupancy import LastRows
 from jrlhf.planning.auto import prices_of
 from jrlhf.planning.fusion.last_rows import (
+    NO_GAIN,
     Choice,
     Moves,
     Rollouts,
@@ -85,11 +85,13 @@ def test_the_fastest_move_is_chosen_and_none_where_none_gains():
     assert choose(costly, [unlike]).last is None
 
 
-def test_a_move_that_frees_nobody_is_refused():
-    apart = replace(TWO, scoring=[Scoring(Slice(2, 1), 3.0)])
-    for rollouts in (apart, replace(TWO, scoring=[])):
-        with pytest.raises(UserError, match="last_groups=auto has no effect, because no model scores early on devices"):
-            Moves({"draw": rollouts}, None, print)
+@pytest.mark.parametrize(
+    ("scoring", "gains"), [([], False), ([Slice(2, 1)], False), ([TWO.devices], False), ([Slice(1, 1)], True)]
+)
+def test_a_run_says_if_no_move_frees_devices_that_score(scoring: list[Slice], gains: bool):
+    lines: list[str] = []
+    Moves({"draw": replace(TWO, scoring=[Scoring(devices, 3.0) for devices in scoring])}, None, lines.append)
+    assert lines == ([] if gains else [NO_GAIN])
 
 
 def test_a_run_chooses_before_each_rollout_by_the_lengths_of_the_last_ones():
