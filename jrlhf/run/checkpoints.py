@@ -11,6 +11,7 @@ import json
 import logging
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -348,7 +349,9 @@ def _read(read: Callable[[], T]) -> T:
             text = text if len(text) <= 100 else f"{text[:97]}..."
             obstacle, damage = (text, None) if is_obstacle(error) else (None, f"its files cannot be read: {text}")
         if result is None:
-            gc.collect()  # reads that failed at the same time report when they are collected
+            # Reads that failed at the same time report when they are collected; those that never began, later.
+            warnings.filterwarnings("ignore", "coroutine '.*_read_array_index_and_device_put' was never awaited")
+            gc.collect()
     if any_process(obstacle is not None):
         raise UserError(
             f"a checkpoint cannot be read now ({obstacle or 'in another process'}), but may be good: "
