@@ -179,7 +179,7 @@ def make_plan(
             raise UserError(f"{name}={value} has no effect with plan={plan}, which searches for nothing: leave one out")
     if config.algorithm is None and plan is not None:
         raise UserError(f"plan={plan} has no effect with {_unplanned(config)}: leave it out")
-    _check_asynchronous(config, search)
+    _check_options(config, search)
     graph = planned_graph(config)
     if cluster is None:
         here = select(config.device)
@@ -197,7 +197,8 @@ def make_plan(
     if processes is not None and (processes < 1 or devices % processes):
         raise UserError(f"processes={processes} must divide the {devices} devices: each has equally many")
     asynchronous = config.algorithm is not None and config.rl.asynchronous is not None
-    processes = processes or (1 if cluster is None or asynchronous else prices.cluster.hosts)
+    alone = _of_one_process(config)
+    processes = processes or (1 if cluster is None or alone else prices.cluster.hosts)
     if plan is None and asynchronous and config.fleet is None:
         divisions = predict.choose(setting, search.sigma or 0.0)
         outcome = divisions[0].outcome
@@ -245,11 +246,11 @@ def make_plan(
     if asynchronous:
         predictions = predict.alternatives(config, prices, outcome, search.sigma or 0.0)
         lines += ["", *predict.describe(config, prices, predictions, search.sigma or 0.0)]
-        if cluster is not None and prices.cluster.hosts > 1:
-            lines.append(
-                f"{config.algorithm}.asynchronous is for runs of one process, which has the devices of one host, and "
-                f"{cluster} has {prices.cluster.hosts} hosts: this is a prediction only"
-            )
+    if alone and cluster is not None and prices.cluster.hosts > 1:
+        lines.append(
+            f"{alone} is for runs of one process, which has the devices of one host, and {cluster} has "
+            f"{prices.cluster.hosts} hosts: this is a prediction only"
+        )
     own = predictions[0] if predictions else None
     planned = Planned(config, prices, outcome, "\n".join(lines), asynchronous=own, rollouts=rollouts)
     try:
@@ -260,22 +261,28 @@ def make_plan(
     return planned
 
 
-def _check_asynchronous(config: Config, search: Search) -> None:
-    """Refuses options that have no effect with asynchronous training, or without it."""
-    sigma = search.sigma
-    asynchronous = config.algorithm is not None and config.rl.asynchronous is not None
-    if sigma is not None and not asynchronous and config.compute.score_rows is None:
-        remedy = "leave it out, or set compute.score_rows"
-        raise UserError(f"sigma={sigma:g} has no effect without asynchronous training: {remedy}")
+def _of_one_process(config: Config) -> str:
+    """Returns the setting that only runs of one process can have; empty if there is none."""
+    if config.algorithm is not None and config.rl.asynchronous is not None:
+        return f"{config.algorithm}.asynchronous"
+    return "" if config.compute.score_rows is None else "compute.score_rows"
+
+
+def _check_options(config: Config, search: Search) -> None:
+    """Refuses options that have no effect with the config, or that it cannot have."""
+    sigma, alone = search.sigma, _of_one_process(config)
+    if sigma is not None and not alone:
+        settings = "asynchronous training or compute.score_rows"
+        raise UserError(f"sigma={sigma:g} has no effect without {settings}: leave it out")
     if sigma is not None and not 0 <= sigma <= 3:
         raise UserError(f"sigma={sigma:g} must be from 0 to 3")
     if sigma and search.mean_response is None:
         raise UserError(f"sigma={sigma:g} needs mean_response: without it all responses have the greatest length")
-    if not asynchronous:
+    if alone and search.processes not in (None, 1):
+        raise UserError(f"processes={search.processes}: {alone} is for runs of one process, leave one of them out")
+    if config.algorithm is None or config.rl.asynchronous is None:
         return
     key = f"{config.algorithm}.asynchronous"
-    if search.processes not in (None, 1):
-        raise UserError(f"processes={search.processes}: {key} is for runs of one process, leave one of them out")
     if search.overlap and config.fleet is None:
         raise UserError(f"overlap=True has no effect with {key}, whose updates run beside rollouts: leave it out")
     budget = ("seconds", "proposals", "hypothetical") if search.plan is None and config.fleet is None else ()

@@ -118,7 +118,8 @@ def stuck_rows(workload: Workload, call: Call, placement: Placement) -> str | No
         return "is one group of devices: rollout.last_groups=auto has no effect, leave it out" if groups == 1 else None
     if last < groups and groups % last == 0:
         return None
-    remedy = f"take a smaller divisor of {groups}, or leave it out" if groups > 1 else "leave it out"
+    fewer = ", ".join(map(str, divisors(groups)[:-1]))
+    remedy = f"take {' or '.join(fewer.rsplit(', ', 1))}, or leave it out" if fewer else "leave it out"
     return (
         f"has {groups} group(s) of {placement.tensor} device(s), and the last rows cannot move to "
         f"rollout.last_groups={last} of them: {remedy}"

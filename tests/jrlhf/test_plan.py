@@ -77,6 +77,13 @@ def test_the_move_of_the_last_rows_is_predicted(tmp_path, capsys):
             assert verdict == at_once.replace(advice, "leave compute.score_rows out")
 
 
+def test_tiles_on_several_hosts_are_predicted(capsys):
+    settings = "compute.score_rows=16", "ppo.rollout_batch=512", "rollout.chunk=32", "mesh.fsdp=16"
+    assert cli(["--config", "llama3-8b-ppo", "--cluster", "16xh100", "--plan", "colocate", *settings]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("compute.score_rows is for runs of one process, which has the devices of one host, and 16xh")
+
+
 def test_asynchronous_settings_are_predicted(tmp_path, capsys):
     """A saved plan gives the same table again; with a fleet of processes the search finds the trainer's plan."""
     lengths = "--mean-response", "300", "--sigma", "0.5"
@@ -174,11 +181,15 @@ def test_bad_input_is_one_sentence(capsys):
         (f"{cluster} --plan split --seconds 1", "seconds=1.0 has no effect with plan=split"),
         (f"{cluster} --plan split stages=[sft]", "plan=split has no effect with stages=[sft]"),
         (f"{cluster} --mean-response 9e9", "mean_response=9e+09 must be from 1 to data.max_response=1024"),
-        (f"{cluster} --sigma 1", "sigma=1 has no effect without asynchronous training: leave it out"),
+        (f"{cluster} --sigma 1", "sigma=1 has no effect without asynchronous training or compute.score_rows"),
         (f"{cluster} --sigma 4 ppo.asynchronous.staleness=1", "sigma=4 must be from 0 to 3"),
         (f"{cluster} --sigma 1 ppo.asynchronous.staleness=1", "sigma=1 needs mean_response"),
         (f"{cluster} --plan split --overlap ppo.asynchronous.staleness=1", "overlap=True has no effect with ppo.async"),
         (f"{cluster} --processes 2 ppo.asynchronous.staleness=1", "ppo.asynchronous is for runs of one process"),
+        (
+            f"{cluster} --processes 2 compute.score_rows=16",
+            "processes=2: compute.score_rows is for runs of one",
+        ),
         (f"{few} ppo.asynchronous.staleness=1", "proposals=10 has no effect with ppo.asynchronous, whose divisions"),
         (f"{cluster} --processes 0", "processes=0 must divide the 8 devices: each has equally many"),
         (f"{cluster} --processes 3", "processes=3 must divide the 8 devices: each has equally many"),

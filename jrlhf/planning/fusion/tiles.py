@@ -53,6 +53,7 @@ def choose_tiles(
     Reward functions are left out, because their seconds are not known. prices: called if a model could score early.
     """
     line, whole = "compute.score_rows=auto: whole batches are scored after the last row", with_tiles(config, None)
+    line += "" if config.rollout.last_groups is None else ", and rollout.last_groups has no effect"
     if not scored_early(config, workload.graph, plan):
         return whole, f"{line}, because no model scores on devices that are free while rows decode"
     priced = prices()

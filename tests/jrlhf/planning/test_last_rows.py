@@ -209,6 +209,7 @@ def test_the_tiles_that_are_chosen_are_the_fastest_by_counting_tokens(last):
         assert chosen == with_tiles(config, fastest) and (fastest is not None) == gains
         assert f"{seconds(fastest, lengths):.3g} s" in line and f"{seconds(None, lengths):.3g} s" in line
     assert chosen.rollout.last_groups is None
+    assert ("after the last row, and rollout.last_groups has no effect; " in line) == (last is not None)
 
 
 def test_no_tiles_need_no_prices_where_all_devices_decode():
