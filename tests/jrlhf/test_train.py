@@ -130,7 +130,9 @@ BAD = [
     ("--resume", "to resume: start a new one"),
     ("run_dir=/proc/none", "cannot be written"),
     ("--config quikstart", "did you mean quickstart"),
-    ("--all", "--all has no effect without --dry-run"),
+    ("--all", "--all has no effect without --dry-run: leave it out"),
+    ("--resume --accept-rewards --dry-run", "--resume has no effect with --dry-run: leave it out"),
+    ("--accept-rewards --dry-run", "--accept-rewards has no effect without --resume: leave it out"),
 ]
 
 
