@@ -23,6 +23,7 @@ _ROUNDED = (
     *("plan", "device.*", "mesh.*", "rollout.*", "*.micro_batches", "*.micro_batch_tokens"),
     *("compute.remat", "compute.logprob", "compute.fused_loss", "compute.attention", "compute.score_tokens"),
 )
+_SCHEDULE = "rollout.slots", "rollout.chunk"  # in asynchronous runs they decide which weights draw which tokens
 _TILE = "compute.score_rows"
 
 
@@ -36,7 +37,8 @@ def changes(path: Path | str, saved: str, config: Config) -> tuple[list[str], st
     differing = [key for key in {**new, **old} if old.get(key) != new.get(key)]
     differing = [key for key in differing if (key, new.get(key)) != (_TILE, "auto")]  # the run has chosen
     longer = [key for key in differing if key == _length_key(config) and key in old]
-    free = [key for key in differing if key in longer or _matches(key, _SAME + _ROUNDED)]
+    scheduled = _SCHEDULE if _is_asynchronous(config) else ()
+    free = [key for key in differing if key in longer or (_matches(key, _SAME + _ROUNDED) and key not in scheduled)]
     fixed = [key for key in differing if key not in free]
     refused = [f"{key}: {old.get(key, 'absent')} there, {new.get(key, 'absent')} here" for key in fixed]
     if longer and not refused:
@@ -65,8 +67,20 @@ def _settings(saved: object, config: Config) -> tuple[dict[str, str], dict[str, 
         began = build(Config, saved)  # reads keys of older versions, too
     except UserError:  # keys of a newer version are compared as text
         return _keys(saved), _keys(parse_yaml(config_yaml(config), "config"))
-    old, new = (_keys(parse_yaml(config_yaml(version, off=True), "config")) for version in (began, config))
+    versions = began, config
+    old, new = (_keys(parse_yaml(config_yaml(one, off=True), "config")) | _logical_workers(one) for one in versions)
     return old, new
+
+
+def _logical_workers(config: Config) -> dict[str, str]:
+    """Returns the number of logical workers, which define results, and whose default is the number of processes."""
+    if not _is_asynchronous(config):
+        return {}
+    return {f"{config.algorithm}.asynchronous.logical_workers": str(config.logical_workers)}
+
+
+def _is_asynchronous(config: Config) -> bool:
+    return config.algorithm is not None and config.rl.asynchronous is not None
 
 
 def _keys(parsed: object) -> dict[str, str]:

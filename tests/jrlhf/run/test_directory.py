@@ -134,6 +134,31 @@ def test_a_run_goes_on_with_settings_that_do_not_define_its_results(make):
     assert "(ppo.scores.clip: null there, 3.0 here)" in refused(make(*changed), resume=True)
 
 
+def test_a_run_goes_on_with_other_processes_only_if_its_logical_workers_are_the_same(make):
+    """Their default is the number of processes, so without a number they would be others."""
+    start = "ppo.asynchronous.staleness=2", "fleet.workers=2"
+    saved = config_yaml(make(*start))
+    key = "ppo.asynchronous.logical_workers"
+    assert changes("run", saved, make(start[0], "fleet.workers=1")) == (
+        [f"{key}: 2 there, 1 here"],
+        "with fleet.workers=1 (was 2)",
+    )
+    assert changes("run", saved, make(start[0])) == ([f"{key}: 2 there, 1 here"], "with fleet.workers=null (was 2)")
+    for workers in (1, "null"):
+        more = f"fleet.workers={workers}", f"{key}=2"
+        assert changes("run", saved, make(start[0], *more)) == ([], f"with fleet.workers={workers} (was 2)")
+    assert changes("run", config_yaml(make(start[0])), make(start[0], "fleet.workers=1"))[0] == []
+
+
+def test_an_asynchronous_run_goes_on_with_the_slots_and_chunks_that_its_schedule_follows_from(make):
+    other = "rollout.slots=32", "rollout.chunk=8"
+    refusals, line = changes("run", config_yaml(make()), make(*other))
+    assert refusals == [] and line.endswith("results are the same up to rounding")
+    start = "ppo.asynchronous.staleness=2"
+    refusals, line = changes("run", config_yaml(make(start)), make(start, *other))
+    assert {text.partition(":")[0] for text in refusals} == {"rollout.chunk", "rollout.slots"} and not line
+
+
 def test_a_run_that_cannot_become_so_long_says_why(make):
     cases = (
         ("[sft,ppo]", "ppo.iterations", 40, 2, "a run of 40 (ppo.actor.final=1, ppo.actor.warmup=10): resume it with"),
