@@ -423,6 +423,20 @@ def test_sections_say_only_what_the_run_knows(tmp_path, undrawn):
     assert "Where the calls run" not in text(metrics=gold_records(3), plan=one_device)
 
 
+def test_an_asynchronous_run_shows_who_waits_and_how_old_tokens_are(tmp_path, undrawn):
+    def titles(**metrics: float) -> list[str]:
+        records = of_stage("ppo", 4, 4.0, **metrics)
+        html = render(read_run(write(tmp_path / "run", metrics=records)))
+        return [Page(title).text for title in re.findall(r"<figure.*?<h3>(.*?)</h3>", html, re.DOTALL)]
+
+    ages = {f"training/off_policy/token_staleness/{name}": 1.0 for name in ("mean", "max")}
+    shares = {"rollout_corr/rollout_rs_masked_fraction": 0.25}
+    both = {f"async/{side}_wait": 3.0 for side in ("trainer", "rollouts")}
+    for waits in (both, {f"{name}_seconds": value for name, value in both.items()}):
+        assert titles(**ages, **shares, **waits) == ["Waiting", "Age of tokens", "Tokens without full weight"]
+    assert titles(**{"actor/entropy": 1.0}) == ["Entropy"]
+
+
 def test_a_gamed_reward_is_called_so(tmp_path, undrawn):
     def verdict(reward, gold) -> str:
         rows = enumerate(zip(reward, gold, strict=True), start=1)
