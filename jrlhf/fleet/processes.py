@@ -288,9 +288,9 @@ class _Process:
                 self._worker.kill()
             facts = decode(self._send(self._worker, self._setup))
             if facts["program"] != program():
-                raise RunFailure(
-                    f"rollout process {self._number} runs another version of the program than the trainer, which was "
-                    "started before its files were changed: resume the run with one version"
+                raise UserError(
+                    f"rollout process {self._number} runs another version of jrlhf or JAX than the trainer, or their "
+                    "files were changed since the trainer started: install one version everywhere and resume the run"
                 )
             for text, answer, shared in self._commands:
                 if self._send(self._worker, text, shared) != answer and answer is not None:

@@ -169,7 +169,7 @@ def test_what_no_successor_mends_is_one_sentence(process):
     with pytest.raises(RunFailure, match=r"3 times in a row .* 1 was lost \(left with exit code 1, .*'no memory'"):
         make().ask({"always": True})
     assert len(sentences) == 3
-    with pytest.raises(RunFailure, match="another version of the program than the trainer"):
+    with pytest.raises(UserError, match="another version of jrlhf or JAX than the trainer, .*: install one version"):
         make(program="of yesterday").ask({})
     other = make()
     other.ask({"draws": True})
