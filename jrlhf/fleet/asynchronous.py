@@ -148,11 +148,14 @@ class AsynchronousRollouts(Closing):
             }
             return self._stream.batch(collected, step, answers)
 
-    def publish(self, actor: Actor) -> dict[str, float]:
-        """Publishes the actor's new weights to the fleet; returns metrics."""
+    def publish(self, actor: Actor) -> None:
+        """Publishes the actor's new weights to the fleet."""
         published = self._published(actor)
         with jax.set_mesh(self._mesh):
             self._clock.run("gen", self._fleet.publish, *published)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the metrics of an iteration after its `state`, which compares what replaced weights drew."""
         return self._fleet.metrics()
 
     def _ask(self, group: Collected) -> None:

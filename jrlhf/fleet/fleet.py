@@ -356,7 +356,8 @@ class Fleet:
         """Compares the recorded rows of retired versions, and drops those versions."""
         for lane in self._lanes:
             while lane.retired:
-                _, lane.tracked = self._compare(lane, *lane.retired.pop(0))
+                compared, lane.tracked = self._compare(lane, *lane.retired.pop(0))
+                self._compared += compared
 
     # ---- between two chunks
 

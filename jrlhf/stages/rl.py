@@ -119,7 +119,8 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
             batch, raw, rounds = values["prompts"], rewards.raw, 1
         else:
             batch, raw, rounds = roles.pool.prompts, roles.pool.raw, roles.pool.draws - draws
-        metrics |= {} if fleet is None else fleet.publish(roles.actor)
+        if fleet is not None:
+            fleet.publish(roles.actor)
         multiplier = None if roles.constraint is None else roles.constraint.state
         with jax.set_mesh(arithmetic):
             measured, kl, learned = measure(experience, state.kl)
@@ -128,6 +129,8 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         metrics |= {"objective/kl_coef": kl_coef} if algorithm.needs_reference else {}
         metrics |= {} if roles.pool is None else roles.pool.metrics()
         metrics |= {} if costs is None else costs.metrics()
+        drawing = fleet and fleet.state
+        metrics |= {} if fleet is None else fleet.metrics()
         metrics = to_host(metrics)
         for scored in (rewards, costs):
             if scored is not None:
@@ -144,7 +147,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         metrics |= watch(context, batch, replace(experience, **read), raw)
         metrics[SAMPLES] += samples
         drawn = to_devices(np.int32(draws + rounds), everywhere)
-        return RLState(roles.states, kl, rewards.moments, drawn, multiplier, fleet and fleet.state), metrics
+        return RLState(roles.states, kl, rewards.moments, drawn, multiplier, drawing), metrics
 
     meta = {"corpus": task.fingerprint} | identities | dataflow_identity(config)
     meta |= {f"reward {reward}": digest for reward, digest in rewards.identities.items()}

@@ -136,6 +136,19 @@ def test_a_run_that_goes_on_compares_the_same_rows(arguments):
     jax.tree.map(np.testing.assert_array_equal, *jax.device_get((state.tracked, states[-1].tracked)))
 
 
+def test_metrics_count_what_was_compared_after_newer_weights_came():
+    """Updates so long that each batch is drawn before the weights that learn from it, so `collect` compares nothing."""
+    own = setting((1, 1, 1), FLOAT, "keep_cache")
+    fleet = own.fleet()
+    fleet._rules = replace(fleet._rules, update=500)
+    for version in range(1, 5):
+        batch, _ = own.iterate(fleet, version)
+        newest = max(row[:n].max() for row, n in zip(batch.rows.versions, batch.rows.lengths, strict=True))
+        assert newest == max(0, version - 2)
+        metrics = fleet.metrics()
+        assert metrics["async/recomputed_tokens"] > 0 and metrics["async/logprob_distance"] < 1e-5
+
+
 def test_no_state_is_saved_with_what_nothing_has_proven():
     own = setting((1, 1, 1), FLOAT, "keep_cache")
     fleet = own.fleet()
