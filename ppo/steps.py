@@ -139,9 +139,9 @@ def make_actor_step(
         actor/stopped_updates: not applied because of `target_kl`, which a skipped one does not reach.
     With `config.corrections` or `config.staleness`, shares of the batch's response tokens under verl's names:
     rollout_corr/rollout_rs_masked_fraction (of weight 0), rollout_corr/rollout_rs_seq_masked_fraction (rows with such a
-    token) and rollout_corr/rollout_is_ratio_fraction_high (truncated). Where the weights are interpolated, they are
-    means over the updates, without the second, and rollout_corr/rollout_is_mean is the weights' mean. Where the
-    experience has versions, the metrics of `age_metrics`.
+    token), rollout_corr/rollout_is_ratio_fraction_high (truncated), and rollout_corr/full_weight (neither) by length.
+    Where the weights are interpolated, the first and third are means over the updates, without the others, and
+    rollout_corr/rollout_is_mean is the weights' mean. Where the experience has versions, the metrics of `age_metrics`.
 
     Raises ValueError when first called with rows that do not divide into minibatches x micro_batches, with texts of
     another shape, or with an experience that was made with another config.

@@ -24,6 +24,7 @@ from jrlhf.ppo import (
     policy_loss,
     proximal_logprobs,
 )
+from jrlhf.ppo.off_policy import weight_shares
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes", "quick_compilation")
 ROWS, TIME, STEP = 8, 9, 6
@@ -100,6 +101,28 @@ def test_a_token_of_weight_0_counts_in_the_denominator(toy):
     fewer = replace(experience, response_mask=jnp.asarray(mask & fresh))
     removed, _ = gradient(PolicyConfig(kl_coef=0.0), fewer, logprobs)  # as verl does it
     np.testing.assert_allclose(removed * (mask & fresh).sum() / mask.sum(), bounded, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_full_weight_by_quartile_of_length(cap):
+    """Against places in the order of lengths, 400 to a row, which belong to the rows of a length alike."""
+    rng, rows, time = np.random.default_rng(3), 10, 12
+    lengths = rng.integers(0, 6, rows)  # several rows have one length, and some are empty
+    mask = np.arange(time) < lengths[:, None]
+    weights = np.where(mask, rng.choice([0.0, 0.5, 1.0, 2.0], (rows, time)), 0).astype(np.float32)
+    config = PolicyConfig() if cap is None else PolicyConfig(importance="token", importance_cap=cap)
+    metrics = weight_shares(jnp.asarray(weights), jnp.asarray(mask), config)
+    full = mask & (weights != 0) & (weights < (np.inf if cap is None else cap))
+    pairs = np.array(sorted((mask[row].sum(), row) for row in range(rows) if mask[row].any()))
+    shares = np.zeros((4, rows))
+    for length in set(pairs[:, 0]):  # the places of rows of one length belong to each of them alike
+        places, own = np.flatnonzero(pairs[:, 0] == length), pairs[pairs[:, 0] == length, 1]
+        for place in np.arange(400 * places[0], 400 * (places[-1] + 1)):
+            shares[int(place * 4 // (400 * len(pairs))), own] += 1 / (400 * len(own))
+    assert len(pairs) < rows and len(set(pairs[:, 0])) < len(pairs) and full.sum() < mask.sum()
+    for part, share in enumerate(shares, start=1):
+        expected = (share @ full.sum(1)) / (share @ mask.sum(1))
+        np.testing.assert_allclose(metrics[f"rollout_corr/full_weight/quartile_{part}"], expected, rtol=1e-5)
 
 
 def test_without_a_gap_every_correction_is_plain_ppo(toy):
