@@ -36,7 +36,7 @@ from jrlhf.models.hf.files import PROMPTING
 from jrlhf.planning.auto import Setting, auto_plan, prices_here
 from jrlhf.planning.fit import check_memory
 from jrlhf.planning.fusion.last_rows import Moves, rollouts_of
-from jrlhf.planning.fusion.tiles import choose_tiles, with_tiles
+from jrlhf.planning.fusion.tiles import choose_tiles, resumed_tiles
 from jrlhf.planning.fusion.updates import fused_updates
 from jrlhf.planning.plans import plan_of_config, plan_yaml, read_plan, refuse_cross_process, transfer_line
 from jrlhf.planning.workload import Workload, workload_of
@@ -90,7 +90,8 @@ def _open_context(
     if resume:
         from_main(partial(check_origins, hub_names(config), run_path(config)))
         if config.compute.score_rows == "auto":
-            config = with_tiles(config, from_main(partial(saved_tile, run_path(config) / CONFIG)))
+            config, line = resumed_tiles(config, from_main(partial(saved_tile, run_path(config) / CONFIG)))
+            config = replace(config, notices=(*config.notices, line))
     mesh, models, plan = select_resources(config, resume=resume)
     console, placements, moves = _open_console(config), {}, None
     if plan is not None:

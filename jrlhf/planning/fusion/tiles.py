@@ -31,6 +31,21 @@ def with_tiles(config: Config, rows: int | None) -> Config:
     return replace(config, compute=replace(config.compute, score_rows=rows), rollout=rollout)
 
 
+def resumed_tiles(config: Config, rows: int | None) -> tuple[Config, str]:
+    """Returns a config with the tiles that a run with `compute.score_rows: auto` has since its start, and a line."""
+    line = _whole_batches(config) if rows is None else _tiles(rows)
+    return with_tiles(config, rows), f"{line}, as since the start of the run"
+
+
+def _tiles(rows: int) -> str:
+    return f"compute.score_rows=auto: {rows} rows are scored together while others decode"
+
+
+def _whole_batches(config: Config) -> str:
+    line = "compute.score_rows=auto: whole batches are scored after the last row"
+    return line + ("" if config.rollout.last_groups is None else ", and rollout.last_groups has no effect")
+
+
 def scored_early(config: Config, graph: Graph, plan: Plan) -> list[str]:
     """Returns the models' calls that may score rows while others decode, because they are on other devices.
 
@@ -52,8 +67,7 @@ def choose_tiles(
 
     Reward functions are left out, because their seconds are not known. prices: called if a model could score early.
     """
-    line, whole = "compute.score_rows=auto: whole batches are scored after the last row", with_tiles(config, None)
-    line += "" if config.rollout.last_groups is None else ", and rollout.last_groups has no effect"
+    line, whole = _whole_batches(config), with_tiles(config, None)
     if not scored_early(config, workload.graph, plan):
         return whole, f"{line}, because no model scores on devices that are free while rows decode"
     priced = prices()
@@ -73,9 +87,9 @@ def choose_tiles(
     rows, at_once = min(times, key=times.__getitem__, default=None), seconds(whole)
     least = at_once if rows is None else times[rows]
     mean = f"responses of {fmean(own.mean() for own in lengths):.0f} tokens in the mean are drawn and scored in"
-    if least < at_once:
-        line = f"compute.score_rows=auto: {rows} rows are scored together while others decode; {mean} {least:.3g} s"
-        return with_tiles(config, rows), f"{line}, and with whole batches in {at_once:.3g} s"
+    if rows and least < at_once:
+        line = f"{_tiles(rows)}; {mean} {least:.3g} s, and with whole batches in {at_once:.3g} s"
+        return with_tiles(config, rows), line
     than = f"with tiles of {rows} rows in {least:.3g} s" if rows else "no smaller number of rows suits the plan"
     return whole, f"{line}; {mean} {at_once:.3g} s, {than}"
 

@@ -25,7 +25,7 @@ from jrlhf.planning.fusion.last_rows import (
     follow,
     rollouts_of,
 )
-from jrlhf.planning.fusion.tiles import choose_tiles, with_tiles
+from jrlhf.planning.fusion.tiles import choose_tiles, resumed_tiles, with_tiles
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import workload_of
 from jrlhf.stages.setup import architectures
@@ -210,6 +210,18 @@ def test_the_tiles_that_are_chosen_are_the_fastest_by_counting_tokens(last):
         assert f"{seconds(fastest, lengths):.3g} s" in line and f"{seconds(None, lengths):.3g} s" in line
     assert chosen.rollout.last_groups is None
     assert ("after the last row, and rollout.last_groups has no effect; " in line) == (last is not None)
+
+
+@pytest.mark.parametrize("last", ["", "rollout.last_groups=1", "rollout.last_groups=auto"])
+def test_a_resume_says_which_tiles_it_has_and_whether_rows_move(last):
+    config = load_config("configs/llama3-8b-ppo.yaml", ["compute.score_rows=auto", *filter(None, [last])])
+    tiled, line = resumed_tiles(config, 16)
+    assert (tiled.compute.score_rows, tiled.rollout) == (16, config.rollout)
+    assert line.startswith("compute.score_rows=auto: 16 rows are ") and "no effect" not in line
+    whole, line = resumed_tiles(config, None)
+    assert whole.compute.score_rows is whole.rollout.last_groups is None
+    void = ", and rollout.last_groups has no effect" if last else ""
+    assert line.endswith(f"whole batches are scored after the last row{void}, as since the start of the run")
 
 
 def test_no_tiles_need_no_prices_where_all_devices_decode():
