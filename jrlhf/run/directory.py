@@ -220,14 +220,29 @@ def open_run(config: Config, *, resume: bool = False, notes: Sequence[str] = ())
     return run
 
 
-def _open(run: Run, config: Config, resume: bool) -> None:
-    path = run.path
+def check_resume(config: Config) -> None:
+    """Refuses a resume without a run in `run_path(config)`, or with another config than the run's, before other work.
+
+    `open_run` checks both again, because the run may change meanwhile.
+    """
+    with writable(config):
+        _check_run(run_path(config), resume=True)
+        _compare(run_path(config), config, resume=True)
+
+
+def _check_run(path: Path, resume: bool) -> None:
+    """Refuses a directory that holds something else than a run, or nothing to resume."""
     names = [entry.name for entry in path.iterdir()] if path.exists() else []
     if CONFIG not in names:
         if resume:
             raise UserError(f"there is no run in {path} to resume: start a new one, or check name= and run_dir=")
         if any(name != _LOCK and not name.endswith(".tmp") for name in names):
             raise UserError(f"{path} exists and is not a run (it has no {CONFIG}): choose another name= or run_dir=")
+
+
+def _open(run: Run, config: Config, resume: bool) -> None:
+    path = run.path
+    _check_run(path, resume)
     path.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as undo:
         undo.callback(run.close)

@@ -58,7 +58,7 @@ from jrlhf.roles.pretrained import (
 )
 from jrlhf.run.console import Console
 from jrlhf.run.devices import idle_accelerator, select
-from jrlhf.run.directory import CONFIG, HUB, PLAN, TOKENIZER, explained, open_run, run_path
+from jrlhf.run.directory import CONFIG, HUB, PLAN, TOKENIZER, check_resume, explained, open_run, run_path
 from jrlhf.run.files import seal, to_json, unsealed
 from jrlhf.run.preemption import PreemptionGuard
 from jrlhf.run.processes import from_main, is_main, several
@@ -89,6 +89,7 @@ def _open_context(
 ) -> Iterator[Context]:
     if resume:
         from_main(partial(check_origins, hub_names(config), run_path(config)))
+        from_main(partial(check_resume, config))
         if config.compute.score_rows == "auto":
             config, line = resumed_tiles(config, from_main(partial(saved_tile, run_path(config) / CONFIG)))
             config = replace(config, notices=(*config.notices, line))

@@ -10,7 +10,7 @@ import yaml
 
 import jrlhf.__main__
 from jrlhf.algorithms.registry import stage_graph
-from jrlhf.config import load_config
+from jrlhf.config import config_yaml, load_config
 from jrlhf.export import cli as export
 from jrlhf.models import init_sharded
 from jrlhf.planning.fit import memory_of
@@ -142,6 +142,17 @@ def test_bad_input_is_one_sentence_and_exit_code_2(eight, tmp_path, capsys):
         error = capsys.readouterr().err
         assert message in error and error.startswith("error: ") and error.count("\n") == 1, (arguments, error)
         assert not (tmp_path / "runs").exists()
+
+
+def test_a_resume_of_a_run_with_another_config_is_refused_before_data_is_read(eight, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(setup, "load_task", None)
+    (tmp_path / "runs" / "sums").mkdir(parents=True)
+    (tmp_path / "runs" / "sums" / "config.yaml").write_text(config_yaml(load_config(eight[1])))
+    for change in ("compute.score_rows=4 rollout.chunk=2", "seed=9"):
+        assert cli([*eight, "--resume", *change.split()]) == 2
+        output = capsys.readouterr()
+        assert f"{change.split('=')[0]}: " in output.err and "holds a run with another config" in output.err
+        assert "reading the data" not in output.out
 
 
 def test_a_dry_run_is_done_if_its_reader_leaves(eight, monkeypatch):
