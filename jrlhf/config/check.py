@@ -367,8 +367,8 @@ def _score_rows(config: Config, stage: str, rows: int | Literal["auto"]) -> Iter
         yield f"{key} does not cut {stage}.rollout_batch={batch} into equal parts{whole}: choose from {choices}"
     if config.rollout.is_one_program(config.rl.rollout_batch, limit):
         yield (
-            f"{key} scores rows between chunks of decode steps, and rollout.chunk={config.rollout.chunk} holds a whole "
-            f"rollout: set it below data.max_response={limit}"
+            f"{key} scores rows between two chunks of decode steps, and rollout.chunk={config.rollout.chunk} decodes "
+            f"all data.max_response={limit} tokens in one: set rollout.chunk below {limit}"
         )
     asleep = [part for part in SleepConfig.SWITCHES if part != "optimizer" and vars(config.offloading)[part] == "host"]
     if asleep:

@@ -127,10 +127,10 @@ stages=[sft] ; compute.score_rows=8
 compute.score_rows=24
     compute.score_rows=24 does not cut ppo.rollout_batch=128 into equal parts: choose from 1, 2, 4, 8, 16, 32, 64, 128
 compute.score_rows=16
-    compute.score_rows=16 scores rows between chunks of decode steps, and rollout.chunk=64 holds a whole rollout: set
-    it below data.max_response=24
+    compute.score_rows=16 scores rows between two chunks of decode steps, and rollout.chunk=64 decodes all
+    data.max_response=24 tokens in one: set rollout.chunk below 24
 compute.score_rows=auto
-    compute.score_rows=auto scores rows between chunks of decode steps, and rollout.chunk=64 holds a whole rollout: set
+    compute.score_rows=auto scores rows between two chunks of decode steps, and rollout.chunk=64 decodes all
 compute.score_rows=16 ; rollout.chunk=8 ; ppo.asynchronous.staleness=1
     compute.score_rows=16 scores rollouts that are learned from at once, and not ppo.asynchronous: leave one out
 compute.score_rows=16 ; rollout.chunk=8 ; sleep.reward=host
