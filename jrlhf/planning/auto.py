@@ -199,8 +199,8 @@ def prices_here(
         return CostModel(workload, cluster_of(profile, memory), backend=backend, costs=costs, away=away)
     if hardware is None:
         raise UserError(
-            f"nothing is known of what calls cost on {devices[0].device_kind} devices: measure them with "
-            f"`python -m jrlhf.plan --config C --profile`, or set {instead}"
+            f"nothing is known of what calls cost on {devices[0].device_kind} devices: measure them by the command "
+            f"`python -m jrlhf.plan --profile` with the --config and the settings of this run, or set {instead}"
         )
     return prices_of(config, workload, Cluster(replace(hardware, memory=memory), len(devices)))
 

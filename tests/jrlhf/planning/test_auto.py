@@ -59,7 +59,7 @@ def test_prices_are_those_of_the_devices_at_hand():
     config = config_of("device.memory=50")
     prices = prices_here(config, work(config), [Device()] * 8)
     assert prices.capacity == 50 * 2**30  # the memory that a run may use
-    with pytest.raises(UserError, match="nothing is known of what calls cost on abacus devices: measure"):
+    with pytest.raises(UserError, match="what calls cost on abacus devices: measure .* --profile` with the --config"):
         prices_here(config, work(config), [Device("abacus", "cpu")])
 
 
