@@ -3,10 +3,10 @@
 Opens everything a run needs later (reward functions, tokenizers, adapters), so that typos fail early.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Literal
 
 import jax
@@ -39,6 +39,7 @@ from jrlhf.planning.fusion.last_rows import Moves, rollouts_of
 from jrlhf.planning.fusion.tiles import choose_tiles, resumed_tiles
 from jrlhf.planning.fusion.updates import fused_updates
 from jrlhf.planning.plans import plan_of_config, plan_yaml, read_plan, refuse_cross_process, transfer_line
+from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import Workload, workload_of
 from jrlhf.rewards.facts import MODULES
 from jrlhf.rewards.functions import FunctionReward, RewardFailure
@@ -99,12 +100,12 @@ def _open_context(
         graph, ahead, devices = graph_of(config), config.offloading.ahead, list(mesh.devices.flat)
         workload = workload_of(config, graph, models)
         placements = place_roles(plan, graph, devices, fused=fused_updates(workload, plan), prefetch=ahead)
+        prices = prices_of_rollouts(config, workload, devices)
         if config.compute.score_rows == "auto":
-            config, line = chosen_tiles(config, workload, plan, devices)
+            config, line = choose_tiles(config, workload, plan, lengths_of_a_new_run(workload), prices)
             console.line(line)
         if config.rollout.last_groups == "auto":
-            prices = prices_here(config, workload, devices, "rollout.last_groups=null")
-            moves = Moves(rollouts_of(config, prices, plan), config.rollout.last_rows, console.line)
+            moves = Moves(rollouts_of(config, prices(), plan), config.rollout.last_rows, console.line)
     if plan is not None and (line := transfer_line(plan, [device.process_index for device in mesh.devices.flat])):
         console.line(line)
     if plan is not None and config.fleet is not None and config.fleet.engine == "ray":
@@ -260,10 +261,13 @@ def select_plan(
     return plan
 
 
-def chosen_tiles(config: Config, workload: Workload, plan: Plan, devices: Sequence[Device]) -> tuple[Config, str]:
-    """Returns a config with `compute.score_rows: auto` replaced by the choice for a new run, and a line on it."""
-    prices = partial(prices_here, config, workload, devices, "compute.score_rows=null")
-    return choose_tiles(config, workload, plan, lengths_of_a_new_run(workload), prices)
+def prices_of_rollouts(config: Config, workload: Workload, devices: Sequence[Device]) -> Callable[[], CostModel]:
+    """Returns a function for the prices with which a run chooses its tiles and moves; it makes them when called first.
+
+    `compute.score_rows: auto` and `rollout.last_groups: auto` share them, because neither changes a price.
+    """
+    key = "compute.score_rows" if config.compute.score_rows == "auto" else "rollout.last_groups"
+    return cache(lambda: prices_here(config, workload, devices, f"{key}=null"))
 
 
 def architectures(config: Config) -> dict[str, ModelConfig]:

@@ -3,6 +3,7 @@
 import sys
 from functools import partial
 from types import ModuleType
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -18,9 +19,9 @@ from jrlhf.models import LoRAConfig, init_lora
 from jrlhf.models.hf import export_adapter, read_config
 from jrlhf.planning.fit import memory_of
 from jrlhf.planning.time import CostModel
-from jrlhf.stages import dryrun, setup
+from jrlhf.stages import setup
 from jrlhf.stages.dryrun import describe
-from jrlhf.stages.setup import select_mesh
+from jrlhf.stages.setup import prices_of_rollouts, select_mesh
 
 
 def test_adapters_of_rewards_and_costs_are_counted_and_lie_on_the_base(tmp_path, user, settings, monkeypatch):
@@ -79,11 +80,21 @@ def test_the_move_of_the_last_rows_needs_prices_and_is_described(settings, monke
     with pytest.raises(UserError, match="nothing is known of .* on cpu devices: .*, or set rollout.last_groups=null"):
         describe(config)
     monkeypatch.setattr(
-        dryrun, "prices_here", lambda _, workload, *__: CostModel(workload, Cluster(HARDWARE["h100"], 8))
+        setup, "prices_here", lambda _, workload, *__: CostModel(workload, Cluster(HARDWARE["h100"], 8))
     )
     text = describe(config)
     assert "the last rows move as the lengths of the last 4 rollouts suggest, of the first not;\n" in text
     assert "  actor.generate: the last rows " in text and " s until all rows are drawn and scored" in text
+
+
+def test_tiles_and_moves_share_their_prices(settings, monkeypatch):
+    """The message names the setting that asks first."""
+    monkeypatch.setattr(setup, "prices_here", lambda *arguments: [arguments[-1]])
+    for rows, key in (("auto", "compute.score_rows"), (4, "rollout.last_groups")):
+        rollout = {"chunk": 4, "last_groups": "auto"}
+        config: Config = build(Config, settings(plan="split", compute={"score_rows": rows}, rollout=rollout))
+        prices: Any = prices_of_rollouts(config, cast(Any, None), [])
+        assert prices() == [f"{key}=null"] and prices() is prices()
 
 
 def test_tiles_are_chosen_and_described(settings, monkeypatch):
