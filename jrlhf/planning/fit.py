@@ -14,13 +14,12 @@ from jrlhf.config.places import expanded
 from jrlhf.config.schema import MOST_DEVICES, Config
 from jrlhf.errors import UserError
 from jrlhf.meshes import Graph
-from jrlhf.meshes.graph import LEARNED, LEARNER
 from jrlhf.meshes.mesh import Device
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.models import LoRAConfig, ModelConfig
 from jrlhf.models.remat import REMATS
 from jrlhf.planning.activations import DEFAULT, Backend
-from jrlhf.planning.memory import GIB, Away, PlanMemory, away_parts, keepers, plan_memory
+from jrlhf.planning.memory import GIB, Away, PlanMemory, away_parts, plan_memory
 from jrlhf.planning.plans import NAMES, colocated
 from jrlhf.planning.simulate import Simulation
 from jrlhf.planning.time import CostModel
@@ -52,7 +51,7 @@ def _check_stage(config: Config, workload: Workload, mesh: Mesh, plan: Plan | No
     if memory.peak <= limit:
         return
     worst = memory.largest
-    settings = suggest_settings(workload, plan, limit, backend, away=away)
+    settings = suggest_settings(workload, plan, limit, backend, away=away, asleep=_asleep(config, workload))
     if source.startswith("its"):  # simulated devices share the host's memory, so more of them do not help
         settings = [setting for setting in settings if "devices" not in setting.changes]
     remedy = " or ".join(_written(config, setting, workload, plan) for setting in settings[:MOST_NAMED])
@@ -71,13 +70,19 @@ def check_fits(config: Config, plan: Plan, prices: CostModel, result: Simulation
     fullest = max(result.memory, key=lambda group: group.peak)
     here = [name for name, placement in plan.placements.items() if placement.devices.overlaps(fullest.devices)]
     largest = max(here, key=lambda name: prices.call(workload.graph[name], plan[name]).active)
-    settings = suggest_settings(workload, plan, prices.capacity, prices.backend, away=prices.away)
+    offloaded = {"away": prices.away, "asleep": _asleep(config, workload)}
+    settings = suggest_settings(workload, plan, prices.capacity, prices.backend, **offloaded)
     remedy = " or ".join(_written(config, setting, workload, plan) for setting in settings[:MOST_NAMED])
     raise UserError(
         f"plan {plan.name} needs {result.peak / GIB:.1f} GiB on each of devices {fullest.devices}, which have "
         f"{prices.capacity / GIB:.1f}, {fullest.resident / GIB:.1f} of it for what stays and the rest for {largest}: "
         + (f"choose {remedy}" if remedy else "no setting makes it fit, search for another plan")
     )
+
+
+def _asleep(config: Config, workload: Workload) -> Away:
+    """Returns what is offloaded with sleep.optimizer=host; {} for stages that offload nothing."""
+    return away_parts(replace(config, sleep=replace(config.offloading, optimizer="host")), workload)
 
 
 def _share_of_host(config: Config, mesh: Mesh, plan: Plan) -> float:
@@ -155,11 +160,12 @@ def _written(config: Config, setting: "Setting", workload: Workload, plan: Plan)
 
 @dataclass(frozen=True)
 class Case:
-    """The settings to which changes are applied."""
+    """The settings to which changes are applied. asleep: `away` with sleep.optimizer=host."""
 
     workload: Workload
     plan: Plan
     away: Away
+    asleep: Away
 
 
 @dataclass(frozen=True)
@@ -175,14 +181,21 @@ class Setting:
 
 
 def suggest_settings(
-    workload: Workload, plan: Plan, capacity: float, backend: Backend = DEFAULT, *, away: Away | None = None
+    workload: Workload,
+    plan: Plan,
+    capacity: float,
+    backend: Backend = DEFAULT,
+    *,
+    away: Away | None = None,
+    asleep: Away | None = None,
 ) -> list[Setting]:
     """Returns the nearest settings whose peak is at most `capacity` bytes; [] if the plan fits, or nothing does.
 
     Settings with the fewest changes come first, each change as small as possible; then adapters, if they suffice alone.
     More devices are suggested only if no other setting fits. away: what is offloaded already.
+    asleep: what is offloaded with sleep.optimizer=host; None: that is no choice.
     """
-    case = Case(workload, plan, away or {})
+    case = Case(workload, plan, away or {}, asleep or {})
 
     def peak(case: Case) -> float:
         try:
@@ -242,8 +255,8 @@ def _changes_mildest_first(case: Case) -> Iterator[tuple[str, Iterable[Any]]]:
     yield "slots", takewhile(holds, (slots >> halved for halved in range(slots.bit_length())))
     sizes = [at.data * at.fsdp for at in placements.values()]
     yield "fsdp", [max(sizes)] if any(at.data > 1 for at in placements.values()) else []
-    # Only RL algorithms offload anything, and fused updates need both models' states at a time.
-    yield "sleep", ["optimizer"] if generating and not case.plan.fused else []
+    # Fused updates need both models' states at a time.
+    yield "sleep", ["optimizer"] if case.asleep and not case.plan.fused else []
     actor = workload.models.get("actor")
     adaptable = actor and actor[0].lora is None and actor[0].config.gated_mlp and actor[0].config.positions == "rotary"
     yield "lora", [ADAPTER.rank] if adaptable else []
@@ -257,14 +270,8 @@ def _changed(case: Case, change: tuple[str, Any]) -> Case:
             return _placed(case, lambda at: replace(at, micro_batches=parts), training)
         case "fsdp", _:
             return _placed(case, lambda at: replace(at, data=1, fsdp=at.data * at.fsdp))
-        case "sleep", part:
-            trained = [role for role, models in keepers(workload).items() if any(model.trained for model in models)]
-            asleep: Away = {
-                (role, call.name): {**case.away.get((role, call.name), {}), part: "pinned_host"}
-                for role, call in product(trained, workload.calls)
-                if call.kind != "train" or role not in (LEARNED if call.role == LEARNER else (call.role,))
-            }
-            return replace(case, away={**case.away, **asleep})
+        case "sleep", _:
+            return replace(case, away=case.asleep)
         case "lora", _:
             return replace(case, workload=_adapted(workload))
     return replace(case, workload=replace(workload, **dict([change])))  # "remat" and "slots"

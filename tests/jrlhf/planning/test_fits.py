@@ -40,6 +40,18 @@ def test_a_run_that_cannot_fit_is_refused_with_settings_that_do():
     check(*loaded("llama3-8b-ppo", "device.memory=80"))
 
 
+@pytest.mark.parametrize("ahead", ["false", "true"])
+def test_offloaded_optimizers_are_suggested_where_that_suffices(ahead):
+    """With `sleep.ahead` the call before an update has its optimizer state on the devices already."""
+    run, asleep = ("llama3-8b-ppo", "sleep.reference=host", f"sleep.ahead={ahead}"), "sleep.optimizer=host"
+    need = memory(*loaded(*run, "device.memory=1000", asleep)).peak / GIB
+    for spare, suffices in ((0.01, True), (-0.01, False)):
+        with pytest.raises(UserError, match=" choose ") as error:
+            check(*loaded(*run, f"device.memory={need + spare}"))
+        assert bool(re.search(rf" (choose|or) {asleep}( or|$)", str(error.value))) == suffices
+    check(*loaded(*run, f"device.memory={need + 0.01}", asleep))
+
+
 def test_on_cpus_a_run_must_fit_into_the_memory_of_the_machine(monkeypatch):
     """Each simulated device has a share of it. A given memory is that of other devices, which are only described."""
     need = memory(*loaded("quickstart", "mesh={fsdp: 8}")).peak

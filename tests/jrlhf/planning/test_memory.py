@@ -17,7 +17,7 @@ from benchmarks.drawn import summary
 from benchmarks.memory import LAYOUTS, PATH, Case, Found, accelerator_cases, compiled, cpu_cases, predicted, row, within
 from benchmarks.shapes import adapter_weights, device_bytes, generation_copy, placed, train_state, whole_weights
 from jrlhf.algorithms.registry import graph_of
-from jrlhf.config.schema import Config, LoRASection
+from jrlhf.config.schema import Config, LoRASection, SleepConfig
 from jrlhf.config.stages import OptimizerConfig
 from jrlhf.meshes import GENERATE, Graph, make_mesh
 from jrlhf.meshes.graph import home_of
@@ -28,7 +28,7 @@ from jrlhf.models.quantize import int8_shardings, to_int8
 from jrlhf.planning.activations import Backend
 from jrlhf.planning.candidates import placements
 from jrlhf.planning.fit import suggest_settings
-from jrlhf.planning.memory import Away, call_bytes, plan_memory, state_bytes, tiled
+from jrlhf.planning.memory import Away, away_parts, call_bytes, plan_memory, state_bytes, tiled
 from jrlhf.planning.simulate import simulate
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import RoleModel, Workload
@@ -397,7 +397,8 @@ def test_states_of_fused_updates_cannot_sleep():
     for update, asleep in ((staged, True), (replace(staged, schedule="fused"), False)):
         updates = dict.fromkeys(("actor.update", "critic.update"), update)
         plan = Plan("staged", {**everywhere(workload).placements, **updates})
-        settings = suggest_settings(workload, plan, 0.95 * plan_memory(workload, plan).peak)
+        away = away_parts(Config(sleep=SleepConfig(optimizer="host")), workload)
+        settings = suggest_settings(workload, plan, 0.95 * plan_memory(workload, plan).peak, asleep=away)
         assert any("sleep" in setting.changes for setting in settings) == asleep
 
 
