@@ -73,7 +73,10 @@ class Setting:
     def prices(self) -> CostModel:
         if isinstance(self.devices, Cluster):
             return prices_of(self.config, self.workload, self.devices)
-        return prices_here(self.config, self.workload, self.devices)
+        config, here = self.config, "plan=colocate"
+        if config.algorithm is not None and config.rl.asynchronous is not None and config.fleet is None:
+            here = "plan=disaggregated"  # rollouts need devices of their own
+        return prices_here(config, self.workload, self.devices, here)
 
     def search(self, *, processes: int = 1, lockstep: bool = True, hypothetical: bool = False, **budget: Any) -> Result:
         """Searches for the fastest plan. If none fits, the error names the nearest setting with a plan that fits.

@@ -97,6 +97,19 @@ def test_a_run_takes_the_fastest_division_and_keeps_it(monkeypatch, tmp_path, ca
     assert select_plan(own.config, dict(own.models), devices, resume=True) == plan
 
 
+def test_without_prices_another_plan_for_rollouts_apart_is_named():
+    for asynchronous, fleet, plan in (
+        ("{}", "1", "colocate"),
+        ("{}", "null", "disaggregated"),
+        ("null", "null", "colocate"),
+    ):
+        settings = "plan=auto", f"grpo.asynchronous={asynchronous}", f"fleet.workers={fleet}"
+        config = load_config("arithmetic-grpo", settings)
+        own = Setting(config, planned_graph(config), architectures(config), [Device("abacus", "cpu")] * 2)
+        with pytest.raises(UserError, match=f"abacus devices: measure them .*, or set plan={plan}"):
+            assert own.prices
+
+
 def test_measured_devices_are_halved(monkeypatch, tmp_path):
     """A profile has no costs of groups of three devices, which divide 96 rows, too."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
