@@ -227,8 +227,6 @@ def _fleet(config: Config) -> Iterator[str]:
             f"fleet.workers={fleet.workers} exceeds {name}.asynchronous.logical_workers={config.logical_workers}, and "
             "a process draws for at least one of those: lower the former or raise the latter"
         )
-    elif fleet.engine == "ray" and config.rl.asynchronous.clock == "wall":
-        yield f"fleet.engine=ray draws by the virtual clock, and not by {name}.asynchronous.clock=wall: leave one out"
     if fleet.devices and len(fleet.devices) != fleet.workers:
         yield (
             f"fleet.devices names the GPUs of {len(fleet.devices)} process(es), and fleet.workers={fleet.workers}: "

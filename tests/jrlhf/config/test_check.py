@@ -174,8 +174,6 @@ GRPO ; grpo.algorithm.samples=3 ; grpo.rollout_batch=48 ; mesh.tensor=2 ; rollou
     8 or more
 GRPO ; grpo.asynchronous.staleness=1001
     grpo.asynchronous.staleness=1001: it must be at most 1000
-GRPO ; grpo.asynchronous={clock: wall} ; fleet.workers=1 ; fleet.engine=ray
-    fleet.engine=ray draws by the virtual clock, and not by grpo.asynchronous.clock=wall: leave one out
 GRPO ; grpo.asynchronous.update_steps=10000000 ; grpo.iterations=200
     grpo.asynchronous.update_steps=10000000 with grpo.iterations=200 and data.max_response=24 is more than the virtual
     clock counts: lower it

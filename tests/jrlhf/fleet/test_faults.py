@@ -1,15 +1,9 @@
 """Random faults of rollout processes, of this machine and of a Ray cluster: the bits of a run that none befell."""
 
 import contextlib
-import fcntl
 import os
 import random
-import secrets
 import signal
-import socket
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -24,14 +18,13 @@ from jrlhf.fleet.ray_worker import RayWorker
 from jrlhf.train import main
 from tests.jrlhf.fleet.test_processes import DELTA, SLOWLY
 from tests.jrlhf.fleet.test_runs import ADAPTER, config, run
-from tests.support.processes import eventually, free_port, gone
+from tests.support.processes import gone
 from tests.support.runs import assert_same_run, stage_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 SEED = int(os.environ.get("PROOF_SEED", "0"))
 FAULTS = 20  # of a run
-TOKEN = secrets.token_hex(32)  # of all clusters: Ray reads it once in a process
 SEND = _Process._send
 OPTIONS: dict[str, Any] = {"staleness": 2, "update_steps": 3, "logical_workers": 3}
 SETTINGS = *SLOWLY, "rollout.slots=24", "grpo.iterations=10", "checkpoints.keep=2"
@@ -106,38 +99,6 @@ def pids(worker: LocalWorker | RayWorker) -> list[int]:
         return ray.get(worker._host.__ray_call__.remote(lambda host: [os.getpid(), host._worker.pid]), timeout=60)
     except RayError:
         return []
-
-
-@pytest.fixture
-def alone():
-    """Waits until no other test of this machine has a Ray cluster: two would share a file of the present one."""
-    with open(Path(tempfile.gettempdir()) / "jrlhf-test-ray.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-@pytest.fixture
-def cluster(monkeypatch, alone):
-    """A Ray cluster of this machine, at RAY_ADDRESS."""
-    port = free_port()
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
-    import ray  # an extra, which reads these variables now
-
-    def answers() -> bool:
-        assert head.poll() is None
-        with socket.socket() as client:
-            return client.connect_ex(("127.0.0.1", port)) == 0
-
-    options = "--head", "--block", "--num-cpus=3", "--include-dashboard=false", "--disable-usage-stats"
-    with subprocess.Popen([Path(sys.executable).with_name("ray"), "start", f"--port={port}", *options]) as head:
-        try:
-            assert eventually(answers, 120)
-            monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
-            yield
-        finally:
-            ray.shutdown()
-            head.terminate()
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from jrlhf.meshes import make_mesh
 from jrlhf.models.generation.continuous import Progress, Prompt
 from jrlhf.stages.setup import select_resources
 from jrlhf.train import main
+from tests.jrlhf.fleet.test_faults import pids, signal_to
 from tests.jrlhf.fleet.test_runs import ADAPTER, config, proven, run
 from tests.support import recorded_batches
 from tests.support.processes import children, eventually, gone
@@ -236,6 +237,42 @@ def test_a_run_with_lost_processes_learns_from_each_group_once_and_resumes(case,
     del batches[4:]
     resumed(whole, 6)
     check_run(path, batches, 6)
+
+
+@pytest.mark.usefixtures("quick_compilation", "cluster")
+@pytest.mark.proof("processes")
+def test_on_a_ray_cluster_nobody_waits_for_a_stopped_process_and_lost_ones_are_replaced(
+    tmp_path, monkeypatch, batches, capsys
+):
+    """One process is stopped for two updates. The actor of the other one is killed, then the process itself."""
+    decode, chunks, stops = ProcessWorkers.decode, Counter[int](), list[threading.Thread]()
+
+    def stop(pid: int, until: int, others: int) -> None:
+        signal_to(pid, signal.SIGSTOP)
+        arrived = eventually(lambda: len(batches) >= until, 300)
+        signal_to(pid, signal.SIGCONT)
+        waited.append(not arrived or chunks[1] == others)
+
+    def disturbed(self, prompts):
+        process, waited_for = self._processes[0], len(batches) + 2
+        chunks[process._number] += 1
+        if process._number == 0 and not stops and 7 <= waited_for <= 8:  # between the checkpoints, which wait
+            stops.append(threading.Thread(target=stop, args=(pids(process._worker)[1], waited_for, chunks[1])))
+            stops[0].start()
+        elif process._number == 1 and chunks[1] in (3, 6):
+            os.kill(pids(process._worker)[chunks[1] == 6], signal.SIGKILL)
+        return decode(self, prompts)
+
+    monkeypatch.setattr(ProcessWorkers, "decode", disturbed)
+    waited, own = list[bool](), ("fleet.engine=ray", "grpo.iterations=8", "grpo.save_every=4")
+    whole = config(tmp_path, "wall", "grpo", [*PROCESSES, *own], **OPTIONS)
+    path = run(whole)
+    check_run(path, batches, 8)
+    stops[0].join()
+    assert waited == [False] and capsys.readouterr().out.count("another one takes its place") == 2
+    del batches[4:]
+    resumed(whole, 8)
+    check_run(path, batches, 8)
 
 
 @pytest.mark.usefixtures("quick_compilation")
