@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jrlhf.errors import UserError
+from jrlhf.meshes.pipeline import SCHEDULES, bubble
 from jrlhf.meshes.plan import Slice
 from jrlhf.planning.memory import segments
 from jrlhf.report.charts import COLORS
@@ -211,9 +212,30 @@ def placement(run: Record) -> tuple[str, list[Lane]]:
     colors = dict(zip(dict.fromkeys(name.partition(".")[0] for name in plan.placements), cycle(COLORS), strict=False))
     lanes = []
     for name, call in plan.placements.items():
-        sizes = zip(("data", "fsdp", "tensor"), call.sizes, strict=True)
+        sizes = zip(("data", "fsdp", "tensor", "pipeline"), (*call.sizes, call.pipeline), strict=True)
         mesh = " × ".join(f"{axis} {size}" for axis, size in sizes if size > 1) or "one device"
+        mesh += f" by {call.schedule}" if call.pipeline > 1 else ""
         parts = f"× {call.micro_batches}" if call.micro_batches > 1 else ""
         bar = Bar(call.devices.start / plan.devices, call.devices.count / plan.devices, colors[name.partition(".")[0]])
         lanes.append(Lane(name, f"{call.layout} · {mesh}", [bar], (str(call.devices), parts)))
     return text, lanes
+
+
+def stages(run: Record) -> tuple[str, list[Lane]]:
+    """Draws what each group of devices computes at each tick of a minibatch, for calls with a schedule of their own."""
+    lanes = []
+    for name, call in ({} if run.plan is None else run.plan.placements).items():
+        if call.pipeline == 1 or call.schedule == "fused":
+            continue
+        table = SCHEDULES[call.schedule](call.pipeline, call.micro_batches)
+        (pipeline,), ticks = table.pipelines, 1 + table.operations[-1].tick
+        bars: list[list[Bar]] = [[] for _ in range(table.devices)]
+        for tick, step in table.operations:
+            color = COLORS[pipeline.kinds.index(step.kind)]
+            bars[pipeline.devices[step.stage]].append(Bar(tick / ticks, 1 / ticks, color))
+        share = 100 * bubble(table, lambda step: 1)
+        for group, own in enumerate(bars):
+            note = f"{call.schedule}: {ticks} ticks, bubble {share:.0f}%" if group == 0 else ""
+            lanes.append(Lane(f"{name}, group {group}", note, own, ("", "")))
+    kinds = "blue forward, orange backward, green gradients of weights"
+    return (f"A bar is an operation on one micro-batch: {kinds}." if lanes else ""), lanes

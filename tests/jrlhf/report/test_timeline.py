@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from jrlhf.errors import UserError
-from jrlhf.meshes.plan import Slice
+from jrlhf.meshes.plan import Placement, Plan, Slice
+from jrlhf.report.charts import COLORS
 from jrlhf.report.html import render
-from jrlhf.report.read import read_run
-from jrlhf.report.timeline import timeline
+from jrlhf.report.read import Record, read_run
+from jrlhf.report.timeline import placement, stages, timeline
 from jrlhf.run.metrics import MetricsLog
 
 SLICES = ("0-3", "4-7", "0-7", "6-7")
@@ -97,3 +98,22 @@ def test_a_slice_of_its_own_has_no_lane_and_a_line_that_is_no_timeline_is_one_se
     write(tmp_path, [calls[0] | {"devices": "all"}], 4)
     with pytest.raises(UserError, match=r"timeline.jsonl holds a line that is no timeline \(devices=all must be"):
         render(read_run(tmp_path))
+
+
+def test_stages_are_drawn_tick_by_tick():
+    """1F1B leaves (S - 1) / (M + S - 1) of the ticks empty, and stage s begins at tick s and ends at the last but s."""
+    count, parts = 4, 8
+    staged = Placement(Slice(0, 4), "train", pipeline=count, micro_batches=parts)
+    whole = Placement(Slice(0, 4), "score", fsdp=4)
+    run = Record("mine", plan=Plan("mine", {"critic.values": whole, "actor.update": staged}))
+    _, lanes = stages(run)
+    ticks = 2 * (parts + count - 1)
+    assert [lane.name for lane in lanes] == [f"actor.update, group {group}" for group in range(count)]
+    assert lanes[0].note == f"1f1b: {ticks} ticks, bubble {100 * (count - 1) / (parts + count - 1):.0f}%"
+    for group, lane in enumerate(lanes):
+        starts = [round(bar.start * ticks) for bar in lane.bars]
+        assert len(set(starts)) == 2 * parts and (min(starts), max(starts)) == (group, ticks - 1 - group)
+        assert [bar.color for bar in lane.bars].count(COLORS[1]) == parts
+        assert all(bar.width == 1 / ticks for bar in lane.bars)
+    assert [lane.note for lane in placement(run)[1]] == ["score · fsdp 4", "train · pipeline 4 by 1f1b"]
+    assert stages(Record("mine", plan=Plan("mine", {"critic.values": whole}))) == stages(Record("mine")) == ("", [])
