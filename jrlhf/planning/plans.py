@@ -344,7 +344,7 @@ def _check_rows(named: str, config: Config, workload: Workload, call: Call, plac
 
 
 def refuse_cross_process(plan: Plan, process_of: Sequence[int]) -> None:
-    """Refuses a plan whose slices do not divide all devices, if there are several processes.
+    """Refuses a plan whose slices do not divide all devices, or cut a tensor group, if there are several processes.
 
     process_of: the number of each device's process, in the plan's order of the devices.
     """
@@ -359,6 +359,14 @@ def refuse_cross_process(plan: Plan, process_of: Sequence[int]) -> None:
                 f"plan {plan.name} runs {call} on devices {devices}, and with {processes} processes the number of a "
                 f"call's devices must divide {all_devices}: choose {count} of them, or plan=colocate"
             )
+        tensor, own = placement.tensor, all_devices // processes
+        for start in range(devices.start, devices.stop, tensor):  # a larger group needs several processes anyway
+            if tensor <= own and process_of[start] != process_of[start + tensor - 1]:
+                raise UserError(
+                    f"plan {plan.name} runs {call} on devices {devices} with tensor={tensor}, and devices "
+                    f"{Slice(start, tensor)} of a tensor group belong to two processes: choose a tensor that divides "
+                    f"{own}, and devices from a multiple of it on"
+                )
 
 
 def transfer_line(plan: Plan, process_of: Sequence[int]) -> str | None:

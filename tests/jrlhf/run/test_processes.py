@@ -463,6 +463,13 @@ def test_plans_that_processes_cannot_run_are_refused():
     refuse_cross_process(plan(generate=(0, 8), update=(0, 6)), one)
     with pytest.raises(UserError, match=r"runs update on devices 0-5, and .* must divide 8: choose 4 of them"):
         refuse_cross_process(plan(generate=(0, 8), update=(0, 6)), two)
+    for first, tensor, processes in ((2, 4, two), (2, 4, one), (2, 4, range(8)), (4, 4, two), (2, 2, two)):
+        cut = Plan("cut", {"score": Placement(Slice(first, 4), "score", fsdp=4 // tensor, tensor=tensor)})
+        if (first, tensor) == (2, 4) and processes is two:
+            with pytest.raises(UserError, match=r"devices 2-5 with tensor=4, .* 2-5 of a tensor group belong to two"):
+                refuse_cross_process(cut, processes)
+        else:  # the groups are of one process each, or every process has a single device
+            refuse_cross_process(cut, processes)
 
 
 def test_a_run_says_how_arrays_move_between_slices():
