@@ -5,7 +5,8 @@
 Two cores have no parallel speed to show, so the operations of a table are sleeps of given seconds. Each process
 computes its operations in the order of the table, each as soon as the processes that compute what it needs have sent it
 word, as devices do that wait for each other's arrays. The figures say whether a table takes the time that is predicted
-of it, and not how fast a model is. `serial` is 1F1B of one model after the other.
+of it, and not how fast a model is. `serial` is 1F1B of one model after the other. `bubbles` are 1F1B and ZB-H1 of one
+model whose forwards, gradients of inputs and gradients of weights take equally long.
 """
 
 import time
@@ -15,7 +16,16 @@ from statistics import median
 from typing import Any
 
 from benchmarks.records import output_path, provenance, write
-from jrlhf.meshes.pipeline import Seconds, Step, Table, makespan, needs_of, one_forward_one_backward
+from jrlhf.meshes.pipeline import (
+    Seconds,
+    Step,
+    Table,
+    bubble,
+    makespan,
+    needs_of,
+    one_forward_one_backward,
+    zero_bubble,
+)
 from jrlhf.planning.fusion import Model, Problem, fuse, search
 
 UNIT = 0.04  # seconds of the models' unit; a busy machine wakes a sleeper some milliseconds late
@@ -27,6 +37,7 @@ PAIRS = {
     "4 and 2 stages, recomputed forwards": fuse(Model(4, 8, 4, 12), Model(2, 4, 3, 9)),
     "4 and 4 stages, recomputed forwards": fuse(Model(4, 4, 4, 12), Model(4, 4, 4, 12)),
 }
+SIZES = (4, 8), (4, 4), (8, 8)  # stages and micro-batches of one model
 
 
 def compute(order: Sequence[tuple], inbox: Any, others: Any, barrier: Any, result: Any) -> None:
@@ -93,13 +104,29 @@ def row(name: str, problem: Problem) -> dict[str, Any]:
     }
 
 
+def of_one_model(stages: int, micro_batches: int) -> dict[str, Any]:
+    """Predicted and measured seconds of 1F1B and of ZB-H1, which divides backwards in two."""
+    result: dict[str, Any] = {"stages": stages, "micro_batches": micro_batches}
+    for name, schedule, backward in (("1f1b", one_forward_one_backward, 4), ("zb-h1", zero_bubble, 2)):
+        table = schedule(stages, micro_batches)
+
+        def seconds(step: Step, backward: int = backward) -> float:
+            return backward if step.kind == "backward" else 2
+
+        predicted = UNIT * makespan(table, seconds)
+        both = median(measured(table, seconds) for _ in range(REPEATS))
+        result[name] = {"predicted": predicted, "measured": both, "ratio": both / predicted}
+        result[name]["bubble"] = bubble(table, seconds)
+    return result
+
+
 def main() -> None:
     output = output_path(__doc__, "makespan")
-    rows = [row(name, problem) for name, problem in PAIRS.items()]
-    for one in rows:
+    rows, bubbles = [row(name, problem) for name, problem in PAIRS.items()], [of_one_model(*sizes) for sizes in SIZES]
+    for one in rows + bubbles:
         print(one)
     facts: dict[str, object] = {"command": "python -m benchmarks.makespan", **provenance()}
-    write(output, facts | {"unit": UNIT, "repeats": REPEATS, "results": rows})
+    write(output, facts | {"unit": UNIT, "repeats": REPEATS, "results": rows, "bubbles": bubbles})
 
 
 if __name__ == "__main__":
