@@ -35,11 +35,11 @@ def predicted(model: ModelConfig, length: int) -> tuple[float, float]:
     config = load_config("arithmetic-grpo", ["compute.dtype=bfloat16"])
     graph = graph_of(config)
     workload = replace(workload_of(config, graph, {"actor": model, "reference": model}), prompt=length)
-    decoding = prices_of(config, workload, Cluster(H100, 1)).decoding(
+    divided = prices_of(config, workload, Cluster(H100, 1)).divided(
         graph["actor.generate"], Placement(Slice(0, 1), "generate")
     )
-    position = model.layers * decoding.model.numbers.cache * workload.itemsize
-    return sum(decoding.prefill(ROWS).values()), float(ROWS * length * position)
+    position = model.layers * divided.model.numbers.cache * workload.itemsize
+    return sum(divided.prefill(ROWS).values()), float(ROWS * length * position)
 
 
 def move(size: float, link: float) -> float:

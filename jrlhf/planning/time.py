@@ -182,7 +182,7 @@ def operations(workload: Workload, call: Call) -> float:
     return total * workload.rows_of(call) * (workload.epochs if call.kind == "train" else 1)
 
 
-class _Divided:
+class DividedCall:
     """A call of one model in a placement. `generate`, `infer` and `train` predict the call, other methods its parts.
 
     Layouts "train" and "score" compute with whole layers: every device has its own rows and gathers each layer's
@@ -460,26 +460,26 @@ class CostModel:
         if (call.name, placement) in self.fused:
             return self.fused[call.name, placement][0]
         total: Parts = {}
-        for divided in self._divided(call, placement):
+        for divided in self._by_model(call, placement):
             predict = {"generate": divided.generate, "infer": divided.infer, "train": divided.train}[call.kind]
             _add(total, predict() | divided.costs.call())
         return CallTime(total)
 
     def stage_seconds(self, call: Call, placement: Placement) -> tuple[float, float]:
         """Predicts the forward and backward seconds of a micro-batch on a stage, for a call that trains one model."""
-        forward, both = (sum(parts.values()) for parts in self.decoding(call, placement).trained())
+        forward, both = (sum(parts.values()) for parts in self.divided(call, placement).trained())
         return forward, both - forward
 
-    def decoding(self, call: Call, placement: Placement) -> _Divided:
-        """Returns an object that predicts parts of a call of one model: a decode step, a prefill, a micro-batch."""
-        (divided,) = self._divided(call, placement)
+    def divided(self, call: Call, placement: Placement) -> DividedCall:
+        """Returns a call of one model, which also predicts its parts: a decode step, a prefill, a micro-batch."""
+        (divided,) = self._by_model(call, placement)
         return divided
 
-    def _divided(self, call: Call, placement: Placement) -> list[_Divided]:
+    def _by_model(self, call: Call, placement: Placement) -> list[DividedCall]:
         workload, node = self.workload, self.cluster.node
         costs = (self.costs or Roofline(workload, self.cluster)).on(placement.devices.count)
         models, rows = workload.models[call.role], workload.rows_of(call)
-        return [_Divided(workload, model, rows, placement, node, costs) for model in models]
+        return [DividedCall(workload, model, rows, placement, node, costs) for model in models]
 
     def _sleeps(self, home: Call, part: str) -> bool:
         """Returns whether a part of a role's state is offloaded during every call except the one at its home."""

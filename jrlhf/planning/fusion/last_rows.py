@@ -264,14 +264,14 @@ def rollouts_of(config: Config, prices: CostModel, plan: Plan) -> dict[str, Roll
 
 def _rollouts(config: Config, prices: CostModel, plan: Plan, call: Call) -> Rollouts:
     workload, place = prices.workload, plan[call.name]
-    decoding, tile = prices.decoding(call, place), config.compute.score_rows or workload.rows
+    divided, tile = prices.divided(call, place), config.compute.score_rows or workload.rows
     assert isinstance(tile, int)
     of_tile = replace(prices, workload=replace(workload, rows=tile))
 
     def move(groups: int, positions: int) -> float:
         fewer = place.devices.first(groups * place.tensor)
         target = replace(place, devices=fewer, data=groups, fsdp=1, pipeline=1, micro_batches=1)
-        position = decoding.model.config.layers * decoding.model.numbers.cache * workload.itemsize
+        position = divided.model.config.layers * divided.model.numbers.cache * workload.itemsize
         arriving = (rollouts.groups - groups) * rollouts.last_slots * positions * position
         return moves.transfer_seconds(arriving, place, target, prices.cluster)
 
@@ -288,8 +288,8 @@ def _rollouts(config: Config, prices: CostModel, plan: Plan, call: Call) -> Roll
             Scoring(plan[reader.name].devices, of_tile.time(reader, plan[reader.name]).seconds, reader.name)
             for reader in read_by_rows(config, workload.graph, call)
         ],
-        step=lambda slots, positions: sum(decoding.step(slots, positions).values()),
-        prefill=lambda prompts: sum(decoding.prefill(prompts).values()),
+        step=lambda slots, positions: sum(divided.step(slots, positions).values()),
+        prefill=lambda prompts: sum(divided.prefill(prompts).values()),
         move=move,
     )
     return rollouts
