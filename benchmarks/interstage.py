@@ -31,7 +31,7 @@ from jrlhf.models import Schedule
 from jrlhf.models.generation.chunks import _Rollout
 from jrlhf.models.generation.decoding import Rows
 from jrlhf.models.generation.occupancy import EMPTY, LastRows
-from jrlhf.planning.fusion.last_rows import RECENT, Rollouts, Scoring, choose, decode, finish
+from jrlhf.planning.fusion.last_rows import Rollouts, Scoring, decode, finish
 from jrlhf.planning.plans import plan_yaml
 from jrlhf.roles import early
 from jrlhf.roles.actor import Actor
@@ -86,12 +86,6 @@ ROLLOUTS = Rollouts(
     prefill=lambda prompts: 0.0,
     move=lambda groups, positions: 0.0,
 )
-
-
-def chosen(iteration: int) -> LastRows | None:
-    """Where the last rows of an iteration decode, by the lengths of those before."""
-    before = range(max(0, iteration - RECENT), iteration)
-    return choose(ROLLOUTS, [decode(ROLLOUTS, lengths_of(number)) for number in before]).last
 
 
 def plan_file(directory: Path) -> Path:

@@ -15,6 +15,7 @@ from jrlhf.config import load_config
 from jrlhf.meshes.hardware import HARDWARE, Cluster
 from jrlhf.meshes.plan import Placement, Slice
 from jrlhf.models import ModelConfig
+from jrlhf.models.flops import cache_bytes
 from jrlhf.planning import moves
 from jrlhf.planning.auto import prices_of
 from jrlhf.planning.workload import workload_of
@@ -38,8 +39,7 @@ def predicted(model: ModelConfig, length: int) -> tuple[float, float]:
     divided = prices_of(config, workload, Cluster(H100, 1)).divided(
         graph["actor.generate"], Placement(Slice(0, 1), "generate")
     )
-    position = model.layers * divided.model.numbers.cache * workload.itemsize
-    return sum(divided.prefill(ROWS).values()), float(ROWS * length * position)
+    return sum(divided.prefill(ROWS).values()), ROWS * length * cache_bytes(model, workload.itemsize)
 
 
 def move(size: float, link: float) -> float:

@@ -16,13 +16,12 @@ from benchmarks.interstage import (
     ROWS,
     STEP,
     TILE,
-    chosen,
     lengths_of,
     simulate,
 )
 from benchmarks.records import RESULTS
 from jrlhf.models.generation.occupancy import LastRows
-from jrlhf.planning.fusion.last_rows import decode, finish
+from jrlhf.planning.fusion.last_rows import RECENT, choose, decode, finish
 
 RESULT = json.loads((RESULTS / "interstage.json").read_text())
 RUNS, MOVES = RESULT["runs"], RESULT["moves"]
@@ -44,6 +43,12 @@ def test_the_speed_up_is_nearly_the_predicted_one():
         assert run["predicted"] == pytest.approx(predicted)
         assert run["mean"] == pytest.approx(run["predicted_mean"], rel=0.1)
     assert RUNS[1]["speed_up"] > 1.15
+
+
+def chosen(iteration: int) -> LastRows | None:
+    """Where the last rows of an iteration decode, by the lengths of those before."""
+    before = range(max(0, iteration - RECENT), iteration)
+    return choose(ROLLOUTS, [decode(ROLLOUTS, lengths_of(number)) for number in before]).last
 
 
 def test_the_move_of_the_last_rows_gains_what_the_planner_predicts():

@@ -19,6 +19,7 @@ from jrlhf.config.schema import Config
 from jrlhf.meshes import Call, Graph
 from jrlhf.meshes.plan import Plan, Slice
 from jrlhf.models import Schedule
+from jrlhf.models.flops import cache_bytes
 from jrlhf.models.generation.occupancy import LastRows, Occupancy
 from jrlhf.planning import moves
 from jrlhf.planning.time import CostModel
@@ -271,7 +272,7 @@ def _rollouts(config: Config, prices: CostModel, plan: Plan, call: Call) -> Roll
     def move(groups: int, positions: int) -> float:
         fewer = place.devices.first(groups * place.tensor)
         target = replace(place, devices=fewer, data=groups, fsdp=1, pipeline=1, micro_batches=1)
-        position = divided.model.config.layers * divided.model.numbers.cache * workload.itemsize
+        position = cache_bytes(divided.model.config, workload.itemsize)
         arriving = (rollouts.groups - groups) * rollouts.last_slots * positions * position
         return moves.transfer_seconds(arriving, place, target, prices.cluster)
 
