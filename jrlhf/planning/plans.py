@@ -121,7 +121,7 @@ def _own_slices(workload: Workload, devices: int) -> dict[str, Slice]:
     for call in workload.calls:
         passes = PASSES[call.kind] * (workload.epochs if call.kind == "train" else 1)
         for model in workload.models[call.role]:
-            work[owners[call.role]] += passes * float(forward_operations(model.config, lengths, "lm", None))
+            work[owners[call.role]] += passes * float(forward_operations(model.config, lengths, model.head))
     if len(work) > devices:
         raise UserError(
             f"plan=standalone needs a device for each of {', '.join(work)}, and there are {devices}: use more, or set "

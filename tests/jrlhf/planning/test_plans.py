@@ -68,6 +68,13 @@ def test_standalone_gives_devices_to_roles_in_proportion_to_their_work():
     assert len({str(placed.devices) for name, placed in plan.placements.items() if name.startswith("actor")}) == 1
 
 
+def test_standalone_counts_an_unembedding_for_policies_only():
+    """Beside a vocabulary of this size everything else is small: 3 + 1 + 4 passes of the actor, 1 of the reference."""
+    plan = chosen(config_of(plan="standalone", model=MODEL | {"vocab_size": 2_000_000}))
+    counts = {name.partition(".")[0]: placed.devices.count for name, placed in plan.placements.items()}
+    assert counts == {"actor": 4, "reference": 2, "critic": 1, "reward": 1}
+
+
 def test_shared_passes_keep_actor_and_critic_together():
     for name in ("split", "standalone"):
         plan = chosen(config_of(plan=name, compute={"shared_passes": True}))
