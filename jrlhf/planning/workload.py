@@ -6,6 +6,7 @@ from functools import cached_property, partial
 from typing import Any, Literal
 
 import jax.numpy as jnp
+import numpy as np
 
 from jrlhf.config.places import expanded
 from jrlhf.config.schema import Config, LoRASection
@@ -14,7 +15,7 @@ from jrlhf.meshes import Call, Graph
 from jrlhf.meshes.graph import Kind
 from jrlhf.meshes.plan import LayoutName, Plan
 from jrlhf.models import LoRAConfig, ModelConfig
-from jrlhf.models.flops import head_weights, layer_weights, lora_weights
+from jrlhf.models.flops import attention_operations, head_weights, layer_weights, lora_weights
 from jrlhf.models.hf import read_adapter_config
 from jrlhf.models.lora import adapter_weights
 from jrlhf.models.remat import Remat
@@ -71,7 +72,7 @@ class Numbers:
     """
 
     def __init__(self, model: RoleModel):
-        config = model.config
+        config = self._config = model.config
         self.layer = layer_weights(config) / config.layers
         self.head = head_weights(config, model.head)
         self.adapters = 0.0 if model.lora is None else lora_weights(config, model.lora) / config.layers
@@ -87,10 +88,7 @@ class Numbers:
 
     def attention(self, length: int) -> float:
         """Returns attention's forward operations per token and layer, averaged over rows of `length` and all layers."""
-        whole = (length + 1) / 2
-        window = length if self._window is None else min(length, self._window)
-        near = window * (length - (window - 1) / 2) / length
-        return self.per_pair * (whole + self._local * (near - whole))
+        return attention_operations(self._config, np.array([length])) / (length * self._config.layers)
 
     def seen(self, positions: float) -> float:
         """Returns how many of the positions before it a token sees, averaged over local and global layers."""
