@@ -248,7 +248,9 @@ def may_gain(rollouts: Rollouts) -> bool:
 
 def read_by_rows(config: Config, graph: Graph, drawing: Call) -> list[Call]:
     """Returns the models' calls that score rows of `drawing` independently, and so may score them early."""
-    texts = ("cost",) if "reward_model" in config.stages else ("reward", "cost")  # their models, if any, read text
+    adapted = {role for _, role, part in config.rewards_and_costs if part.adapter is not None}
+    learned = {"reward"} if "reward_model" in config.stages else set[str]()
+    texts = {"reward", "cost"} - adapted - learned  # their models, if any, read text
     infers = [call for call in graph if call.kind == "infer" and call.role not in texts]
     return [call for call in infers if {*drawing.outputs} & {*call.inputs}]
 

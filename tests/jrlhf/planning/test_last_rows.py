@@ -23,6 +23,7 @@ from jrlhf.planning.fusion.last_rows import (
     decode,
     finish,
     follow,
+    read_by_rows,
     rollouts_of,
 )
 from jrlhf.planning.fusion.tiles import choose_tiles, resumed_tiles, with_tiles
@@ -232,6 +233,23 @@ def test_no_tiles_need_no_prices_where_all_devices_decode():
 
     chosen, line = choose_tiles(config, prices.workload, plan, [], unknown)
     assert chosen.compute.score_rows is None and "no model scores on devices that are free while rows decode" in line
+
+
+@pytest.mark.parametrize(
+    ("settings", "scored"),
+    [
+        (["rewards=[{name: a, adapter: x}]", "costs=[{name: b, model: y}]"], ["reward.score"]),
+        (["rewards=[{name: a, function: 'f:f'}]", "costs=[{name: b, adapter: x}]"], ["cost.score"]),
+        (["rewards=[{name: a, model: y}]", "costs=[{name: b, function: 'f:f'}]"], []),
+        (["stages=[sft, reward_model, safe_rlhf]", "rewards=[]", "costs=[{name: b, model: y}]"], ["reward.score"]),
+    ],
+)
+def test_models_that_read_tokens_score_rows_and_others_read_text(settings, scored):
+    config = load_config("quickstart-safe", ["stages=[sft, safe_rlhf]", *settings])
+    graph = graph_of(config)
+    early = [call.name for call in read_by_rows(config, graph, graph["actor.generate"])]
+    assert [name for name in early if name.endswith(".score")] == scored
+    assert {"actor.logprobs", "reference.logprobs", "critic.values", "cost_critic.values"} <= {*early}
 
 
 def test_rollouts_of_a_plan_take_what_its_prices_say():
