@@ -116,6 +116,9 @@ class Claim(Closing):
             try:
                 self.check()
                 self._own["sign"] += 1
+                # The check and the write are two requests. If this process stands still for a lease in between, it
+                # replaces the claim of a run that took over, and that run stops instead of this one. fsspec can create
+                # an object on condition that there is none, but gcsfs cannot replace one on condition of its content.
                 if not self._end.is_set():
                     self._store.write(NAME, self._encoded())
             except StoreError as error:
