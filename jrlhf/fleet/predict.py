@@ -155,6 +155,7 @@ def predicted(config: Config, prices: CostModel, outcome: Found, sigma: float = 
 
     All calls of the plan's iteration but the rollout are the update; a decode step includes its share of the prefill.
     On the virtual clock `update_steps` steps are drawn while an update runs, and the faster side waits for the slower.
+    That clock counts every step as 1 and new weights as 0, so what these take changes the seconds only.
 
     sigma: of the lognormal lengths of responses, which are cut at the workload's longest and then have its mean.
     """
@@ -175,7 +176,7 @@ def predicted(config: Config, prices: CostModel, outcome: Found, sigma: float = 
     update = max(span.end for span in spans) - drawn
     steps = options.update_steps if options.clock == "virtual" else update / step
     assert home is not None
-    setting = Setting(
+    priced = Setting(
         Rules(section.rollout_batch // section.samples, options.staleness, steps),
         slots,
         section.samples,
@@ -188,13 +189,15 @@ def predicted(config: Config, prices: CostModel, outcome: Found, sigma: float = 
         prompt=workload.prompt,
         empty=min(1.0, generation(1, mean) / mean / step),
     )
-    trace = simulate(setting, VERSIONS)
+    counted = options.clock == "virtual"
+    trace = simulate(replace(priced, transfer=0.0, prefill=0.0, empty=1.0) if counted else priced, VERSIONS)
     result = summarise(trace)
-    alone = result.step - steps  # decode steps in which no update runs
+    alone = result.step - steps  # time on the clock in which no update runs
     first, last = trace.working[[VERSIONS // 5, -1]]
-    meanwhile = (last - first) / (VERSIONS - 1 - VERSIONS // 5) - alone
-    seconds = step * alone + max(update, step * meanwhile)
-    busy = step * result.step * (1 - result.rollouts_wait) / seconds
+    working = (last - first) / (VERSIONS - 1 - VERSIONS // 5)
+    unit = step * (drawing_time(trace, priced) / working if counted else 1.0)  # seconds of 1 on the clock
+    seconds = unit * alone + max(update, unit * (working - alone))
+    busy = unit * result.step * (1 - result.rollouts_wait) / seconds
     return Predicted(
         outcome,
         options.staleness,
@@ -206,6 +209,23 @@ def predicted(config: Config, prices: CostModel, outcome: Found, sigma: float = 
         useful=seconds * result.time_per_batch / result.step,
         prediction=result,
     )
+
+
+def drawing_time(trace: Trace, priced: Setting) -> float:
+    """Returns the mean time that rollouts work for an update, by the prices of `priced`.
+
+    trace: counts every decode step as 1 and new weights as 0.
+    """
+    first, last = len(trace.begins) // 5, len(trace.begins) - 1
+    begin, end = trace.working[[first, last]]
+    steps, area, swaps = float(end - begin), float(trace.busy[last] - trace.busy[first]), np.unique(trace.swaps)
+    swaps = swaps[(swaps >= begin) & (swaps < end)]
+    time = priced.empty * steps + (1 - priced.empty) * area / priced.slots + priced.transfer * len(swaps)
+    if priced.on_new_weights == "prefill_again":
+        drawn = swaps[:, None] - trace.starts.ravel()  # tokens of each row at each change of weights
+        running = (drawn > 0) & (drawn < trace.lengths.ravel())
+        time += priced.prefill * float((drawn + priced.prompt)[running].sum())
+    return time / (last - first)
 
 
 def mean_before_cut(mean: float, sigma: float, longest: float) -> float:

@@ -9,8 +9,19 @@ import pytest
 from jrlhf.algorithms.registry import planned_graph
 from jrlhf.config import load_config
 from jrlhf.errors import UserError
-from jrlhf.fleet.predict import alternatives, choose, describe, mean_before_cut, predicted
-from jrlhf.fleet.simulate import lognormal
+from jrlhf.fleet import simulate as rollouts
+from jrlhf.fleet.predict import (
+    VERSIONS,
+    alternatives,
+    choose,
+    describe,
+    drawing_time,
+    mean_before_cut,
+    predict,
+    predicted,
+)
+from jrlhf.fleet.schedule import Rules
+from jrlhf.fleet.simulate import lognormal, measured
 from jrlhf.meshes.hardware import cluster
 from jrlhf.planning.auto import Setting
 from jrlhf.planning.plans import plan_of_config, plan_yaml, validate_plan
@@ -56,6 +67,37 @@ def test_rows_of_one_length_in_closed_form():
         assert seconds(staleness=2, update_steps=steps) == pytest.approx(update, rel=1e-3)
     rest = 1024 - 512  # a look at the rows may come a chunk later
     assert seconds(staleness=2, update_steps=512) == pytest.approx(update + rest * step, abs=64 * step)
+
+
+@pytest.mark.parametrize("on_new_weights", ["keep_cache", "prefill_again", "finish"])
+def test_the_virtual_clock_counts_steps_whatever_they_take(on_new_weights):
+    """Costs of few rows and of new weights do not change the schedule, as in a run (`test_fleet.py`)."""
+    options = {"staleness": 2, "update_steps": 150, "on_new_weights": on_new_weights}
+    own = replace(setting(16, "mesh.fsdp=16", **options), mean_response=400.0)
+    lengths = lognormal(mean_before_cut(400.0, 0.8, 1024), 0.8, 1024)
+    counted = rollouts.Setting(Rules(256, 2, 150), 256, 1, lengths, on_new_weights, own.config.rollout.chunk)
+    assert predicted(own.config, own.prices, halves(own), 0.8).prediction == predict(counted, VERSIONS)
+    arrival = replace(setting(16, "mesh.fsdp=16", clock="wall", staleness=2), mean_response=400.0)
+    steps = predicted(arrival.config, arrival.prices, halves(arrival), 0.8)
+    assert steps.prediction != predict(replace(counted, rules=Rules(256, 2, steps.update_steps)), VERSIONS)
+
+
+@pytest.mark.parametrize("on_new_weights", ["keep_cache", "prefill_again", "finish"])
+def test_rollouts_take_the_time_of_their_steps_and_of_new_weights(on_new_weights):
+    lengths = measured(np.random.default_rng(0).integers(1, 30, 50).tolist())
+    counted = rollouts.Setting(Rules(3, 2, 14), 12, 3, lengths, on_new_weights)
+    trace, prices = rollouts.simulate(counted, 20), {"empty": 0.4, "transfer": 2.5, "prefill": 0.01, "prompt": 5}
+    first, last, time = 4, 19, 0.0
+    rows = list(zip(trace.starts.ravel(), trace.lengths.ravel(), strict=True))
+    steps = range(int(trace.working[first]), int(trace.working[last]))
+    for step in steps:
+        active = sum(start <= step < start + length for start, length in rows)
+        time += 0.4 + 0.6 * active / 12
+    for step in set(trace.swaps) & set(steps):
+        cached = [step - start + 5 for start, length in rows if start < step < start + length]
+        time += 2.5 + 0.01 * sum(cached) * (on_new_weights == "prefill_again")
+        assert not cached or on_new_weights != "finish"
+    assert drawing_time(trace, replace(counted, **prices)) == pytest.approx(time / (last - first))
 
 
 def test_the_division_is_the_fastest_of_all():
