@@ -307,10 +307,12 @@ def _check_stages(named: str, workload: Workload, call: Call, placement: Placeme
     if call.kind != "train" or call.role == LEARNER:
         raise UserError(f"{named}, and only calls that update one model run in stages: use fsdp or tensor instead")
     layers = min(model.config.layers for model in workload.models[call.role])
-    if layers < (needed := stages * (2 if placement.schedule == "interleaved" else 1)):
+    chunks = 2 if placement.schedule == "interleaved" else 1
+    if layers < stages * chunks:
+        fewer = f"at most {layers // chunks}" if layers >= 2 * chunks else "another schedule, or no"
         raise UserError(
-            f"{named} of schedule={placement.schedule}, which need {needed} layers, and its model has {layers}: choose "
-            f"fewer stages"
+            f"{named} of schedule={placement.schedule}, which need {stages * chunks} layers, and its model has "
+            f"{layers}: choose {fewer} stages"
         )
     if parts < stages or (placement.schedule == "interleaved" and parts % stages):
         needed = "a multiple of" if placement.schedule == "interleaved" else "at least"

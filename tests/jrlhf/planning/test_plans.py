@@ -124,12 +124,12 @@ REFUSED: tuple[tuple[dict[str, Any], str, dict[str, Any]], ...] = (
     ),
     (
         {"actor.update": {**FOUR, "fsdp": 1, "pipeline": 4, "micro_batches": 4}},
-        "pipeline=4 stages of schedule=1f1b, which need 4 layers, and its model has 2: choose fewer stages",
+        "pipeline=4 stages of schedule=1f1b, which need 4 layers, and its model has 2: choose at most 2 stages",
         {},
     ),
     (
         {"actor.update": {**FOUR, "fsdp": 2, "pipeline": 2, "micro_batches": 2, "schedule": "interleaved"}},
-        "pipeline=2 stages of schedule=interleaved, which need 4 layers, and its model has 2",
+        "schedule=interleaved, which need 4 layers, and its model has 2: choose another schedule, or no stages",
         {},
     ),
     ({"actor.update": FUSED}, "schedule=fused for actor.update, and it trains .* together: give it to both", {}),
