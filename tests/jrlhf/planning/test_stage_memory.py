@@ -53,16 +53,15 @@ def on(device: Any) -> float:
 @pytest.mark.proof("memory")
 @pytest.mark.parametrize("schedule, remat", [("1f1b", "full"), ("gpipe", "full"), ("zb-h1", "products")])
 def test_memory_of_stages_is_as_predicted(schedule: Any, remat: Any, monkeypatch):
-    """Of a reward model, whose pairs are twice as many rows; the fullest stage counts."""
+    """The fullest stage of a reward model counts; pairs are twice as many rows."""
     devices, options = jax.devices()[:STAGES], ForwardOptions(remat=remat)
     groups, home = tuple(make_mesh(devices=[device]) for device in devices), make_mesh(1, STAGES, 1, devices=devices)
     stages = pipeline.Stages(MODEL, groups, TRAIN, options, schedule)
     scores, optimizer = make_scores(stages.tail, groups[-1], TRAIN, options), optax.sgd(0.1)
     gradients = partial(finish, gradients_fn=stages.gradients)
     step = make_preference_step(scores, optimizer, micro_batches=PARTS, pipeline=gradients)
-    tokens = np.zeros((ROWS * PARTS, LENGTH), np.int32)
-    lengths = np.full(ROWS * PARTS, LENGTH, np.int32)
-    rows = to_devices(PreferenceBatch(tokens, lengths, tokens, lengths), NamedSharding(groups[-1], P(AXES)))
+    side: Any = np.zeros((ROWS * PARTS, LENGTH), np.int32), np.full(ROWS * PARTS, LENGTH, np.int32)
+    rows = to_devices(PreferenceBatch(*side, *side), NamedSharding(groups[-1], P(AXES)))
     with jax.set_mesh(home):
         params = init_sharded(MODEL, jax.random.key(0), home, "scalar")
         state = jax.jit(lambda params: TrainState.create(params, optimizer), donate_argnums=0)(params)
