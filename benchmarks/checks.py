@@ -90,6 +90,7 @@ def shares(on_new_weights: str, directory: str) -> dict[str, float]:
         (Recompute, "compare", "log-probabilities", True),
         (SliceWorkers, "decode", "rollouts", False),
         (SliceWorkers, "take", "rollouts", False),
+        (Fleet, "_decode", "rollouts", False),
         (PromptStream, "prompt", "prompts", False),
         (Fleet, "collect", "queue", False),
         (Fleet, "publish", "queue", False),

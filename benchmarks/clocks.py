@@ -58,6 +58,9 @@ class Sleeping:
     def take(self, weights: None, again: Mapping[int, Prompt] | None) -> list[Any]:
         return []
 
+    def identities(self) -> list[Any]:
+        return []
+
     def decode(self, prompts: Sequence[Sequence[Prompt]]) -> list[Progress]:
         time.sleep(max(self._seconds))
         blank, progress = (np.zeros(LENGTH, np.int32), np.zeros(LENGTH, np.float32), False), []

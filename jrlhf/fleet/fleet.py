@@ -9,10 +9,10 @@ a lane, and the order of arrival decides.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,49 +23,24 @@ from jrlhf.errors import RunFailure
 from jrlhf.fleet.identity import Identity, differences
 from jrlhf.fleet.recompute import Compared, Recompute, Row, Tracked
 from jrlhf.fleet.schedule import Clock, OnNewWeights, Rules, first_batch, may_start, may_swap
-from jrlhf.fleet.slices import Workers
-from jrlhf.fleet.state import Collected, Drawn, DrawnRows, FleetState, Group, Times, collected, drawn_rows, pack, unpack
+from jrlhf.fleet.slices import Lane, Published, Workers
+from jrlhf.fleet.state import (
+    Collected,
+    Drawn,
+    DrawnRows,
+    FleetState,
+    Group,
+    Times,
+    collected,
+    drawn_rows,
+    pack,
+    rows_of,
+    unpack,
+)
 from jrlhf.meshes import to_devices, to_host
 from jrlhf.models.generation.continuous import Decoding, Progress, Prompt, Weights
 
-
-class _Update(NamedTuple):
-    """Weights that were published. handle: what `Workers.put` returned. saved: the weights, if a state needs them."""
-
-    version: int
-    handle: Any
-    expected: Identity  # computed by the trainer from its own weights
-    saved: Weights | None
-
-
-_Swap = tuple[_Update, Mapping[int, Prompt] | None]  # new weights; prompts of the rows whose caches to recompute
-
-
-@dataclass
-class _Lane:
-    """Workers that decode their chunks together and draw with one version.
-
-    numbers: those of its logical workers. updates: those whose tokens are not all compared; the last one draws
-    now. retired: updates that no longer draw, each with the rows until then. tracked: rows that continue with caches of
-    retired weights. chunk: the chunk that it decodes. idle_since: when its last chunk ended. idle_seconds: seconds
-    between chunks. decoded, decoding_seconds: decode steps since the last `metrics`, and their time.
-    """
-
-    workers: Workers
-    numbers: range
-    updates: list[_Update] = field(default_factory=list)
-    retired: list[tuple[_Update, list[Row]]] = field(default_factory=list)
-    tracked: Tracked | None = None
-    chunk: Future | None = None
-    idle_since: float = 0.0
-    idle_seconds: float = 0.0
-    decoded: int = 0
-    decoding_seconds: float = 0.0
-
-    @property
-    def version(self) -> int:
-        """The version of the weights that draw now."""
-        return self.updates[-1].version
+_Swap = tuple[Published, Mapping[int, Prompt] | None]  # new weights; prompts of the rows whose caches to recompute
 
 
 class Fleet:
@@ -99,7 +74,7 @@ class Fleet:
         compares: bool = True,
     ):
         bounds = pairwise(np.cumsum([0, *(len(workers.rooms) for workers in lanes)]).tolist())
-        self._lanes = [_Lane(workers, range(*own)) for workers, own in zip(lanes, bounds, strict=True)]
+        self._lanes = [Lane(workers, range(*own)) for workers, own in zip(lanes, bounds, strict=True)]
         self.mesh, self._rules, self._reward, self._wall = mesh, rules, reward, clock == "wall"
         self._on_new_weights: OnNewWeights = on_new_weights
         self._on_complete, self._samples, self._limit = on_complete, samples, limit
@@ -109,13 +84,16 @@ class Fleet:
         self._times = Times(0, 0, 0, 0, 0)
         self._has_batch = False  # whether a batch was collected since the last update
         self.started = False
-        self._newest: _Update | None = None
+        self._newest: Published | None = None
         # Not compared yet: version, identity of the weights at the workers, expected identity.
         self._identities: list[tuple[int, Identity, Identity]] = []
         self._recompute, self._compared = recompute, Compared()
         self._compares = recompute is not None and compares
         self._ready = 0  # time at which the batch in training was complete
         self._waits: dict[str, float] = {}
+        # The weights of the newest update until it is seen to be done; when that was.
+        self._awaited, self._trained = list[Any](), 0.0
+        self._trainer_seconds = 0.0  # without an update to compute, since the last `metrics`
         self._threads = ThreadPoolExecutor(1 + len(lanes), "fleet") if lanes[0].own_devices else None
         self._finish_drawing: Callable[[], None] = lambda: None  # the drawing that overlaps with the update
 
@@ -123,7 +101,7 @@ class Fleet:
 
     def fresh(self, weights: Weights, expected: Identity) -> FleetState:
         """Returns the state before anything is drawn, with the first weights."""
-        self._newest = _Update(0, None, expected, self._saved(weights))
+        self._newest = Published(0, None, expected, self._saved(weights))
         self._lanes[0].updates = [self._newest]
         self._lanes[0].tracked = None if self._recompute is None else self._recompute.fresh()
         return self._state([state for lane in self._lanes for state in lane.workers.fresh()])
@@ -165,13 +143,13 @@ class Fleet:
         published, decoding = self._times.published, state.decoding
         decoding = decoding if isinstance(decoding, tuple) else (decoding,)
         put = self._lanes[0].workers.put
-        self._newest = drawing = _Update(published, put(weights), expected, self._saved(weights))
+        self._newest = drawing = Published(published, put(weights), expected, self._saved(weights))
         if self._times.version < published:
             lagging, expected = state.weights
             lagging = lagging[0] or weights[0], lagging[1]
-            drawing = _Update(self._times.version, put(lagging), expected, self._saved(lagging))
+            drawing = Published(self._times.version, put(lagging), expected, self._saved(lagging))
 
-        def begin(lane: _Lane) -> None:
+        def begin(lane: Lane) -> None:
             lane.workers.start([decoding[number] for number in lane.numbers])
             lane.updates = []
             self._take(lane, drawing)
@@ -212,12 +190,15 @@ class Fleet:
         self._ready, numbers = batch
         groups = {number: self._groups.pop(number) for number in numbers}
         rows = collected(groups, self._times.version)
-        views = [(lane, list(lane.updates), self._rows(lane, groups, {})) for lane in self._lanes]
+        compared = groups if self._compares else {}
+        views = [(lane, list(lane.updates), rows_of(compared, lane.numbers, {})) for lane in self._lanes]
+        for lane in [lane for lane in self._lanes if lane.chunk is None]:
+            expected = lane.updates[-1].expected
+            self._identities += [(lane.version, own, expected) for own in lane.workers.identities()]
         self._check()
         if self._wall:
             self._compare_retired()
-            waited = time.monotonic() - began
-            self._waits["async/trainer_wait_seconds"] = self._waits.get("async/trainer_wait_seconds", 0.0) + waited
+        self._add_wait(began)
         self._finish_drawing = self._draw_ahead()
         for lane, updates, view in views:
             for update in updates:
@@ -230,13 +211,15 @@ class Fleet:
         expected: the identity of these weights, computed by the trainer. If the workers' weights differ from it, the
         next `state` or `collect` raises RunFailure, so no batch of theirs is returned.
         """
+        self._awaited = jax.tree.leaves(weights)
         if self._wall and self._threads is None:  # JAX did not wait for the update
-            leaves = jax.tree.leaves(weights)
-            self._draw_until(lambda: all(leaf.is_ready() for leaf in leaves))
+            self._draw_until(self._is_trained)
         handle = self._lanes[0].workers.put(weights)
+        began, _ = time.monotonic(), self._is_trained()
         self._finish_drawing()
+        self._add_wait(began)
         times, end, self._has_batch = self._times, self._end, False
-        self._newest = _Update(times.published + 1, handle, expected, self._saved(weights))
+        self._newest = Published(times.published + 1, handle, expected, self._saved(weights))
         if self._wall:
             self._times = replace(times, published=times.published + 1, version=times.published + 1)
             if self._threads is not None:
@@ -253,15 +236,13 @@ class Fleet:
         """Returns waiting times of both sides, in decode steps or seconds, seconds of a decode step, counts of rows and
         groups, costs of weight transfers, and the mean distance of the tokens' log-probabilities from recomputed ones.
         """
-        metrics = dict(self._waits)
-        if self._wall:
-            metrics["async/rollouts_wait_seconds"] = float(np.mean([lane.idle_seconds for lane in self._lanes]))
-            for lane in self._lanes:
-                lane.idle_seconds = 0.0
+        metrics = self._waits | {"perf/trainer_wait_seconds": self._trainer_seconds}
+        metrics["perf/rollouts_wait_seconds"] = float(np.mean([lane.idle_seconds for lane in self._lanes]))
+        self._trainer_seconds = 0.0
         if decoded := sum(lane.decoded for lane in self._lanes):
             metrics["perf/decode_step_seconds"] = sum(lane.decoding_seconds for lane in self._lanes) / decoded
         for lane in self._lanes:
-            lane.decoded, lane.decoding_seconds = 0, 0.0
+            lane.decoded, lane.decoding_seconds, lane.idle_seconds = 0, 0.0, 0.0
         metrics["async/running_rows"] = float(sum(lane.workers.running for lane in self._lanes))
         metrics["async/waiting_groups"] = float(len(self._complete))
         for own in [lane.workers.metrics() for lane in self._lanes]:
@@ -273,9 +254,20 @@ class Fleet:
         metrics |= {} if alarms is None else {"async/logprob_alarms": float(sum(alarms.values()))}
         return metrics | ({"async/logprob_distance": compared.distance / compared.tokens} if compared.tokens else {})
 
+    def _is_trained(self) -> bool:
+        """True if the newest update is done. Records when this is first seen."""
+        if self._awaited and all(leaf.is_ready() for leaf in self._awaited):
+            self._awaited, self._trained = [], time.monotonic()
+        return not self._awaited
+
+    def _add_wait(self, began: float) -> None:
+        """Adds the time since `began` without an update to compute to the trainer's waiting time."""
+        if self._is_trained():
+            self._trainer_seconds += time.monotonic() - max(began, self._trained)
+
     # ---- new weights and their identity
 
-    def _update(self, lane: _Lane) -> _Swap | None:
+    def _update(self, lane: Lane) -> _Swap | None:
         """Returns the arguments of `_take` if the lane may take newer weights, else None. The lane must then do so."""
         if self._newest is None or not self._may_swap(lane):
             return None
@@ -285,14 +277,14 @@ class Fleet:
             again = {number: group.prompt for number, group in own.items() if not group.complete}
         return self._newest, again
 
-    def _swap(self, lane: _Lane) -> None:
+    def _swap(self, lane: Lane) -> None:
         """Lets the lane take the newest weights, if they are newer than its own and it may take them."""
         if update := self._update(lane):
             self._retire(lane, self._take(lane, *update))
             if self._on_new_weights == "finish" and self._threads is None:
                 self._compare_retired()  # all rows are done, and the memory of these weights is needed
 
-    def _take(self, lane: _Lane, update: _Update, again: Mapping[int, Prompt] | None = None) -> DrawnRows | None:
+    def _take(self, lane: Lane, update: Published, again: Mapping[int, Prompt] | None = None) -> DrawnRows | None:
         """Makes the lane draw with these weights. Records identities for `_check`; returns rows for `_retire`."""
         drawn = {} if self._on_new_weights == "finish" else None  # with "finish" no row is running now
         if self._wall and lane.updates:
@@ -322,33 +314,18 @@ class Fleet:
 
     # ---- log-probabilities
 
-    def _rows(self, lane: _Lane, groups: Mapping[int, Group], running: DrawnRows) -> list[Row]:
-        """Returns the rows of those of these groups that a lane draws, with their tokens so far.
-
-        running: the tokens of rows that are not done.
-        """
-        rows: list[Row] = []
-        for number, group in groups.items() if self._compares else ():
-            prompt, drawn = group.prompt, group.rows
-            for sample in range(self._samples) if group.worker in lane.numbers else ():
-                row, own = number * self._samples + sample, slice(drawn.lengths[sample])
-                tokens, logprobs = running.get(row, (drawn.tokens[sample, own], drawn.logprobs[sample, own]))
-                versions, ids = drawn.versions[sample, : len(tokens)], prompt.tokens[: prompt.length]
-                rows.append(Row(row, group.worker, ids, tokens, logprobs, versions, row in running))
-        return rows
-
-    def _compare(self, lane: _Lane, update: _Update, rows: Sequence[Row]) -> tuple[Compared, Tracked | None]:
+    def _compare(self, lane: Lane, update: Published, rows: Sequence[Row]) -> tuple[Compared, Tracked | None]:
         """See `Recompute.compare`."""
         if self._recompute is None or lane.tracked is None or not any(update.version in row.versions for row in rows):
             return Compared(), lane.tracked
         weights = self._lanes[0].workers.weights(update.handle)
         return self._recompute.compare(update.version, weights, rows, lane.tracked)
 
-    def _retire(self, lane: _Lane, running: DrawnRows | None) -> None:
+    def _retire(self, lane: Lane, running: DrawnRows | None) -> None:
         """Records the rows of versions that no longer draw. running: None if unknown; then the next `state` does it."""
         if running is None or len(lane.updates) < 2:
             return
-        rows = self._rows(lane, self._groups, running)
+        rows = rows_of(self._groups if self._compares else {}, lane.numbers, running)
         lane.retired += [(update, rows) for update in lane.updates[:-1]]
         lane.updates = lane.updates[-1:]
 
@@ -399,14 +376,14 @@ class Fleet:
         while not ended() and (self._may_start() or any(map(self._goes_on, self._lanes))):
             self._advance(end)
 
-    def _goes_on(self, lane: _Lane) -> bool:
+    def _goes_on(self, lane: Lane) -> bool:
         return lane.chunk is not None or self._may_swap(lane) or lane.workers.running > 0
 
     def _may_start(self) -> bool:
         spare = self._times.spare * self._rules.batch
         return self._count < self._loaded and may_start(self._rules, self._count - spare, self._times.version)
 
-    def _may_swap(self, lane: _Lane) -> bool:
+    def _may_swap(self, lane: Lane) -> bool:
         newer = self._newest is not None and lane.version < self._newest.version
         return newer and may_swap(self._on_new_weights, lane.workers.running)
 
@@ -423,10 +400,9 @@ class Fleet:
         updates = [self._update(lane) for lane in idle]
         for lane, update, entering in zip(idle, updates, self._entering(idle), strict=True):
             if update or lane.workers.running or any(entering):
-                lane.idle_seconds += time.monotonic() - lane.idle_since
                 lane.chunk = self._submit(self._decode, lane, update, entering)
 
-    def _entering(self, lanes: Sequence[_Lane]) -> list[list[list[Prompt]]]:
+    def _entering(self, lanes: Sequence[Lane]) -> list[list[list[Prompt]]]:
         """Returns the prompts that may start, by lane and worker. Each goes to the worker with most free slots."""
         rooms = {(at, own): room for at, lane in enumerate(lanes) for own, room in enumerate(lane.workers.rooms)}
         entering: list[list[list[Prompt]]] = [[[] for _ in lane.workers.rooms] for lane in lanes]
@@ -440,17 +416,20 @@ class Fleet:
         return entering
 
     def _decode(
-        self, lane: _Lane, update: _Swap | None, entering: list[list[Prompt]]
-    ) -> tuple[DrawnRows | None, list[Progress], float]:
-        """Takes new weights, if any, and decodes a chunk; also returns the chunk's seconds.
+        self, lane: Lane, update: _Swap | None, entering: list[list[Prompt]]
+    ) -> tuple[DrawnRows | None, list[Progress], float, float]:
+        """Takes new weights, if any, and decodes a chunk; also returns the seconds before the chunk and of the chunk.
 
         Runs in a thread of the lane, if there are threads.
         """
+        jax.block_until_ready(lane.updates[-1].handle)  # the update may still compute weights of slices
+        self._is_trained()
+        idle = time.monotonic() - lane.idle_since
         drawn = self._take(lane, *update) if update else None
         began = time.monotonic()
         progress = lane.workers.decode(entering)
         lane.idle_since = time.monotonic()
-        return drawn, progress, lane.idle_since - began
+        return drawn, progress, idle, lane.idle_since - began
 
     def _submit(self, call: Callable[..., Any], *arguments: Any) -> Future:
         if self._threads is not None:
@@ -464,11 +443,12 @@ class Fleet:
         wait([own for own in (end, *(lane.chunk for lane in self._lanes)) if own], return_when=FIRST_COMPLETED)
         for lane in self._lanes:
             if lane.chunk is not None and lane.chunk.done():
-                (running, progress, seconds), lane.chunk = lane.chunk.result(), None
+                (running, progress, idle, seconds), lane.chunk = lane.chunk.result(), None
+                lane.idle_seconds += idle
                 self._retire(lane, running)
                 self._record(lane, progress, seconds)
 
-    def _record(self, lane: _Lane, progress: Sequence[Progress], seconds: float) -> None:
+    def _record(self, lane: Lane, progress: Sequence[Progress], seconds: float) -> None:
         """Records what a lane drew in a chunk, and advances the virtual time (with the wall clock only an order)."""
         steps = max((row.end - row.start for row in progress), default=0)
         lane.decoded, lane.decoding_seconds = lane.decoded + steps, lane.decoding_seconds + seconds

@@ -209,6 +209,10 @@ class ProcessWorkers:
         self._transfers.append((sent.size, time.monotonic() - begin))
         return identities
 
+    def identities(self) -> list[Identity]:
+        commands = [{"identities": None}] * len(self._processes)
+        return [own for answer in self._ask(commands, [None] * len(commands)) for own in answer]
+
     def decode(self, prompts: Sequence[Sequence[Prompt]]) -> list[Progress]:
         commands = [
             {"decode": [[astuple(prompt) for prompt in prompts[worker]] for worker in share]} for share in self._shares

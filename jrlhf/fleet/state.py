@@ -1,6 +1,6 @@
 """The state of an asynchronous run between two iterations, and its conversion to arrays for a checkpoint."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
-from jrlhf.fleet.recompute import Tracked
+from jrlhf.fleet.recompute import Row, Tracked
 from jrlhf.meshes import to_devices, to_host
 from jrlhf.models.generation.chunks import EMPTY, Slots
 from jrlhf.models.generation.continuous import Decoding, Prompt
@@ -130,6 +130,22 @@ def drawn_rows(decoding: Sequence[Decoding]) -> DrawnRows:
         for row, count, tokens, logprobs in zip(*own, strict=True):
             if row != EMPTY:
                 rows[int(row)] = tokens[:count], logprobs[:count]
+    return rows
+
+
+def rows_of(groups: Mapping[int, Group], workers: Container[int], running: DrawnRows) -> list[Row]:
+    """Returns the rows of the groups that these workers draw, with their tokens so far.
+
+    running: the tokens of rows that are not done.
+    """
+    rows: list[Row] = []
+    for number, group in groups.items():
+        prompt, drawn, samples = group.prompt, group.rows, len(group.rows.lengths)
+        for sample in range(samples) if group.worker in workers else ():
+            row, own = number * samples + sample, slice(drawn.lengths[sample])
+            tokens, logprobs = running.get(row, (drawn.tokens[sample, own], drawn.logprobs[sample, own]))
+            versions, ids = drawn.versions[sample, : len(tokens)], prompt.tokens[: prompt.length]
+            rows.append(Row(row, group.worker, ids, tokens, logprobs, versions, row in running))
     return rows
 
 

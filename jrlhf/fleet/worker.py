@@ -6,6 +6,7 @@ The channel is a socket whose other end only the parent has. Messages are JSON; 
     parent: {start: path of states}                process: {rooms, running}
     parent: {base: path of weights}                process: null; with an adapter, which then are the weights of `take`
     parent: {take: path, number, base, again}      process: [identities before, identities after]
+    parent: {identities: null}                     process: [identities of the weights that draw]
     parent: {decode: prompts of each worker}       process: {progress, rooms, running}
     parent: {states: null}                         process: path of states
 
@@ -148,6 +149,9 @@ class _Process:
         weights = (own, {}) if self._adapter_shardings is None else (self._base, own)
         again = None if argument["again"] is None else {row[0]: Prompt(*row) for row in argument["again"]}
         return to_host(self._workers.take(weights, again))[0]
+
+    def identities(self, argument: None) -> Any:
+        return to_host(self._workers.identities())
 
     def decode(self, prompts: Any) -> Any:
         progress = self._workers.decode([[Prompt(*row) for row in own] for own in prompts])

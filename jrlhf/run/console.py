@@ -56,10 +56,8 @@ _SHOWN = (
     ("actor/entropy", "entropy", ".2f"),
     ("response_length/mean", "length", ".1f"),
     ("critic/vf_explained_var", "explained", ".2f"),
-    ("async/trainer_wait", "trainer waits", ".0f"),
-    ("async/rollouts_wait", "rollouts wait", ".0f"),
-    ("async/trainer_wait_seconds", "trainer waits", ".1f"),
-    ("async/rollouts_wait_seconds", "rollouts wait", ".1f"),
+    ("perf/trainer_wait_seconds", "trainer waits", ".1f"),
+    ("perf/rollouts_wait_seconds", "rollouts wait", ".1f"),
     ("timing_s/step", "seconds", ".1f"),
 )
 _SHOWN_REWARDS = 3  # an iteration's line shows the rewards by name if there are at most this many

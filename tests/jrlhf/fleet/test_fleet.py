@@ -1,14 +1,16 @@
 """The schedule of a run against that of the simulator, for rows of the same lengths."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
-from jrlhf.fleet.fleet import Fleet, _Update
+from jrlhf.fleet.fleet import Fleet
 from jrlhf.fleet.predict import token_versions
 from jrlhf.fleet.schedule import Rules
 from jrlhf.fleet.simulate import Setting, measured, simulate
+from jrlhf.fleet.slices import Published
 from jrlhf.meshes import make_mesh
 from jrlhf.models.generation.continuous import Progress, Prompt
 
@@ -36,6 +38,9 @@ class Rows:
         return weights
 
     def take(self, weights, again):
+        return []
+
+    def identities(self):
         return []
 
     def metrics(self) -> dict[str, float]:
@@ -69,7 +74,7 @@ def fleet_of(rows: Rows) -> Fleet:
         limit=limit,
         reward=int(setting.reward),
     )
-    fleet._take(fleet._lanes[0], _Update(0, None, {}, None))
+    fleet._take(fleet._lanes[0], Published(0, None, {}, None))
     return fleet
 
 
@@ -132,3 +137,43 @@ def test_a_decode_step_takes_the_seconds_of_the_chunks_divided_by_their_steps(mo
         fleet.publish(({}, {}), {})
         assert fleet.metrics()["perf/decode_step_seconds"] == pytest.approx(0.25 + len(steps) / sum(steps))
         steps.clear()
+
+
+def test_waiting_is_time_without_an_update_to_compute_and_time_between_two_chunks(monkeypatch):
+    """Rollouts decode 6 steps while an update of 4, 6 or 9 seconds computes, in chunks of 2 steps and 2 seconds.
+
+    The trainer waits from the end of its update until its next batch, which needs one more chunk. This chunk needs the
+    weights of the update, so the rollouts wait for them.
+    """
+    clock = [0.0]
+
+    class Leaf:
+        def __init__(self, update: float):
+            self.end = clock[0] + update
+
+        def is_ready(self) -> bool:
+            return clock[0] >= self.end
+
+        def block_until_ready(self) -> None:
+            clock[0] = max(clock[0], self.end)
+
+    monkeypatch.setattr("jrlhf.fleet.fleet.time.monotonic", lambda: clock[0])
+    for update, waits in ((4.0, (4.0, 0.0)), (6.0, (2.0, 0.0)), (9.0, (2.0, 3.0))):
+        setting = Setting(Rules(2, 1, 6.0), slots=2, samples=1, lengths=measured([8]), chunk=2)
+        rows = Rows(setting, np.full(80, 8))
+        decode, clock[0] = rows.decode, 0.0
+
+        def decoded(prompts: Sequence[Sequence[Prompt]], decode=decode) -> list[Progress]:
+            clock[0] += 2.0
+            return decode(prompts)
+
+        monkeypatch.setattr(rows, "decode", decoded)
+        fleet = fleet_of(rows)
+        fleet.collect()
+        for _ in range(3):
+            fleet.metrics()
+            weights: Any = Leaf(update), {}
+            fleet.publish(weights, {})
+            fleet.collect()
+            metrics = fleet.metrics()
+            assert (metrics["perf/trainer_wait_seconds"], metrics["perf/rollouts_wait_seconds"]) == waits

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jrlhf.errors import RunFailure
-from jrlhf.fleet.fleet import Fleet, _Update
+from jrlhf.fleet.fleet import Fleet
 from jrlhf.fleet.identity import adapter_identity, differences, drawing_identity, trained_identity
 from jrlhf.fleet.schedule import Rules
-from jrlhf.fleet.slices import SliceWorkers
+from jrlhf.fleet.slices import Published, SliceWorkers
 from jrlhf.meshes import GENERATE, TRAIN, make_mesh, reshard
 from jrlhf.models import LoRAConfig, ModelConfig, init_lm, init_lora, lora_shardings, merge, param_shardings
 from jrlhf.models.generation.continuous import Progress, Prompt
@@ -163,21 +163,25 @@ def test_nothing_is_learned_from_what_wrong_weights_drew(versions):
         rules, workers = Rules(2, 1, 1), SliceWorkers([Batch()])  # type: ignore[list-item]
         own: Any = Fleet([workers], mesh, rules, "keep_cache", prompt, print, samples=1, limit=1)
         first_identity = trained_identity(first, dtype=jnp.dtype(jnp.bfloat16))
-        own._take(own._lanes[0], _Update(0, (old, {}), first_identity, None))
+        own._take(own._lanes[0], Published(0, (old, {}), first_identity, None))
         return own
 
     expected = trained_identity(second, dtype=jnp.dtype(jnp.bfloat16))
     with jax.set_mesh(mesh):
-        clean, lost, changing = fleet(), fleet(), fleet()
-        for one in (clean, lost, changing):
+        clean, lost, changing, changed = fleet(), fleet(), fleet(), fleet()
+        for one in (clean, lost, changing, changed):
             assert list(one.collect().numbers) == [0, 1]
         clean.publish((new, {}), expected)
         assert list(clean.collect().numbers) == [2, 3]
         lost.publish((old, {}), expected)
         with pytest.raises(RunFailure, match="version 1 are not the trainer's: .* differ, .* first"):
             lost.collect()
+        changed.publish((new, {}), expected)
+        changed._lanes[0].workers._weights = old, {}  # before they draw
+        with pytest.raises(RunFailure, match="version 1"):
+            changed.collect()
         changing.publish((new, {}), expected)
-        changing._lanes[0].workers._weights = old, {}  # they change while they draw
+        changing._lanes[0].workers._weights = old, {}  # they change while they draw ahead
         changing.publish((new, {}), expected)
         with pytest.raises(RunFailure, match="version 1"):
             changing.collect()

@@ -4,13 +4,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jrlhf.fleet.fleet import Fleet, _Update
+from jrlhf.fleet.fleet import Fleet
 from jrlhf.fleet.identity import drawing_identity
 from jrlhf.fleet.prompts import PromptStream
 from jrlhf.fleet.schedule import Rules
-from jrlhf.fleet.slices import SliceWorkers
+from jrlhf.fleet.slices import Published, SliceWorkers
 from jrlhf.meshes import make_mesh
 from jrlhf.models.generation.chunks import EMPTY, Slots
 from jrlhf.models.generation.continuous import Decoding, Progress
@@ -53,14 +54,14 @@ def prompt(number: int) -> Any:
 
 
 def test_a_state_stays_as_it_is_while_the_fleet_goes_on():
-    mesh, weights = make_mesh(devices=jax.devices()[:1]), ({"layers": [{"bias": np.ones(1, np.float32)}]}, {})
+    mesh, weights = make_mesh(devices=jax.devices()[:1]), ({"layers": [{"bias": jnp.ones(1)}]}, {})
     with jax.set_mesh(mesh):
         workers = SliceWorkers([Batch(mesh)])  # type: ignore[list-item]
         fleet: Any = Fleet(
             [workers], mesh, Rules(2, 1, 1), "keep_cache", prompt, lambda group: None, samples=1, limit=1
         )
         expected = drawing_identity(weights[0])
-        fleet._take(fleet._lanes[0], _Update(0, weights, expected, None))
+        fleet._take(fleet._lanes[0], Published(0, weights, expected, None))
         fleet.collect()
         state = fleet.state
         before = jax.tree.map(np.array, jax.device_get((state.started, state.decoding.owner, state.decoding.drawn)))

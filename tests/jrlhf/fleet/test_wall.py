@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -72,6 +73,9 @@ class Worker:
         self.version = handle
         return []
 
+    def identities(self):
+        return []
+
     def decode(self, prompts: Sequence[Sequence[Prompt]]) -> list[Progress]:
         self.gate()
         for prompt in prompts[0]:
@@ -108,7 +112,7 @@ def fleet_of(*workers: Any) -> Any:
 
 
 def weights(version: int) -> Any:
-    return {"version": np.array([version])}, {}
+    return {"version": jnp.array([version])}, {}
 
 
 def iterate(fleet: Any, version: int) -> Collected:
@@ -214,7 +218,7 @@ def check_run(path, batches: list[Collected], iterations: int) -> None:
         ages = np.concatenate([batch.version - row[:n] for row, n in zip(batch.rows.versions, lengths, strict=True)])
         assert ages.min() >= 0 and record["training/off_policy/token_staleness/max"] == ages.max()
         assert record.get("async/logprob_distance", 0) < 1e-4
-        assert record["async/trainer_wait_seconds"] >= 0 <= record["async/rollouts_wait_seconds"]
+        assert record["perf/trainer_wait_seconds"] >= 0 <= record["perf/rollouts_wait_seconds"]
 
 
 @pytest.mark.usefixtures("quick_compilation")

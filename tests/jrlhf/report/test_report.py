@@ -431,9 +431,8 @@ def test_an_asynchronous_run_shows_who_waits_and_how_old_tokens_are(tmp_path, un
 
     ages = {f"training/off_policy/token_staleness/{name}": 1.0 for name in ("mean", "max")}
     shares = {"rollout_corr/rollout_rs_masked_fraction": 0.25}
-    both = {f"async/{side}_wait": 3.0 for side in ("trainer", "rollouts")}
-    for waits in (both, {f"{name}_seconds": value for name, value in both.items()}):
-        assert titles(**ages, **shares, **waits) == ["Waiting", "Age of tokens", "Tokens without full weight"]
+    waits = {f"perf/{side}_wait_seconds": 3.0 for side in ("trainer", "rollouts")}
+    assert titles(**ages, **shares, **waits) == ["Waiting", "Age of tokens", "Tokens without full weight"]
     assert titles(**{"actor/entropy": 1.0}) == ["Entropy"]
 
 
