@@ -54,6 +54,7 @@ class Fleet:
     data; further calls may come from the thread that draws ahead.
     on_complete: called with each group as soon as it is complete; possibly from that thread, too.
     samples: rows of a group. limit: maximum tokens of a row. reward: time from a group's last token to its score.
+    on_chunk: called with (number of a lane, seconds) after each of its chunks; possibly from other threads.
     recompute: compares log-probabilities if `compares` is true. None: states have no tracked rows.
     """
 
@@ -72,12 +73,13 @@ class Fleet:
         reward: int = 0,
         recompute: Recompute | None = None,
         compares: bool = True,
+        on_chunk: Callable[[int, float], None] = lambda lane, seconds: None,
     ):
         bounds = pairwise(np.cumsum([0, *(len(workers.rooms) for workers in lanes)]).tolist())
         self._lanes = [Lane(workers, range(*own)) for workers, own in zip(lanes, bounds, strict=True)]
         self.mesh, self._rules, self._reward, self._wall = mesh, rules, reward, clock == "wall"
         self._on_new_weights: OnNewWeights = on_new_weights
-        self._on_complete, self._samples, self._limit = on_complete, samples, limit
+        self._on_complete, self._samples, self._limit, self._on_chunk = on_complete, samples, limit, on_chunk
         self._groups = dict[int, Group]()  # by number, in the order in which they started
         self._count = 0  # number of all groups that have started so far
         self._prompt, self._loaded = prompt, 0  # groups with a lower number than `_loaded` have a prompt
@@ -429,6 +431,7 @@ class Fleet:
         began = time.monotonic()
         progress = lane.workers.decode(entering)
         lane.idle_since = time.monotonic()
+        self._on_chunk(self._lanes.index(lane), lane.idle_since - began)
         return drawn, progress, idle, lane.idle_since - began
 
     def _submit(self, call: Callable[..., Any], *arguments: Any) -> Future:

@@ -60,7 +60,8 @@ class Lane(NamedTuple):
 class Span(NamedTuple):
     """A call, in seconds of its iteration. devices: None where they are not known.
 
-    rows: (seconds, unfinished rows from then on), if it drew in chunks of decode steps.
+    rows: (seconds, unfinished rows from then on), if it drew in chunks of decode steps. lane: not None for a chunk that
+    rollout processes decoded: the number of their lane.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Span(NamedTuple):
     devices: Slice | None = None
     copies: bool = False
     rows: Sequence[tuple[float, int]] = ()
+    lane: int | None = None
 
     def is_on(self, devices: Slice) -> bool:
         return self.devices is not None and self.devices.overlaps(devices)
@@ -77,13 +79,15 @@ class Span(NamedTuple):
 def timeline(run: Record) -> tuple[str, list[Lane]]:
     """Draws the iteration of median length: a lane for each slice of the devices, if there are several, and each call.
 
+    Rollout processes have a lane if they decode together, else one each.
     The median does not include the first iterations, which compile.
     """
     settled = run.iterations[_COMPILING:] or run.iterations
     if (measured := _measured(run, settled)) is None:
         return "", []
     record, spans = measured
-    spans = [span for span in spans if span.end > span.start]
+    chunks = [span for span in spans if span.lane is not None]
+    spans = [span for span in spans if span.end > span.start and span.lane is None]
     length = max([record["timing_s/step"], *(span.end for span in spans)])
     gaps = _gaps(spans, length)
     if sum(span.end - span.start for span in gaps) > 0.005 * length:
@@ -121,6 +125,12 @@ def timeline(run: Record) -> tuple[str, list[Lane]]:
         ]
         place = 1 + [one.name for one in lanes].index(drawing[0].name)
         lanes.insert(place, Lane("unfinished rows", "waiting or decoding", steps, (f"{most} rows", "")))
+    for number in sorted({span.lane for span in chunks if span.lane is not None}, reverse=True):
+        own = [span for span in chunks if span.lane == number]
+        bars = [Bar(span.start / length, (span.end - span.start) / length, COLORS[number % 2]) for span in own]
+        busy = sum(span.end - span.start for span in own)
+        name = f"rollout process {number}" if len({span.lane for span in chunks}) > 1 else "rollout processes"
+        lanes.insert(0, Lane(name, "chunks of decode steps", bars, (_milliseconds(busy), f"{busy / length:.1%}")))
     for before, after in pairwise(drawing):
         if before.name == after.name and after.start == before.end and after.devices != before.devices:
             text += (
@@ -144,9 +154,10 @@ def _measured(run: Record, settled: list[Metrics]) -> tuple[Metrics, list[Span]]
                 str(call["name"]),
                 float(call["start"]),
                 float(call["end"]),
-                Slice.of(call["devices"]),
-                call["copies"],
+                Slice.of(call["devices"]) if "devices" in call else None,
+                call.get("copies", False),
                 [(float(when), int(left)) for when, left in call.get("rows", ())],
+                None if "lane" not in call else int(call["lane"]),
             )
             for call in own[step]
         ]

@@ -59,7 +59,7 @@ class Clock:
         self.deadline, self._blocking = deadline, blocking
         # By the call's devices and those of inputs on other devices. The threads end with the clock.
         self._threads = defaultdict[tuple, ThreadPoolExecutor](partial(ThreadPoolExecutor, 1, "clock"))
-        self._lock = Lock()  # for `add_parallel`, which other threads call
+        self._lock = Lock()  # for `add_parallel` and `add_chunk`, which other threads call
         self.start()
 
     def run(self, name: str, function: Callable, *args, **kwargs):
@@ -107,12 +107,19 @@ class Clock:
         with self._lock:
             self._parallel[name] = self._parallel.get(name, 0.0) + seconds
 
+    def add_chunk(self, lane: int, seconds: float) -> None:
+        """Records that rollout processes, those of a lane of a fleet, decoded for these seconds until now."""
+        end = time.perf_counter()
+        with self._lock:
+            self._chunks.append((lane, max(end - seconds, self._started), end))
+
     def start(self) -> None:
         """Clears the records: an iteration begins."""
         self._started = time.perf_counter()
         self._calls, self._pending = list[_Call](), []
         self._running: _Call | None = None
         self._parallel: dict[str, float] = {}
+        self._chunks: list[tuple[int, float, float]] = []
 
     def take(self) -> dict[str, float]:
         """Returns `timing_s/*` since `start`, with `timing_s/step` for the whole; waits until every call has ended.
@@ -162,7 +169,10 @@ class Clock:
         return spans
 
     def calls(self, mesh: Mesh) -> list[dict[str, Any]]:
-        """Returns the spans as records; devices are numbered by their position in `mesh`, as in plans."""
+        """Returns the spans as records; devices are numbered by their position in `mesh`, as in plans.
+
+        Chunks of rollout processes have the number of their lane instead.
+        """
         numbers = {device.id: number for number, device in enumerate(mesh.devices.flat)}
         records = []
         for span in self.spans():
@@ -173,6 +183,12 @@ class Clock:
             if span.rows:
                 changes = [span.rows[0], *(new for old, new in pairwise(span.rows) if old[1] != new[1])]
                 records[-1]["rows"] = [[round(when, 6), left] for when, left in changes]
+        with self._lock:
+            chunks = [(lane, start - self._started, end - self._started) for lane, start, end in self._chunks]
+        records += [
+            {"name": "chunk", "lane": lane, "start": round(start, 6), "end": round(end, 6)}
+            for lane, start, end in chunks
+        ]
         return records
 
 

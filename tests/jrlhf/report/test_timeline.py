@@ -89,6 +89,21 @@ def test_the_unfinished_rows_and_their_move_are_drawn(tmp_path):
     assert [round(10 * bar.start) for bar in group.bars] == [0, 5]
 
 
+def test_rollout_processes_have_lanes(tmp_path):
+    calls = [{"name": "update_actor", "devices": "0-7", "start": 0.0, "end": 8.0, "copies": False}]
+    chunks = [
+        {"name": "chunk", "lane": lane, "start": start, "end": start + 2.0} for lane, start in ((1, 1), (0, 3), (0, 5))
+    ]
+    write(tmp_path, calls + chunks, 10)
+    _, lanes = timeline(read_run(tmp_path))
+    bars = {lane.name: [(round(10 * bar.start), round(10 * bar.width)) for bar in lane.bars] for lane in lanes}
+    first, second = [(3, 2), (5, 2)], [(1, 2)]
+    assert bars == {"rollout process 0": first, "rollout process 1": second, "update_actor": [(0, 8)], "rest": [(8, 2)]}
+    assert lanes[0].numbers == ("4.00 s", "40.0%")
+    write(tmp_path, calls + chunks[1:], 10)
+    assert [lane.name for lane in timeline(read_run(tmp_path))[1]] == ["rollout processes", "update_actor", "rest"]
+
+
 def test_a_slice_of_its_own_has_no_lane_and_a_line_that_is_no_timeline_is_one_sentence(tmp_path):
     calls = [{"name": "gen", "devices": "0-7", "start": 0.0, "end": 2.0, "copies": False}]
     calls += [{"name": "gen", "devices": "0-7", "start": 3.0, "end": 4.0, "copies": False}]

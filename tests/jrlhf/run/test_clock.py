@@ -102,6 +102,10 @@ def test_waiting_on_the_host_counts_as_far_as_the_device_had_nothing_to_do(now):
     assert clock.run("host", host) == "no array"
     clock.add_parallel("thread", 4.0)
     clock.add_parallel("thread", 0.5)
+    for lane, seconds in ((1, 2.0), (0, 7.0)):  # the second one began before the iteration
+        clock.add_chunk(lane, seconds)
+    ends = [(record["lane"], record["start"], record["end"]) for record in clock.calls(mesh_on(0, 4))[2:]]
+    assert ends == [(1, 3.0, 5.0), (0, 0.0, 5.0)]
     taken = clock.take()
     assert taken == {"timing_s/device": 2.0, "timing_s/host": 3.0, "timing_s/thread": 4.5, "timing_s/step": 5.0}
 
