@@ -145,7 +145,8 @@ class FleetSection(Feature):
     engine: Literal["local", "ray"] = "local"
     # The GPUs of each process, as CUDA_VISIBLE_DEVICES, such as ["4,5", "6,7"]; empty: on CPUs, simulated devices.
     devices: tuple[str, ...] = ()
-    # Seconds for one chunk or one transfer after which a process is replaced; the first chunk includes compilation.
+    # Seconds for one chunk or one transfer after which a process is replaced. After the first ones, which compile, it
+    # is replaced earlier: after 10 times the longest recent one of the same kind, but at least 10 seconds.
     deadline: float = positive(600.0, most=LONGEST)
     # How new weights are sent; full: all trained weights; delta: only the changed bits, if that is less. Equal results.
     transfer: Literal["full", "delta"] = "full"

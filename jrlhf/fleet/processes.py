@@ -4,8 +4,10 @@ The parent decides what is drawn and when; a process only executes commands. If 
 repeats the commands since the last recorded state and continues, with the same results.
 """
 
+import math
 import os
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
@@ -31,6 +33,8 @@ from jrlhf.run.files import decode, encode
 from jrlhf.run.processes import several
 
 ATTEMPTS = 3  # number of processes in a row that may fail at one command
+LEAST = 10.0  # seconds that a process always has for an answer, unless `fleet.deadline` is shorter
+RECENT = 32  # number of commands of a kind from which a process's pace follows
 
 
 def check_processes(section: FleetSection, platform: str, devices: int) -> None:
@@ -241,7 +245,13 @@ class ProcessWorkers:
 
 
 class _Process:
-    """A process that is replaced if it ends or hangs. Its successor repeats the commands since the last state."""
+    """A process that is replaced if it ends or hangs. Its successor repeats the commands since the last state.
+
+    A process hangs if it does not answer in time. For its first command of a kind, which compiles, it has
+    `fleet.deadline`. Later it has 10 times the longest of the last commands of that kind, at least `LEAST` and at most
+    `fleet.deadline`. A successor at the same command has twice that, and the last of `ATTEMPTS` has `fleet.deadline`,
+    so a process that is only slow is not replaced until the run ends; its time counts for the commands after it.
+    """
 
     def __init__(
         self,
@@ -254,6 +264,11 @@ class _Process:
         self._number, self._deadline, self._start, self._log = number, setup["deadline"], start, log
         self._tell, self._worker, self._closed = tell, None, False
         self._setup = encode(setup)
+        self._patience = 1.0
+        self._first = dict[tuple, float]()  # seconds for the present process's first command of each kind
+        self._seconds = defaultdict[tuple, deque[float]](
+            lambda: deque(maxlen=RECENT)
+        )  # for the others, of all processes
         # Commands that a successor repeats, their answers if they are to be checked, and the files that they name.
         self._commands: list[tuple[str, str | None, SharedArrays | None]] = []
         program()  # takes the digest of the program's files now, before anybody edits them
@@ -261,7 +276,8 @@ class _Process:
     def ask(self, command: Mapping[str, Any], shared: SharedArrays | None = None) -> Any:
         """Returns the answer to a command. shared: the arrays whose path it contains."""
         text, reason = encode(command), ""
-        for _ in range(ATTEMPTS):
+        for attempt in range(1, ATTEMPTS + 1):
+            self._patience = math.inf if attempt == ATTEMPTS else 2.0 ** (attempt - 1)
             try:
                 answer = self._send(self._started(), text, shared)
             except _Lost as lost:
@@ -287,7 +303,7 @@ class _Process:
 
     def _started(self) -> LocalWorker | RayWorker:
         if self._worker is None:
-            self._worker = self._start(self._write)
+            self._worker, self._first = self._start(self._write), {}
             if self._closed:  # closed while the process started
                 self._worker.kill()
             facts = decode(self._send(self._worker, self._setup))
@@ -305,17 +321,36 @@ class _Process:
         return self._worker
 
     def _send(self, worker: LocalWorker | RayWorker, text: str, shared: SharedArrays | None = None) -> str:
-        answer = worker.request(text.encode(), self._deadline, shared)
+        kind, begin = _kind(decode(text)), time.monotonic()
+        answer = worker.request(text.encode(), self._allowance(kind), shared)
         if "failure" in answer:
             self._worker = None
             if self._closed:
                 raise RunFailure(f"rollout process {self._number} was ended")
             raise _Lost(answer["detail"])
+        seconds = time.monotonic() - begin
+        if kind in self._first:
+            self._seconds[kind].append(seconds)
+        else:
+            self._first[kind] = seconds
         return answer["answer"]
+
+    def _allowance(self, kind: tuple) -> float:
+        """Returns how many seconds the process has for a command of this kind."""
+        if kind not in self._first:
+            return self._deadline
+        pace = 10 * max(self._seconds[kind], default=self._first[kind])
+        return min(self._deadline, self._patience * max(LEAST, pace))
 
     def _write(self, output: bytes) -> None:
         with open(self._log, "ab") as log:
             log.write(output)
+
+
+def _kind(command: Mapping[str, Any]) -> tuple:
+    """Returns what decides which programs a command runs: its name, and whether it prefills prompts."""
+    prompts = command.get("decode") or command.get("take", {}).get("again") or []
+    return *command, any(prompts)
 
 
 class _Lost(Exception):

@@ -23,7 +23,7 @@ from jrlhf.fleet.shared import SharedArrays
 from jrlhf.run.child import Worker
 from jrlhf.run.files import decode, encode
 
-TRAVEL = 60.0  # seconds that are added to a deadline for the transfer of arrays
+TRAVEL = 5.0  # minimum seconds that are added to a deadline for the transfer of arrays; otherwise a tenth of it
 _stored: WeakKeyDictionary[SharedArrays, Any] = WeakKeyDictionary()  # references to Ray's object store
 _storing = threading.Lock()  # requests to the processes come from several threads
 
@@ -113,7 +113,7 @@ class RayWorker:
         try:
             arrays = () if shared is None else (shared.path, _store(shared))
             asked = self._host.request.remote(body, seconds, *arrays)
-            answer, output, content = ray.get(asked, timeout=seconds + TRAVEL)
+            answer, output, content = ray.get(asked, timeout=seconds + max(TRAVEL, seconds / 10))
         except GetTimeoutError:
             self.kill()
             return {"failure": "hang", "detail": f"no answer within {seconds:g} s"}

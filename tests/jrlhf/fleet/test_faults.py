@@ -135,7 +135,6 @@ def test_bits_do_not_depend_on_faults_stops_workers_nor_transfers(
     faults, rng = Faults(f"{SEED} {engine} {on_new_weights}"), random.Random(SEED)
     handler = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr("jrlhf.fleet.processes.ATTEMPTS", FAULTS)  # a successor is befallen, too
-    monkeypatch.setattr("jrlhf.fleet.ray_worker.TRAVEL", 5.0)
     monkeypatch.setattr(_Process, "_send", lambda process, *asked: faults.send(process, *asked))
     counts, options = list[int](), {**OPTIONS, "on_new_weights": on_new_weights}
     while True:

@@ -18,9 +18,10 @@ from jrlhf.config import config_yaml
 from jrlhf.config.stages import FleetSection
 from jrlhf.errors import RunFailure, UserError
 from jrlhf.fleet import worker
-from jrlhf.fleet.processes import LocalWorker, ProcessWorkers, Update, _Process, check_processes
+from jrlhf.fleet.processes import RECENT, LocalWorker, ProcessWorkers, Update, _Process, check_processes
 from jrlhf.fleet.ray_worker import joined
 from jrlhf.fleet.shared import SharedArrays, delta, patched, read
+from jrlhf.run.files import decode, encode
 from tests.jrlhf.fleet.test_runs import ADAPTER, config, run
 from tests.support.processes import alive, children, gone
 from tests.support.runs import Training, timeless
@@ -153,6 +154,44 @@ def test_a_lost_process_is_replaced_and_its_successor_repeats_what_was_done(faul
     own.repeat_from([({}, SharedArrays.of([]))])
     os.kill(own._worker.pid, signal.SIGKILL)
     assert own.ask({}) == 2  # after the one command that a successor repeats from here
+
+
+@pytest.mark.parametrize("deadline", [600.0, 10.0])
+def test_a_process_has_time_by_its_own_pace(deadline, tmp_path, monkeypatch):
+    """The process is replaced by one that is as slow, until one has the time that a command takes."""
+    clock, asked, sentences = [0.0], list[list[float]](), list[str]()
+
+    def request(body: bytes, seconds: float, shared: object) -> dict[str, str]:
+        number, needed = decode(body.decode()).get("number", 0), decode(body.decode()).get("seconds", 0.0)
+        asked[number].append(seconds)
+        clock[0] += min(needed, seconds)
+        late = {"failure": "hang", "detail": f"no answer within {seconds:g} s"}
+        return late if needed > seconds else {"answer": encode({"program": worker.program()})}
+
+    monkeypatch.setattr("jrlhf.fleet.processes.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    start: Any = lambda write: SimpleNamespace(request=request)  # noqa: E731
+    own, prompts = (
+        _Process(1, {"deadline": deadline}, start, tmp_path / "log", sentences.append),
+        [[(0, [5], 1, [[7]])]],
+    )
+    commands = [
+        ([[]], 0.25 * deadline, [600]),  # the first one compiles
+        ([[]], 0.5, [600]),
+        ([[]], 0.5, [10]),  # by the second one
+        ([[]], 4, [10]),
+        *[([[]], 0.5, [40])] * RECENT,
+        ([[]], 0.5, [10]),  # 4 s are no longer recent
+        (prompts, 5, [600]),  # prefill is another program
+        (prompts, 0.5, [50]),
+        (prompts, 0.5, [10]),
+        *([([[]], 15, [10, 20]), ([[]], 151, [150, 300]), ([[]], 400, [600])] * (deadline > 30)),
+        *([(prompts, 25, [10, 20, 600]), (prompts, 25, [250])] * (deadline > 30)),
+    ]
+    for number, (argument, seconds, allowances) in enumerate(commands, 1):
+        asked[:] = [[] for _ in range(number + 1)]
+        own.ask({"decode": argument, "number": number, "seconds": seconds})
+        assert asked[number] == [min(deadline, allowance) for allowance in allowances], number
+    assert len(sentences) == (4 if deadline > 30 else 0)
 
 
 def test_a_process_that_ends_between_its_answer_and_its_reading_is_replaced(process, tmp_path):
