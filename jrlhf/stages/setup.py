@@ -258,7 +258,25 @@ def select_plan(
     workload = workload_of(config, graph, models)
     plan = plan_of(from_main(lambda: plan_of_config(config, workload, len(devices), search).as_dict()))
     refuse_cross_process(plan, [device.process_index for device in devices])
+    if resume and config.rl.asynchronous is not None and config.rl.asynchronous.clock == "virtual":
+        _refuse_other_groups(config, plan)
     return plan
+
+
+def _refuse_other_groups(config: Config, plan: Plan) -> None:
+    """Refuses a plan that divides the decode slots over another number of groups of devices than the run's own plan.
+
+    A prompt starts when one group has free slots for all its rows, so with other groups other weights draw it.
+    """
+    path = run_path(config) / PLAN
+    if unsealed(path, older=True) is None:
+        return
+    there, here = (own["actor.generate"] for own in (read_plan(path), plan))
+    if (before := there.devices.count // there.tensor) != (now := here.devices.count // here.tensor):
+        raise UserError(
+            f"actor.generate drew on {before} group(s) of devices and here on {now}, which changes the schedule of "
+            f"{config.algorithm}.asynchronous: resume with the devices, the mesh and the plan that {path} shows"
+        )
 
 
 def prices_of_rollouts(config: Config, workload: Workload, devices: Sequence[Device]) -> Callable[[], CostModel]:

@@ -7,6 +7,7 @@ import pytest
 from jrlhf.algorithms.registry import graph_of
 from jrlhf.config import Config, load_config
 from jrlhf.errors import UserError
+from jrlhf.meshes.plan import Plan
 from jrlhf.planning.auto import auto_plan, prices_here
 from jrlhf.planning.plans import plan_of_config, plan_yaml, validate_plan
 from jrlhf.planning.workload import Workload, workload_of
@@ -74,3 +75,26 @@ def test_a_run_goes_on_with_the_plan_that_its_search_found(monkeypatch, tmp_path
         (tmp_path / "run" / PLAN).write_text(plan_yaml(saved))
         assert select_plan(config, models, devices, resume=True) == expected
         assert select_plan(config, models, devices) == colocated
+
+
+def test_an_asynchronous_run_goes_on_only_with_as_many_groups_of_devices(tmp_path):
+    """The schedule counts free slots in each group. A synchronous run and the wall clock may go on with any number."""
+    devices, start = [Device()] * 8, ("plan=disaggregated", f"run_dir={tmp_path}", "name=run", "mesh.data=1")
+    drawing, pairs, singles = "ppo.asynchronous.staleness=2", ("mesh.fsdp=4", "mesh.tensor=2"), ("mesh.fsdp=8",)
+
+    def plan(*overrides: str, resume: bool = True) -> Plan:
+        config = config_of(*start, *overrides)
+        return select_plan(config, architectures(config), devices, resume=resume)
+
+    assert plan(*pairs, drawing)["actor.generate"].sizes == (1, 2, 2)  # there is no plan to compare with yet
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / PLAN).write_text(plan_yaml(plan(*pairs, drawing)))
+    others = "plan=colocate", "fleet.workers=1", "mesh.fsdp=2", "mesh.tensor=4"
+    assert plan(*others, drawing)["actor.generate"].sizes == (1, 2, 4)
+    with pytest.raises(
+        UserError, match=r"drew on 2 group.s. of devices and here on 4, .* the schedule of ppo.asy.*: res"
+    ):
+        plan(*singles, drawing)
+    for free in ((), (drawing, "ppo.asynchronous.clock=wall")):
+        assert plan(*singles, *free)["actor.generate"].sizes == (1, 4, 1)
+    assert plan(*singles, drawing, resume=False)
