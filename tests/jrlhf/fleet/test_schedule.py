@@ -1,10 +1,15 @@
 """The rules of an asynchronous run, against their definitions."""
 
+import dataclasses
 import itertools
 
+import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jrlhf.fleet.schedule import Rules, first_batch, fresh, may_start, may_swap
+from jrlhf.ppo import Experience
+from jrlhf.ppo.off_policy import without_older
 
 
 def test_admission_is_areals_inequality():
@@ -35,6 +40,19 @@ def test_tokens_within_the_bound_are_fresh():
     versions = np.array([[5, 6, 7], [3, 4, 5]])
     np.testing.assert_array_equal(fresh(versions, 7, 2), [[True, True, True], [False, False, True]])
     np.testing.assert_array_equal(fresh(versions, np.array([[7], [5]]), 1), [[False, True, True], [False, True, True]])
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 4, 9])
+def test_the_loss_learns_from_the_tokens_that_are_fresh(staleness):
+    """`without_older` of the trainer and `fresh` of the simulator are one rule. Fresh tokens keep their weights."""
+    rng, step = np.random.default_rng(0), 7
+    versions = rng.integers(0, step + 1, (5, 6)).astype(np.int32)
+    weights = rng.uniform(0.5, 2, versions.shape).astype(np.float32)
+    fields = {field.name: jnp.zeros(versions.shape) for field in dataclasses.fields(Experience)}
+    experience = Experience(**fields | {"versions": jnp.asarray(versions), "importance": jnp.asarray(weights)})
+    masked = without_older(experience, experience.ages(jnp.int32(step)), staleness).importance
+    np.testing.assert_array_equal(masked, np.where(fresh(versions, step, staleness), weights, 0))
+    assert (staleness == 9) == bool(np.all(masked))
 
 
 def test_only_finish_waits_for_running_rows():
