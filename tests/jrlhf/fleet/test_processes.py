@@ -156,6 +156,16 @@ def test_a_lost_process_is_replaced_and_its_successor_repeats_what_was_done(faul
     assert own.ask({}) == 2  # after the one command that a successor repeats from here
 
 
+def test_a_stopped_process_is_replaced_long_before_the_deadline(process, monkeypatch):
+    monkeypatch.setattr("jrlhf.fleet.processes.LEAST", 2.0)
+    make, sentences = process
+    own = make(deadline=600.0)
+    assert [own.ask({}), own.ask({})] == [1, 2]
+    os.kill(own._worker.pid, signal.SIGSTOP)
+    assert own.ask({}) == 3
+    assert len(sentences) == 1 and sentences[0].startswith("rollout process 1 was lost (no answer within 2 s")
+
+
 @pytest.mark.parametrize("deadline", [600.0, 10.0])
 def test_a_process_has_time_by_its_own_pace(deadline, tmp_path, monkeypatch):
     """The process is replaced by one that is as slow, until one has the time that a command takes."""
