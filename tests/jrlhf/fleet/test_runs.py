@@ -17,7 +17,8 @@ from jrlhf.run.files import read_jsonl
 from jrlhf.run.metrics import read_metrics
 from jrlhf.stages.setup import select_resources
 from jrlhf.train import main
-from tests.support.runs import resumed, timeless
+from tests.jrlhf.stages.test_plan_runs import maker
+from tests.support.runs import resumed, stage_of, timeless
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -64,7 +65,10 @@ def proven(*names: Any) -> list[Any]:
     return [pytest.param(name, marks=mark) for name, mark in zip(names, marks, strict=True)]
 
 
-@pytest.mark.parametrize("case", proven(["grpo"], ["dapo"], ["ppo"], ["grpo", *ADAPTER], ["ppo", *ADAPTER]), ids=str)
+SYNCHRONOUS = ["grpo"], ["dapo"], ["ppo"], ["reinforce_pp"], ["grpo", *ADAPTER], ["ppo", *ADAPTER]
+
+
+@pytest.mark.parametrize("case", proven(*SYNCHRONOUS), ids=str)
 def test_with_staleness_0_the_run_is_the_synchronous_one_bit_for_bit(case, tmp_path):
     """In one process, and where another one draws. With more logical workers log-probabilities round otherwise.
 
@@ -72,9 +76,10 @@ def test_with_staleness_0_the_run_is_the_synchronous_one_bit_for_bit(case, tmp_p
     """
     algorithm, *settings = case
     plain = run(config(tmp_path, "plain", algorithm, settings))
-    if not settings:
+    golden_of = json.loads(GOLDEN.read_text())
+    if not settings and algorithm in golden_of:
         records = [record for record in read_metrics(plain) if record["stage"] == algorithm]
-        for record, golden in zip(records, json.loads(GOLDEN.read_text())[algorithm], strict=True):
+        for record, golden in zip(records, golden_of[algorithm], strict=True):
             assert {name: record[name] for name in golden} == pytest.approx(golden, rel=1e-4, abs=1e-6)
     for name, more in (("one", []), ("two", ["fleet.workers=1"])):
         path = run(config(tmp_path, name, algorithm, [*settings, *more], staleness=0, update_steps=3))
@@ -82,6 +87,24 @@ def test_with_staleness_0_the_run_is_the_synchronous_one_bit_for_bit(case, tmp_p
             assert synchronous == {key: fleet[key] for key in synchronous}  # the other metrics speak of the fleet
         weights = [(one / "model" / "model.safetensors").read_bytes() for one in (plain, path)]
         assert weights[0] == weights[1]
+
+
+@pytest.mark.full
+def test_reward_models_score_an_asynchronous_run_as_the_synchronous_one(tmp_path, settings, user):
+    """RLOO with a reward model that the run trains, one that reads text, and a function, which differ between rows."""
+    make = maker(tmp_path, settings, user)
+    section: dict[str, Any] = {"algorithm": {"samples": 2}}
+    options = {"asynchronous": {"staleness": 0, "update_steps": 3}}
+    paths = [
+        run(make(name, "rloo", "disaggregated", before=("reward_model",), rloo=section | own))
+        for name, own in (("plain", {}), ("fleet", options))
+    ]
+    for synchronous, fleet in zip(*map(timeless, paths), strict=True):
+        assert synchronous == {key: fleet[key] for key in synchronous}
+    first, second = ((path / "model" / "model.safetensors").read_bytes() for path in paths)
+    assert first == second
+    for record in stage_of(paths[1], "rloo"):
+        assert all(record[f"rewards/{name}/std"] > 0 for name in ("reward_model", "judge", "short"))
 
 
 MODES = "keep_cache", "prefill_again", "finish"
