@@ -265,10 +265,9 @@ class _Process:
         self._tell, self._worker, self._closed = tell, None, False
         self._setup = encode(setup)
         self._patience = 1.0
-        self._first = dict[tuple, float]()  # seconds for the present process's first command of each kind
-        self._seconds = defaultdict[tuple, deque[float]](
-            lambda: deque(maxlen=RECENT)
-        )  # for the others, of all processes
+        # Seconds of the present process's first command of each kind; of the others, of all processes.
+        self._first = dict[tuple, float]()
+        self._seconds = defaultdict[tuple, deque[float]](partial(deque, maxlen=RECENT))
         # Commands that a successor repeats, their answers if they are to be checked, and the files that they name.
         self._commands: list[tuple[str, str | None, SharedArrays | None]] = []
         program()  # takes the digest of the program's files now, before anybody edits them
@@ -348,9 +347,12 @@ class _Process:
 
 
 def _kind(command: Mapping[str, Any]) -> tuple:
-    """Returns what decides which programs a command runs: its name, and whether it prefills prompts."""
-    prompts = command.get("decode") or command.get("take", {}).get("again") or []
-    return *command, any(prompts)
+    """Returns what decides which programs a command runs: its name, and how many prompts each worker prefills.
+
+    Waves of prompts have a few sizes, each with its own program, which is compiled when it is needed first.
+    """
+    again = command.get("take", {}).get("again") or []
+    return *command, *(len(prompts) for prompts in command.get("decode") or [again])
 
 
 class _Lost(Exception):

@@ -185,6 +185,7 @@ def test_a_process_has_time_by_its_own_pace(deadline, tmp_path, monkeypatch):
         (prompts, 5, [600]),  # prefill is another program
         (prompts, 0.5, [50]),
         (prompts, 0.5, [10]),
+        ([prompts[0] * 2], 0.5, [600]),  # a wave of another size, too
         *([([[]], 15, [10, 20]), ([[]], 151, [150, 300]), ([[]], 400, [600])] * (deadline > 30)),
         *([(prompts, 25, [10, 20, 600]), (prompts, 25, [250])] * (deadline > 30)),
     ]
