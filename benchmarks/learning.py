@@ -109,10 +109,13 @@ def measure(work: Path, case: Case, seed: int) -> dict[str, Any]:
 
 def collect(work: Path) -> list[dict[str, Any]]:
     """The cases with their runs, and with the paired difference from the synchronous run over the same seeds."""
-    results, synchronous = [], {}
+    results, synchronous, starts = [], {}, dict[int, float]()
     for case in CASES:
         paths = (work / "measured").glob(f"{case}-*.json")
         runs = sorted((json.loads(path.read_text()) for path in paths), key=lambda run: run["seed"])
+        for run in runs:
+            if starts.setdefault(run["seed"], run["curve"][0]) != run["curve"][0]:
+                raise SystemExit(f"runs of seed {run['seed']} start from different models: remove those of one of them")
         if case.staleness == 0:
             synchronous = {run["seed"]: run["accuracy"] for run in runs}
         result: dict[str, Any] = asdict(case) | {"runs": runs}
