@@ -278,7 +278,8 @@ def test_a_file_with_a_flipped_bit_cut_or_gone_is_seen_or_has_no_effect(
     async def _read_array_index_and_device_put():
         pass
 
-    _read_array_index_and_device_put()  # the event loop of a failed restore ended before this read began
+    read = _read_array_index_and_device_put()  # the event loop of a failed restore ended before this read began
+    del read
     gc.collect()
     assert "Traceback" not in capfd.readouterr().err and not reports
 
