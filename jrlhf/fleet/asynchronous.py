@@ -99,7 +99,7 @@ class AsynchronousRollouts(Closing):
                 reward=options.reward_steps,
                 recompute=recompute,
                 compares=options.logprob_check != "off",
-                **({} if config.fleet is None else {"on_chunk": self._clock.add_chunk}),
+                on_chunk=self._clock.add_chunk,
             )
 
     def close(self) -> None:

@@ -54,7 +54,7 @@ class Fleet:
     data; further calls may come from the thread that draws ahead.
     on_complete: called with each group as soon as it is complete; possibly from that thread, too.
     samples: rows of a group. limit: maximum tokens of a row. reward: time from a group's last token to its score.
-    on_chunk: called with (number of a lane, seconds) after each of its chunks; possibly from other threads.
+    on_chunk: called with (number of a lane, seconds) after each chunk of other processes, from other threads.
     recompute: compares log-probabilities if `compares` is true. None: states have no tracked rows.
     """
 
@@ -217,7 +217,8 @@ class Fleet:
         if self._wall and self._threads is None:  # JAX did not wait for the update
             self._draw_until(self._is_trained)
         handle = self._lanes[0].workers.put(weights)
-        began, _ = time.monotonic(), self._is_trained()
+        self._is_trained()  # `put` to other processes waited for it
+        began = time.monotonic()
         self._finish_drawing()
         self._add_wait(began)
         times, end, self._has_batch = self._times, self._end, False
@@ -431,7 +432,8 @@ class Fleet:
         began = time.monotonic()
         progress = lane.workers.decode(entering)
         lane.idle_since = time.monotonic()
-        self._on_chunk(self._lanes.index(lane), lane.idle_since - began)
+        if self._threads is not None:
+            self._on_chunk(self._lanes.index(lane), lane.idle_since - began)
         return drawn, progress, idle, lane.idle_since - began
 
     def _submit(self, call: Callable[..., Any], *arguments: Any) -> Future:

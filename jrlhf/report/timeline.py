@@ -125,11 +125,12 @@ def timeline(run: Record) -> tuple[str, list[Lane]]:
         ]
         place = 1 + [one.name for one in lanes].index(drawing[0].name)
         lanes.insert(place, Lane("unfinished rows", "waiting or decoding", steps, (f"{most} rows", "")))
-    for number in sorted({span.lane for span in chunks if span.lane is not None}, reverse=True):
+    numbers = sorted({span.lane for span in chunks if span.lane is not None}, reverse=True)
+    for number in numbers:
         own = [span for span in chunks if span.lane == number]
         bars = [Bar(span.start / length, (span.end - span.start) / length, COLORS[number % 2]) for span in own]
         busy = sum(span.end - span.start for span in own)
-        name = f"rollout process {number}" if len({span.lane for span in chunks}) > 1 else "rollout processes"
+        name = f"rollout process {number}" if len(numbers) > 1 else "rollout processes"
         lanes.insert(0, Lane(name, "chunks of decode steps", bars, (_milliseconds(busy), f"{busy / length:.1%}")))
     for before, after in pairwise(drawing):
         if before.name == after.name and after.start == before.end and after.devices != before.devices:
