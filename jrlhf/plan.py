@@ -30,7 +30,7 @@ from jrlhf.planning.workload import without_budgeted
 from jrlhf.ppo.fields import Section
 from jrlhf.run.devices import select
 from jrlhf.run.files import check_writable
-from jrlhf.stages.setup import architectures
+from jrlhf.stages.setup import architectures, of_one_process
 
 SECONDS = 20.0
 
@@ -197,7 +197,7 @@ def make_plan(
     if processes is not None and (processes < 1 or devices % processes):
         raise UserError(f"processes={processes} must divide the {devices} devices: each has equally many")
     asynchronous = config.algorithm is not None and config.rl.asynchronous is not None
-    alone = _of_one_process(config)
+    alone = of_one_process(config)
     processes = processes or (1 if cluster is None or alone else prices.cluster.hosts)
     if plan is None and asynchronous and config.fleet is None:
         divisions = predict.choose(setting, search.sigma or 0.0)
@@ -261,16 +261,9 @@ def make_plan(
     return planned
 
 
-def _of_one_process(config: Config) -> str:
-    """Returns the setting that only runs of one process can have; empty if there is none."""
-    if config.algorithm is not None and config.rl.asynchronous is not None:
-        return f"{config.algorithm}.asynchronous"
-    return "" if config.compute.score_rows is None else "compute.score_rows"
-
-
 def _check_options(config: Config, search: Search) -> None:
     """Refuses options that have no effect with the config, or that it cannot have."""
-    sigma, alone = search.sigma, _of_one_process(config)
+    sigma, alone = search.sigma, of_one_process(config)
     if sigma is not None and not alone:
         settings = "asynchronous training or compute.score_rows"
         raise UserError(f"sigma={sigma:g} has no effect without {settings}: leave it out")

@@ -248,19 +248,21 @@ def select_plan(
         print(sentence(divisions), flush=True)
         return divisions[0].outcome.plan
 
-    alone = {
-        "compute.score_rows": config.compute.score_rows,
-        f"{config.algorithm}.asynchronous": config.rl.asynchronous,
-    }
-    for key, setting in alone.items():
-        if several() and setting is not None:
-            raise UserError(f"{key} is for runs of one process, and this one has {jax.process_count()}: leave it out")
+    if several() and (key := of_one_process(config)):
+        raise UserError(f"{key} is for runs of one process, and this one has {jax.process_count()}: leave it out")
     workload = workload_of(config, graph, models)
     plan = plan_of(from_main(lambda: plan_of_config(config, workload, len(devices), search).as_dict()))
     refuse_cross_process(plan, [device.process_index for device in devices])
     if resume and config.rl.asynchronous is not None and config.rl.asynchronous.clock == "virtual":
         _refuse_other_groups(config, plan)
     return plan
+
+
+def of_one_process(config: Config) -> str:
+    """Returns the setting that only runs of one process can have; empty if there is none."""
+    if config.algorithm is not None and config.rl.asynchronous is not None:
+        return f"{config.algorithm}.asynchronous"
+    return "" if config.compute.score_rows is None else "compute.score_rows"
 
 
 def _refuse_other_groups(config: Config, plan: Plan) -> None:
