@@ -69,13 +69,13 @@ def cli(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    void = {
-        "--all has no effect without --dry-run": options.all and not options.dry_run,
-        "--resume has no effect with --dry-run": options.resume and options.dry_run,
-        "--accept-rewards has no effect without --resume": options.accept_rewards and not options.resume,
-    }
-    for reason in (reason for reason, is_void in void.items() if is_void):
-        raise UserError(f"{reason}: leave it out")
+    for option, other, is_void in (
+        ("--all", "without --dry-run", options.all and not options.dry_run),
+        ("--resume", "with --dry-run", options.resume and options.dry_run),
+        ("--accept-rewards", "without --resume", options.accept_rewards and not options.resume),
+    ):
+        if is_void:
+            raise UserError(f"{option} has no effect {other}: leave it out")
     config = load_config(options.config, options.overrides)
     with together(report):
         if not options.dry_run:

@@ -91,6 +91,11 @@ class Placement:
         return self.data, self.fsdp, self.tensor
 
     @property
+    def groups(self) -> int:
+        """The number of groups of `tensor` devices, each of which generates rows of its own."""
+        return self.devices.count // self.tensor
+
+    @property
     def stored(self) -> tuple[int, int, int]:
         """Shape of the mesh on which weights are stored between calls: `fsdp` spans the stages of a pipeline."""
         return self.data, self.fsdp * self.pipeline, self.tensor

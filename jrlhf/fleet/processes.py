@@ -14,7 +14,7 @@ from dataclasses import astuple, dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -268,22 +268,21 @@ class _Process:
         # Seconds of the present process's first command of each kind; of the others, of all processes.
         self._first = dict[tuple, float]()
         self._seconds = defaultdict[tuple, deque[float]](partial(deque, maxlen=RECENT))
-        # Commands that a successor repeats, their answers if they are to be checked, and the files that they name.
-        self._commands: list[tuple[str, str | None, SharedArrays | None]] = []
+        self._commands: list[_Command] = []  # which a successor repeats
         program()  # takes the digest of the program's files now, before anybody edits them
 
     def ask(self, command: Mapping[str, Any], shared: SharedArrays | None = None) -> Any:
         """Returns the answer to a command. shared: the arrays whose path it contains."""
-        text, reason = encode(command), ""
+        sent, reason = _Command.of(command, shared), ""
         for attempt in range(1, ATTEMPTS + 1):
             self._patience = math.inf if attempt == ATTEMPTS else 2.0 ** (attempt - 1)
             try:
-                answer = self._send(self._started(), text, shared)
+                answer = self._send(self._started(), sent)
             except _Lost as lost:
                 reason = str(lost)
                 self._tell(f"rollout process {self._number} was lost ({reason}); another one takes its place")
             else:
-                self._commands.append((text, answer, shared))
+                self._commands.append(sent._replace(answer=answer))
                 return decode(answer)
         raise RunFailure(
             f"{ATTEMPTS} times in a row rollout process {self._number} was lost ({reason}): see {self._log}"
@@ -291,7 +290,7 @@ class _Process:
 
     def repeat_from(self, commands: Sequence[tuple[Mapping[str, Any], SharedArrays]]) -> None:
         """Makes a successor begin with these commands instead of all commands so far."""
-        self._commands = [(encode(command), None, shared) for command, shared in commands]
+        self._commands = [_Command.of(command, shared) for command, shared in commands]
 
     def close(self) -> None:
         """Ends the process. A command that waits for its answer fails."""
@@ -305,23 +304,23 @@ class _Process:
             self._worker, self._first = self._start(self._write), {}
             if self._closed:  # closed while the process started
                 self._worker.kill()
-            facts = decode(self._send(self._worker, self._setup))
+            facts = decode(self._send(self._worker, _Command(self._setup, ("setup",))))
             if facts["program"] != program():
                 raise UserError(
                     f"rollout process {self._number} runs another version of jrlhf or JAX than the trainer, or their "
                     "files were changed since the trainer started: install one version everywhere and resume the run"
                 )
-            for text, answer, shared in self._commands:
-                if self._send(self._worker, text, shared) != answer and answer is not None:
+            for command in self._commands:
+                if self._send(self._worker, command) != command.answer and command.answer is not None:
                     raise RunFailure(
                         f"rollout process {self._number} was replaced and does not repeat what the one before it drew: "
                         "nothing was learned from it; see that all processes run on devices of one kind"
                     )
         return self._worker
 
-    def _send(self, worker: LocalWorker | RayWorker, text: str, shared: SharedArrays | None = None) -> str:
-        kind, begin = _kind(decode(text)), time.monotonic()
-        answer = worker.request(text.encode(), self._allowance(kind), shared)
+    def _send(self, worker: LocalWorker | RayWorker, command: "_Command") -> str:
+        kind, begin = command.kind, time.monotonic()
+        answer = worker.request(command.text.encode(), self._allowance(kind), command.shared)
         if "failure" in answer:
             self._worker = None
             if self._closed:
@@ -346,13 +345,22 @@ class _Process:
             log.write(output)
 
 
-def _kind(command: Mapping[str, Any]) -> tuple:
-    """Returns what decides which programs a command runs: its name, and how many prompts each worker prefills.
-
-    Waves of prompts have a few sizes, each with its own program, which is compiled when it is needed first.
+class _Command(NamedTuple):
+    """A command to a process. kind: what decides which programs it runs: its name, and how many prompts each worker
+    prefills, because waves of prompts have a few sizes, each with its own program, which is compiled when it is needed.
+    answer: None if it is not to be checked. shared: the file that the command names.
     """
-    again = command.get("take", {}).get("again") or []
-    return *command, *(len(prompts) for prompts in command.get("decode") or [again])
+
+    text: str
+    kind: tuple
+    answer: str | None = None
+    shared: SharedArrays | None = None
+
+    @classmethod
+    def of(cls, command: Mapping[str, Any], shared: SharedArrays | None) -> "_Command":
+        again = command.get("take", {}).get("again") or []
+        kind = *command, *(len(prompts) for prompts in command.get("decode") or [again])
+        return cls(encode(command), kind, shared=shared)
 
 
 class _Lost(Exception):

@@ -111,7 +111,7 @@ def undivided_rows(workload: Workload, call: Call, placement: Placement) -> Iter
 
 def stuck_rows(workload: Workload, call: Call, placement: Placement) -> str | None:
     """Returns the reason why a rollout's last rows cannot move to fewer groups of devices, with a remedy; else None."""
-    groups, last = placement.devices.count // placement.tensor, workload.last_groups
+    groups, last = placement.groups, workload.last_groups
     if call.kind != "generate" or last is None:
         return None
     if last == "auto":

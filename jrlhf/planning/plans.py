@@ -247,7 +247,7 @@ def _check_asynchronous(named: str, config: Config, workload: Workload, plan: Pl
 def check_slots(config: Config, drawing: Placement) -> None:
     """Refuses slots that the logical workers of an asynchronous run cannot share."""
     if not shares_slots(config, drawing):
-        count, groups = drawing.devices.count, drawing.devices.count // drawing.tensor
+        count, groups = drawing.devices.count, drawing.groups
         slots, workers = config.rollout.slots or config.rl.rollout_batch, config.logical_workers
         raise UserError(
             f"rollout.slots={slots} must give each of {workers} logical worker(s) a multiple of its {count} device(s), "
@@ -258,8 +258,8 @@ def check_slots(config: Config, drawing: Placement) -> None:
 def shares_slots(config: Config, drawing: Placement) -> bool:
     """Returns whether each logical worker gets equal slots on every device, and enough for a prompt's responses."""
     count, workers = drawing.devices.count, config.logical_workers
-    slots, groups = config.rollout.slots or config.rl.rollout_batch, count // drawing.tensor
-    return slots % (workers * count) == 0 and slots // (workers * groups) >= config.samples
+    slots = config.rollout.slots or config.rl.rollout_batch
+    return slots % (workers * count) == 0 and slots // (workers * drawing.groups) >= config.samples
 
 
 def refuse_partial_overlap(plan: Plan) -> None:

@@ -274,10 +274,10 @@ def _refuse_other_groups(config: Config, plan: Plan) -> None:
     if unsealed(path, older=True) is None:
         return
     there, here = (own["actor.generate"] for own in (read_plan(path), plan))
-    if (before := there.devices.count // there.tensor) != (now := here.devices.count // here.tensor):
+    if there.groups != here.groups:
         raise UserError(
-            f"actor.generate drew on {before} group(s) of devices and here on {now}, which changes the schedule of "
-            f"{config.algorithm}.asynchronous: resume with the devices, the mesh and the plan that {path} shows"
+            f"actor.generate drew on {there.groups} group(s) of devices and here on {here.groups}, which changes the "
+            f"schedule of {config.algorithm}.asynchronous: resume with the devices, the mesh and the plan that {path} shows"
         )
 
 
