@@ -277,7 +277,7 @@ def _refuse_other_groups(config: Config, plan: Plan) -> None:
     if there.groups != here.groups:
         raise UserError(
             f"actor.generate drew on {there.groups} group(s) of devices and here on {here.groups}, which changes the "
-            f"schedule of {config.algorithm}.asynchronous: resume with the devices, the mesh and the plan that {path} shows"
+            f"schedule of {config.algorithm}.asynchronous: resume with the devices, mesh and plan that {path} shows"
         )
 
 
