@@ -53,11 +53,11 @@ class Faults:
                 return "none", 0, 0
             return kind, self._rng.choice([0, draw() * 0.05]), draw()
 
-    def send(self, process: Any, worker: LocalWorker | RayWorker, text: str, shared: Any = None) -> str:
+    def send(self, process: Any, worker: LocalWorker | RayWorker, command: Any) -> str:
         """Does what `_Process._send` does, with a fault before, while or after the process is at work."""
         kind, delay, number = self.draw()
         if kind == "none" or not (processes := pids(worker)):
-            return SEND(process, worker, text, shared)
+            return SEND(process, worker, command)
         pid, deadline = processes[int(number * len(processes))], process._deadline
 
         def befall() -> None:
@@ -74,7 +74,7 @@ class Faults:
         process._deadline = 1.0 if kind == "stop" else deadline
         fault.start()
         try:
-            answer = SEND(process, worker, text, shared)
+            answer = SEND(process, worker, command)
             fault.join()
             signal_to(pid, signal.SIGCONT)  # what stopped after it had answered
             return answer
