@@ -2,8 +2,8 @@
 
     python -m benchmarks.checks
 
-writes `results/checks.json`: of a GRPO run whose rollouts have a device of their own, the share of the time that goes
-to fingerprints, to log-probabilities that are computed again, and to versions, queue and clock. What is timed is waited
+writes `results/checks.json`: of GRPO runs whose rollouts have a device of their own, the share of the time that goes to
+fingerprints, to log-probabilities that are computed again, and to versions, queue and clock. What is timed is waited
 for before and after, so it hides behind nothing: an upper bound.
 """
 
@@ -27,14 +27,15 @@ from jrlhf.fleet.slices import SliceWorkers
 from jrlhf.models.generation.continuous import ContinuousBatch, Prompt, Weights
 from jrlhf.train import main as train
 
-ROWS, LENGTH, ITERATIONS, FIRST = 128, 32, 10, 4  # FIRST: iterations in which programs are compiled and slots fill
+ROWS = 128, 256  # of a batch
+LENGTH, ITERATIONS, FIRST = 32, 10, 4  # FIRST: iterations in which programs are compiled and slots fill
 SETTINGS = (
     "device.simulated=2 mesh.data=2 mesh.fsdp=1 mesh.tensor=1 plan=disaggregated "
     "model.embed=256 model.layers=4 model.heads=8 model.kv_heads=4 model.head_dim=32 model.mlp=1024 "
     f"model.max_positions={LENGTH + 8} data.digits=1 data.problems=60 data.heldout_rows=8 data.max_prompt=4 "
     f"data.max_response={LENGTH} sampling.min_new_tokens={LENGTH // 2} sft.steps=2 sft.batch=8 sft.warmup=1 "
     f"evaluation.prompts=4 rollout.chunk=8 rollout.buckets=1 rollout.lengths=1 grpo.iterations={ITERATIONS} "
-    f"grpo.save_every=100 grpo.rollout_batch={ROWS} grpo.algorithm.samples=8 grpo.algorithm.importance=token "
+    f"grpo.save_every=100 grpo.algorithm.samples=8 grpo.algorithm.importance=token "
     "grpo.asynchronous.staleness=2 grpo.asynchronous.update_steps=16"
 ).split()
 
@@ -65,9 +66,10 @@ class Stopwatch:
         return call
 
 
-def shares(on_new_weights: str, directory: str) -> dict[str, float]:
+def shares(on_new_weights: str, rows: int, directory: str) -> dict[str, float]:
     """The share of the time between updates that goes to each part; the seconds between updates."""
-    options = [f"run_dir={directory}", f"name={on_new_weights}", f"grpo.asynchronous.on_new_weights={on_new_weights}"]
+    options = [f"run_dir={directory}", f"name={on_new_weights}-{rows}", f"grpo.rollout_batch={rows}"]
+    options.append(f"grpo.asynchronous.on_new_weights={on_new_weights}")
     config, watch, begins = load_config("arithmetic-grpo", [*SETTINGS, *options]), Stopwatch(), list[float]()
     publish, prefill_again = Fleet.publish, ContinuousBatch.prefill_again
 
@@ -115,8 +117,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        results = {mode: shares(mode, directory) for mode in ("keep_cache", "prefill_again", "finish")}
-    print(results)
+        results = {
+            f"{mode}, {rows} rows": shares(mode, rows, directory)
+            for rows in ROWS
+            for mode in ("keep_cache", "prefill_again", "finish")
+        }
+    for name, own in results.items():
+        print(name, {part: round(value, 4) for part, value in own.items()})
     device = hardware(jax.devices()[0])
     write(RESULTS / "checks.json", {**provenance("jax"), "hardware": device, "settings": SETTINGS, "shares": results})
 
