@@ -1,10 +1,14 @@
-"""Asynchronous runs against their predictions by `python -m jrlhf.plan`, in counts of the virtual clock.
+"""Asynchronous runs against their predictions by `python -m jrlhf.plan`, in counts of the virtual clock and in seconds.
 
     python -m benchmarks.predicted_async
 
 writes `results/predicted_async.json`: the ages of tokens, and the trainer's wait in decode steps, in GRPO runs whose
 rollouts have a device of their own, and as predicted. Both depend on counts alone, and not on the machine. The
 predictions get the mean and the spread of the first run's lengths, as a user would give them.
+
+Seconds are those of a larger model whose rows all have one length, on this machine, whose speed is measured after the
+runs. If its devices are simulated they share its cores, so only a run with staleness 0, in which one of them works at a
+time, can take the predicted time.
 """
 
 import tempfile
@@ -25,6 +29,11 @@ from jrlhf.train import main as train
 ITERATIONS, FIRST = 24, 4  # of a run, and those in which programs are compiled and slots fill
 LENGTH, UPDATE = 32, 40  # maximum tokens of a row; decode steps of an update
 CASES = (0, "keep_cache"), (1, "keep_cache"), (4, "keep_cache"), (2, "finish")
+TIMED = 0, 2  # bounds of the runs whose seconds are compared
+LARGER = (
+    "model.embed=256 model.layers=4 model.heads=8 model.kv_heads=4 model.head_dim=32 model.mlp=1024 "
+    f"sampling.min_new_tokens={LENGTH} grpo.iterations=12"
+).split()
 SETTINGS = (
     "device.simulated=2 mesh.data=2 mesh.fsdp=1 mesh.tensor=1 plan=disaggregated "
     "model.embed=16 model.layers=2 model.heads=2 model.kv_heads=1 model.head_dim=8 model.mlp=32 model.max_positions=40 "
@@ -58,6 +67,7 @@ def measured(config: Any) -> tuple[dict[str, float], list[int]]:
         "mean_age": float(np.mean([record[f"{ages}/mean"] for record in records])),
         "max_age": float(np.max([record[f"{ages}/max"] for record in records])),
         "trainer_wait_steps": float(np.mean([record[wait] for record in records])),
+        "seconds": float(np.median([record["timing_s/step"] for record in records])),
     }, lengths
 
 
@@ -74,6 +84,14 @@ def predicted(config: Any, mean: float, sigma: float) -> dict[str, float]:
     }
 
 
+def in_seconds(config: Any) -> dict[str, float]:
+    """Returns the seconds from update to update: measured, and as predicted for this machine."""
+    run, _ = measured(config)
+    outcome = make_plan(config, Search(plan="disaggregated"), say=print).asynchronous
+    assert outcome is not None
+    return {"seconds": run["seconds"], "predicted": outcome.seconds, "trainer_waits": outcome.trainer_waits}
+
+
 def main() -> None:
     output, rows, mean, sigma = output_path(__doc__, "predicted_async"), [], 0.0, 0.0
     with tempfile.TemporaryDirectory() as directory:
@@ -88,9 +106,17 @@ def main() -> None:
             plan = predicted(config, mean, sigma)
             rows.append({"staleness": staleness, "on_new_weights": on_new_weights, "run": run, "predicted": plan})
             print(rows[-1], flush=True)
+        timed = []
+        for staleness in TIMED:
+            own = f"grpo.asynchronous.staleness={staleness}", f"run_dir={directory}", f"name=timed-{staleness}"
+            timed.append(
+                {"staleness": staleness, **in_seconds(load_config("arithmetic-grpo", [*SETTINGS, *LARGER, *own]))}
+            )
+            print(timed[-1], flush=True)
     spread = {"mean": mean, "sigma": sigma}
     packages = provenance("jax", "numpy")
-    write(output, {**packages, "hardware": hardware(jax.devices()[0]), "lengths": spread, "runs": rows})
+    record = {"hardware": hardware(jax.devices()[0]), "lengths": spread, "runs": rows, "timed": timed}
+    write(output, {**packages, **record})
 
 
 if __name__ == "__main__":
