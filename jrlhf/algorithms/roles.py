@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from jrlhf.algorithms import (
     Actor,
@@ -18,19 +18,6 @@ from jrlhf.algorithms import (
 )
 from jrlhf.config.schema import Config
 from jrlhf.ppo import MultiplierState, RunningMoments, SFTBatch, TrainState
-
-ROLES: dict[str, type] = {
-    "actor": Actor,
-    "critic": Critic,
-    "cost_critic": CostCritic,
-    "reference": Reference,
-    "reward": Rewards,
-    "cost": Rewards,
-    "learner": FusedUpdate,
-    "estimator": ExperienceMaker,
-    "pool": DynamicSampler,
-    "constraint": Constraint,
-}
 
 
 def known_facts(config: Config) -> dict[str, Any]:
@@ -100,3 +87,7 @@ class Roles:
         """The present states of the trained roles."""
         fused = {} if self.learner is None else self.learner.states
         return {name: fused[name] if name in fused else role.state for name, role in self.trained.items()}
+
+
+# Name of a role -> its class. An optional role's field has the type `X | None`, whose first argument is X.
+ROLES: dict[str, type] = {name: (*get_args(kind), kind)[0] for name, kind in get_type_hints(Roles).items()}
