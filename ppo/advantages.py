@@ -49,7 +49,9 @@ def group_advantages(
     if baseline == "leave-one-out":
         advantages = advantages * (count / jnp.maximum(count - 1, 1))
     # A single member is no group, whatever its score.
-    return _rows_like(jnp.where(count > 1, advantages, jnp.zeros_like(advantages)), scores)
+    advantages = jnp.where(count > 1, advantages, jnp.zeros_like(advantages))
+    # Zeros that are made from the scores tell the compiler to divide the result over devices as they are.
+    return advantages.reshape(-1) + jnp.zeros_like(scores)
 
 
 def group_spread(
@@ -77,8 +79,3 @@ def _groups(scores: Array, samples: int, mask: Array | None) -> tuple[Array, Arr
         raise ValueError(f"{scores.shape[0]} rows do not divide into groups of samples={samples}")
     counted = jnp.ones(scores.shape, jnp.bool_) if mask is None else whole(mask)
     return whole(scores).reshape(-1, samples), counted.reshape(-1, samples)
-
-
-def _rows_like(grouped: Array, rows: Array) -> Array:
-    """[G, samples] -> [B], divided over devices as `rows` are: adding zeros made from them tells the compiler."""
-    return grouped.reshape(-1) + jnp.zeros_like(rows)

@@ -7,7 +7,7 @@ these forward passes. Here each model runs forward once and backward once.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,8 @@ from jrlhf.ppo.updates import Metrics, Pipeline, Updates, check_output, finish, 
 
 PyTree = Any
 ResponseLogprobFn = Callable[[PyTree, Array, Array], tuple[Float[Array, "B T"], Float[Array, "B T"]]]
+ValueFn = Callable[..., Float[Array, "B T"]]
+"""(params, tokens [B, T]) or (params, tokens, frozen) -> values, `[:, t]` *before* token t."""
 
 
 @jax.tree_util.register_dataclass
@@ -44,12 +46,6 @@ class PPOState:
         if arrays[0] & arrays[1]:
             raise ValueError("actor and critic hold the same arrays: give one a copy, jax.tree.map(jnp.copy, params)")
         return cls(actor, critic, KLState(on_mesh_of(actor.params, jnp.asarray(kl_coef, jnp.float32))))
-
-
-class ValueFn(Protocol):
-    """(params, tokens) or (params, tokens, frozen) -> values, `[:, t]` *before* token t."""
-
-    def __call__(self, params: PyTree, tokens: Int[Array, "B T"], /, *frozen: Any, **_: Any) -> Float[Array, "B T"]: ...
 
 
 class CriticRows(NamedTuple):
@@ -74,11 +70,7 @@ class ValueLoss(NamedTuple):
 
 
 def value_loss(
-    values: Float[Array, "*S"],
-    old_values: Float[Array, "*S"],
-    returns: Float[Array, "*S"],
-    *,
-    clip: float | None = 0.2,
+    values: Float[Array, "*S"], old_values: Float[Array, "*S"], returns: Float[Array, "*S"], *, clip: float | None = 0.2
 ) -> ValueLoss:
     """Half the squared error of the critic, for each token; with `clip` in the pessimistic form of PPO's first code.
 

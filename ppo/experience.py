@@ -38,14 +38,7 @@ from jrlhf.ppo.advantages import group_advantages, group_spread
 from jrlhf.ppo.config.algorithms import GRPOConfig
 from jrlhf.ppo.config.policy import PolicyConfig
 from jrlhf.ppo.losses import kl_estimate
-from jrlhf.ppo.masked import (
-    last_token_mask,
-    masked_mean,
-    masked_sum,
-    masked_whiten,
-    response_mask,
-    spread,
-)
+from jrlhf.ppo.masked import last_token_mask, masked_mean, masked_sum, masked_whiten, response_mask, spread
 from jrlhf.ppo.off_policy import importance_metrics, importance_weights
 from jrlhf.ppo.types import Coefficient, Experience, KLState, Logprobs, Rollout, Scored, Scores
 

@@ -39,19 +39,12 @@ def natural(default: int | None, expected: str = "at least 0", **more: Any) -> A
 
 
 def positive(default: float | None, expected: str = "above 0 and finite", **more: Any) -> Any:
-    return checked(
-        default, lambda value: value > 0 and math.isfinite(value), expected, bounds={"exclusiveMinimum": 0}, **more
-    )
+    return checked(default, lambda value: 0 < value < math.inf, expected, bounds={"exclusiveMinimum": 0}, **more)
 
 
 def non_negative(default: float | None, **more: Any) -> Any:
-    return checked(
-        default,
-        lambda value: value >= 0 and math.isfinite(value),
-        "at least 0 and finite",
-        bounds={"minimum": 0},
-        **more,
-    )
+    expected = "at least 0 and finite"
+    return checked(default, lambda value: 0 <= value < math.inf, expected, bounds={"minimum": 0}, **more)
 
 
 def between(default: float | None, low: float, high: float, expected: str = "", **more: Any) -> Any:

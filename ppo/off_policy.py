@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import jax.numpy as jnp
 from jax import lax
@@ -54,12 +55,8 @@ def importance_weights(
     Elementwise, in any shape, unless a setting concerns whole responses.
     """
     log_ratio = jnp.where(mask, log_ratio, 0)
-
-    def clamped(x: Array) -> Array:
-        return jnp.clip(x, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-
-    def total(x: Array) -> Array:
-        return jnp.sum(x, axis=1, keepdims=True)
+    clamped = partial(jnp.clip, min=-LOG_RATIO_LIMIT, max=LOG_RATIO_LIMIT)
+    total = partial(jnp.sum, axis=1, keepdims=True)
 
     def mean(x: Array) -> Array:
         return total(x) / token_count(mask, axis=1)[:, None]

@@ -26,9 +26,7 @@ class ScoreConfig(Section):
     # Number of tokens before the length limit, or their share of it (0 < x < 1), in which a penalty grows from 0 to
     # overlong_penalty; null: no such penalty.
     overlong_buffer: float | None = checked(
-        None,
-        _is_buffer,
-        "a positive number of tokens, a share of the length limit in (0, 1), or null to switch it off",
+        None, _is_buffer, "a positive number of tokens, a share of the length limit in (0, 1), or null to switch it off"
     )
     overlong_penalty: float = non_negative(  # the penalty at the limit
         1.0, **only_if(lambda section: section.overlong_buffer is not None, "{path}.overlong_buffer=null")

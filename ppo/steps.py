@@ -12,7 +12,7 @@ argument: weights that are not trained, such as the base under an adapter. It is
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Int
 
 from jrlhf.meshes.rows import interleave
-from jrlhf.ppo.config.policy import PolicyConfig, Ratio
+from jrlhf.ppo.config.policy import PolicyConfig
 from jrlhf.ppo.losses import LOG_RATIO_LIMIT, cispo_loss, kl_estimate, loss_weights, policy_loss
 from jrlhf.ppo.masked import token_count
 from jrlhf.ppo.off_policy import (
@@ -38,27 +38,14 @@ from jrlhf.ppo.updates import Metrics, Pipeline, Updates, check_output, make_ste
 
 PyTree = Any
 Terms = Callable[[Array, Array, Any], tuple[Array, dict[str, Array]]]
+LogprobFn = Callable[..., tuple[Float[Array, "B T"], Float[Array, "B T"]]]
+"""(params, tokens [B, T][, frozen]) -> log-probabilities and entropies, `[:, t]` of token t given those before it."""
+SumsFn = Callable[..., tuple[Float[Array, ""], Metrics]]
+"""(params, tokens [B, T], data, terms[, frozen]) -> sums of `terms` over the tokens.
 
-
-class LogprobFn(Protocol):
-    """(params, tokens[, frozen]) -> log-probabilities and entropies, `[:, t]` of token t given the tokens before it."""
-
-    def __call__(
-        self, params: PyTree, tokens: Int[Array, "B T"], /, *frozen: Any, **_: Any
-    ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]: ...
-
-
-class SumsFn(Protocol):
-    """(params, tokens, data, terms[, frozen]) -> sums of `terms` over the tokens.
-
-    `data` is a `TokenRows` of [B, T] arrays. terms(logprobs, entropy, data) -> (loss, {name: metric}) is elementwise
-    in log-probabilities, entropies and data of any tokens, in any shape. The sums are over all tokens; those where
-    `data.computed` is False add nothing and may be left out. Only the loss is differentiated.
-    """
-
-    def __call__(
-        self, params: PyTree, tokens: Int[Array, "B T"], data: PyTree, terms: Terms, /, *frozen: Any, **_: Any
-    ) -> tuple[Float[Array, ""], Metrics]: ...
+`data` is a `TokenRows` of [B, T] arrays. terms(logprobs, entropy, data) -> (loss, {name: metric}) is elementwise in
+log-probabilities, entropies and data of any tokens, in any shape. The sums are over all tokens; those where
+`data.computed` is False add nothing and may be left out. Only the loss is differentiated."""
 
 
 class ActorRows(NamedTuple):
@@ -250,9 +237,8 @@ def _weighted(config: PolicyConfig, kl_coef: Array | None, rows: ActorRows) -> T
         return tokens
     learned = rows.texts.loss_mask & (jnp.arange(rows.texts.tokens.shape[1]) > 0)[None, :]
     tokens = tokens._replace(text_weights=jnp.zeros_like(weights))
-    texts = jax.tree.map(jnp.zeros_like, tokens)._replace(
-        tokens=rows.texts.tokens, text_weights=loss_weights(learned, "token-mean")
-    )
+    text_weights = loss_weights(learned, "token-mean")
+    texts = jax.tree.map(jnp.zeros_like, tokens)._replace(tokens=rows.texts.tokens, text_weights=text_weights)
     return jax.tree.map(interleave, tokens, texts)
 
 
@@ -272,7 +258,10 @@ def _policy_terms(
             pg_weights *= weights
     action = log_ratio = logprobs - old_logprobs
     if config.ratio != "token":
-        action = jnp.where(rows.mask, _response_ratio(log_ratio, pg_weights > 0, config.ratio), 0)
+        counted = pg_weights > 0
+        total = jnp.sum(jnp.where(counted, log_ratio, 0), axis=1, keepdims=True)
+        whole = total if config.ratio == "sequence" else total / token_count(counted, axis=1)[:, None]
+        action = jnp.where(rows.mask, whole, 0)
     if config.old_logprobs == "rollout":
         action = jnp.where(action > math.log(config.importance_cap), math.log(config.importance_cap), action)
     advantages = jnp.where(rows.mask, rows.advantages, 0)
@@ -307,9 +296,3 @@ def _policy_terms(
         metrics["ptx_loss"] = rows.text_weights * -jnp.where(rows.text_weights > 0, text_logprobs, 0)
         loss += config.ptx_coef * metrics["ptx_loss"]
     return loss, metrics
-
-
-def _response_ratio(log_ratio: Array, mask: Array, ratio: Ratio) -> Array:
-    """The log-ratio of each response: the sum over its tokens in `mask`, or their mean."""
-    total = jnp.sum(jnp.where(mask, log_ratio, 0), axis=1, keepdims=True)
-    return total if ratio == "sequence" else total / token_count(mask, axis=1)[:, None]

@@ -11,7 +11,7 @@ gathered once.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,8 @@ from jrlhf.ppo.updates import Metrics, Pipeline, Update, Updates, apply_update, 
 
 PyTree = Any
 Step = Callable[..., tuple[TrainState, Metrics]]
+ScoreFn = Callable[..., Float[Array, "B"]]
+"""(params, tokens [B, T], lengths [B][, frozen]) -> scores of the whole sequences."""
 _REWARD_MODEL = ("loss", "accuracy", "margin")
 _DPO = (
     "dpo/loss",
@@ -78,14 +80,6 @@ class PairBatch(PreferenceBatch):
         start = jnp.maximum(interleave(self.prompt_lengths, self.prompt_lengths), 1)[:, None]
         time = jnp.arange(self.chosen.shape[1])[None, :]
         return (start <= time) & (time < self.lengths[:, None])
-
-
-class ScoreFn(Protocol):
-    """(params, tokens, lengths) or (params, tokens, lengths, frozen) -> scores of the whole sequences."""
-
-    def __call__(
-        self, params: PyTree, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], /, *frozen: Any, **_: Any
-    ) -> Float[Array, "B"]: ...
 
 
 def make_sft_step(

@@ -98,7 +98,7 @@ def _apply(
     counted: Bool[Array, ""] | None,
 ) -> Update:
     loss, metrics, grads = gradients
-    grad_norm = _global_norm(grads)
+    grad_norm = optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), grads))
 
     @jax.named_scope("optimizer")
     def apply(grads: PyTree, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
@@ -270,12 +270,6 @@ def _accumulate(
         parts = split_rows(rows, micro_batches)
         (loss, metrics, grads), _ = lax.scan(lambda total, micro: (add(total, micro), None), start, parts)
     return loss, metrics, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-
-
-def _global_norm(tree: PyTree) -> Float[Array, ""]:
-    """L2 norm of all leaves together, in float32."""
-    squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)]
-    return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
 
 
 def _squares_finite(tree: PyTree) -> Bool[Array, ""]:

@@ -78,11 +78,7 @@ def merge(statistics: Statistics, axis_name: str | None) -> Statistics:
     shift = statistics.maximum - maximum
     scale = jnp.exp(shift)
     total, weighted, label = lax.psum(
-        (
-            statistics.total * scale,
-            (statistics.weighted + statistics.total * shift) * scale,
-            statistics.label,
-        ),
+        (statistics.total * scale, (statistics.weighted + statistics.total * shift) * scale, statistics.label),
         axis_name,
     )
     return Statistics(maximum, total, weighted, label)

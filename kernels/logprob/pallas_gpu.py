@@ -52,11 +52,7 @@ class Forward:
         statistics = plgpu.kernel(
             partial(_kernel, head=head, stages=self.stages),
             out_type=(out,) * 4,
-            scratch_types=[
-                plgpu.SMEM((TOKENS,), jnp.int32),
-                plgpu.SMEM((4, TOKENS), jnp.float32),
-                plgpu.Barrier(),
-            ],
+            scratch_types=[plgpu.SMEM((TOKENS,), jnp.int32), plgpu.SMEM((4, TOKENS), jnp.float32), plgpu.Barrier()],
             grid=(rows // TOKENS,),
             grid_names=("tokens",),
             compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),

@@ -8,10 +8,7 @@ from jrlhf.kernels.logprob.common import Head, cap, in_vocabulary, varying
 
 
 def token_logprobs(
-    hidden: Float[Array, "N D"],
-    unembedding: Float[Array, "V D"],
-    targets: Int[Array, "N"],
-    head: Head,
+    hidden: Float[Array, "N D"], unembedding: Float[Array, "V D"], targets: Int[Array, "N"], head: Head
 ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
     """Log-probabilities of `targets` and entropies of the whole distribution; holds `[N, V]` float32 logits."""
     hidden, unembedding, targets = varying(hidden, unembedding, targets)

@@ -53,12 +53,7 @@ Backward = Callable[[Residuals, Array, Array, Head], tuple[Array, Array]]
 
 
 def token_logprobs(
-    hidden: Float[Array, "N D"],
-    unembedding: Float[Array, "V D"],
-    targets: Int[Array, "N"],
-    head: Head,
-    *,
-    tile: int,
+    hidden: Float[Array, "N D"], unembedding: Float[Array, "V D"], targets: Int[Array, "N"], head: Head, *, tile: int
 ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
     """Log-probabilities of `targets` and entropies; at most `tile` tokens' logits exist at a time."""
     forward, backward = partial(tiled_statistics, tile=tile), partial(tiled_gradients, tile=tile)
