@@ -243,13 +243,9 @@ def _mesh(move: Move) -> Mesh:
     """The mesh to trace under, independent of the caller's: arrays with Explicit axes accept only their own."""
     sharding = move.source_sharding
     if isinstance(sharding, NamedSharding):
-        return _concrete(sharding)
+        assert isinstance(sharding.mesh, Mesh), "an array's mesh has devices"
+        return sharding.mesh
     return Mesh(np.asarray(move.devices()[0]), ("devices",))
-
-
-def _concrete(sharding: NamedSharding) -> Mesh:
-    assert isinstance(sharding.mesh, Mesh), "an array's mesh has devices"
-    return sharding.mesh
 
 
 # ---- to other devices: partition at the source, copy, slice at the destination
@@ -260,10 +256,6 @@ def _across(group: Sequence[Move], dtype: DTypeLike | None, donate: bool) -> lis
     arrays, treedef = jax.tree.flatten(staged)
     landed = treedef.unflatten(copied(arrays, treedef.flatten_up_to(landings)))
     return [tuple(map(_slice, arrays, move.targets)) for move, arrays in zip(group, landed, strict=True)]
-
-
-def _is_local(move: Move) -> bool:
-    return move.source_sharding.is_fully_addressable and move.targets[0].is_fully_addressable
 
 
 def _staged(group: Sequence[Move]) -> list[Move]:
@@ -280,7 +272,8 @@ def _stages(move: Move) -> tuple[NamedSharding, ...]:
 
 def _landings(move: Move) -> tuple[NamedSharding, ...]:
     sources, _ = move.devices()
-    if len(sources) == 1 and _is_local(move):  # only such an array is sliced by `jax.device_put`
+    is_local = move.source_sharding.is_fully_addressable and move.targets[0].is_fully_addressable
+    if len(sources) == 1 and is_local:  # only such an array is sliced by `jax.device_put`
         return move.targets
     return tuple(landing_of(target, len(move.shape), len(sources)) for target in move.targets)
 

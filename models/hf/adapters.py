@@ -162,8 +162,11 @@ def read_adapter_config(directory: str | os.PathLike[str]) -> LoRAConfig:
 
 def _read(directory: Path) -> tuple[LoRAConfig, HeadKind, dict[str, Tensor]]:
     """Returns the settings, the kind of head, and the positions of the tensors in the file."""
-    settings = _read_settings(directory / _CONFIG)
-    head = _check(settings, directory / _CONFIG)
+    path = directory / _CONFIG
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist: an adapter is a directory with {_CONFIG} and {_WEIGHTS}")
+    settings = read_object(path, "fetch it again", "an adapter's settings should be")
+    head = _check(settings, path)
     path = directory / _WEIGHTS
     if not path.exists():
         other = path.with_suffix(".bin")
@@ -189,12 +192,6 @@ def _settings(lora: LoRAConfig, head: HeadKind, base_name: str | None) -> dict[s
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-
-
-def _read_settings(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist: an adapter is a directory with {_CONFIG} and {_WEIGHTS}")
-    return read_object(path, "fetch it again", "an adapter's settings should be")
 
 
 def _check(settings: dict[str, Any], path: Path) -> HeadKind:

@@ -205,24 +205,18 @@ def model_of(raw: Json, family: str) -> ModelConfig:
     for name, key in kind.keys.items():
         settings[name] = _field(values, name, key, settings)
     if family == "gpt2":
-        return ModelConfig(**settings, **_gpt2(values, embed, heads))
+        scale = None if values.flag("scale_attn_weights") else 1.0
+        return ModelConfig(**settings, kv_heads=heads, head_dim=embed // heads, query_scale=scale)
     settings.setdefault("output_bias", "attention_bias" in kind.keys.values() and settings["qkv_bias"])
     windows = _windows(values, family, settings["layers"])
     local = windows.get("local_layers") or [windows["window"] is not None]
     settings |= windows | _positions(values, family, {LOCAL if flag else GLOBAL for flag in local})
-    return ModelConfig(**settings, **(_gemma(values, embed) if family in _GEMMAS else {}))
-
-
-def _gpt2(values: Values, embed: int, heads: int) -> dict[str, Any]:
-    scale = None if values.flag("scale_attn_weights") else 1.0
-    return {"kv_heads": heads, "head_dim": embed // heads, "query_scale": scale}
-
-
-def _gemma(values: Values, embed: int) -> dict[str, Any]:
-    scalar = values.number("query_pre_attn_scalar")
-    if not scalar > 0:
-        raise ValueError(f"query_pre_attn_scalar {scalar} must be positive")
-    return {"embed_scale": embed**0.5, "query_scale": scalar**-0.5}
+    if family in _GEMMAS:
+        scalar = values.number("query_pre_attn_scalar")
+        if not scalar > 0:
+            raise ValueError(f"query_pre_attn_scalar {scalar} must be positive")
+        settings |= {"embed_scale": embed**0.5, "query_scale": scalar**-0.5}
+    return ModelConfig(**settings)
 
 
 _TYPES = {field.name: field.type for field in fields(ModelConfig)}
@@ -435,8 +429,10 @@ def _write(config: ModelConfig, family: str, head: HeadKind) -> dict[str, Any]:
     if family == "gpt2":
         dropouts = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
         return written | {"scale_attn_weights": config.query_scale != 1.0, **dropouts}
-    rope = {"rope_theta": config.rope_theta, "rope_scaling": _written_scaling(config.rope_scaling)}
-    written |= {"attention_dropout": 0.0, **rope}
+    names = {"kind": "rope_type", "original_max_positions": "original_max_position_embeddings"}
+    scaling = {} if config.rope_scaling is None else vars(config.rope_scaling)
+    scaling = {names.get(name, name): value for name, value in scaling.items() if value is not None}
+    written |= {"attention_dropout": 0.0, "rope_theta": config.rope_theta, "rope_scaling": scaling or None}
     local = _canonical(config).local_layers or (config.window is not None,) * config.layers
     types = [LOCAL if flag else GLOBAL for flag in local]
     if family in _GEMMAS:
@@ -460,9 +456,3 @@ def _write(config: ModelConfig, family: str, head: HeadKind) -> dict[str, Any]:
         first = types.index(LOCAL) if LOCAL in types else config.layers
         written |= {"layer_types": types, "max_window_layers": first}
     return written
-
-
-def _written_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    keys = {"kind": "rope_type", "original_max_positions": "original_max_position_embeddings"}
-    values = {} if scaling is None else vars(scaling)
-    return {keys.get(name, name): value for name, value in values.items() if value is not None} or None

@@ -6,7 +6,6 @@ dtype, shape and bytes), the tensors' bytes one after another. https://github.co
 """
 
 import json
-import math
 import os
 import shutil
 import stat
@@ -14,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +160,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
     def wrong(what: str) -> ValueError:
         return ValueError(f"{path} {what}: {_AGAIN}")
 
-    check_file(path, math.inf)
+    check_file(path, inf)
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

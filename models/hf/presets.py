@@ -12,10 +12,7 @@ from types import MappingProxyType
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.hf.config import model_of
 
-
-def _presets() -> dict[str, ModelConfig]:
-    rows = json.loads((Path(__file__).parent / "presets.json").read_text(encoding="utf-8"))
-    return {name: model_of(row, row["model_type"]) for row in rows for name in row["names"]}
-
-
-PRESETS: Mapping[str, ModelConfig] = MappingProxyType(_presets())
+_ROWS = json.loads(Path(__file__).with_name("presets.json").read_text(encoding="utf-8"))
+PRESETS: Mapping[str, ModelConfig] = MappingProxyType(
+    {name: model_of(row, row["model_type"]) for row in _ROWS for name in row["names"]}
+)
