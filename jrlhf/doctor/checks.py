@@ -33,9 +33,6 @@ def diagnose(run_dir: str) -> list[Finding]:
     return [*findings, *check_hub(), *check_places(), *check_run_dir(run_dir)]
 
 
-# --- Packages ---
-
-
 class Installed(NamedTuple):
     """Versions of Python and of distributions, and what jrlhf and jax require, as in their metadata."""
 
@@ -47,9 +44,8 @@ class Installed(NamedTuple):
 
 def installed_here() -> Installed:
     """Returns what this process would import."""
-    versions: dict[str, str] = {
-        canonicalize_name(one.name): one.version for one in importlib.metadata.distributions() if one.name
-    }
+    distributions = importlib.metadata.distributions()
+    versions: dict[str, str] = {canonicalize_name(one.name): one.version for one in distributions if one.name}
     names = [name for name in ("jrlhf", "jax") if name in versions]
     requirements = {name: tuple(importlib.metadata.requires(name) or ()) for name in names}
     requires_python = importlib.metadata.metadata("jrlhf")["Requires-Python"] if "jrlhf" in names else ""
@@ -117,9 +113,6 @@ def _compare(installed: Installed, extra: str, package: str = "jrlhf") -> tuple[
     return missing, ([] if extra and missing else unfit)
 
 
-# --- JAX ---
-
-
 def backend_here() -> dict[str, Any]:
     """Runs `probe` in another process and returns what it printed."""
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -154,11 +147,8 @@ def probe() -> None:
         start = time.perf_counter()
         assert float(jax.jit(lambda x: jnp.sum(x @ x))(jnp.ones((64, 64)))) == 64.0**3
         random = np.random.default_rng(0)
-        hidden, head, targets = (
-            random.normal(size=(8, 16)),
-            random.normal(size=(50, 16)) / 4,
-            random.integers(50, size=8),
-        )
+        hidden, head = random.normal(size=(8, 16)), random.normal(size=(50, 16)) / 4
+        targets = random.integers(50, size=8)
         logits = hidden @ head.T
         right = logits[np.arange(8), targets] - np.log(np.exp(logits).sum(-1))
         arrays = jnp.float32(hidden), jnp.float32(head), jnp.int32(targets)

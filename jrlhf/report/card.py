@@ -166,9 +166,6 @@ def _title(facts: Facts) -> str:
     return f"{base}{kind} trained with {trained}" if trained else base
 
 
-# --- Results ---
-
-
 def _results(facts: Facts, plot: str) -> list[str]:
     run, scalar = facts.record, facts.head == "scalar"
     shown = accuracy(run, "reward_model", "Reward model", "right about") if scalar else results(run)
@@ -199,9 +196,6 @@ def progress(facts: Facts) -> tuple[str, bytes] | None:
         if len(series.finite[0]) > 1:
             return clean(label), Chart(clean(label), [series], xlabel="step" if stage else "iteration").png()
     return None
-
-
-# --- Recipe, data and rewards ---
 
 
 def _recipe(facts: Facts) -> list[str]:
@@ -299,9 +293,6 @@ def _rewards(facts: Facts) -> list[str]:
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(clean(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
-
-
-# --- Use ---
 
 
 def _use(facts: Facts) -> list[str]:

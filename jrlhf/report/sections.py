@@ -304,9 +304,6 @@ def _validated(run: Record, core: dict[tuple[str, str], dict[str, str]]) -> str:
     return text + ("Scored by the run's own rewards, on prompts it does not train on." if run.measure != "gold" else "")
 
 
-# --- Rewards and costs by name ---
-
-
 def rewards(run: Record) -> Part:
     """Returns charts of rewards and costs by name; none if they equal the curves of score and cost."""
     names = {kind: run.reward_names(kind) for kind in REWARD_KINDS}
@@ -333,9 +330,6 @@ def rewards(run: Record) -> Part:
 
 def _title(kind: str, name: str) -> str:
     return name if kind == "rewards" else f"{REWARD_KINDS[kind]} {name}"
-
-
-# --- Samples ---
 
 
 def samples(run: Record) -> tuple[str, list[tuple[str, list[Sample]]]]:

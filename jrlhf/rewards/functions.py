@@ -129,8 +129,6 @@ class FunctionReward(Closing):
         self._on_workers(work)
         return self._scored(samples, results)
 
-    # Workers
-
     def _on_workers(self, job: Callable[[int], None]) -> None:
         """Runs `job` with each worker's index, in one thread per worker.
 
@@ -175,8 +173,6 @@ class FunctionReward(Closing):
                 full = self._logged == LOG_BYTES
                 self._log_file.write(output + b"\n(further output is not kept)\n" if full else output)
 
-    # Calls
-
     def _request(self, samples: Sequence[Sample], seed: str) -> bytes:
         if self.facts.style == "trl":
             arguments: Any = self._arguments(samples)
@@ -217,8 +213,6 @@ class FunctionReward(Closing):
             if column in present or parameter in facts.required:
                 arguments[parameter] = [row.get(column) for row in rows]
         return arguments
-
-    # Results
 
     def _checked_results(self, answer: Mapping[str, Any], samples: Sequence[Sample]) -> Sequence[Mapping[str, Any]]:
         """Returns the results of a call, one for each sample. Raises RewardFailure where a failure stops the run."""

@@ -114,9 +114,6 @@ class InProcess:
         closing.join()
 
 
-# The function
-
-
 class Function(NamedTuple):
     """The function with its options bound, the logging hooks that it takes, and facts for the parent."""
 

@@ -229,9 +229,6 @@ def _set_aside(path: Path) -> str:
     return str(path.rename(aside))
 
 
-# --- Fingerprints ---
-
-
 def fingerprints(leaves: dict[str, Array]) -> dict[str, int]:
     """Returns the fingerprint of every leaf. Leaves that are offloaded to the host are brought back in groups."""
     offloaded = {name: leaf for name, leaf in leaves.items() if is_on_host(leaf)}
@@ -300,9 +297,6 @@ def _mix(h: jax.Array) -> jax.Array:
     return h ^ (h >> 16)
 
 
-# --- Leaves ---
-
-
 def _leaves(tree: Any) -> dict[str, Any]:
     """Returns name -> leaf, flat, so that a checkpoint does not depend on the classes of the tree."""
     paths = jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -321,9 +315,6 @@ def _opened(sealed: dict[str, Any]) -> dict[str, Any]:
     if sha256(sealed["content"]) != sealed["sha256"]:
         raise _Damaged("its description is not what was saved")
     return json.loads(sealed["content"])
-
-
-# --- Damage ---
 
 
 class _Damaged(Exception):
