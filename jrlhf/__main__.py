@@ -30,11 +30,8 @@ def cli(arguments: Sequence[str] | None = None) -> int:
         return 0
     lines = [f"  jrlhf {command:<9} {purpose}" for command, (_, purpose) in COMMANDS.items()]
     asked = name in ("-h", "--help")
-    head = (
-        "usage: jrlhf COMMAND ..., where --help after a command explains its options"
-        if asked
-        else (f"error: {name} is no command; the commands are:")
-    )
+    usage = "usage: jrlhf COMMAND ..., where --help after a command explains its options"
+    head = usage if asked else f"error: {name} is no command; the commands are:"
     print("\n".join([head, *lines]), file=sys.stdout if asked else sys.stderr)
     return 0 if asked else 2
 

@@ -161,10 +161,8 @@ class Run:
             near = [other for other in self.names if word in other.split("/")] or get_close_matches(name, self.names)
             hint = f"did you mean {' or '.join(near[:3])}? It" if near else "it"
             raise UserError(f"{place} has no metric {name}: {hint} has {', '.join(self.names) or 'none yet'}")
-        return (
-            np.array([row["step"] for row in rows]),
-            np.array([np.nan if row[name] is None else row[name] for row in rows], np.float64),
-        )
+        values = [np.nan if row[name] is None else row[name] for row in rows]
+        return np.array([row["step"] for row in rows]), np.array(values, np.float64)
 
     @property
     def samples(self) -> list[dict[str, Any]]:
@@ -293,9 +291,8 @@ class Policy:
         if longest > most:
             raise UserError(f"a text has {longest} tokens, and the model {most} positions: shorten it")
         model, width = generator.model, program_width(longest, most)
-        score = CompiledModel(model.architecture, generator.mesh, generator.compute).score_logprobs(
-            temperature=temperature
-        )
+        compiled = CompiledModel(model.architecture, generator.mesh, generator.compute)
+        score = compiled.score_logprobs(temperature=temperature)
 
         def scored() -> Iterator[np.ndarray]:
             for batch, whole in whole_batches(len(rows), generator.batch):

@@ -160,11 +160,7 @@ class Search(Section):
 
 
 def make_plan(
-    config: Config,
-    search: Search,
-    *,
-    say: Callable[[str], None],
-    progress: Callable[[int, float], None] | None = None,
+    config: Config, search: Search, *, say: Callable[[str], None], progress: Callable[[int, float], None] | None = None
 ) -> Planned:
     """Searches for the fastest plan of a config, or predicts the given one; see docs/plans.md.
 

@@ -9,5 +9,4 @@ from jrlhf.ppo import PairBatch
 def dpo(actor: PairActor, reference: PairReference, pairs: PairBatch) -> dict[str, Array]:
     """One step: the policy learns from ranked pairs, relative to a frozen reference."""
     ref = reference.logprobs(pairs)
-    metrics = actor.update(pairs, ref)
-    return metrics
+    return actor.update(pairs, ref)

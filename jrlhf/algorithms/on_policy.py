@@ -4,12 +4,7 @@ from jrlhf.algorithms import Actor, Batch, FusedUpdate, Number, Reference, Resul
 
 
 def on_policy(
-    actor: Actor,
-    learner: FusedUpdate,
-    reference: Reference | None,
-    reward: Rewards,
-    prompts: Batch,
-    kl_coef: Number,
+    actor: Actor, learner: FusedUpdate, reference: Reference | None, reward: Rewards, prompts: Batch, kl_coef: Number
 ) -> Result:
     """One program computes the experience and trains on it, so no pass is computed twice."""
     rollout = actor.generate(prompts)

@@ -115,16 +115,12 @@ def _patiently(work: Callable[[], T]) -> T:
         try:
             return work()
         except Exception as error:
-            if not _passes(error):
+            causes = list(_causes(error))
+            offline = any("OfflineModeIsEnabled" in kinds for _, kinds, _ in causes)
+            if not any(_is_busy(status) or (kinds & _LOST and not offline) for _, kinds, status in causes):
                 raise
             time.sleep(wait)
     return work()
-
-
-def _passes(error: BaseException) -> bool:
-    causes = list(_causes(error))
-    offline = any("OfflineModeIsEnabled" in kinds for _, kinds, _ in causes)
-    return any(_is_busy(status) or (kinds & _LOST and not offline) for _, kinds, status in causes)
 
 
 def _is_busy(status: int) -> bool:

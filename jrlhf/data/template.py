@@ -74,15 +74,12 @@ def _to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
 @lru_cache(maxsize=32)
 def _compiled(source: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+    now = lambda form: datetime.now().strftime(form)  # noqa: E731
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": now}
     return environment.from_string(source)

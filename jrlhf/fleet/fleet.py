@@ -185,7 +185,10 @@ class Fleet:
             self._compared, self._waits = Compared(), {}
         self._times = replace(self._times, spare=self._times.spare + self._has_batch)
         self._has_batch = True
-        self._load_prompts()
+        # Loads the prompts of all groups that may start before the next call.
+        self._loaded = int(self._rules.batch * (self._times.published + self._rules.staleness + 1 + self._times.spare))
+        for number in range(self._count, self._loaded):
+            self._prompt(number)
         began = time.monotonic()
         while (batch := first_batch(self._complete, self._rules)) is None:
             self._advance()
@@ -318,7 +321,6 @@ class Fleet:
     # ---- log-probabilities
 
     def _compare(self, lane: Lane, update: Published, rows: Sequence[Row]) -> tuple[Compared, Tracked | None]:
-        """See `Recompute.compare`."""
         if self._recompute is None or lane.tracked is None or not any(update.version in row.versions for row in rows):
             return Compared(), lane.tracked
         weights = self._lanes[0].workers.weights(update.handle)
@@ -345,12 +347,6 @@ class Fleet:
     def _complete(self) -> list[tuple[int, int]]:
         """(time, number) of the groups that are complete."""
         return [(group.time, number) for number, group in self._groups.items() if group.complete]
-
-    def _load_prompts(self) -> None:
-        """Loads the prompts of all groups that may start before the next call of `collect`."""
-        self._loaded = int(self._rules.batch * (self._times.published + self._rules.staleness + 1 + self._times.spare))
-        for number in range(self._count, self._loaded):
-            self._prompt(number)
 
     @property
     def _end(self) -> int:

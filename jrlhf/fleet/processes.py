@@ -52,11 +52,8 @@ def check_processes(section: FleetSection, platform: str, devices: int) -> None:
         check_package()
     if platform == "cpu" and section.devices:
         raise UserError(f"{listed} has no effect on a CPU, whose devices are simulated: leave it out")
-    if (
-        platform == "gpu"
-        and section.engine == "local"
-        and any(len(entry.split(",")) != devices for entry in section.devices or [""])
-    ):
+    uneven = any(len(entry.split(",")) != devices for entry in section.devices or [""])
+    if platform == "gpu" and section.engine == "local" and uneven:
         raise UserError(
             f"{listed} must name {devices} GPU(s) for each process, as many as actor.generate has in the plan, and "
             "other ones than the trainer's CUDA_VISIBLE_DEVICES: set it"
@@ -93,11 +90,7 @@ class Update:
 
     @classmethod
     def after(
-        cls,
-        last: "Update | None",
-        arrays: Sequence[np.ndarray],
-        anchor_every: int,
-        base: SharedArrays | None = None,
+        cls, last: "Update | None", arrays: Sequence[np.ndarray], anchor_every: int, base: SharedArrays | None = None
     ) -> "Update":
         """Returns these weights as the update after `last`. Every `anchor_every`-th update has no `changes`."""
         number, whole, changes = 0 if last is None else last.number + 1, SharedArrays.of(arrays), None

@@ -68,7 +68,6 @@ class PromptStream:
         return self._started[number]
 
     def _read_batch(self, batch: int) -> list[_Group]:
-        """The groups of a batch."""
         prompts = self._take(batch)
         tokens, lengths, keys = prompts.arrays
         tokens, lengths, data = to_host((tokens, lengths, jax.random.key_data(keys)))

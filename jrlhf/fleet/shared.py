@@ -42,8 +42,7 @@ class SharedArrays:
         types = [(np.asarray(array).dtype.name, np.shape(array)) for array in arrays]
         with open(shared._descriptor, "wb", closefd=False) as file:
             file.write(f"{encode([types, _checksum(parts)])}\n".encode())
-            for part in parts:
-                file.write(part.data)
+            file.writelines(part.data for part in parts)
         return shared
 
     @classmethod

@@ -92,11 +92,10 @@ class Rewards:
         self._tokenizer, self._max_response = tokenizer, max_response
         site = Site(placement, compute, clock)
         self._roles = {name: Reward(part.model, site) for name, part in token_parts.items()}
-        weights = {name: part.weight for name, part in token_parts.items()}
+        parts = token_parts.items()
+        weights = {name: part.weight for name, part in parts}
+        on_failure = {name: math.nan if part.on_failure is None else part.on_failure for name, part in parts}
         shape = partial(shape_scores, config=shaping, max_response=max_response)
-        on_failure = {
-            name: math.nan if part.on_failure is None else part.on_failure for name, part in token_parts.items()
-        }
         self._combine = jax.jit(partial(combine, shape, kind, weights, on_failure))
         self._metrics: Metrics = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")

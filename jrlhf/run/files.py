@@ -163,9 +163,8 @@ def to_json(record: Mapping[str, object], indent: int | None = None) -> bytes:
         return None
 
     numbers = {key: finite(value, key) for key, value in record.items()}
-    text = json.dumps(
-        numbers | ({"nonfinite": nonfinite} if nonfinite else {}), ensure_ascii=False, allow_nan=False, indent=indent
-    )
+    numbers |= {"nonfinite": nonfinite} if nonfinite else {}
+    text = json.dumps(numbers, ensure_ascii=False, allow_nan=False, indent=indent)
     return f"{text}\n".encode("utf-8", "backslashreplace")
 
 

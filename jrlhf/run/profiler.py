@@ -96,14 +96,14 @@ class CompilationWatch(logging.Handler):
         self._names, self._causes = [], []
         return taken
 
-    def _on_begin(self, event: str, value: float | int, **details) -> None:
+    def _on_begin(self, event: str, value: float | int, fun_name: object = "a function", **_) -> None:
         if event == _COMPILED:  # JAX reports the start under the same name
             self._count += 1
-            self._tell(self._count, re.sub(r"^jit[(_](.*?)\)?$", r"\1", _name(details)).strip("_"))
+            self._tell(self._count, re.sub(r"^jit[(_](.*?)\)?$", r"\1", str(fun_name)).strip("_"))
 
-    def _on_end(self, event: str, duration_secs: float, **details) -> None:
+    def _on_end(self, event: str, duration_secs: float, fun_name: object = "a function", **_) -> None:
         if event == _COMPILED:
-            self._names.append(_name(details))
+            self._names.append(str(fun_name))
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
@@ -113,7 +113,3 @@ class CompilationWatch(logging.Handler):
             self._causes.append(" ".join(message.split()))
         elif self._propagate:
             logging.getLogger().handle(record)
-
-
-def _name(details: dict) -> str:
-    return str(details.get("fun_name", "a function"))

@@ -79,9 +79,8 @@ def run_stage(
                     compiled, causes = compilations.take()
                 run.check_present()
                 samples, calls = metrics.pop(SAMPLES, ()), metrics.pop(CALLS, ())
-                metrics |= {"perf/compilations": len(compiled), "training/global_step": step + 1} | peak_memory(
-                    context.mesh
-                )
+                metrics |= {"perf/compilations": len(compiled), "training/global_step": step + 1}
+                metrics |= peak_memory(context.mesh)
                 metrics |= learning.measure(state, metrics, step + 1) | dict(waited.popitem() for _ in list(waited))
                 if step - start >= SETTLED and compiled:
                     console.warn(f"{name} step {step + 1} compiled {', '.join(compiled)} again: {' '.join(causes)}")

@@ -29,9 +29,8 @@ def collect_pairs(context: Context, policy: Model) -> tuple[Pairs, Pairs]:
 
 def put_pairs(context: Context, pairs: Pairs, rows: np.ndarray) -> list[Array]:
     """Puts on the mesh: tokens and lengths of chosen answers, the same of rejected ones, and the prompts' lengths."""
-    chosen, rejected = (
-        pad_rows([side[row] for row in rows], context.length) for side in (pairs.chosen, pairs.rejected)
-    )
+    sides = pairs.chosen, pairs.rejected
+    chosen, rejected = (pad_rows([side[row] for row in rows], context.length) for side in sides)
     prompt_lengths = np.array([pairs.prompt_lengths[row] for row in rows], np.int32)
     return put_rows([*chosen, *rejected, prompt_lengths], context.mesh)
 

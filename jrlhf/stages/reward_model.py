@@ -1,7 +1,7 @@
 """The stage of the reward model: a scalar head on the policy's decoder, trained on ranked pairs."""
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
@@ -30,9 +30,8 @@ def train_reward_model(context: Context, policy: Model) -> Model:
     start = scalar_model(policy)
     optimizer = adamw(config, updates=config.steps)
     scores = CompiledModel(start.architecture, context.mesh, context.compute).train_scores()
-    step_fn = make_preference_step(
-        scores, optimizer, micro_batches=config.micro_batches, micro_batch_tokens=config.micro_batch_tokens
-    )
+    parts = {"micro_batches": config.micro_batches, "micro_batch_tokens": config.micro_batch_tokens}
+    step_fn = make_preference_step(scores, optimizer, **parts)
 
     @cache
     def pairs() -> tuple[Pairs, Pairs]:
@@ -57,9 +56,7 @@ def train_reward_model(context: Context, policy: Model) -> Model:
             state = replace(state, params=normalised(state.params, every.mean(), every.std()))
         return state, metrics
 
-    def init() -> TrainState:
-        return TrainState.create(start.params, optimizer)
-
+    init = partial(TrainState.create, start.params, optimizer)
     meta = {"corpus": context.task.fingerprint, "policy": policy.fingerprint()}
     state = run_stage(context, "reward_model", config.steps, init, advance, save_every=config.save_every, meta=meta)
     return stored(start.holding(state.params), context.config.offloading.reward)

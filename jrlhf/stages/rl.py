@@ -125,12 +125,10 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         with jax.set_mesh(arithmetic):
             measured, kl, learned = measure(experience, state.kl)
             measured |= {} if multiplier is None else {"safe/multiplier": multiplier.value}
-        metrics |= measured | rewards.metrics()
-        metrics |= {"objective/kl_coef": kl_coef} if algorithm.needs_reference else {}
-        metrics |= {} if roles.pool is None else roles.pool.metrics()
-        metrics |= {} if costs is None else costs.metrics()
+        metrics |= measured | ({"objective/kl_coef": kl_coef} if algorithm.needs_reference else {})
         drawing = fleet and fleet.state
-        metrics |= {} if fleet is None else fleet.metrics()
+        for part in (rewards, roles.pool, costs, fleet):
+            metrics |= {} if part is None else part.metrics()
         metrics = to_host(metrics)
         for scored in (rewards, costs):
             if scored is not None:

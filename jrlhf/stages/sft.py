@@ -1,5 +1,7 @@
 """The stage of supervised fine-tuning: the actor learns the answers of the data."""
 
+from functools import partial
+
 import numpy as np
 
 from jrlhf.data.batches import batch_indices, epoch_of, pad_rows, put_rows, whole_batches
@@ -32,9 +34,7 @@ def train_sft(context: Context, policy: Model) -> Model:
             metrics = metrics | {"sft/eval_loss": _mean_loss(context, score, policy.holding(state.params))}
         return state, metrics
 
-    def init() -> TrainState:
-        return TrainState.create(policy.params, optimizer)
-
+    init = partial(TrainState.create, policy.params, optimizer)
     meta = {"corpus": context.task.fingerprint, "start": policy.fingerprint()}
     state = run_stage(context, "sft", config.steps, init, advance, save_every=config.save_every, meta=meta)
     return policy.holding(state.params)

@@ -212,7 +212,6 @@ def _reason(error: BaseException) -> str:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields an error and its causes."""
     while error is not None:
         yield error
         error = error.__cause__
