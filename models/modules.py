@@ -135,18 +135,15 @@ class Norm(Module):
         # Float32 whatever the model's dtype: a mean of D bfloat16 squares has two or three digits.
         wide = x.astype(jnp.float32)
         leading = tuple(range(x.ndim - 1))
-        layer_norm = hasattr(self, "bias")
-        if layer_norm:
+        if hasattr(self, "bias"):  # LayerNorm
             wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
         inverse = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.config.norm_eps)
         # The scale is float32, too: bfloat16 cannot represent most values of 1 + scale.
-        scale = self["scale"].astype(jnp.float32)
-        if not layer_norm:
-            scale = jnp.expand_dims(scale + (1 if self.config.norm_offset else 0), leading)
-            return (wide * inverse * scale).astype(x.dtype)
-        scale = jnp.expand_dims(scale, leading)
-        bias = jnp.expand_dims(self["bias"].astype(jnp.float32), leading)
-        return (wide * inverse * scale + bias).astype(x.dtype)
+        scale = self["scale"].astype(jnp.float32) + (1 if self.config.norm_offset else 0)
+        out = wide * inverse * jnp.expand_dims(scale, leading)
+        if hasattr(self, "bias"):
+            out = out + jnp.expand_dims(self["bias"].astype(jnp.float32), leading)
+        return out.astype(x.dtype)
 
 
 class Attention(Module):
