@@ -5,7 +5,8 @@
 - A plan: microseconds of one core for the simulator, on plans along a random walk, as a search meets them.
 - Quality: 8B + 8B on 8 H100, 50,000 proposals, six seeds, against the best that is known: of all seeds, and of what
   branch and bound finds among all plans on slices of 4 devices or more with single micro-batches.
-- Scale: a 70B actor and critic on 1024 H100, 100,000 proposals on one core, beside ReaL's symmetric heuristic.
+- Scale: a 70B actor and critic on 1024 H100, 100,000 proposals on one core, beside ReaL's symmetric heuristic; all that
+  `jrlhf.plan` does: also stages and fused updates, for a process per host. The same where nodes have slow links.
 - Placements: HybridFlow's experiment (arXiv 2409.19256), PPO of 1024 rows of 1024 + 1024 tokens on nodes of eight A100:
   its Algorithm 1 with the engine of `benchmarks.published`, whose parameters were chosen on another system's table.
 
@@ -32,11 +33,11 @@ from jrlhf.config import load_config
 from jrlhf.errors import UserError
 from jrlhf.meshes.hardware import HARDWARE, Cluster, cluster
 from jrlhf.models.hf.presets import PRESETS
+from jrlhf.planning.auto import Setting
 from jrlhf.planning.candidates import candidates
 from jrlhf.planning.search import Result, divisions, named_divisions, search
 from jrlhf.planning.simulate import ITERATIONS, Simulator
 from jrlhf.planning.time import CostModel
-from jrlhf.planning.workload import workload_of
 from jrlhf.stages.setup import architectures
 
 LLAMA = {size: PRESETS[f"meta-llama/Llama-2-{size}-hf"] for size in ("13b", "70b")}
@@ -44,10 +45,10 @@ LLAMA["34b"] = replace(LLAMA["70b"], layers=48, mlp=22016)  # Code Llama's
 A100 = replace(HARDWARE["a100"], name="a100 under ReaL", **published.ENGINE)
 
 
-def problem(config: str, devices: str, *overrides: str) -> CostModel:
-    """The prices of a shipped config's calls."""
+def problem(config: str, devices: Cluster, *overrides: str) -> Setting:
+    """A shipped config on a cluster."""
     loaded = load_config(config, overrides)
-    return CostModel(workload_of(loaded, planned_graph(loaded), architectures(loaded)), cluster(devices))
+    return Setting(loaded, planned_graph(loaded), architectures(loaded), devices)
 
 
 def cpu(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -70,7 +71,7 @@ def additions() -> float:
 
 
 def per_plan(plans: int, repeats: int) -> dict[str, object]:
-    prices = problem("llama3-8b-ppo", "8xh100")
+    prices = problem("llama3-8b-ppo", cluster("8xh100")).prices
     options_of = candidates(prices)
     simulator = Simulator(prices.workload.graph, prices, prices.workload.models, lockstep=True)
     choices = [
@@ -93,7 +94,7 @@ def per_plan(plans: int, repeats: int) -> dict[str, object]:
 
 
 def quality(proposals: int, seeds: int) -> dict[str, object]:
-    prices = problem("llama3-8b-ppo", "8xh100")
+    prices = problem("llama3-8b-ppo", cluster("8xh100")).prices
     seconds, search_seconds = [], []
     for seed in range(seeds):
         spent, result = cpu(lambda seed=seed: search(prices, proposals=proposals, seed=seed))
@@ -123,16 +124,27 @@ def quality(proposals: int, seeds: int) -> dict[str, object]:
     }
 
 
-def scale(devices: str, proposals: int) -> dict[str, object]:
-    prices = problem("llama3-70b-ppo", devices, "ppo.rollout_batch=8192")
-    spent, result = cpu(lambda: search(prices, proposals=proposals, seed=0))
-    assert isinstance(result, Result)
+def scale(devices: str, proposals: int, network: float | None = None) -> dict[str, object]:
+    """network: bytes a second between nodes, for each device; None: of the data sheet."""
+    on = cluster(devices)
+    if network is not None:
+        on = replace(on, hardware=replace(on.hardware, network=network))
+    setting = problem("llama3-70b-ppo", on, f"ppo.rollout_batch={8 * on.devices}")
+    budget: dict[str, Any] = {"proposals": proposals, "processes": on.hosts}
+    spent, result = cpu(lambda: setting.search(**budget))
+    prices = replace(setting.prices)  # without its remembered prices
+    alone, chains = cpu(lambda: search(prices, **budget))
+    assert isinstance(result, Result) and isinstance(chains, Result)
     rules = {name: plan.simulation.seconds for name, plan in result.rules.items()}
     return {
         "devices": devices,
+        "network": on.hardware.network,
+        "processes": on.hosts,
         "proposals": result.proposals,
         "cpu_seconds": round(spent, 1),
+        "cpu_seconds_without_pipelines": round(alone, 1),
         "seconds_found": result.best.simulation.seconds,
+        "seconds_without_pipelines": chains.best.simulation.seconds,
         "rules": rules,
         "trace": result.trace,
         "plan": result.best.plan.as_dict(),
@@ -167,7 +179,8 @@ def main() -> None:
         **provenance("jax", "numpy"),
         "plan": per_plan(200 if small else 2000, 3 if small else 7),
         "quality": quality(5_000 if small else 50_000, 2 if small else 6),
-        "scale": scale("64xh100" if small else "1024xh100", 2_000 if small else 100_000),
+        "scale": scale("64xh200" if small else "1024xh100", 2_000 if small else 100_000),
+        "slow": scale("64xh200" if small else "256xh200", 2_000 if small else 100_000, network=1.5e9),
         "placements": [
             placements(actor, critic, devices)
             for actor, critic in (("13b", "13b"), ("34b", "34b"), ("13b", "70b"))
@@ -176,7 +189,7 @@ def main() -> None:
         "three_million_additions": [round(before, 3), round(additions(), 3)],
         "load_average": [round(load, 2), round(os.getloadavg()[0], 2)],
     }
-    for name in ("plan", "quality", "scale"):
+    for name in ("plan", "quality", "scale", "slow"):
         print(name, {key: value for key, value in record[name].items() if key not in ("plan", "trace")})
     print(*record["placements"], sep="\n")
     print("three million additions", record["three_million_additions"], "s")

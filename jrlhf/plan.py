@@ -53,7 +53,9 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--proposals", type=int, help=proposals)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--hypothetical", action="store_true", help="also plans with stages of any call; only training runs in stages"
+        "--hypothetical",
+        action="store_true",
+        help="also stages of calls that no run divides into them, such as rollouts",
     )
     overlap = "let iterations overlap, which a run, that reads metrics, does not"
     parser.add_argument("--overlap", action="store_true", help=overlap)
@@ -155,7 +157,7 @@ class Search(Section):
     seconds: float | None = None
     proposals: int | None = None  # plans to price, rounded up to whole turns
     seed: int = 0
-    hypothetical: bool = False  # also plans with pipelines for any call, though runs use them only for training
+    hypothetical: bool = False  # also stages of calls that no run divides into them, such as rollouts
     overlap: bool = False  # let iterations overlap, which runs do not, because they read metrics
 
 

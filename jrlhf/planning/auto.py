@@ -18,7 +18,7 @@ from jrlhf.models.remat import REMATS
 from jrlhf.planning.activations import Backend
 from jrlhf.planning.candidates import NoPlan, candidates, placements
 from jrlhf.planning.fit import backend_of, capacity
-from jrlhf.planning.fusion.proposal import with_fused
+from jrlhf.planning.fusion.proposal import with_pipelines
 from jrlhf.planning.memory import GIB, away_parts
 from jrlhf.planning.plans import scaled_placement, validate_plan
 from jrlhf.planning.profile import ProfiledCosts, cluster_of, default_path, load, measure, save
@@ -81,12 +81,14 @@ class Setting:
     def search(self, *, processes: int = 1, lockstep: bool = True, hypothetical: bool = False, **budget: Any) -> Result:
         """Searches for the fastest plan. If none fits, the error names the nearest setting with a plan that fits.
 
-        Updates are fused where that is faster. processes: number of processes of the run.
+        Updates run in stages, or fused, where that is faster. processes: number of processes of the run.
         """
         options = {"processes": processes, "hypothetical": hypothetical}
         try:
             result = search(self.prices, lockstep=lockstep, **options, **budget)
-            return with_fused(self.prices, result, self._runs, lockstep=lockstep, processes=processes)
+            if self.config.algorithm is None:  # other stages of a config run by no plan
+                return result
+            return with_pipelines(self.prices, result, self._runs, lockstep=lockstep, processes=processes)
         except NoPlan as problem:
             changes = (text for text, changed in self._changes() if changed._has_plan(**options))
             text = next(changes, "a smaller model, shorter responses or fewer rows")

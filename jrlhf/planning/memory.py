@@ -257,6 +257,8 @@ def _active(workload: Workload, call: Call, model: RoleModel, placement: Placeme
 @cache  # a search needs few different tables, but thousands of times
 def _in_flight(schedule: ScheduleName, stages: int, micro_batches: int) -> float:
     """Returns the maximum number of stage inputs that a device of a pipeline keeps."""
+    if schedule in ("1f1b", "fused"):  # a search needs large tables of them
+        return min(stages, micro_batches)
     return max(peak(SCHEDULES[schedule](stages, micro_batches)))
 
 

@@ -75,9 +75,9 @@ def search(
     """Returns the fastest plan that is found, and plans to compare it with.
 
     proposals, seconds: the budget. With proposals alone the result depends only on the seed.
-    hypothetical: also consider pipelines for every call, of which a run executes those of updates. lockstep: iterations
-        do not overlap, as in a run that reads the metrics of one before it begins the next. processes: of the run, see
-        `candidates`.
+    hypothetical: also consider pipelines for every call, of which a run executes some (`fusion.proposal` adds these to
+        the result without it). lockstep: iterations do not overlap, as in a run that reads the metrics of one before it
+        begins the next. processes: of the run, see `candidates`.
     progress: called after each chain's turn with the proposals so far and the best plan's seconds.
     """
     if proposals is None and seconds is None:

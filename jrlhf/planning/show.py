@@ -6,15 +6,19 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from jrlhf.errors import UserError
+from jrlhf.meshes import Call
 from jrlhf.meshes.pipeline import SCHEDULES, bubble
 from jrlhf.meshes.plan import Placement, Plan
+from jrlhf.models.flops import forward_operations, training_operations
 from jrlhf.planning.fusion.last_rows import Work
-from jrlhf.planning.fusion.updates import FusedUpdates, fused_updates
+from jrlhf.planning.fusion.updates import FusedUpdates, fused_prices, fused_updates
 from jrlhf.planning.memory import GIB, segments
 from jrlhf.planning.search import RULES, TURN, Found, Result
 from jrlhf.planning.simulate import Simulation, Span
-from jrlhf.planning.time import CostModel, operations
+from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import Workload
 
 WIDTH = 72  # characters of the timeline
@@ -33,7 +37,7 @@ def describe(prices: CostModel, result: Result) -> str:
     absent = [name for name in RULES if name not in result.rules]
     lines = [
         describe_plan(prices, result.best),
-        *([] if result.serial is None else [_fused(result.best, result.serial)]),
+        *([] if result.serial is None else [_fused(prices, result.best, result.serial)]),
         "",
         f"{result.proposals} plans priced in {result.seconds:.1f} s, in whole turns of {TURN}; what the others lose:",
         *(in_columns(rows) if rows else ()),
@@ -60,10 +64,15 @@ def describe_plan(prices: CostModel, outcome: Found) -> str:
     return "\n".join(lines)
 
 
-def _fused(best: Found, serial: Found) -> str:
+def _fused(prices: CostModel, best: Found, serial: Found) -> str:
+    priced = fused_prices(prices, best.plan, least=True)
+    least = sum(priced.time(prices.workload.graph[name], best.plan[name]).seconds for name in best.plan.fused)
     together, apart = (_time(_busy(one.simulation, best.plan.fused)) for one in (best, serial))
     whole, before = (_time(one.simulation.seconds) for one in (best, serial))
-    return f"fused updates: {together} instead of {apart}, and an iteration of {whole} instead of {before}"
+    return (
+        f"fused updates: {together}, where no table needs less than {_time(least)}, instead of {apart}, and an "
+        f"iteration of {whole} instead of {before}"
+    )
 
 
 def _busy(simulation: Simulation, calls: Collection[str]) -> float:
@@ -112,6 +121,17 @@ def _reasons(prices: CostModel, outcome: Found) -> list[str]:
         rows.append((name, f"{100 * operations(workload, call) / available:.0f} %", shares))
     mean, most = workload.mean_prompt + workload.mean_response, workload.length
     return [f"where the time goes, for rows of {mean:.0f} tokens in the mean and {most} at most:", *in_columns(rows)]
+
+
+def operations(workload: Workload, call: Call) -> float:
+    """Returns the operations of a call's models for rows of the mean length, as MFU counts them (`models.flops`)."""
+    lengths, response = np.array([round(workload.mean_prompt + workload.mean_response)]), round(workload.mean_response)
+    total = 0.0
+    for model in workload.models[call.role]:
+        count = training_operations if call.kind == "train" else forward_operations
+        spans = call.kind == "generate" or call.kind in workload.spanned
+        total += count(model.config, lengths, model.head, model.lora, np.array([response]) if spans else None)
+    return total * workload.rows_of(call) * (workload.epochs if call.kind == "train" else 1)
 
 
 def _mesh(placement: Placement) -> str:

@@ -10,14 +10,11 @@ from functools import cached_property
 from math import ceil, prod
 from typing import Any, Protocol
 
-import numpy as np
-
 from jrlhf.meshes import Call
 from jrlhf.meshes.graph import LEARNED, LEARNER, home_of
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.pipeline import SCHEDULES, makespan
 from jrlhf.meshes.plan import Placement
-from jrlhf.models.flops import forward_operations, training_operations
 from jrlhf.models.remat import Remat
 from jrlhf.planning import moves
 from jrlhf.planning.activations import DEFAULT, Backend
@@ -171,17 +168,6 @@ class CallTime:
         return sum(self.parts.values())
 
 
-def operations(workload: Workload, call: Call) -> float:
-    """Returns the operations of a call's models for rows of the mean length, as MFU counts them (`models.flops`)."""
-    lengths, response = np.array([round(workload.mean_prompt + workload.mean_response)]), round(workload.mean_response)
-    total = 0.0
-    for model in workload.models[call.role]:
-        count = training_operations if call.kind == "train" else forward_operations
-        spans = call.kind == "generate" or call.kind in workload.spanned
-        total += count(model.config, lengths, model.head, model.lora, np.array([response]) if spans else None)
-    return total * workload.rows_of(call) * (workload.epochs if call.kind == "train" else 1)
-
-
 class DividedCall:
     """A call of one model in a placement. `generate`, `infer` and `train` predict the call, other methods its parts.
 
@@ -245,7 +231,8 @@ class DividedCall:
         parts["tensor"] = sums * self.layers * reduced + tables * turns * passed
         parts["gathers"] = self.gathers(train, self.tables if head else 0)
         if self.placement.pipeline > 1:
-            parts["stages"] = turns * self.hop(tokens)
+            chunks = 2 if self.placement.schedule == "interleaved" else 1  # each sends its result
+            parts["stages"] = chunks * turns * self.hop(tokens)
         return parts
 
     def piped(self, part: Parts, parts: int, turns: int) -> Parts:
@@ -328,6 +315,10 @@ class DividedCall:
         if placement.data > 1 and self.model.lora is None:
             # Every micro-batch sums its gradients over `data`; a pipeline sums once, after its last micro-batch.
             total["gathers"] += updates * (parts if placement.pipeline == 1 else 1) * self.sums()
+        if placement.pipeline > 1 and self.model.lora is None and workload.recomputed_stages:
+            # For an update, every stage gets its weights from all devices, and sends its gradients back, in float32.
+            size = 4 / workload.itemsize * (self.layers * self.layer * self.slices / placement.tensor + self.table)
+            total["stages"] += 2 * updates * self.costs.gather(self.group("pipeline"), size / placement.fsdp)
         _add(total, self.costs.update(self.model, moves.stored_share(placement), parts), updates)
         return total
 

@@ -1,10 +1,11 @@
-"""Makes plans with fused updates from the best plans of a search, whose candidates have no pipelines.
+"""Makes plans with pipelines from the best plans of a search, whose candidates have none.
 
-Both updates take the devices of one of them, or all devices. Pairs of placements there are ranked by a lower bound of
-their table's time; a table is searched for only if that bound promises a gain.
+Stages: each update in turn takes its fastest pipeline on its own devices, or on all devices.
+Fused updates: both take the devices of one of them, or all devices. Pairs of placements there are ranked by a lower
+bound of their table's time; a table is searched for only if that bound promises a gain.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from heapq import nsmallest
@@ -12,32 +13,90 @@ from itertools import product
 from math import lcm
 
 from jrlhf.config.check import indivisible
+from jrlhf.meshes.graph import LEARNER
+from jrlhf.meshes.pipeline import ScheduleName
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.planning.candidates import placements
 from jrlhf.planning.fusion.problem import Model, fuse
 from jrlhf.planning.fusion.updates import fused_prices
 from jrlhf.planning.plans import FUSED
 from jrlhf.planning.search import Found, Result
-from jrlhf.planning.simulate import simulate
+from jrlhf.planning.simulate import Simulator, simulate
 from jrlhf.planning.time import CostModel
 
-_PLANS = 3  # number of a search's plans that are tried with fused updates
+_PLANS = 4  # number of a search's plans that are tried with fused updates
 _TABLES = 3  # number of tables that are searched for, about two core-seconds each
 _SIMULATED = 4  # number of simulated pairs of placements on the same devices
 _OF_A_DEPTH = 4  # number of placements of a call with the same number of stages
 _GROUPS = 64  # maximum number of device groups in a table
 
+Runs = Callable[[Plan], bool]
+Options = Callable[[str, int], "list[_Option]"]
 
-def with_fused(
-    prices: CostModel, result: Result, runs: Callable[[Plan], bool], *, lockstep: bool, processes: int = 1
-) -> Result:
-    """Returns the result with a plan with fused updates as its best one, if that is predicted to be faster.
 
-    runs: tests whether the config's algorithm can run a plan. processes: see `fused_prices`.
+def with_pipelines(prices: CostModel, result: Result, runs: Runs, *, lockstep: bool, processes: int = 1) -> Result:
+    """Returns the result with a plan as its best one whose updates run in stages, each alone or those of actor and
+    critic fused, if that is predicted to be faster.
+
+    runs: tests whether the config's algorithm can run a plan. processes: number of processes of the run.
     """
+    options = cache(partial(_options, prices))
+    for propose in (_with_stages, _with_fused):
+        result = propose(prices, result, runs, options, lockstep=lockstep, processes=processes)
+    return result
+
+
+def _with_stages(
+    prices: CostModel, result: Result, runs: Runs, options: Options, *, lockstep: bool, processes: int
+) -> Result:
+    workload = prices.workload
+    simulator = Simulator(workload.graph, prices, workload.models, lockstep=lockstep)
+    # Stages of adapters save no time, because their base is not gathered.
+    roles = {call.role for call in workload.calls if call.role != LEARNER and not workload.on_base(call.role)}
+    updates = [call.name for call in workload.calls if call.kind == "train" and call.role in roles]
+
+    def faster(plan: Plan, name: str, places: Iterable[Placement]) -> Plan:
+        """Returns the fastest of a plan and those that have one of these placements of an update instead."""
+        best, least = plan, simulator.evaluate(simulator.choice(plan))[0]
+        for other in (Plan("staged", {**plan.placements, name: place}) for place in places):
+            if runs(other):
+                seconds, peak, _ = simulator.evaluate(simulator.choice(other))
+                if seconds < least and peak <= prices.capacity:
+                    best, least = other, seconds
+        return best
+
+    plans = []
+    for base in (result.best, *result.runners_up, *filter(None, [result.rules.get("colocate")])):
+        plan = base.plan
+        for name in updates:
+            for devices in dict.fromkeys((plan[name].devices, Slice(0, prices.cluster.devices))):
+                placed = (
+                    replace(one.placement, devices=devices, schedule="1f1b") for one in options(name, devices.count)
+                )
+                plan = faster(plan, name, placed)
+        plans.append(plan)
+    best = min(plans, key=lambda plan: simulator.evaluate(simulator.choice(plan))[0])
+    # GPipe is not faster. Stages of several processes wait for each other if they are interleaved.
+    schedules: tuple[ScheduleName, ...] = ("zb-h1", "interleaved") if processes == 1 else ("zb-h1",)
+    for name in updates:
+        devices = best[name].devices
+        last = sorted(options(name, devices.count), key=lambda one: -one.alone)
+        fastest = {one.model.depth: replace(one.placement, devices=devices) for one in last}  # of each depth
+        others = product(fastest.values(), schedules)
+        best = faster(best, name, [replace(place, schedule=schedule) for place, schedule in others])
+    staged = Found(best, simulate(workload.graph, best, prices, lockstep=lockstep))
+    if staged.simulation.seconds >= result.best.simulation.seconds:
+        return result
+    before = replace(result.best, plan=replace(result.best.plan, name="no stages"))
+    return replace(result, best=staged, runners_up=(before, *result.runners_up))
+
+
+def _with_fused(
+    prices: CostModel, result: Result, runs: Runs, options: Options, *, lockstep: bool, processes: int
+) -> Result:
     if not all(name in result.best.plan.placements for name in FUSED):
         return result
-    graph, options = prices.workload.graph, cache(partial(_options, prices))
+    graph = prices.workload.graph
 
     def faster(plan: Plan, best: Found, *, least: bool) -> Found | None:
         """Simulates a plan, with its updates' table or, if `least`, that table's lower bound. None: not faster."""
@@ -46,7 +105,7 @@ def with_fused(
         better = simulation.seconds < best.simulation.seconds and simulation.peak <= prices.capacity
         return Found(plan, simulation) if better else None
 
-    bounds = []
+    bounds, tried = [], list[Plan]()
     for base in (result.best, *result.runners_up)[:_PLANS]:
         for devices in dict.fromkeys([*(base.plan[name].devices for name in FUSED), Slice(0, prices.cluster.devices)]):
             resident = sum(
@@ -58,8 +117,9 @@ def with_fused(
             for pair in _pairs(first, second, prices.capacity - resident):
                 placed = {name: replace(place, devices=devices) for name, place in zip(FUSED, pair, strict=True)}
                 plan = Plan("fused", {**base.plan.placements, **placed})
-                if runs(plan) and (bound := faster(plan, result.best, least=True)):
+                if plan not in tried and runs(plan) and (bound := faster(plan, result.best, least=True)):
                     bounds.append(bound)
+                tried.append(plan)
     best = result.best
     for bound in nsmallest(_TABLES, bounds, key=lambda one: one.simulation.seconds):
         if bound.simulation.seconds < best.simulation.seconds:
@@ -109,10 +169,8 @@ def _options(prices: CostModel, name: str, count: int) -> list[_Option]:
         if depth == 1 or parts < depth or depth > _GROUPS or whole:
             continue
         placed = replace(placed, schedule="fused")
-        price, parts_of = prices.call(call, placed), prices.time(call, placed).parts
-        forward, backward = prices.stage_seconds(call, placed)
-        work = updates * parts * (forward + backward)
-        fixed = sum(parts_of.values()) - parts_of["bubble"] - work
+        price, (forward, backward) = prices.call(call, placed), prices.stage_seconds(call, placed)
+        fixed = price.seconds - updates * (parts + depth - 1) * (forward + backward)  # its price is that of 1F1B
         piped = Model(depth, parts, forward, backward)
         by_depth.setdefault(depth, []).append(_Option(placed, piped, updates, fixed, price.resident, price.active))
     fastest = []

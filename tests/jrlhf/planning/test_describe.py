@@ -6,9 +6,8 @@ import pytest
 
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.planning.search import search
-from jrlhf.planning.show import bottleneck, critical_path, describe, plot, timeline
+from jrlhf.planning.show import bottleneck, critical_path, describe, operations, plot, timeline
 from jrlhf.planning.simulate import simulate
-from jrlhf.planning.time import operations
 from tests.jrlhf.planning.synthetic import PPO, Table, problem
 
 CALLS = [call.name for call in PPO if call.kind != "compute"]

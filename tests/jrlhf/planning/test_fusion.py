@@ -208,7 +208,7 @@ def test_fused_updates_take_the_makespan_of_their_table_and_the_memory_of_both()
 
 def searched(**links: Any) -> tuple[auto.Setting, Result]:
     """A search for 8B models on eight H200 with these links."""
-    config = load_config("llama3-8b-ppo")
+    config = load_config("llama3-8b-ppo", ("ppo.algorithm.minibatches=16",))
     graph, models = planned_graph(config), architectures(config)
     cluster = Cluster(replace(HARDWARE["h200"], **links), 8)
     setting = auto.Setting(config, graph, models, cluster)
@@ -233,7 +233,10 @@ def test_a_search_fuses_updates_where_links_are_slow():
     validate_plan(best.plan, setting.config, workload, 8)
     text = describe(own, result)
     both = sum(own.call(workload.graph[name], best.plan[name]).seconds for name in best.plan.fused)
-    assert f"fused updates: {both:.1f} s instead of " in text and "pipeline=8 by fused" in text
+    bound = fused_prices(prices, best.plan, least=True)
+    bound = sum(bound.call(workload.graph[name], best.plan[name]).seconds for name in best.plan.fused)
+    assert f"fused updates: {both:.1f} s, where no table needs less than {bound:.1f} s, instead of " in text
+    assert bound <= both and "pipeline=8 by fused" in text
     # Stages of several processes wait for each other, and still gain.
     several = setting.search(proposals=250, processes=8)
     assert several.serial is not None

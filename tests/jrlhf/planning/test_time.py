@@ -186,6 +186,18 @@ def test_a_pipeline_waits_for_its_first_and_last_part():
         assert time.parts["bubble"] == pytest.approx((4 - 1) / parts * working)
 
 
+def test_an_update_in_stages_copies_weights_and_gradients_in_float32():
+    """Each of four stages stores a quarter of its own layers and table. Interleaved stages send twice."""
+    placed = place("train", fsdp=2, pipeline=4, micro_batches=8)
+    sent, run, chunks = (
+        priced(place, "critic.update", LINKED, minibatches=2, recomputed_stages=again).parts["stages"]
+        for place, again in ((placed, False), (placed, True), (replace(placed, schedule="interleaved"), True))
+    )
+    copied = 3 / 4 * 4 * (LAYERS / 4 + TABLES / 2) / 2
+    assert run - sent == pytest.approx(2 * 2 * copied / LINK, rel=1e-6)
+    assert chunks - run == pytest.approx(sent)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zb-h1"])
 def test_an_update_in_stages_takes_as_long_as_its_table(schedule):
     """Walks the table: each device takes its next operation once what that needs has ended."""

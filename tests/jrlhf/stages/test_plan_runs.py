@@ -344,26 +344,29 @@ def test_a_run_with_fused_updates_is_the_one_in_stages(make, tmp_path):
     assert_close(timeless(ends[1]), fused, **ROUNDED)
 
 
-@RUN
-def test_a_plan_whose_updates_a_search_fuses_runs(tmp_path):
-    """For devices whose links are so slow that no two of them should share a layer."""
+@pytest.mark.parametrize("stage", [pytest.param("ppo", marks=RUN), pytest.param("grpo", marks=pytest.mark.full)])
+def test_a_plan_with_pipelines_that_a_search_proposes_runs(stage, tmp_path):
+    """For devices whose links are so slow that no two of them should share a layer. PPO's updates are fused."""
     sizes = {"embed": 16, "layers": 8, "heads": 2, "kv_heads": 1, "head_dim": 8, "mlp": 512, "max_positions": 32}
     sums = {"source": "arithmetic", "digits": 1, "problems": 60, "heldout_rows": 8, "max_prompt": 4, "max_response": 8}
+    algorithm = {"epochs": 8, "minibatches": 2} | ({"samples": 4} if stage == "grpo" else {})
     mapping = {
-        **{"stages": ["sft", "ppo"], "device": {"platform": "cpu", "simulated": 8}, "mesh": {"fsdp": 8}},
+        **{"stages": ["sft", stage], "device": {"platform": "cpu", "simulated": 8}, "mesh": {"fsdp": 8}},
         **{"model": sizes, "data": sums, "sft": {"steps": 2, "batch": 8, "warmup": 1}, "evaluation": {"prompts": 8}},
-        **{"rewards": [{"name": "right", "function": "exact_match"}], "run_dir": str(tmp_path), "name": "fused"},
-        "ppo": {**SECTION, "rollout_batch": 32, "algorithm": {"epochs": 8, "minibatches": 2}},
+        **{"rewards": [{"name": "right", "function": "exact_match"}], "run_dir": str(tmp_path), "name": "searched"},
+        stage: {**SECTION, "rollout_batch": 32, "algorithm": algorithm},
     }
     config = build(Config, mapping)
     slow = {"node": 1, "network": 1e7, "latency": 0, "launch": 0, "bfloat16": 1e9, "float32": 1e9}
     cluster = Cluster(replace(HARDWARE["h200"], **slow), 8)
     result = auto.Setting(config, graph_of(config), architectures(config), cluster).search(proposals=250)
-    assert result.serial is not None and result.best.plan["actor.update"].pipeline == 8
+    assert (result.serial is not None) == (stage == "ppo") and result.best.plan["actor.update"].pipeline == 8
     (tmp_path / "plan.yaml").write_text(plan_yaml(result.best.plan))
     path = run(build(Config, {**mapping, "plan": str(tmp_path / "plan.yaml")}))
-    records = [record for record in read_metrics(path) if record["stage"] == "ppo"]
-    assert len(records) == 2 and all(record["timing_s/update"] > 0 for record in records)
+    assert read_plan(path / "plan.yaml").placements == result.best.plan.placements
+    records = [record for record in read_metrics(path) if record["stage"] == stage]
+    timed = "timing_s/update" if stage == "ppo" else "timing_s/update_actor"
+    assert len(records) == 2 and all(record[timed] > 0 for record in records)
 
 
 def test_the_first_update_under_a_plan_is_the_colocated_one(make, colocated):

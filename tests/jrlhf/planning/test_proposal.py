@@ -1,0 +1,116 @@
+"""The stages that a search proposes for updates."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from jrlhf.algorithms.registry import planned_graph
+from jrlhf.config import Config, load_config
+from jrlhf.config.parse import build
+from jrlhf.meshes.hardware import HARDWARE, Cluster
+from jrlhf.meshes.pipeline import SCHEDULES, peak
+from jrlhf.meshes.plan import plan_of
+from jrlhf.planning import auto
+from jrlhf.planning.memory import call_bytes
+from jrlhf.planning.plans import validate_plan
+from jrlhf.planning.search import search
+from jrlhf.planning.simulate import simulate
+from jrlhf.stages.setup import architectures
+
+ADAPTERS: dict[str, Any] = {"lora": {"rank": 16}, "mesh": {"fsdp": 8}}
+
+
+def grpo(network: float, rows: int = 256, **sections: Any) -> auto.Setting:
+    """GRPO of an 8B model on eight nodes of one device each."""
+    mapping = {
+        **{"stages": ["grpo"], "compute": {"dtype": "bfloat16"}, "model": {"path": "meta-llama/Llama-3.1-8B"}},
+        **{"data": {"source": "arithmetic", "max_prompt": 1024, "max_response": 1024}},
+        **{"rewards": [{"name": "right", "function": "exact_match"}]},
+        **{"grpo": {"rollout_batch": rows, "algorithm": {"samples": 8, "minibatches": 4}}},
+    }
+    return setting_of(build(Config, {**mapping, **sections}), network)
+
+
+def ppo(network: float, *overrides: str) -> auto.Setting:
+    return setting_of(load_config("llama3-8b-ppo", overrides), network)
+
+
+def setting_of(config: Config, network: float) -> auto.Setting:
+    cluster = Cluster(replace(HARDWARE["h200"], node=1, network=network), 8)
+    return auto.Setting(config, planned_graph(config), architectures(config), cluster)
+
+
+def test_grpo_is_trained_in_stages_where_links_are_slow():
+    """The weights do not fit one device, and computation takes less time than to gather them."""
+    setting = grpo(5e9)
+    prices, workload = setting.prices, setting.workload
+    result, before = setting.search(proposals=250), search(setting.prices, proposals=250)
+    best = result.best
+    assert best.plan["actor.update"].pipeline == 8 and best.plan["actor.update"].fsdp == 1
+    assert best.simulation.seconds < 0.75 * before.best.simulation.seconds
+    assert best.simulation == simulate(workload.graph, best.plan, prices, lockstep=True)
+    assert best.simulation.peak <= prices.capacity
+    assert result.runners_up[0].plan.placements == before.best.plan.placements
+    assert result.runners_up[1:] == before.runners_up and result.serial is None
+    assert plan_of(best.plan.as_dict()) == best.plan
+    validate_plan(best.plan, setting.config, workload, 8)
+
+
+def test_the_schedule_is_the_fastest_that_processes_can_run():
+    """Interleaved stages of several processes would wait for each other."""
+    setting = grpo(12.5e9, rows=64)
+    call = setting.graph["actor.update"]
+    for processes, others in ((1, ("gpipe", "1f1b", "zb-h1")), (8, ("gpipe", "zb-h1"))):
+        placed = setting.search(proposals=250, processes=processes).best.plan[call.name]
+        assert placed.pipeline == 8 and placed.schedule == ("interleaved" if processes == 1 else "1f1b")
+        for other in (replace(placed, schedule=schedule) for schedule in others):
+            assert setting.prices.call(call, placed).seconds <= setting.prices.call(call, other).seconds
+
+
+@pytest.mark.parametrize("processes", [1, 8])
+@pytest.mark.parametrize(
+    "setting", [grpo(5e9), grpo(50e9), ppo(2e9), ppo(5e9, "ppo.rollout_batch=64", "ppo.algorithm.minibatches=1")]
+)
+def test_a_plan_with_pipelines_is_never_slower_and_runs(setting, processes):
+    result = setting.search(proposals=250, processes=processes)
+    before = search(setting.prices, proposals=250, processes=processes)
+    staged = any(placement.pipeline > 1 for placement in result.best.plan.placements.values())
+    assert staged or result.best == before.best
+    assert result.best.simulation.seconds <= before.best.simulation.seconds
+    assert result.best.simulation.peak <= setting.prices.capacity
+    validate_plan(result.best.plan, setting.config, setting.workload, 8)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        grpo(5e9, **ADAPTERS),
+        ppo(5e9, "ppo.algorithm.micro_batch_tokens=8192", "ppo.algorithm.micro_batches=1"),
+        ppo(5e9, "ppo.algorithm.minibatches=1", "ppo.algorithm.micro_batches=1", "compute.shared_passes=true"),
+    ],
+)
+def test_updates_that_run_in_no_stages_get_none(setting):
+    """Stages of adapters gain nothing; token budgets and shared passes exclude them."""
+    plan = setting.search(proposals=250).best.plan
+    assert all(placement.pipeline == 1 for placement in plan.placements.values())
+
+
+def test_inputs_in_flight_are_those_of_the_table():
+    setting = grpo(5e9)
+    call, plan = setting.graph["actor.update"], setting.search(proposals=250).best.plan
+    for schedule in ("gpipe", "1f1b", "interleaved", "zb-h1"):
+        sizes = [
+            call_bytes(setting.workload, call, replace(plan[call.name], schedule=schedule, micro_batches=parts))
+            for parts in (8, 16)
+        ]
+        peaks = [max(peak(SCHEDULES[schedule](8, parts))) / parts for parts in (8, 16)]
+        first, second = (one.active["inputs in flight"] for one in sizes)
+        assert first / second == pytest.approx(peaks[0] / peaks[1])
+        assert first == pytest.approx(peaks[0] * 64 * 2048 * 4096 * 2)
+
+
+def test_other_stages_of_a_config_run_by_no_plan():
+    config = build(Config, {"stages": ["dpo"], "dpo": {"batch": 64}, "model": {"path": "meta-llama/Llama-3.1-8B"}})
+    plan = setting_of(config, 5e9).search(proposals=250).best.plan
+    assert all(placement.pipeline == 1 for placement in plan.placements.values())
