@@ -130,10 +130,3 @@ def test_the_library_is_large_enough_and_its_lines_are_lines(corpus: Corpus, tmp
     assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
     with pytest.raises(UserError, match="vocab_size=100 is too small"):
         load_task(load_config("quickstart", ["model.vocab_size=100"]))
-
-
-def test_same_files_give_the_same_corpus(tmp_path: Path):
-    files = {f"m{index}.py": f'def f{index}():\n    """Do {index}."""\n' for index in range(20)}
-    forwards = library(tmp_path / "a", files)
-    backwards = library(tmp_path / "b", dict(reversed(files.items())))
-    assert forwards == backwards and len(forwards) == 20
