@@ -85,10 +85,7 @@ def test_dropped_axes_by_dimension():
     assert dropped_axes(P(("tensor", "fsdp"), "data"), P("tensor"), 3) == [("fsdp",), ("data",), ()]
 
 
-@pytest.mark.parametrize(
-    ("data", "fsdp", "tensor"),
-    [pytest.param(1, 2, 4, marks=pytest.mark.full), (2, 2, 2)],
-)
+@pytest.mark.parametrize(("data", "fsdp", "tensor"), [pytest.param(1, 2, 4, marks=pytest.mark.full), (2, 2, 2)])
 def test_gather_has_the_dense_gradient_by_reduce_scatter(data: int, fsdp: int, tensor: int):
     """Two weights, stored in slices along both dimensions, as in a TRAIN layer; rows over all devices."""
     mesh = make_mesh(data, fsdp, tensor)

@@ -74,12 +74,7 @@ def _experience(rows=16, time=9, seed=0, ratio_noise=0.4):
 @pytest.fixture(scope="package")
 def toy():
     return SimpleNamespace(
-        vocab=VOCAB,
-        logprobs=_logprobs,
-        values=_values,
-        scores=_scores,
-        params=_params,
-        experience=_experience,
+        vocab=VOCAB, logprobs=_logprobs, values=_values, scores=_scores, params=_params, experience=_experience
     )
 
 

@@ -9,12 +9,7 @@ from jrlhf.meshes.reshard import GROUP_BYTES, _groups, _mesh, _one_device_set, _
 
 
 def lower_reshard(
-    tree: Any,
-    shardings: Any,
-    *,
-    dtype: DTypeLike | None = None,
-    donate: bool = False,
-    group_bytes: int = GROUP_BYTES,
+    tree: Any, shardings: Any, *, dtype: DTypeLike | None = None, donate: bool = False, group_bytes: int = GROUP_BYTES
 ) -> list[jax.stages.Lowered]:
     """Lowers the programs that `reshard` runs on the source's devices, one for each group of arrays.
 
