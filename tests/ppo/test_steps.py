@@ -235,17 +235,6 @@ def test_early_stop_applies_nothing_from_the_update_that_goes_too_far(toy):
         np.testing.assert_allclose(metrics[f"actor/{name}"], value, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-def test_the_critic_reaches_the_mean_of_the_returns(toy):
-    """Half the squared error is minimal where each value is the mean of its targets: here of each previous token's."""
-    experience, optimizer = toy.experience(ROWS, TIME), optax.sgd(2.0)
-    fit = make_critic_step(toy.values, optimizer, PPOConfig(epochs=200, value_clip=None))
-    state, _ = fit(TrainState.create(toy.params()[1], optimizer), experience)
-    e = host(experience)
-    previous = np.roll(e.tokens, 1, axis=1)
-    means = [e.returns[e.response_mask & (previous == token)].mean() for token in range(toy.vocab)]
-    np.testing.assert_allclose(state.params["values"], means, rtol=1e-4, atol=1e-5)
-
-
 def test_a_minibatch_without_a_token_that_counts_is_no_update(toy):
     """Momentum and weight decay would move the weights though there is nothing to learn from."""
     optimizer, config = optax.adamw(1e-2, weight_decay=0.1), PPOConfig(epochs=2, minibatches=ROWS)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jrlhf.models import SamplingConfig
-from jrlhf.models.generation.sampling import gumbel, largest, sample, threefry2x32
+from jrlhf.models.generation.sampling import gumbel, largest, sample
 from jrlhf.models.generation.truncation import restrict
 
 V = 12
@@ -177,14 +177,6 @@ def test_noise_is_that_of_jax():
     # Other generators keep their own noise.
     keys = jax.random.split(jax.random.key(3, impl="rbg"), 5)
     np.testing.assert_array_equal(gumbel(keys, 9), jax.vmap(lambda key: jax.random.gumbel(key, (9,)))(keys))
-
-
-def test_the_cipher_is_that_of_jax():
-    key = jax.random.key(11)
-    first, second = threefry2x32(
-        tuple(jax.random.key_data(key)), (jnp.zeros(9, jnp.uint32), jnp.arange(9, dtype=jnp.uint32))
-    )
-    np.testing.assert_array_equal(first ^ second, jax.random.bits(key, (9,)))
 
 
 def test_largest_is_argmax():
