@@ -66,8 +66,7 @@ def check(op, case, dtype):
 
 
 @pytest.mark.parametrize(
-    "case, dtype, tile",
-    [("padded", jnp.float32, 100), ("all", jnp.float32, 4096), ("all", jnp.bfloat16, 100)],
+    "case, dtype, tile", [("padded", jnp.float32, 100), ("all", jnp.float32, 4096), ("all", jnp.bfloat16, 100)]
 )
 def test_xla(case, dtype, tile):
     check(partial(token_logprobs, **options(case), tile=tile, implementation="xla"), case, dtype)

@@ -10,14 +10,7 @@ import pytest
 from jax.sharding import AxisType
 
 from jrlhf.meshes import GENERATE, SCORE, TRAIN, TRAIN_TP, make_mesh
-from jrlhf.models import (
-    ModelConfig,
-    init_lm,
-    init_scalar,
-    init_sharded,
-    param_shardings,
-    scalar_from,
-)
+from jrlhf.models import ModelConfig, init_lm, init_scalar, init_sharded, param_shardings, scalar_from
 from jrlhf.models.params import model_axes
 from tests.models.shared import GEMMA, GPT_2, fast_jit
 

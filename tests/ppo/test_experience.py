@@ -6,15 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrlhf.ppo import (
-    Experience,
-    PPOConfig,
-    Rollout,
-    experience_metrics,
-    gae,
-    make_experience,
-    response_mask,
-)
+from jrlhf.ppo import Experience, PPOConfig, Rollout, experience_metrics, gae, make_experience, response_mask
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
 
