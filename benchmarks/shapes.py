@@ -13,11 +13,11 @@ from jax.sharding import PartitionSpec as P
 from jrlhf.config.stages import OptimizerConfig
 from jrlhf.meshes import GENERATE, TRAIN
 from jrlhf.models import LoRAConfig, ModelConfig, init_lm, init_lora, init_scalar, lora_shardings, param_shardings
+from jrlhf.models.params import cast_matrices
 from jrlhf.models.quantize import int8_shardings, to_int8
 from jrlhf.models.weights import HeadKind
 from jrlhf.ppo import Experience, TrainState
 from jrlhf.roles.initial import adamw
-from jrlhf.roles.pretrained import cast_matrices
 
 Shapes = Any  # a tree of jax.ShapeDtypeStruct with shardings
 

@@ -41,11 +41,13 @@ class Pipeline:
 
     devices: the device of each stage, in the order of layers. Interleaved stages share devices.
     split: weight gradients are separate operations, and "backward" computes only the gradient of a stage's input.
+    trains: whether there are backward operations.
     """
 
     devices: tuple[int, ...]
     micro_batches: int
     split: bool = False
+    trains: bool = True
 
     def __post_init__(self) -> None:
         if not self.devices or self.micro_batches < 1:
@@ -53,7 +55,7 @@ class Pipeline:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        return ("forward", "backward", "weight") if self.split else ("forward", "backward")
+        return get_args(Kind)[: 1 + self.trains + self.split]
 
     @property
     def last(self) -> Kind:
@@ -119,6 +121,12 @@ def zero_bubble(stages: int, micro_batches: int) -> Table:
     """
     pipeline = Pipeline(tuple(range(stages)), micro_batches, split=True)
     return _table(pipeline, lambda stage: stages - stage - 1)
+
+
+def forwards(stages: int, micro_batches: int) -> Table:
+    """Returns the table of a call that scores: each stage computes one micro-batch after the other."""
+    orders = [[Step(0, stage, number, "forward") for number in range(micro_batches)] for stage in range(stages)]
+    return arrange([Pipeline(tuple(range(stages)), micro_batches, trains=False)], orders)
 
 
 # (devices, micro-batches) -> table. Interleaved: two stages of each device.
@@ -225,7 +233,7 @@ def bubble(table: Table, seconds: Seconds) -> float:
 
 
 def peak(table: Table, activations: Sequence[float] | None = None) -> list[float]:
-    """Returns the peak of activations in flight on each device, from a forward until its last backward operation.
+    """Returns the peak of activations in flight on each device, from a forward until its last operation.
 
     activations: of a micro-batch on a stage of each model, in any unit; default 1.
     """
@@ -236,7 +244,7 @@ def peak(table: Table, activations: Sequence[float] | None = None) -> list[float
             if step.kind == "forward":
                 now[device] += size
                 most[device] = max(most[device], now[device])
-            elif step.kind == table.pipelines[step.model].last:
+            if step.kind == table.pipelines[step.model].last:
                 now[device] -= size
     return most
 

@@ -56,7 +56,7 @@ class Placement:
     devices: the slice; `data * fsdp * tensor * pipeline` is its count.
     layout: the name of a layout in `meshes.layout`. data, fsdp, tensor: sizes of the mesh axes.
     pipeline: number of groups of neighbouring devices, each with a mesh data x fsdp x tensor, over which the layers are
-        divided. schedule: the order in which they compute; see `meshes.pipeline`.
+        divided. schedule: the order of an update; see `meshes.pipeline`.
     micro_batches: number of parts in which a device computes its rows (of a minibatch, if the call trains).
     """
 
@@ -129,7 +129,7 @@ class Plan:
         calls = {}
         for name, placement in self.placements.items():
             sizes = {axis: getattr(placement, axis) for axis in _SIZES if getattr(placement, axis) != 1}
-            schedule = {"schedule": placement.schedule} if placement.pipeline > 1 else {}
+            schedule = {"schedule": placement.schedule} if placement.schedule != "1f1b" else {}
             calls[name] = {"devices": str(placement.devices), "layout": placement.layout, **sizes, **schedule}
         return {"name": self.name, "calls": calls}
 

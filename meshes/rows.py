@@ -65,10 +65,10 @@ def map_parts(function: Callable[[PyTree], PyTree], rows: PyTree, parts: int) ->
     """
     check_divisible(jax.tree.leaves(rows)[0], 1, parts)
     results = lax.map(function, split_rows(rows, parts))
-    return jax.tree.map(_join_rows, results)
+    return jax.tree.map(join_rows, results)
 
 
-def _join_rows(x: Array) -> Array:
+def join_rows(x: Array) -> Array:
     """[parts, B / parts, ...] -> [B, ...]: undoes `split_rows`."""
     x = jnp.swapaxes(x, 0, 1)
     return reshaped(x, (x.shape[0] * x.shape[1], *x.shape[2:]), *jax.typeof(x).sharding.spec[2:])

@@ -1,9 +1,11 @@
 """Parameter trees, the nested dicts of a model's weights: their logical axes and their shardings."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from jrlhf.meshes import GENERATE, Layout
@@ -81,6 +83,17 @@ def made_in_place(make: Callable[..., Any], shardings: Any, mesh: Mesh) -> Calla
         # Under Explicit axes new arrays are replicated: each device would make all of them.
         make = jax.sharding.auto_axes(make, axes=mesh.axis_names, out_sharding=spec_tree(shardings))
     return jax.jit(make, out_shardings=shardings)
+
+
+def cast_matrices(params: Params, dtype: jnp.dtype) -> Params:
+    """Casts the matrices of weights with stacked layers to `dtype`; not vectors (norm scales, a scalar head)."""
+
+    def cast(x: jax.Array, vector: int) -> jax.Array:
+        return x.astype(dtype) if x.ndim > vector else x
+
+    return {
+        name: jax.tree.map(partial(cast, vector=2 if name == "layers" else 1), tree) for name, tree in params.items()
+    }
 
 
 def split_arguments(arguments: tuple[Any, ...], lora: Any) -> tuple[Params, Params, tuple[Any, ...]]:

@@ -1,13 +1,14 @@
 """Pipelines: cuts a model into stages of consecutive layers, each on its own mesh, and runs a table of operations.
 
-Between two updates a model is stored whole, on the mesh of all devices of its stages. For an update each stage gets a
+Between two calls a model is stored whole, on the mesh of all devices of its stages. For an update each stage gets a
 copy of its layers (the first one also the embeddings, the last one final norm and head), and its gradients are sent
 back. If embeddings are tied, the last stage has a copy of them, too, and the gradients of both are summed. For an
-adapter only its own weights are copied: a stage's part of the base is a view of the base on its devices.
+adapter only its own weights are copied: a stage's part of the base is a view of the base on its devices. A call that
+scores has a table of forwards; its copies are in the compute dtype.
 
 A stage keeps the input of a micro-batch from the forward to the last backward operation, which repeats the forward
 pass, so memory in flight follows from the table alone (`meshes.pipeline.peak`). The last stage computes in its backward
-operation only. `ForwardOptions.remat` decides what a backward operation keeps within its stage.
+operation only, or scores. `ForwardOptions.remat` decides what a backward operation keeps within its stage.
 
 Programs are dispatched in the order of the table and run when their inputs are ready. Results are sent to other stages
 when all operations of their tick are dispatched, because sending between processes is a joint program of both. All
@@ -27,11 +28,12 @@ from jaxtyping import Array
 
 from jrlhf.meshes import Layout, transfer
 from jrlhf.meshes.exchange import copied
-from jrlhf.meshes.pipeline import SCHEDULES, ScheduleName, Step, Table
+from jrlhf.meshes.pipeline import SCHEDULES, Pipeline, ScheduleName, Step, Table, forwards
+from jrlhf.meshes.rows import join_rows, split_rows
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.forward import ForwardOptions, ShardedForward
 from jrlhf.models.lora import base_on
-from jrlhf.models.params import Params
+from jrlhf.models.params import Params, cast_matrices
 
 Loss = Callable[..., tuple[Array, dict[str, Array]]]  # (params, micro-batch, *others, *frozen) -> (loss, metrics)
 _FIRST, _LAST = ("embedding", "positions"), ("final_norm", "unembedding", "value_head")
@@ -95,9 +97,9 @@ class Stages:
         layers, flags = self.layers(stage), self.config.local_layers
         return replace(self.config, layers=len(layers), local_layers=flags[layers.start : layers.stop])
 
-    def cut(self, params: Params, stage: int, *, head: bool) -> Params:
+    def cut(self, params: Params, stage: int, *, head: bool, dtype: Any = None) -> Params:
         """Returns a stage's part of weights, of an adapter or of its base, on the stage's mesh. head: whether the last
-        stage needs tied embeddings as its head.
+        stage needs tied embeddings as its head. dtype: of the copy's matrices; None: as they are stored.
 
         Every device has the base already, in the layout GENERATE, so a stage's part of it shares its memory.
         """
@@ -109,7 +111,25 @@ class Stages:
         if isinstance(layers, list):
             return base_on({**part, "layers": layers[own.start : own.stop]}, self.meshes[stage])
         part["layers"] = _on(_mesh(layers), _sliced, layers, own.start, own.stop)
+        part = part if dtype is None else _on(_mesh(layers), _cast, part, dtype)
         return transfer(part, self.meshes[stage])
+
+    def scores(
+        self,
+        function: Callable[..., Any],
+        params: Params,
+        rows: tuple[Array, ...],
+        frozen: tuple[Params, ...],
+        parts: int,
+    ) -> Any:
+        """Returns the results [B, ...] of a function of the last stage: (params, *rows, *frozen) -> arrays [b, ...].
+
+        rows: tokens [B, T] and other arrays [B, ...] on the mesh of the last stage, where the results are, too. They
+            are computed in `parts` strided parts, as by `map_parts`. frozen: the base under an adapter.
+        """
+        tokens, *others = _on(self.meshes[-1], _split, rows, parts)
+        task = Task(self, function, params, _Rows(tokens, tuple(others)), (), frozen)
+        return run(forwards(len(self.groups), parts), {0: task})[0]
 
     def gradients(
         self, loss: "Loss", params: Params, rows: Any, others: tuple[Any, ...], frozen: tuple[Params, ...]
@@ -121,7 +141,7 @@ class Stages:
 
 @dataclass(frozen=True)
 class Task:
-    """The training of one model on the micro-batches of one minibatch.
+    """The training of one model on the micro-batches of one minibatch, or scores of micro-batches.
 
     loss: is differentiated by the weights of the last stage, which include its input, "hidden". Pass the same object
         for all minibatches, so that it compiles once.
@@ -148,18 +168,25 @@ class Gradients(NamedTuple):
     gradients: Params
 
 
-def run(table: Table, tasks: Mapping[int, Task]) -> dict[int, Gradients]:
-    """Runs a table. Returns the sums over the micro-batches of each task, on the mesh of its weights; gradients have
-    the form of the weights.
+class _Rows(NamedTuple):
+    """The arguments of a function that scores."""
+
+    tokens: Array
+    others: tuple[Array, ...]
+
+
+def run(table: Table, tasks: Mapping[int, Task]) -> dict[int, Any]:
+    """Runs a table. Returns the `Gradients` of each task, sums over its micro-batches, on the mesh of its weights;
+    gradients have the form of the weights. A task whose pipeline does not train has the loss's results for all rows.
 
     tasks: number of a pipeline of the table -> its task, with as many stages and micro-batches. Operations of pipelines
         without a task are left out.
     """
-    running = {number: _Running(task) for number, task in tasks.items()}
+    running = {number: _Running(task, table.pipelines[number]) for number, task in tasks.items()}
     for _, operations in groupby(table.operations, key=lambda operation: operation.tick):
         steps = [step for _, step in operations if step.model in running]
         for step in steps:
-            running[step.model].compute(step, split=table.pipelines[step.model].split)
+            running[step.model].compute(step)
         for step in steps:
             running[step.model].send(step)
     return {number: running.pop(number).result() for number in tasks}  # each frees its stages for the next one
@@ -168,35 +195,40 @@ def run(table: Table, tasks: Mapping[int, Task]) -> dict[int, Gradients]:
 class _Running:
     """A task's weights, arrays in flight, and sums, by stage."""
 
-    def __init__(self, task: Task):
+    def __init__(self, task: Task, pipeline: Pipeline):
         stages, head = task.stages, "value_head" not in task.params
-        numbers = range(len(stages.meshes))
-        self.task = task
-        self.weights = [stages.cut(task.params, stage, head=head) for stage in numbers]
+        numbers, dtype = range(len(stages.meshes)), None
+        if not pipeline.trains and stages.options.lora is None and stages.options.dtype != jnp.float32:
+            dtype = stages.options.dtype
+        self.task, self.pipeline = task, pipeline
+        self.weights = [stages.cut(task.params, stage, head=head, dtype=dtype) for stage in numbers]
         *frozen, last = [tuple(stages.cut(base, stage, head=head) for base in task.frozen) for stage in numbers]
         self.others = [*frozen, (*task.others, *last)]
         rows = {mesh: transfer(task.rows, mesh) for mesh in stages.meshes}
         self.rows = [rows[mesh] for mesh in stages.meshes]
-        self.functions = [*(_stage(stages, stage) for stage in numbers[:-1]), _last(task.loss)]
-        self.sums = [_on(mesh, _zeros, weights) for mesh, weights in zip(stages.meshes, self.weights, strict=True)]
+        self.functions = [*(_stage(stages, stage) for stage in numbers[:-1]), _last(task.loss, pipeline.trains)]
+        own = zip(stages.meshes, self.weights, strict=True)
+        self.sums = [_on(mesh, _zeros, weights) for mesh, weights in own] if pipeline.trains else []
         self.shares: list[tuple[Array, dict[str, Array]]] = []  # (loss, metrics) of each micro-batch
         # In flight, by stage and micro-batch: the stage's input, and the gradient of its output.
         self.inputs: dict[tuple[int, int], Params] = {(0, number): {} for number in range(task.micro_batches)}
         self.gradients: dict[tuple[int, int], Any] = {}
-        self.outputs: dict[Step, Any] = {}  # arrays for other stages
+        self.outputs: dict[Step, Any] = {}  # arrays for other stages, and scores of the last one
 
-    def compute(self, step: Step, split: bool) -> None:
+    def compute(self, step: Step) -> None:
         """Dispatches one operation."""
         stage, place = step.stage, (step.stage, step.micro_batch)
         last = stage == self.task.stages.last
         arguments = self.weights[stage], self.inputs[place], self.rows[stage], step.micro_batch, self.others[stage]
         with jax.set_mesh(self.task.stages.meshes[stage]):
             if step.kind == "forward":
-                if not last:
+                if not (last and self.pipeline.trains):
                     self.outputs[step] = _forward(self.functions[stage], *arguments)
+                if not self.pipeline.trains:
+                    del self.inputs[place]
                 return
             arguments = *arguments, self.gradients.setdefault(place, jnp.ones(()))
-            if step.kind == "backward" and split:
+            if step.kind == "backward" and self.pipeline.split:
                 of_input = _gradient_of_input(self.functions[stage], *arguments)
             else:
                 of_input, self.sums[stage], shares = _gradients(self.functions[stage], self.sums[stage], *arguments)
@@ -207,10 +239,10 @@ class _Running:
 
     def send(self, step: Step) -> None:
         """Sends the operation's result, if it has one, to the stage that needs it."""
-        if (x := self.outputs.pop(step, None)) is None:
-            return
         forward = step.kind == "forward"
         stage = step.stage + (1 if forward else -1)
+        if stage > self.task.stages.last or (x := self.outputs.pop(step, None)) is None:
+            return
         # Both meshes divide the array in the same way, so each device copies its shard to one other device.
         (placed,) = copied([x], [NamedSharding(self.task.stages.meshes[stage], x.sharding.spec)])
         if forward:
@@ -218,15 +250,17 @@ class _Running:
         else:
             self.gradients[stage, step.micro_batch] = placed
 
-    def result(self) -> Gradients:
+    def result(self) -> Any:
+        if not self.pipeline.trains:
+            return _on(self.task.stages.meshes[-1], _rejoined, list(self.outputs.values()))
         home = _mesh(self.task.params)
         sums, shares = transfer((self.sums, self.shares), home)
         loss, metrics = _on(home, _total, shares)
         return Gradients(loss, metrics, _on(home, _joined, self.task.params, sums))
 
 
-Function = Callable[..., tuple[Array, Any]]
-"""(weights, input, rows of all micro-batches, micro-batch, *others) -> (output, loss and metrics of the last stage)"""
+Function = Callable[..., tuple[Any, Any]]
+"""(weights and input, micro-batch, *others) -> (output, loss and metrics of the last stage)"""
 
 
 @cache
@@ -238,8 +272,10 @@ def _stage(stages: Stages, stage: int) -> Function:
 
 
 @cache
-def _last(loss: Loss) -> Function:
-    """The function of the last stage. It returns the loss."""
+def _last(loss: Loss, trains: bool) -> Function:
+    """The function of the last stage. It returns the loss, or scores."""
+    if not trains:
+        return lambda params, rows, *frozen: (loss(params, rows.tokens, *rows.others, *frozen), ())
 
     def function(*arguments: Any) -> tuple[Array, Any]:
         output, metrics = loss(*arguments)
@@ -254,7 +290,7 @@ def _apply(function: Function, weights: Params, given: Params, rows: Any, number
 
 
 @partial(jax.jit, static_argnums=0)
-def _forward(*arguments: Any) -> Array:
+def _forward(*arguments: Any) -> Any:
     return _apply(*arguments)[0]
 
 
@@ -300,9 +336,18 @@ def _joined(params: Params, parts: list[Params]) -> Params:
     return jax.tree.map(lambda p, g: g.astype(p.dtype), params, {name: join(name) for name in params})
 
 
+@jax.jit
+def _rejoined(parts: list[Any]) -> Any:
+    return jax.tree.map(lambda *x: join_rows(jnp.stack(x)), *parts)
+
+
 @partial(jax.jit, static_argnums=(1, 2))
 def _sliced(layers: Params, start: int, stop: int) -> Params:
     return jax.tree.map(lambda x: x[start:stop], layers)
+
+
+_cast = jax.jit(cast_matrices, static_argnums=1)
+_split = jax.jit(split_rows, static_argnums=1)
 
 
 def _mesh(tree: Any) -> Mesh:

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, UInt32
 
-from jrlhf.models.params import Params
-from jrlhf.roles.pretrained import cast_matrices
+from jrlhf.models.params import Params, cast_matrices
 from jrlhf.run.checkpoints import fingerprint
 
 Identity = dict[str, UInt32[Array, "..."]]  # name of a weight -> 32 bits, of each layer for a layer's weight

@@ -59,9 +59,10 @@ class Shards:
         self.tiles = float(sum(map(tiled, matrices)))
         self.padded = float(sum(tiled(shape) for shape in matrices if tiled(shape) != prod(shape)))
 
-    def stored(self, itemsize: int) -> float:
-        """Returns the bytes of the weights. itemsize: of matrices; vectors are float32."""
-        return WIDE * self.vectors + itemsize * self.matrices
+    def stored(self, itemsize: int, pipeline: int = 1) -> float:
+        """Returns the bytes of the weights. itemsize: of matrices; vectors are float32. pipeline: as fsdp, in addition:
+        between calls the stages store the whole model, each a part of every matrix."""
+        return WIDE * self.vectors + itemsize * self.matrices / pipeline
 
 
 def _size(shapes: Iterable[tuple[int, ...]]) -> float:
@@ -84,10 +85,10 @@ def tiled(shape: tuple[int, ...]) -> int:
     return prod(shape[:-2]) * height * 128 * ceil(columns / 128)
 
 
-def trained_bytes(model: RoleModel, fsdp: int, tensor: int) -> float:
+def trained_bytes(model: RoleModel, fsdp: int, tensor: int, pipeline: int = 1) -> float:
     """Returns the float32 bytes of a role's trained weights, its own or its adapter's. Gradients need as many."""
-    layout, fsdp = (TRAIN, fsdp) if model.lora is None else (GENERATE, 1)
-    return shards_of(model.config, model.head, layout, fsdp, tensor, model.lora).stored(WIDE)
+    layout, fsdp, pipeline = (TRAIN, fsdp, pipeline) if model.lora is None else (GENERATE, 1, 1)
+    return shards_of(model.config, model.head, layout, fsdp, tensor, model.lora).stored(WIDE, pipeline)
 
 
 def state_bytes(models: Sequence[RoleModel], itemsize: int, home: Placement) -> dict[str, float]:
@@ -106,21 +107,22 @@ def state_bytes(models: Sequence[RoleModel], itemsize: int, home: Placement) -> 
             base = shards_of(model.config, "lm", GENERATE, 1, home.tensor)
             numbers, scales = base.int8 if model.int8 else (0.0, 0.0)
             sizes["base"] = base.stored(itemsize) + (1 - itemsize) * numbers + WIDE * scales
-        # Every device stores all layers of an adapter.
-        stored = model if model.shared else _stage(model, home)
+        own = trained_bytes(model, home.fsdp, home.tensor, home.pipeline)
         if model.trained or model.lora is not None:
-            add("weights", trained_bytes(stored, home.fsdp, home.tensor))
+            add("weights", own)
         elif not model.is_base:
-            add("weights", _frozen_bytes(stored, WIDE if model.wide else itemsize, home))
+            add("weights", _frozen_bytes(model, WIDE if model.wide else itemsize, home))
         if model.trained:
-            add("optimizer", 2 * trained_bytes(stored, home.fsdp, home.tensor) + COUNTERS)
+            add("optimizer", 2 * own + COUNTERS)
     return sizes
 
 
 def _frozen_bytes(model: RoleModel, itemsize: int, placement: Placement) -> float:
     """Returns the bytes of a model's own weights on a device, if the placement stores them but does not train them."""
-    layout = GENERATE if placement.layout == "generate" else TRAIN
-    return shards_of(model.config, model.head, layout, placement.fsdp, placement.tensor).stored(itemsize)
+    layout, pipeline = TRAIN, placement.pipeline
+    if placement.layout == "generate":  # no run generates in stages
+        layout, pipeline, model = GENERATE, 1, _stage(model, placement)
+    return shards_of(model.config, model.head, layout, placement.fsdp, placement.tensor).stored(itemsize, pipeline)
 
 
 # ---- what is offloaded
@@ -193,8 +195,8 @@ def call_bytes(workload: Workload, call: Call, placement: Placement, backend: Ba
     """Predicts the bytes that a call with a model adds. Raises a ValueError if a model does not divide."""
     moved = 0.0
     active: Phase = {}
-    for model in (_stage(model, placement) for model in workload.models.get(call.role, ())):
-        needs = _active(workload, call, model, placement, backend)
+    for model in workload.models.get(call.role, ()):
+        needs = _active(workload, call, _stage(model, placement), placement, backend)
         # Adapters compute with the base that is already there.
         copied = 0.0 if model.shared else _frozen_bytes(model, workload.itemsize, placement)
         if call.kind == "generate":
@@ -219,7 +221,9 @@ def _stage(model: RoleModel, placement: Placement) -> RoleModel:
 def _active(workload: Workload, call: Call, model: RoleModel, placement: Placement, backend: Backend) -> Phase:
     """Predicts what a call adds for one model: its largest phase, and its inputs and outputs."""
     kind, parts, fsdp, tensor = call.kind, placement.micro_batches, placement.fsdp, placement.tensor
-    rows = workload.rows_of(call)
+    staged = placement.pipeline > 1
+    # In stages the bare base is scored in a pass of its own.
+    rows = workload.rows if kind == "infer" and staged else workload.rows_of(call)
     if kind == "compute":  # the model is stored but does not compute
         return {}
     inputs = {"generate": GENERATED, "infer": SCORED, "train": TRAINED}[kind] * rows * workload.length
@@ -232,7 +236,8 @@ def _active(workload: Workload, call: Call, model: RoleModel, placement: Placeme
     computed = (rows / workload.minibatches if kind == "train" else rows) / (sharing * parts)
     sizes = Arrays(workload, model, computed, workload.length, layout, tensor, backend, fsdp)
 
-    stored = WIDE if kind == "train" or model.trained or model.wide else workload.itemsize
+    wide = kind == "train" or ((model.trained or model.wide) and not staged)
+    stored = WIDE if wide else workload.itemsize
     transposed = 0.0
     if layout != "generate" and tensor == 1 and fsdp > 1:
         # Weights gathered along their last dimension are transposed, unless they are gathered over both axes.
@@ -240,7 +245,7 @@ def _active(workload: Workload, call: Call, model: RoleModel, placement: Placeme
     if kind == "train":
         gradients = _gradients(model, placement, backend, loop=workload.minibatches > 1)
         needs = activations.train_phase(sizes, workload.remat, gradients, parts, transposed)
-        if placement.pipeline > 1:
+        if staged:
             # A stage keeps its inputs in flight and a copy of its weights. At the end gradients are sent back; those of
             # an adapter to every device.
             returned = 1 if model.lora is None else placement.pipeline
@@ -251,6 +256,15 @@ def _active(workload: Workload, call: Call, model: RoleModel, placement: Placeme
         if stored != workload.itemsize and layout != "generate":
             cast = shards_of(model.config, model.head, TRAIN, fsdp, tensor).layers * workload.itemsize
         needs = activations.infer_phase(sizes, transposed, cast)
+        if staged:
+            # The first stage has the embeddings and sends an output, the last one the head and an input. A part of a
+            # base is no copy.
+            one_table = replace(model.config, tie_embeddings=True)
+            needs["inputs in flight"] = sizes.hidden
+            if model.lora is not None:
+                needs["copies of stages"] = trained_bytes(model, fsdp, tensor)
+            elif not model.shared:
+                needs["copies of stages"] = shards_of(one_table, model.head, TRAIN, fsdp, tensor).stored(stored)
     return needs | {"inputs": inputs}
 
 

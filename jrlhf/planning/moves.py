@@ -80,10 +80,9 @@ def stored_share(placement: Placement) -> float:
 def stored_alike(home: Placement, placement: Placement) -> bool:
     """Returns whether both placements store the same shards: training and scoring layouts store weights alike.
 
-    Weights that are trained in pipeline stages are stored whole, without stages.
+    Weights of calls in pipeline stages are stored whole, without stages.
     """
     same_storage = (home.layout == "generate") == (placement.layout == "generate")
-    same_storage &= placement.pipeline in (1, home.pipeline)
     return same_storage and (home.devices, home.stored) == (placement.devices, placement.stored)
 
 

@@ -287,7 +287,7 @@ def _check_placement(named: str, workload: Workload, call: Call, placement: Plac
     layouts, whose = workload.layouts(call), f"a call to {call.kind}"
     if workload.on_base(call.role):
         whose = "a shared base"
-    elif call.kind == "infer":
+    elif call.kind == "infer" and placement.pipeline == 1:
         layouts = (*layouts, "generate")  # runs, but is never faster
     if placement.layout not in layouts:
         raise UserError(f"{named} in layout={placement.layout}, and {whose} needs {' or '.join(layouts)}: choose that")
@@ -304,21 +304,27 @@ def _check_stages(named: str, workload: Workload, call: Call, placement: Placeme
     """Refuses pipelines that no run executes."""
     stages, parts = placement.pipeline, placement.micro_batches
     named = f"{named} in pipeline={stages} stages"
-    if call.kind != "train" or call.role == LEARNER:
-        raise UserError(f"{named}, and only calls that update one model run in stages: use fsdp or tensor instead")
+    if call.kind == "generate" or call.role == LEARNER:
+        raise UserError(
+            f"{named}, and only calls that score, or update one model, run in stages: use fsdp or tensor instead"
+        )
+    by = f"schedule={placement.schedule}" if call.kind == "train" else "scoring"
+    if call.kind == "infer" and placement.schedule != "1f1b":
+        raise UserError(f"{named} of schedule={placement.schedule}, which only updates have: leave the schedule out")
+    if call.kind == "infer" and workload.score_rows is not None:
+        raise UserError(
+            f"{named}, and compute.score_rows={workload.score_rows} scores rows in tiles without stages: leave one out"
+        )
     layers = min(model.config.layers for model in workload.models[call.role])
     chunks = 2 if placement.schedule == "interleaved" else 1
     if layers < stages * chunks:
         fewer = f"at most {layers // chunks}" if layers >= 2 * chunks else "another schedule, or no"
         raise UserError(
-            f"{named} of schedule={placement.schedule}, which need {stages * chunks} layers, and its model has "
-            f"{layers}: choose {fewer} stages"
+            f"{named} of {by}, which need {stages * chunks} layers, and its model has {layers}: choose {fewer} stages"
         )
     if parts < stages or (placement.schedule == "interleaved" and parts % stages):
         needed = "a multiple of" if placement.schedule == "interleaved" else "at least"
-        raise UserError(
-            f"{named} with micro_batches={parts}: schedule={placement.schedule} needs {needed} {stages} of them"
-        )
+        raise UserError(f"{named} with micro_batches={parts}: {by} needs {needed} {stages} of them")
 
 
 def _check_rows(named: str, config: Config, workload: Workload, call: Call, placement: Placement) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from jrlhf.errors import UserError
 from jrlhf.meshes import Call
-from jrlhf.meshes.pipeline import SCHEDULES, bubble
+from jrlhf.meshes.pipeline import SCHEDULES, bubble, forwards
 from jrlhf.meshes.plan import Placement, Plan
 from jrlhf.models.flops import forward_operations, training_operations
 from jrlhf.planning.fusion.last_rows import Work
@@ -98,7 +98,8 @@ def _calls(prices: CostModel, outcome: Found) -> list[str]:
     }
     for name, placement in outcome.plan.placements.items():
         price = prices.call(prices.workload.graph[name], placement)
-        sizes = str(placement.devices), placement.layout, _mesh(placement), str(placement.micro_batches)
+        by = f" by {placement.schedule}" if prices.workload.graph[name].kind == "train" else ""
+        sizes = str(placement.devices), placement.layout, _mesh(placement, by), str(placement.micro_batches)
         moved = _time(moves[name]) if name in moves else "-"
         stays = f"{price.resident / GIB:.2f} GiB" if price.resident else "-"
         runs = f"{(price.active + price.moved * (name in moves)) / GIB:.2f} GiB"
@@ -134,10 +135,10 @@ def operations(workload: Workload, call: Call) -> float:
     return total * workload.rows_of(call) * (workload.epochs if call.kind == "train" else 1)
 
 
-def _mesh(placement: Placement) -> str:
+def _mesh(placement: Placement, by: str) -> str:
     axes = {axis: getattr(placement, axis) for axis in ("data", "fsdp", "tensor", "pipeline")}
     mesh = " x ".join(f"{axis}={size}" for axis, size in axes.items() if size > 1) or "one device"
-    return f"{mesh} by {placement.schedule}" if placement.pipeline > 1 else mesh
+    return mesh + by if placement.pipeline > 1 else mesh
 
 
 def timeline(simulation: Simulation) -> list[str]:
@@ -238,14 +239,16 @@ def check_picture(path: Path) -> None:
 
 
 def tables(workload: Workload, plan: Plan) -> list[FusedUpdates]:
-    """Returns the table of each call that trains in stages; first, if there is one, the common table of fused ones."""
+    """Returns the table of each call that trains or scores in stages; first, if there is one, that of fused calls."""
     fused = fused_updates(workload, plan)
     result = [] if fused is None else [fused]
     for call in workload.calls:
         place = plan[call.name]
-        if call.kind == "train" and place.pipeline > 1 and place.schedule != "fused":
-            table = SCHEDULES[place.schedule](place.pipeline, place.micro_batches)
-            result.append(FusedUpdates(table, {f"{call.name}, {place.schedule}": range(1)}))
+        if call.kind == "generate" or place.pipeline == 1 or place.schedule == "fused":
+            continue
+        scores = call.kind == "infer"
+        table = (forwards if scores else SCHEDULES[place.schedule])(place.pipeline, place.micro_batches)
+        result.append(FusedUpdates(table, {call.name if scores else f"{call.name}, {place.schedule}": range(1)}))
     return result
 
 

@@ -96,8 +96,7 @@ class Roofline:
     def head(self, model: RoleModel, tokens: float, train: bool) -> Parts:
         if model.head != "lm":  # a scalar head is a single column
             return {}
-        trained = (3 if self._workload.fused_loss else 4) - (model.lora is not None)
-        products = trained if train else 1
+        products = (3 if self._workload.fused_loss else 4) - (model.lora is not None) if train else 1
         operations = 2.0 * products * model.numbers.head * tokens / self._rates[train]
         logits = _LOGITS[train] * 4.0 * model.config.padded_vocab * tokens / self._stream
         return {"operations": operations, "activations": logits}
@@ -192,10 +191,8 @@ class DividedCall:
         self.tensor, alone = self.group("tensor"), Group(1, 1)
         # A layer is gathered over fsdp and, if slices are stored but whole layers computed, over tensor; embedding
         # tables are gathered only over fsdp.
-        self.gathered = (
-            alone if placement.layout == "generate" else self.group("fsdp"),
-            self.tensor if self.whole_layers else alone,
-        )
+        by_fsdp = alone if placement.layout == "generate" else self.group("fsdp")
+        self.gathered = by_fsdp, self.tensor if self.whole_layers else alone
 
     def group(self, axis: str) -> Group:
         return moves.group(self.placement, self.node, axis)
@@ -272,13 +269,17 @@ class DividedCall:
 
     def infer(self) -> Parts:
         parts = self.placement.micro_batches
-        return self.piped(self.stage(self.rows(self.batch, parts) * self.workload.length, False), parts, parts)
+        total = self.piped(self.stage(self.rows(self.batch, parts) * self.workload.length, False), parts, parts)
+        if "stages" in total and self.workload.recomputed_stages and self.placement.layout != "generate":
+            # Every stage gets its weights from all devices, in the compute dtype.
+            size = self.layers * self.layer * self.slices / self.placement.tensor + self.table
+            total["stages"] += self.costs.gather(self.group("pipeline"), size / self.placement.fsdp)
+        return total
 
     @property
     def trained_tokens(self) -> float:
         """The tokens of a micro-batch on a device, or on its tensor group."""
-        rows = self.rows(self.batch / self.workload.minibatches, self.placement.micro_batches)
-        return rows * self.workload.length
+        return self.rows(self.batch / self.workload.minibatches, self.placement.micro_batches) * self.workload.length
 
     def trained(self) -> tuple[Parts, Parts]:
         """Predicts a micro-batch on the fullest stage: its forward operation, and both operations together.
@@ -479,11 +480,11 @@ class CostModel:
         return bool(places) and all(place == "pinned_host" for place in places)
 
     def reallocation(self, role: str, home: Placement, placement: Placement) -> float:
-        stored = size = 0.0
+        stored, size, itemsize = 0.0, 0.0, self.workload.itemsize
         for model in self.workload.models[role]:
-            wide = model.trained or model.wide or model.lora is not None
-            stored += model.numbers.trained * (4 if wide else self.workload.itemsize)
-            size += model.numbers.trained * (4 if model.lora is not None else self.workload.itemsize)
+            adapts = model.lora is not None
+            stored += model.numbers.trained * (4 if model.trained or model.wide or adapts else itemsize)
+            size += model.numbers.trained * (4 if adapts else itemsize)
         return moves.reallocation_seconds(stored, size, home, placement, self.cluster)
 
     def transfer(self, source: Placement, target: Placement) -> float:

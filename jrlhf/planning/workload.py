@@ -112,7 +112,8 @@ class Workload:
     slots: rows that decode at a time, None for all. chunk: steps of one decode program, None for all. prefill: as in
         `models.Schedule`. last_groups, score_rows: as in the config.
     spanned: the kinds of calls in which a policy's head predicts responses only, not prompts.
-    recomputed_stages: the backward operation of a pipeline's stage computes its forward pass again, as in a run.
+    recomputed_stages: stages compute as in a run: the backward operation computes the forward pass again, and scoring
+        begins with copies of weights.
     """
 
     graph: Graph

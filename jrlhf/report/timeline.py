@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jrlhf.errors import UserError
-from jrlhf.meshes.pipeline import SCHEDULES, bubble
+from jrlhf.meshes.pipeline import SCHEDULES, bubble, forwards
 from jrlhf.meshes.plan import Slice
 from jrlhf.planning.memory import segments
 from jrlhf.report.charts import COLORS
@@ -226,7 +226,7 @@ def placement(run: Record) -> tuple[str, list[Lane]]:
     for name, call in plan.placements.items():
         sizes = zip(("data", "fsdp", "tensor", "pipeline"), (*call.sizes, call.pipeline), strict=True)
         mesh = " × ".join(f"{axis} {size}" for axis, size in sizes if size > 1) or "one device"
-        mesh += f" by {call.schedule}" if call.pipeline > 1 else ""
+        mesh += f" by {call.schedule}" if call.pipeline > 1 and _updates(name) else ""
         parts = f"× {call.micro_batches}" if call.micro_batches > 1 else ""
         bar = Bar(call.devices.start / plan.devices, call.devices.count / plan.devices, colors[name.partition(".")[0]])
         lanes.append(Lane(name, f"{call.layout} · {mesh}", [bar], (str(call.devices), parts)))
@@ -234,12 +234,13 @@ def placement(run: Record) -> tuple[str, list[Lane]]:
 
 
 def stages(run: Record) -> tuple[str, list[Lane]]:
-    """Draws what each group of devices computes at each tick of a minibatch, for calls with a schedule of their own."""
+    """Draws what each group of devices computes at each tick of a minibatch or of a call that scores, for calls with a
+    table of their own."""
     lanes = []
     for name, call in ({} if run.plan is None else run.plan.placements).items():
         if call.pipeline == 1 or call.schedule == "fused":
             continue
-        table = SCHEDULES[call.schedule](call.pipeline, call.micro_batches)
+        table = (SCHEDULES[call.schedule] if _updates(name) else forwards)(call.pipeline, call.micro_batches)
         (pipeline,), ticks = table.pipelines, 1 + table.operations[-1].tick
         bars: list[list[Bar]] = [[] for _ in range(table.devices)]
         for tick, step in table.operations:
@@ -247,7 +248,12 @@ def stages(run: Record) -> tuple[str, list[Lane]]:
             bars[pipeline.devices[step.stage]].append(Bar(tick / ticks, 1 / ticks, color))
         share = 100 * bubble(table, lambda step: 1)
         for group, own in enumerate(bars):
-            note = f"{call.schedule}: {ticks} ticks, bubble {share:.0f}%" if group == 0 else ""
+            schedule = call.schedule if _updates(name) else "scores"
+            note = f"{schedule}: {ticks} ticks, bubble {share:.0f}%" if group == 0 else ""
             lanes.append(Lane(f"{name}, group {group}", note, own, ("", "")))
     kinds = "blue forward, orange backward, green gradients of weights"
     return (f"A bar is an operation on one micro-batch: {kinds}." if lanes else ""), lanes
+
+
+def _updates(call: str) -> bool:
+    return call.partition(".")[2].startswith("update")

@@ -53,9 +53,10 @@ class TextReward:
         self._tokenizer = reward_tokenizer(reward.model, key, model.config)
         self._cut = is_ours(reward.model, key)
         self._called, self._on_failure = f"{key.partition('s[')[0]} {reward.name}", reward.on_failure
-        compiled = placement.home.compiled(self._model.architecture, compute)
+        place = placement["score"]
+        compiled = place.compiled(self._model.architecture, compute)
         self._mesh = compiled.mesh
-        divisor = self._mesh.size * placement.home.parts
+        divisor = self._mesh.size * place.parts
         self._batch = -(-reward.batch // divisor) * divisor
         self._most = model.config.max_positions
         # Widths for texts of usual length. This tokenizer may make longer rows.

@@ -12,9 +12,8 @@ from jrlhf.meshes import GENERATE, SCORE, TRAIN, Layout, reshard
 from jrlhf.meshes.offload import offload, onload
 from jrlhf.models import ForwardOptions, LoRAConfig, ModelConfig, lora_shardings, param_shardings
 from jrlhf.models.flash import AttentionImplementation
-from jrlhf.models.params import Params
+from jrlhf.models.params import Params, cast_matrices
 from jrlhf.models.remat import Remat
-from jrlhf.roles.pretrained import cast_matrices
 from jrlhf.run.checkpoints import fingerprint_of
 
 

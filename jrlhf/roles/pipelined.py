@@ -1,4 +1,4 @@
-"""Updates of pipelined models, alone or fused: actor and critic on the same devices with one table of operations.
+"""Calls of pipelined models. Updates may be fused: actor and critic on the same devices with one table of operations.
 
 With fused updates an algorithm still calls one update after the other. The first call only starts, and its metrics are
 pending. The second call runs both: one minibatch of each role at a time, until both roles have ended. A role that ends
@@ -6,7 +6,7 @@ first, because it has fewer updates or stops early, is then left out of the tabl
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from jrlhf.meshes import Layout, transfer
 from jrlhf.meshes.pipeline import Table
+from jrlhf.models.params import Params
 from jrlhf.models.pipeline import Gradients, PipelinePlacement, Stages, Task, run
 from jrlhf.ppo.updates import Pipeline, Updates, finish
 from jrlhf.roles.compiled import CompiledModel, Function
@@ -39,16 +40,19 @@ class PendingMetrics(Pending[Metrics]):
 
 @dataclass(frozen=True)
 class PipelinedModel(CompiledModel):
-    """The functions that train a pipelined model. They are functions of the last stage, on its mesh."""
+    """The functions that train or score with a pipelined model. They get rows on the mesh of the last stage.
+
+    Those that train are functions of the last stage.
+    """
 
     pipeline: PipelinePlacement = field(kw_only=True)
 
     @property
     def pipelines(self) -> tuple[Stages, ...]:
-        """The stages of each of the model's pipelines."""
-        model, layout = self.architecture, self.architecture.layout(self.compute.train_layout)
-        shared = layout, self.compute.forward(model), self.pipeline.schedule
-        return tuple(Stages(model.config, groups, *shared) for groups in (self.pipeline.groups, *self.pipeline.copies))
+        """The stages of each of the model's pipelines, for training."""
+        return tuple(
+            self._stages(groups, self.compute.train_layout) for groups in (self.pipeline.groups, *self.pipeline.copies)
+        )
 
     @property
     def runs(self) -> Pipeline:
@@ -57,10 +61,37 @@ class PipelinedModel(CompiledModel):
             return lambda updates: updates
         return partial(finish, gradients_fn=self.pipelines[0].gradients)
 
+    def score_logprobs_with_base(self, *, temperature: float, span: int) -> Function:
+        """Makes the function of a whole model in two passes: the second one is that of the bare base."""
+        architecture = replace(self.architecture, lora=None)
+        adapted, bare = (
+            model.score_logprobs(temperature=temperature, span=span)
+            for model in (self, replace(self, architecture=architecture))
+        )
+
+        def both(adapter: Params, *rows_and_base: Any) -> tuple[jax.Array, ...]:
+            *rows, base = rows_and_base
+            return *adapted(adapter, *rows, base), bare(base, *rows)[0]
+
+        return both
+
+    def _stages(self, groups: tuple[Mesh, ...], layout: Layout) -> Stages:
+        model = self.architecture
+        return Stages(model.config, groups, model.layout(layout), self.compute.forward(model), self.pipeline.schedule)
+
     def _make(self, make: Function, layout: Layout, **keywords: Any) -> Function:
         model = self.architecture
         config, mesh = self.pipelines[0].tail, self.mesh.abstract_mesh  # the same for all pipelines
         return make(config, mesh, model.layout(layout), self.compute.forward(model), **keywords)
+
+    def _scoring(self, function: Function, *, arrays: int = 0, reads_lengths: bool = False) -> Function:
+        stages = self._stages(self.pipeline.groups, self.compute.score_layout)
+
+        def score(params: Params, tokens: jax.Array, lengths: jax.Array, *others: Any) -> Any:
+            rows = (tokens, *([lengths] if reads_lengths else []), *others[:arrays])
+            return stages.scores(function, params, rows, others[arrays:], self.compute.score_parts)
+
+        return score
 
 
 @dataclass(frozen=True)

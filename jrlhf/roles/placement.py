@@ -202,7 +202,7 @@ class RolePlacement:
 
     def weights(self, method: str, model: Model, compute: Compute, clock: Clock) -> Params:
         """Returns the weights as a call needs them: the role's own, or a copy, which the caller drops afterwards."""
-        target = self[method].compiled(model.architecture, compute)
+        target = self[method].stored.compiled(model.architecture, compute)
         if model.is_stored_at(target.architecture, target.mesh):
             return model.params
         return clock.run("reshard", weights_at, model, target.architecture, target.mesh, target.compute)

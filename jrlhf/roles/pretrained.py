@@ -21,7 +21,7 @@ from jrlhf.meshes import GENERATE, TRAIN, Layout, reshard
 from jrlhf.models import PRESETS, LoRAConfig, ModelConfig, init_lm, lora_shardings, param_shardings
 from jrlhf.models.hf import HFConfig, check_hf, load_adapter, load_hf, read_config
 from jrlhf.models.hf.files import CARD
-from jrlhf.models.params import Params
+from jrlhf.models.params import Params, cast_matrices
 from jrlhf.models.weights import HeadKind
 from jrlhf.planning.workload import adapter_of
 from jrlhf.run.directory import HUB
@@ -197,17 +197,6 @@ def frozen_copy(params: Params, dtype: jnp.dtype) -> Params:
     """
     shardings = jax.tree.map(lambda x: x.sharding, params)
     return jax.jit(partial(cast_matrices, dtype=dtype), out_shardings=shardings)(params)
-
-
-def cast_matrices(params: Params, dtype: jnp.dtype) -> Params:
-    """Casts the matrices of weights with stacked layers to `dtype`; not vectors (norm scales, a scalar head)."""
-
-    def cast(x: jax.Array, vector: int) -> jax.Array:
-        return x.astype(dtype) if x.ndim > vector else x
-
-    return {
-        name: jax.tree.map(partial(cast, vector=2 if name == "layers" else 1), tree) for name, tree in params.items()
-    }
 
 
 def share(params: Params, config: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> Params:

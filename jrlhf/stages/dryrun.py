@@ -160,7 +160,8 @@ def _row(call: Call, workload: Workload, plan: Plan | None = None) -> tuple[str,
         placed = plan[call.name]
         sizes = zip(("data", "fsdp", "tensor"), placed.sizes, strict=True)
         parts = f" in {placed.micro_batches} parts" if placed.micro_batches > 1 else ""
-        parts += f", {placed.pipeline} stages by {placed.schedule}" if placed.pipeline > 1 else ""
+        by = f" by {placed.schedule}" if call.kind == "train" else ""
+        parts += f", {placed.pipeline} stages{by}" if placed.pipeline > 1 else ""
         location = f"devices {placed.devices}: {' x '.join(f'{axis}={size}' for axis, size in sizes)}"
         return call.name, location, _layout(LAYOUTS[placed.layout]) + parts, flow
     if call.kind == "compute":

@@ -39,11 +39,15 @@ def test_stages_are_priced_and_drawn(tmp_path, capsys):
     assert cli([*ARGUMENTS, *roomy, "--proposals", "50", "--save", str(saved)]) == 0
     mapping = yaml.safe_load(saved.read_text())
     update = {"devices": "0-7", "layout": "train", "fsdp": 2, "pipeline": 4, "micro_batches": 8}
-    saved.write_text(yaml.safe_dump({**mapping, "calls": {**mapping["calls"], "actor.update": update}}))
+    scores = update | {"layout": "score", "fsdp": 4, "pipeline": 2}
+    calls = {**mapping["calls"], "actor.update": update, "critic.values": scores}
+    saved.write_text(yaml.safe_dump({**mapping, "calls": calls}))
     capsys.readouterr()
     assert cli([*ARGUMENTS, *roomy, "--plan", str(saved), "--plot", str(drawn)]) == 0
-    assert "fsdp=2 x pipeline=4 by 1f1b" in capsys.readouterr().out
-    assert f"actor.update, 1f1b: bubble {100 * 3 / 11:.0f} %" in drawn.read_text()
+    output, picture = capsys.readouterr().out, drawn.read_text()
+    assert "fsdp=2 x pipeline=4 by 1f1b" in output and re.search(r"fsdp=4 x pipeline=2 +8", output)
+    assert f"actor.update, 1f1b: bubble {100 * 3 / 11:.0f} %" in picture
+    assert f"critic.values: bubble {100 * 1 / 9:.0f} %" in picture
 
 
 def test_the_move_of_the_last_rows_is_predicted(tmp_path, capsys):

@@ -13,6 +13,7 @@ from jrlhf.meshes.pipeline import (
     Table,
     arrange,
     bubble,
+    forwards,
     gpipe,
     interleaved,
     makespan,
@@ -219,3 +220,19 @@ def test_each_rule_has_its_sentence():
         interleaved(4, 6, 2)
     with pytest.raises(ValueError, match="0 micro-batches"):
         Pipeline((0, 1), 0)
+
+
+@pytest.mark.parametrize("stages, micro_batches", SIZES)
+def test_scores_have_only_forwards_one_after_the_other(stages, micro_batches):
+    """Each device computes its M micro-batches at ticks s, s + 1, ..., so no schedule is shorter than M + S - 1."""
+    table = forwards(stages, micro_batches)
+    assert violation(table) is None
+    assert {(tick, step.stage, step.micro_batch) for tick, step in table.operations} == {
+        (stage + number, stage, number) for stage in range(stages) for number in range(micro_batches)
+    }
+    assert makespan(table, equal) == synchronous_makespan(table, equal) == micro_batches + stages - 1
+    assert peak(table) == [1] * stages
+    backward = Operation(99, Step(0, 0, 0, "backward"))
+    assert (
+        violation(replace(table, operations=(*table.operations, backward))) == f"tick 99: there is no {backward.step}"
+    )

@@ -346,6 +346,29 @@ def test_adapters_in_stages_copy_only_themselves():
     assert not any("moved weights" in phase.active for phase in memory.phases)
 
 
+def test_stages_store_the_whole_model_and_score_with_copies():
+    """Weights and optimizer state are stored over fsdp and stages together. A copy has a stage's layers and one table,
+    in the compute dtype; at the home of a model there is no other copy."""
+    workload = ppo()
+    calls = everywhere(workload).placements
+    staged = Placement(Slice(0, 8), "score", fsdp=2, pipeline=4, micro_batches=8)
+    updates = {"actor.update": replace(staged, layout="train"), "critic.update": replace(staged, layout="train")}
+    scores = {name: staged for name in calls if workload.graph[name].kind == "infer"}
+    whole, memory = (plan_memory(workload, Plan("mine", {**calls, **more})) for more in ({}, updates | scores))
+    assert memory.roles == whole.roles
+    active = {phase.call: phase.active for phase in memory.phases}
+    assert not any("moved weights" in parts for parts in active.values())
+    layers, table = 8 * 218_103_808, 128256 * 4096
+    for name, vectors in (("actor.logprobs", 0), ("reference.logprobs", 0), ("critic.values", 4096 + 1)):
+        vectors += (8 * 2 + 1) * 4096  # norms of the layers, and the last one
+        assert active[name]["copies of stages"] == 2 * (layers + table) / 2 + 4 * vectors
+        assert active[name]["inputs in flight"] == 256 / (8 * 2) * 2048 * 4096 * 2
+    away = {"critic.values": replace(staged, devices=Slice(4, 4), pipeline=2)}
+    moved = {phase.call: phase.active for phase in plan_memory(workload, Plan("mine", {**calls, **away})).phases}
+    copy = whole_weights(LLAMA, make_mesh(1, 4, 1, devices=jax.devices()[:4]), "scalar", jnp.bfloat16)
+    assert moved["critic.values"]["moved weights"] == device_bytes(copy)
+
+
 def test_a_learner_keeps_what_it_trains_for_the_actor():
     graph = graph_of(Config(stages=("ppo",), compute=replace(Config().compute, shared_passes=True)))
     workload = ppo(graph=graph, models={"actor": (ACTOR,), "learner": (ACTOR, CRITIC)}, minibatches=1)

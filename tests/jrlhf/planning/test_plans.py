@@ -110,12 +110,35 @@ def moved(plan: Plan, name: str, placement: Placement) -> Plan:
 FOUR: dict[str, Any] = {"layout": "train", "devices": "0-3", "fsdp": 4}
 BUDGET: dict[str, Any] = {"ppo": {"algorithm": {"micro_batch_tokens": 64}}}
 SAMPLES: dict[str, Any] = {"stage": "grpo", "grpo": {"rollout_batch": 32, "algorithm": {"samples": 8}}}
+SCORED: dict[str, Any] = {**FOUR, "layout": "score", "fsdp": 2, "pipeline": 2, "micro_batches": 2}
 FUSED: dict[str, Any] = {**FOUR, "fsdp": 2, "pipeline": 2, "micro_batches": 2, "schedule": "fused"}
 DEEP: dict[str, Any] = {"model": MODEL | {"layers": 4}}
 # Changed calls of the colocated plan, None for one that is left out; the sentence; and sections of the config.
 REFUSED: tuple[tuple[dict[str, Any], str, dict[str, Any]], ...] = (
     ({"actor.update": {"devices": "4-11", "fsdp": 8}}, "actor.update on devices 4-11, and there are 8", {}),
-    ({"actor.logprobs": {**FOUR, "layout": "score", "fsdp": 2, "pipeline": 2}}, "only calls that update one model", {}),
+    (
+        {"actor.generate": {**FOUR, "layout": "generate", "fsdp": 2, "pipeline": 2}},
+        "only calls that score, or update one model, run in stages",
+        {},
+    ),
+    ({"actor.logprobs": {**SCORED, "micro_batches": 1}}, "micro_batches=1: scoring needs at least 2 of them", {}),
+    ({"actor.logprobs": {**SCORED, "schedule": "gpipe"}}, "schedule=gpipe, which only updates have: leave the", {}),
+    ({"actor.logprobs": {**SCORED, "layout": "generate"}}, "needs score or train_tp: choose that", {}),
+    (
+        {"actor.logprobs": {**SCORED, "fsdp": 1, "pipeline": 4, "micro_batches": 4}},
+        "stages of scoring, which need 4 layers, and its model has 2: choose at most 2 stages",
+        {},
+    ),
+    (
+        {"actor.logprobs": SCORED},
+        "compute.score_rows=32 scores rows in tiles without stages: leave one out",
+        {"compute": {"score_rows": 32}, "rollout": {"chunk": 8}},
+    ),
+    (
+        {"actor.logprobs": SCORED},
+        "compute.score_tokens=64 divides them, too: leave one out",
+        {"compute": {"score_tokens": 64}},
+    ),
     ({"actor.update": {**FOUR, "fsdp": 2, "pipeline": 2}}, "micro_batches=1: .*1f1b needs at least 2 of them", {}),
     (
         {"actor.update": {"devices": "0-7", "layout": "generate", "fsdp": 4, "pipeline": 2, "micro_batches": 2}},

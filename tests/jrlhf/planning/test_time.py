@@ -14,7 +14,7 @@ from benchmarks import published
 from benchmarks.records import RESULTS
 from jrlhf.meshes import AXES, TRAIN, make_mesh
 from jrlhf.meshes.hardware import HARDWARE, Cluster, cluster
-from jrlhf.meshes.pipeline import SCHEDULES, needs_of
+from jrlhf.meshes.pipeline import SCHEDULES, forwards, makespan, needs_of
 from jrlhf.meshes.plan import Placement, Slice
 from jrlhf.models import ForwardOptions, LoRAConfig, ModelConfig, init_lm, param_shardings, pipeline
 from jrlhf.models.flops import generation_seconds, training_operations
@@ -26,6 +26,7 @@ from jrlhf.planning.moves import (
     group,
     reallocation_seconds,
     reduce_seconds,
+    stored_alike,
     stored_share,
     transfer_seconds,
 )
@@ -196,6 +197,22 @@ def test_an_update_in_stages_copies_weights_and_gradients_in_float32():
     copied = 3 / 4 * 4 * (LAYERS / 4 + TABLES / 2) / 2
     assert run - sent == pytest.approx(2 * 2 * copied / LINK, rel=1e-6)
     assert chunks - run == pytest.approx(sent)
+
+
+def test_scores_in_stages_take_their_table_and_copies_of_the_layers():
+    """In a run each of four stages receives the three quarters of its layers and of a table that others store."""
+    placed = place("score", fsdp=2, pipeline=4, micro_batches=8)
+    engine, run = (
+        priced(placed, "critic.values", LINKED, recomputed_stages=stages_of_a_run).parts
+        for stages_of_a_run in (False, True)
+    )
+    received = 3 / 4 * 2 * (LAYERS / 4 + TABLES / 2) / 2
+    assert run["stages"] - engine["stages"] == pytest.approx(received / LINK, rel=1e-6)
+    assert {**run, "stages": 0} == {**engine, "stages": 0}
+    busy = sum(seconds for name, seconds in engine.items() if name != "bubble")
+    assert busy + engine["bubble"] == pytest.approx(makespan(forwards(4, 8), lambda _: busy / 8))
+    whole = replace(placed, fsdp=8, pipeline=1)
+    assert stored_alike(whole, placed) and not stored_alike(whole, place("score", fsdp=8, start=8))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zb-h1"])

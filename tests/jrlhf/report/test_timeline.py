@@ -132,3 +132,11 @@ def test_stages_are_drawn_tick_by_tick():
         assert all(bar.width == 1 / ticks for bar in lane.bars)
     assert [lane.note for lane in placement(run)[1]] == ["score · fsdp 4", "train · pipeline 4 by 1f1b"]
     assert stages(Record("mine", plan=Plan("mine", {"critic.values": whole}))) == stages(Record("mine")) == ("", [])
+    scores = Placement(Slice(0, 4), "score", pipeline=count, micro_batches=parts)
+    run = Record("mine", plan=Plan("mine", {"critic.values": scores}))
+    lanes, ticks = stages(run)[1], parts + count - 1
+    assert [lane.note for lane in placement(run)[1]] == ["score · pipeline 4"]
+    assert lanes[0].note == f"scores: {ticks} ticks, bubble {100 * (count - 1) / ticks:.0f}%"
+    assert [[round(bar.start * ticks) for bar in lane.bars] for lane in lanes] == [
+        list(range(group, group + parts)) for group in range(count)
+    ]
