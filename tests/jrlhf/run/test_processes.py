@@ -306,13 +306,16 @@ def test_a_killed_run_on_slices_goes_on_to_the_same_bits_and_under_another_plan(
 
 @pytest.mark.proof("processes")
 def test_pipelines_of_two_processes_do_what_they_do_in_one(tmp_path: Path):
-    """The actor has a stage in each process, the critic both in the second; then both share one table.
+    """The actor has a stage in each process, the critic both in the second; then both share one table. Models score in
+    stages, too.
 
     There a run that is killed goes on to the same bits.
     """
     staged: dict[str, Any] = {"layout": "train", "fsdp": 2, "pipeline": 2, "micro_batches": 2}
     actor, critic = staged | {"devices": "0-7", "tensor": 2}, staged | {"devices": "4-7", "schedule": "zb-h1"}
     calls = {call: {"layout": layout, "devices": "0-7", "fsdp": 4, "tensor": 2} for call, layout in LAYOUTS.items()}
+    calls |= {"reference.logprobs": actor | {"layout": "score"}, "critic.values": staged | {"devices": "4-7"}}
+    calls["critic.values"] |= {"layout": "train_tp"}
     fused = {call: actor | {"schedule": "fused"} for call in ("actor.update", "critic.update")}
     for name, updates in (("apart", {"actor.update": actor, "critic.update": critic}), ("fused", fused)):
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"name": name, "calls": calls | updates}))

@@ -292,22 +292,25 @@ def test_a_run_in_stages_is_the_colocated_one_and_resumes_without_them(make, col
     assert_close(timeless(path), expected, **STEPPED)
 
 
-def test_a_run_that_scores_in_stages_is_the_run_without(make, tmp_path):
-    """Stages of a half of the devices and of all; reward models of tokens and of text, actor, reference and critic."""
-    settings = {"ppo": {"algorithm": {"epochs": 1, "minibatches": 1}}, "before": ("reward_model",)}
+@pytest.mark.parametrize("stage", ["ppo", pytest.param("grpo", marks=RUN)])
+def test_a_run_that_scores_in_stages_is_the_run_without(stage, make, tmp_path):
+    """Stages of a half of the devices and of all; in PPO also two reward models, of tokens and of text. The same rows
+    are drawn, so the first update is the same up to rounding."""
+    algorithm = {"epochs": 1, "minibatches": 1} | ({"samples": 2} if stage == "grpo" else {})
+    settings = {stage: {"algorithm": algorithm}, "before": ("reward_model",)}
     half = {"layout": "score", "devices": "4-7", "tensor": 2, "pipeline": 2, "micro_batches": 4}
     whole = {"layout": "train_tp", "devices": "0-7", "fsdp": 2, "tensor": 2, "pipeline": 2, "micro_batches": 2}
     update = {"devices": "0-7", "fsdp": 2, "tensor": 2, "pipeline": 2, "micro_batches": 2}
     placed = {"actor_logprobs": whole, "reference_logprobs": half, "reward_score": half, "actor_update": update}
-    placed["critic_values"] = half | {"layout": "train_tp"}
-    plan = by_hand(tmp_path / "stages.yaml", make("staged", "ppo", **settings), **placed)
-    path, colocated = run(make("staged", "ppo", plan, **settings)), run(make("colocated", "ppo", **settings))
+    placed |= {"critic_values": half | {"layout": "train_tp"}} if stage == "ppo" else {}
+    plan = by_hand(tmp_path / "stages.yaml", make("staged", stage, **settings), **placed)
+    path, colocated = run(make("staged", stage, plan, **settings)), run(make("colocated", stage, **settings))
     records, expected = timeless(path), timeless(colocated)
     assert_close(records[:-1], expected[:-1], **ROUNDED)
     assert_close(records[-1:], expected[-1:], **STEPPED)
     assert [record["perf/compilations"] for record in read_metrics(path)][-1] == 0
     whole_run = (path / "model" / "model.safetensors").read_bytes()
-    resumed(make("staged", "ppo", plan, **settings), 2)
+    resumed(make("staged", stage, plan, **settings), 2)
     assert timeless(path) == records and (path / "model" / "model.safetensors").read_bytes() == whole_run
 
 
@@ -320,6 +323,7 @@ def test_adapters_in_stages_train_as_on_one_mesh_and_resume_there(make, tmp_path
     }
     staged = {"devices": "0-7", "fsdp": 2, "tensor": 2, "pipeline": 2, "micro_batches": 2, "layout": "generate"}
     placed |= {"actor_update": staged, "critic_update": staged | {"schedule": "zb-h1"}}
+    placed |= dict.fromkeys(("actor_logprobs_with_base", "critic_values"), staged)
     plan = by_hand(tmp_path / "stages.yaml", make("staged", "ppo", **section), **placed)
     colocated, path = run(make("colocated", "ppo", **section)), run(make("staged", "ppo", plan, **section))
     records, expected = timeless(path), timeless(colocated)
