@@ -55,7 +55,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--hypothetical",
         action="store_true",
-        help="also stages of calls that score and, though no run executes these, of rollouts",
+        help="also stages of calls that score, and of rollouts, which no run executes",
     )
     overlap = "let iterations overlap, which a run, that reads metrics, does not"
     parser.add_argument("--overlap", action="store_true", help=overlap)
@@ -157,7 +157,7 @@ class Search(Section):
     seconds: float | None = None
     proposals: int | None = None  # plans to price, rounded up to whole turns
     seed: int = 0
-    hypothetical: bool = False  # also stages of calls that score and, though no run executes these, of rollouts
+    hypothetical: bool = False  # also stages of calls that score, and of rollouts, which no run executes
     overlap: bool = False  # let iterations overlap, which runs do not, because they read metrics
 
 

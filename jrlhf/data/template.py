@@ -80,6 +80,5 @@ def _compiled(source: str) -> jinja2.Template:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    now = lambda form: datetime.now().strftime(form)  # noqa: E731
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": now}
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
     return environment.from_string(source)

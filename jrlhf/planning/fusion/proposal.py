@@ -76,7 +76,7 @@ def _with_stages(
                 plan = faster(plan, name, placed)
         plans.append(plan)
     best = min(plans, key=lambda plan: simulator.evaluate(simulator.choice(plan))[0])
-    # GPipe is not faster. Stages of several processes wait for each other if they are interleaved.
+    # GPipe is never predicted faster. Stages of several processes wait for each other if they are interleaved.
     schedules: tuple[ScheduleName, ...] = ("zb-h1", "interleaved") if processes == 1 else ("zb-h1",)
     for name in updates:
         devices = best[name].devices
