@@ -157,7 +157,8 @@ def test_a_checkpoint_whose_arrays_are_damaged_is_passed_over_and_written_again(
     main(config)
     expected, marker = timeless(run_path(config)), "/bucket/runs/run/.mirror/checkpoints/sft/4.json"
     files = json.loads(memory.cat_file(marker))["files"]
-    name = max(files, key=lambda name: files[name][0])
+    # Arrays as small as these lie in the merged index; what each process wrote before is not read.
+    (name,) = (name for name in files if name.startswith("state/d/"))
     place = f"/bucket/runs/run/checkpoints/sft/4/{name}"
     data = bytearray(memory.cat_file(place))
     data[len(data) // 2] ^= 1
