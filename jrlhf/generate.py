@@ -21,7 +21,7 @@ from jrlhf.config.parse import convert, kinds_of
 from jrlhf.config.places import expanded, is_address, local
 from jrlhf.config.schema import DatasetsData, DeviceConfig
 from jrlhf.data.batches import key_for, pad_rows, program_width, put_rows, read_responses, row_keys, whole_batches
-from jrlhf.data.encode import Encoding, Prompts
+from jrlhf.data.encode import Encoding, Prompts, without_answer
 from jrlhf.data.read import read_dataset
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Example, Response
@@ -34,7 +34,7 @@ from jrlhf.models.weights import check_tensor
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.model import Architecture, Compute, Model
 from jrlhf.roles.pretrained import describe, load_weights, locate, own_tokenizer
-from jrlhf.run.console import clean
+from jrlhf.run.console import clean, clean_lines
 from jrlhf.run.devices import select
 from jrlhf.run.directory import CONFIG, read_prompting
 from jrlhf.run.files import check_writable, write_atomic
@@ -233,7 +233,9 @@ def _run(options: argparse.Namespace) -> None:
     system = asked.system if options.system is None and not options.raw else options.system
     asked = replace(asked, system=system, chat=asked.chat and not options.raw)
     examples = [asked.example(text) for text in options.prompt or ()]
-    examples += read_dataset(options.file).examples if options.file is not None else []
+    if options.file is not None:
+        dataset = read_dataset(options.file)
+        examples += map(without_answer, dataset.examples) if dataset.shape == "messages" else dataset.examples
     names = "max_new_tokens", "temperature", "top_k", "top_p"
     sampling = {name: value for name in names if (value := getattr(options, name)) is not None}
     batch = 1 if interactive else min(options.batch, len(examples) * options.n)
@@ -269,7 +271,7 @@ def _check(options: argparse.Namespace, interactive: bool) -> None:
 def _print_answers(prompts: Prompts, answers: Iterator[Response]) -> None:
     for example, text, response in zip(prompts.examples, prompts.texts, answers, strict=True):
         prompt = example.prompt if isinstance(example.prompt, str) else text
-        print(f"> {clean(prompt).strip()}\n{clean(response.text)}\n", flush=True)
+        print(f"> {clean(prompt).strip()}\n{clean_lines(response.text)}\n", flush=True)
 
 
 def _write_answers(prompts: Prompts, answers: Iterator[Response], out: str) -> None:
@@ -305,10 +307,10 @@ def converse(generator: Generator, name: str, seed: int = 0, *, terminal: bool =
         (ids,) = generator.encode([example]).ids
         text, shown = "", 0
         for text in generator.stream(ids, key_for(seed, "generate", turn)):
-            whole = clean(text.rstrip("\ufffd"))  # the last tokens of a character may be missing
+            whole = clean_lines(text.rstrip("\ufffd"))  # the last tokens of a character may be missing
             print(whole[shown:], end="", flush=True)
             shown = max(shown, len(whole))
-        print(clean(text)[shown:], flush=True)
+        print(clean_lines(text)[shown:], flush=True)
         messages.append({"role": "assistant", "content": text})
 
 

@@ -104,8 +104,7 @@ class Encoding:
         whole = isinstance(data, Dataset) and data.shape == "messages"
 
         def encode(example: Example, counts: Counter[str]) -> tuple[Ids, str, Example] | None:
-            if whole and isinstance(example.prompt, tuple) and example.prompt[-1]["role"] == "assistant":
-                example = replace(example, prompt=example.prompt[:-1])
+            example = without_answer(example) if whole else example
             text, ids = self._prompt(example)
             if not ids:
                 raise UserError("the prompt is empty: remove the row")
@@ -182,7 +181,9 @@ class Encoding:
             if row is not None:
                 rows.append(row)
         if not rows:
-            raise UserError(f"no row is left: {counts['filtered']} are longer than {limit} tokens; raise the limit")
+            equal = f", {counts['same']} have two equal answers" if counts["same"] else ""
+            remedy = "raise the limit" + (", or give other answers" if equal else "")
+            raise UserError(f"no row is left: {counts['filtered']} are longer than {limit} tokens{equal}; {remedy}")
         return zip(*rows, strict=True), counts
 
     def _as_conversation(self, example: Example) -> Example:
@@ -279,6 +280,15 @@ class Encoding:
             learn[start:stop] = [True] * (stop - start)
         ended = _ended(self.tokenizer, ids[:stop]) if stop else ()
         return ended, tuple(learn[:stop]) + (True,) * (len(ended) - stop)
+
+
+def without_answer(example: Example) -> Example:
+    """Returns the example of a whole conversation without the assistant's last words, which answer its prompt."""
+    if not isinstance(example.prompt, tuple) or example.prompt[-1]["role"] != "assistant":
+        return example
+    if len(example.prompt) == 1:
+        raise UserError("the conversation has nothing before its answer: remove the row")
+    return replace(example, prompt=example.prompt[:-1])
 
 
 def encode_continuation(tokenizer: Tokenizer, before: str, begun: Sequence[int], text: str) -> list[int]:

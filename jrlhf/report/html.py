@@ -4,7 +4,6 @@ An interrupted run, or one with only some of the stages, gets a report of what i
 """
 
 import math
-import re
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from jrlhf import __version__
 from jrlhf.report import sections, timeline
 from jrlhf.report.charts import number
 from jrlhf.report.read import GOLD, KL, SCORE, Record, Sample, read_run
-from jrlhf.run.console import clean
+from jrlhf.run.console import clean, clean_lines
 from jrlhf.run.files import write_atomic
 
 REPORT = "report.html"
@@ -64,7 +63,7 @@ def _number(value: float | None) -> str:
 
 def _lines(text: str) -> Markup:
     """Escapes a text of several lines and keeps its line breaks."""
-    return Markup("\n").join(escape(clean(line)) for line in re.split(r"\r\n|\r|\n", text))
+    return escape(clean_lines(text))
 
 
 def _shorten(value: Any) -> str:

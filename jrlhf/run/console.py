@@ -321,6 +321,11 @@ def clean(text: str, limit: int | None = None) -> str:
     return text if limit is None or len(text) <= limit else f"{text[: limit - 1]}…"
 
 
+def clean_lines(text: str) -> str:
+    """Returns `clean` of each line of a text, whose line ends stay."""
+    return "\n".join(map(clean, re.split(r"\r\n|\r|\n", text)))
+
+
 def _rewards(metrics: Mapping[str, float]) -> list[tuple[str, float, str]]:
     """Returns means of rewards and of costs by their names, if they are few, and the number of failures."""
     shown, failures = [], 0.0

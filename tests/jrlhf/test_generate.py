@@ -14,15 +14,15 @@ from jrlhf import generate
 from jrlhf.data.batches import pad_rows, put_rows, read_responses, row_keys
 from jrlhf.data.encode import Encoding
 from jrlhf.data.tokenizer_files import load_tokenizer
-from jrlhf.data.types import Example
+from jrlhf.data.types import Example, Response
 from jrlhf.errors import UserError
-from jrlhf.generate import cli, load
+from jrlhf.generate import Generator, cli, load
 from jrlhf.meshes import GENERATE, make_mesh
 from jrlhf.models import LoRAConfig, SamplingConfig, init_lora, merge
 from jrlhf.models.hf import export_adapter, load_hf, read_config
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.model import Architecture, Compute
-from jrlhf.run.console import clean
+from jrlhf.run.console import clean_lines
 from jrlhf.run.files import read_jsonl
 
 QUESTION = "What is 1 plus 2?"
@@ -84,6 +84,13 @@ def test_greedy_answers_are_those_of_the_training_engine(ask, tmp_path, user):
     assert all(isinstance(row["finished"], bool) for row in answers)
 
 
+def test_whole_conversations_in_a_file_are_answered_anew(ask, tmp_path):
+    turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "3"}]
+    (tmp_path / "talks.jsonl").write_text(json.dumps({"messages": turns}))
+    code, _, error = ask("--file", str(tmp_path / "talks.jsonl"), "--out", str(tmp_path / "out.jsonl"))
+    assert (code, error) == (0, "") and [row["prompt"] for row in read_jsonl(tmp_path / "out.jsonl")] == [turns[:1]]
+
+
 def test_several_answers_to_a_prompt_differ_and_do_not_depend_on_the_batch(ask, tmp_path):
     answers = rows(ask, tmp_path, "-n", "3", "--seed", "1", prompts=4)  # in two batches of 8
     assert len(answers) == 12 and len({row["completion"] for row in answers}) > 6
@@ -129,7 +136,17 @@ def test_a_conversation_remembers_what_was_said(ask, monkeypatch, user):
     prompts = Encoding(generator.tokenizer).prompts([Example(prompt=messages)], 120)
     with jax.set_mesh(generator.mesh):
         two = next(generator.answer(prompts, jax.random.key(0))).text
-    assert printed == f"{clean(one)}\n{clean(two)}\n"
+    assert printed == f"{clean_lines(one)}\n{clean_lines(two)}\n"
+
+
+def test_answers_have_their_lines_and_no_escapes(ask, monkeypatch):
+    texts = ["def f():", "def f():\n    return", "def f():\n    return 1\r\n\x1b[2J\n# end\ufffd"]
+    shown = "def f():\n    return 1\n\n# end\ufffd\n"
+    monkeypatch.setattr(Generator, "stream", lambda *_: iter(texts))
+    monkeypatch.setattr("sys.stdin", io.StringIO("Why?\n\n"))
+    assert ask() == (0, shown, "")
+    monkeypatch.setattr(Generator, "answer", lambda *_: iter([Response((), texts[-1], True)]))
+    assert ask("--raw", "--prompt", "Why?") == (0, f"> Why?\n{shown}\n", "")
 
 
 def test_a_run_that_learnt_from_plain_text_is_asked_in_plain_text(ask, tmp_path, user):
@@ -150,10 +167,10 @@ def test_a_typed_line_ends_as_prompts_did_in_training(ask, tmp_path, user, monke
     expected = trained_engine(user / "actor", ["Why?\n"], chat=False)[0]
     assert expected != trained_engine(user / "actor", ["Why?"], chat=False)[0]
     monkeypatch.setattr("sys.stdin", io.StringIO("Why?\n\n"))
-    assert ask("--temperature", "0", model=tmp_path) == (0, f"{clean(expected)}\n", "")
+    assert ask("--temperature", "0", model=tmp_path) == (0, f"{clean_lines(expected)}\n", "")
     for prompt in ("Why?", "Why?\n"):
         code, printed, _ = ask("--prompt", prompt, "--temperature", "0", model=tmp_path)
-        assert (code, printed) == (0, f"> Why?\n{clean(expected)}\n\n")
+        assert (code, printed) == (0, f"> Why?\n{clean_lines(expected)}\n\n")
 
 
 def test_an_export_without_its_run_is_asked_as_the_run_was(ask, tmp_path, user):
@@ -162,7 +179,8 @@ def test_an_export_without_its_run_is_asked_as_the_run_was(ask, tmp_path, user):
     prompting = model / "prompting.json"
     prompting.write_text('{"chat": false, "prompt_end": "\\n"}')
     for place in (model, model.parent):
-        assert ask("--prompt", "Why?", "--temperature", "0", model=place)[:2] == (0, f"> Why?\n{clean(expected)}\n\n")
+        printed = ask("--prompt", "Why?", "--temperature", "0", model=place)[1]
+        assert printed == f"> Why?\n{clean_lines(expected)}\n\n"
     prompting.write_text('{"prompt_end": 3}')
     code, _, error = ask("--prompt", "Why?", model=model)
     assert code == 2 and "prompting.json: prompt_end is 3, not a str" in error and error.count("\n") == 1
