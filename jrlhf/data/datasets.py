@@ -95,6 +95,8 @@ def keep_apart(datasets: Mapping[str, Dataset], count: int) -> dict[str, Split]:
     for key, dataset in datasets.items():
         trained = [row for row, text in enumerate(prompts[key]) if text not in heldout]
         if not trained and key != "heldout":
+            if {*prompts[key]} <= {*prompts.get("heldout", ())}:
+                raise UserError(f"data.heldout has every prompt of {dataset.source}: name other rows to hold out")
             raise UserError(
                 f"data.heldout_rows={count} leaves nothing of {dataset.source} to learn from: it has "
                 f"{len(dataset.examples)} rows and {len(set(prompts[key]))} prompts, lower it"
@@ -104,9 +106,9 @@ def keep_apart(datasets: Mapping[str, Dataset], count: int) -> dict[str, Split]:
 
 
 def prompt_text(example: Example) -> str:
-    """Returns the question: a plain prompt, or the user's messages of a conversation."""
+    """Returns the question: a plain prompt, or the user's messages of a conversation. Without one: text or answer."""
     if isinstance(example.prompt, str):
-        return example.prompt or str(example.completion)
+        return example.prompt or str(example.completion or example.chosen)
     return "\n".join(str(message.get("content")) for message in example.prompt if message.get("role") == "user")
 
 

@@ -9,6 +9,8 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from datetime import timedelta
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +30,7 @@ Numbered = tuple[str, Any]  # (position of a row, for messages; the row)
 
 SPLIT = "train"  # the default split
 _SPLITS = (SPLIT, "test", "validation", "valid", "val", "dev", "eval")
+_ABOUT = ("dataset_info.json", "dataset_infos.json")  # files beside the data in old downloads from the hub
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 USUAL = ColumnsConfig()
@@ -217,7 +220,7 @@ def _from_directory(path: Path, split: str) -> Iterator[Numbered]:
             _check_whole(path, split)
         return _from_arrow(str(path), partial(_datasets(str(path)).load_from_disk, str(path)), split)
     for folder in (path, path / "data"):
-        files = sorted(file for file in folder.glob("*") if file.suffix.lower() in _READERS)
+        files = sorted(file for file in folder.glob("*") if file.suffix.lower() in _READERS and file.name not in _ABOUT)
         if files:
             break
     else:
@@ -426,6 +429,8 @@ def _plain(value: Any) -> Any:
     """Converts other values for JSON, never to an address, so that equal rows have equal fingerprints everywhere."""
     if isinstance(value, (bytes, bytearray)):
         return value.hex()
+    if isinstance(value, (Decimal, timedelta)):
+        return str(value)
     if isinstance(value, Mapping):
         return dict(value)
     convert = next((method for name in ("tolist", "isoformat") if (method := getattr(value, name, None))), None)

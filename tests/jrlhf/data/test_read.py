@@ -2,6 +2,8 @@
 
 import csv
 import json
+from datetime import timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,7 @@ def write(kind: str, path: Path) -> Path:
         file = path / "set"
         (file / "data").mkdir(parents=True)
         (file / "README.md").write_text("not data")
+        (file / "dataset_infos.json").write_text('{"default": {}}')
         lines(file / "data" / "train-00000-of-00002.jsonl", *GSM8K[:2])
         lines(file / "data" / "train-00001-of-00002.jsonl", *GSM8K[2:])
         lines(file / "data" / "test-00000-of-00001.jsonl", {"question": "held out", "answer": "0"})
@@ -166,6 +169,8 @@ def test_a_fingerprint_tells_every_change():
     ]
     assert len({base, *(from_rows(rows).fingerprint for rows in changed)}) == 5
     assert from_rows([row], columns=Columns(text="prompt")).fingerprint != from_rows([row]).fingerprint
+    values = Decimal("1.5"), Decimal("2.5"), timedelta(1), timedelta(2)  # of Parquet
+    assert len({from_rows([row | {"answer": value}]).fingerprint for value in values}) == 4
 
 
 def test_some_of_the_rows_keep_their_places(tmp_path: Path):

@@ -34,6 +34,11 @@ def test_no_prompt_is_both_learnt_and_held_out_however_often_it_comes():
     assert texts(one.heldout) == texts(other.heldout) != ASKED[:10]
     with pytest.raises(UserError, match="data.heldout_rows=8 leaves nothing of rows to learn from: it has 8 rows"):
         keep_apart({"prompts": dataset(ASKED[:8])}, 8)
+    with pytest.raises(UserError, match="data.heldout has every prompt of rows: name other rows to hold out"):
+        keep_apart({"prompts": dataset(ASKED[:8]), "heldout": dataset(ASKED)}, 8)
+    # Pairs without a common beginning have no prompt.
+    pairs = keep_apart({"preferences": from_rows([{"chosen": text, "rejected": "No"} for text in ASKED])}, 8)
+    assert [len(part.examples) for part in pairs["preferences"]] == [52, 8]
 
 
 def test_what_one_dataset_holds_out_no_other_learns_from():
