@@ -3,7 +3,8 @@
 import os
 import pickle
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from jrlhf.data.template import SECONDS
@@ -63,14 +64,19 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 class _Renderer:
-    """Renders templates in a separate process, which ends with this one and after a failure."""
+    """Renders templates in a separate process, which ends with this one and after a failure.
+
+    day: the date that templates write, in ISO's form; None: the present time.
+    """
+
+    day: str | None = None
 
     def __init__(self):
         self._lock = threading.Lock()
         self._worker: Worker | None = None
 
     def __call__(self, source: str, variables: Mapping[str, Any]) -> str:
-        request = pickle.dumps((source, variables))
+        request = pickle.dumps((source, variables, self.day))
         with self._lock:
             worker = self._worker or Worker("jrlhf.data.template", os.environ, lambda output: None)
             answer = worker.request(request, SECONDS)
@@ -81,3 +87,13 @@ class _Renderer:
 
 
 _render = _Renderer()
+
+
+@contextmanager
+def dated(day: str) -> Iterator[None]:
+    """Makes all templates write this day (2026-11-27) in the block, in place of the present one."""
+    before, _render.day = _render.day, day
+    try:
+        yield
+    finally:
+        _render.day = before

@@ -1,6 +1,6 @@
 """The process that renders chat templates, which are untrusted programs and may use much time and memory.
 
-    parent: a pickle of (source, variables)     worker: {"text"} | {"bad": what is wrong}
+    parent: a pickle of (source, variables, day)     worker: {"text"} | {"bad": what is wrong}
 
 Jinja's sandbox refuses access to anything outside of the template; the process limits time and memory.
 """
@@ -38,9 +38,11 @@ def main(descriptor: int) -> None:
             send(channel, json.dumps(answer).encode())
 
 
-def _render(source: str, variables: Mapping[str, Any]) -> dict[str, str]:
+def _render(source: str, variables: Mapping[str, Any], day: str | None) -> dict[str, str]:
+    """Answers a request. day: the date that the template writes, in ISO's form; None: the present time."""
+    now = datetime.now() if day is None else datetime.fromisoformat(day)
     try:
-        text = _compiled(source).render(variables)
+        text = _compiled(source).render({**variables, "strftime_now": lambda form: now.strftime(form)})
         return {"text": text} if len(text) <= LONGEST else {"bad": f"writes more than {LONGEST} characters"}
     except jinja2.TemplateSyntaxError as error:
         return {"bad": f"is not valid Jinja: {error.message} (line {error.lineno})"}
@@ -80,5 +82,5 @@ def _compiled(source: str) -> jinja2.Template:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    environment.globals["raise_exception"] = _refuse
     return environment.from_string(source)

@@ -66,8 +66,10 @@ class Run(Closing):
     def seeds(self) -> int:
         """Returns the version of how the run derives seeds: 2; 1 for a run from before versions were recorded."""
         path = self.path / SEEDS
+        if not path.exists():  # without checkpoints the run starts again: it was killed before it wrote the file
+            return 1 if any(self.path.glob("checkpoints/*/*")) else 2
         try:
-            return {"1": 1, "2": 2}[path.read_text(encoding="utf-8").strip()] if path.exists() else 1
+            return {"1": 1, "2": 2}[path.read_text(encoding="utf-8").strip()]
         except (OSError, ValueError, KeyError) as error:
             raise UserError(
                 f"{path} does not hold the version of the run's seeds: write 2 into it, as a new run does, and resume"
@@ -173,6 +175,14 @@ def _read_object(path: Path) -> dict[str, Any]:
     return content
 
 
+def first_day(directory: Path) -> str:
+    """Returns the day, in UTC, on which the run in a directory began (2026-11-27); today if that is not recorded."""
+    path = directory / ENVIRONMENT
+    with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
+        return datetime.datetime.fromisoformat(file.readline().removeprefix("# ").strip()).date().isoformat()
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
 def run_path(config: Config) -> Path:
     """Returns a run's working directory: run_dir/name or, if that is an address, its directory in storage.scratch."""
     if not is_address(config.run_dir):
@@ -253,8 +263,9 @@ def _open(run: Run, config: Config, resume: bool) -> None:
             run.changes.append(change)
         if fresh or run.changes:
             run.write(CONFIG, config_yaml(config))
-        if fresh:
+        if not (path / SEEDS).exists() and run.seeds() == 2:
             run.write(SEEDS, "2\n")  # written after the config, because a directory without one is no run
+        if fresh:
             run.begin()
         for leftover in path.glob(".*.tmp"):  # half written by a killed process, as are the models
             leftover.unlink()

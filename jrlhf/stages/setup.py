@@ -18,6 +18,7 @@ from jrlhf.config.check import mesh_sizes, uncorrected, unrepeatable, validate
 from jrlhf.config.parse import changed
 from jrlhf.config.schema import ComputeConfig, Config, DatasetsData, ModelSection, RewardConfig, SleepConfig
 from jrlhf.data import datasets
+from jrlhf.data.chat import dated
 from jrlhf.data.read import fingerprint
 from jrlhf.data.task import Task
 from jrlhf.data.tokenizer import Tokenizer
@@ -59,7 +60,7 @@ from jrlhf.roles.pretrained import (
 )
 from jrlhf.run.console import Console
 from jrlhf.run.devices import idle_accelerator, select
-from jrlhf.run.directory import CONFIG, HUB, PLAN, TOKENIZER, check_resume, explained, open_run, run_path
+from jrlhf.run.directory import CONFIG, HUB, PLAN, TOKENIZER, check_resume, explained, first_day, open_run, run_path
 from jrlhf.run.files import seal, to_json, unsealed
 from jrlhf.run.preemption import PreemptionGuard
 from jrlhf.run.processes import from_main, is_main, several
@@ -111,6 +112,8 @@ def _open_context(
     if plan is not None and config.fleet is not None and config.fleet.engine == "ray":
         gpus = plan["actor.generate"].devices.count if mesh.devices.flat[0].platform == "gpu" else 0
         stack.enter_context(joined(config.fleet.workers or 0, gpus, console.line))
+    # A resume, and every process, writes the day of the start into prompts.
+    stack.enter_context(dated(from_main(partial(first_day, run_path(config)))))
     with console.status("reading the data"):
         task = load_task(config, models["actor"])
     for line in task.description.splitlines():

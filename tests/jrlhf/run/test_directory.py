@@ -1,22 +1,30 @@
 """Run directories: nothing of a run is ever overwritten, and no file is ever half written."""
 
+import datetime
 import errno
 import json
 import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import jrlhf
-from jrlhf.config import config_yaml, load_config
+from jrlhf.config import Config, build, config_yaml, load_config
+from jrlhf.data.chat import render_chat
+from jrlhf.data.tokenizer_files import load_tokenizer
 from jrlhf.errors import UserError
 from jrlhf.run import directory
-from jrlhf.run.directory import check_directory, open_run
+from jrlhf.run.directory import check_directory, first_day, open_run
 from jrlhf.run.files import append_jsonl, cache_directory, read_jsonl, seal, unsealed, write_atomic
 from jrlhf.run.resume import changes, saved_tile
+from jrlhf.stages import setup
+from jrlhf.stages.setup import open_context
+
+QWEN = load_tokenizer(Path(__file__).parents[1] / "tokenizers" / "qwen")
 
 
 @pytest.fixture
@@ -98,8 +106,14 @@ def test_a_resume_with_score_rows_auto_has_the_tiles_of_the_start(began, rows, m
 def test_a_run_keeps_how_it_derives_seeds(make):
     with open_run(make()) as run:
         assert run.seeds() == 2 and (run.path / "seeds").read_text() == "2\n"
-    (run.path / "seeds").unlink()  # a run from before versions were recorded
+    (run.path / "seeds").unlink()  # a kill between config.yaml and this file, here or in a store
     with open_run(make(), resume=True) as run:
+        run.begin()
+        assert run.seeds() == 2 and (run.path / "seeds").read_text() == "2\n"
+    (run.path / "seeds").unlink()  # a run from before versions were recorded
+    (run.path / "checkpoints" / "sft" / "20").mkdir(parents=True)
+    with open_run(make(), resume=True) as run:
+        run.begin()
         assert run.seeds() == 1 and not (run.path / "seeds").exists()
     for content in (b"", b"two", b"3\n", b"\xff"):
         (run.path / "seeds").write_bytes(content)
@@ -279,6 +293,27 @@ def test_a_full_disk_at_the_start_leaves_no_lock(make, monkeypatch):
         patch.setattr(directory.os, "pwrite", full)
         assert "cannot be written (No space left on device)" in refused(make())
     open_run(make()).close()
+
+
+def test_a_resume_writes_the_day_of_the_start_into_prompts(settings, tmp_path, monkeypatch):
+    config = build(Config, settings(run_dir=str(tmp_path)))
+    with open_run(config) as run:
+        now = datetime.datetime.now(datetime.UTC).date()
+        assert now - datetime.date.fromisoformat(first_day(run.path)) <= datetime.timedelta(days=1)
+    environment = run.path / "environment.txt"
+    environment.write_text("# 2024-07-26T23:30:00+00:00\n# command: x\n")
+    texts, dated = [], replace(QWEN, chat_template="{{ strftime_now('%d %b %Y') }}")
+
+    def load(*_):
+        texts.append(render_chat(dated, ({"role": "user", "content": "Which day is it?"},)))
+        raise UserError("far enough")
+
+    monkeypatch.setattr(setup, "load_task", load)
+    with pytest.raises(UserError, match="far enough"), open_context(config, resume=True):
+        pass
+    assert texts == ["26 Jul 2024"] and render_chat(dated, ({"role": "user", "content": ""},)) != texts[0]
+    environment.write_bytes(b"\xff")
+    assert now - datetime.date.fromisoformat(first_day(run.path)) <= datetime.timedelta(days=1)
 
 
 def test_an_empty_cache_variable_counts_as_none(monkeypatch):

@@ -11,6 +11,7 @@ from jrlhf.stages.preferences import _PolicySampler
 
 
 def test_a_run_without_a_version_of_its_seeds_keeps_the_old_ones(tmp_path):
+    (tmp_path / "checkpoints" / "sft" / "20").mkdir(parents=True)
     context, purpose = cast(Any, SimpleNamespace(config=SimpleNamespace(seed=7))), "heldout preferences"
     for version, number in ((1, len(purpose)), (2, zlib.crc32(purpose.encode()))):
         if version == 2:
