@@ -1,5 +1,6 @@
 """`Facts` about a reward function, found by its worker: how to call it, and its names in logs, checkpoints, errors."""
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -47,10 +48,18 @@ class Facts:
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the function's file and the options that it is called with."""
+        """A digest of the function's file, wherever that is, and the options that it is called with."""
+        return self._digest(os.path.basename(self.spec))
+
+    @property
+    def older(self) -> str:
+        """The digest that older versions recorded, which contains the directory of the file."""
+        return self._digest(self.spec)
+
+    def _digest(self, spec: str) -> str:
         ours = self.spec.startswith(f"{builtin.__name__}:")
         source = builtin.IDENTITY if ours else self.sha256 or ""
-        return fingerprint([self.spec, source, repr(sorted(self.config.options.items()))])
+        return fingerprint([spec, source, repr(sorted(self.config.options.items()))])
 
     @property
     def identity(self) -> dict[str, str]:

@@ -18,7 +18,8 @@ _VERSION = "identity"  # a key that checkpoints of older versions lack
 class Identity:
     """Identifies the inputs of a run by words: input -> a value or a digest of it.
 
-    words: the inputs that all stages share: sizes of models, ids of tokens, modules of reward functions.
+    words: the inputs that all stages share: sizes of models, ids of tokens, modules of reward functions; and of each
+        reward function the word that older versions recorded, which is also accepted.
     functions: keys of reward functions; their words may change if the function stopped the run.
     accepts: their words may change in any case (--accept-rewards).
     """
@@ -40,7 +41,7 @@ class Identity:
         """
         unknown = [] if _VERSION in there else [key for key in here if key not in there]
         for key in {**there, **here}:
-            if there.get(key) == here.get(key) or key in unknown:
+            if there.get(key) in (here.get(key), self.words.get(key, here.get(key))) or key in unknown:
                 continue
             difference = f"another {key} ({there.get(key)} there, {here.get(key)} here)"
             function = key.removesuffix(MODULES)

@@ -42,7 +42,6 @@ from jrlhf.planning.fusion.updates import fused_updates
 from jrlhf.planning.plans import plan_of_config, plan_yaml, read_plan, refuse_cross_process, transfer_line
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import Workload, workload_of
-from jrlhf.rewards.facts import MODULES
 from jrlhf.rewards.functions import FunctionReward, RewardFailure
 from jrlhf.rewards.text_model import is_ours, reward_tokenizer
 from jrlhf.roles.model import Compute
@@ -371,7 +370,7 @@ def _check_kernels(config: Config, models: dict[str, ModelConfig], platform: str
 def check_sources(config: Config, task: Task, actor: ModelConfig, mesh: Mesh) -> dict[str, str]:
     """Reads every model's headers and all adapters, and imports every reward function once. Loads no weights.
 
-    Returns words (see `Identity`) for adapters, the tokenizers of reward models and the modules of reward functions.
+    Returns words (see `Identity`) for adapters, the tokenizers of reward models, and reward functions.
     """
     words: dict[str, str] = {}
     from_main(partial(check_wandb, config))
@@ -390,8 +389,7 @@ def check_sources(config: Config, task: Task, actor: ModelConfig, mesh: Mesh) ->
             adapter, _ = reward_adapter(config, part.adapter, f"{key}.adapter", actor, mesh)
             words |= numbers(f"{kind} {part.name}", adapter)
         elif part.function is not None:
-            identity = from_main(partial(_check_function, part, config.seed, kind, task))
-            words |= {name: word for name, word in identity.items() if name.endswith(MODULES)}
+            words |= from_main(partial(_check_function, part, config.seed, kind, task))
     return words
 
 
@@ -399,7 +397,7 @@ def _check_function(reward: RewardConfig, seed: int, kind: Literal["reward", "co
     with FunctionReward(reward, seed, kind=kind) as function:
         if task.prompts is not None:
             function.facts.check_columns(task.prompts.examples[0].columns)
-        return function.facts.identity
+        return function.facts.identity | {f"{kind} {reward.name}": function.facts.older}
 
 
 def _check_reward_model(path: str, key: str) -> str:

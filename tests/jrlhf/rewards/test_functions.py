@@ -46,6 +46,19 @@ def test_trl_functions_score_rows_in_order_whatever_the_number_of_workers(start)
     assert start(source).score([sample]).scores == [5]
 
 
+def test_a_function_is_the_same_wherever_its_file_is(tmp_path):
+    """So a run resumes in another directory or on another machine."""
+    words = []
+    for folder, body in (("here", "[1.0]"), ("there", "[1.0]"), ("else", "[2.0]")):
+        path = tmp_path / folder / "rewards.py"
+        path.parent.mkdir()
+        path.write_text(f"def f(completions): return {body} * len(completions)\n")
+        with make_reward(f"{path}:f") as reward:
+            words.append((reward.facts.identity["reward judge"], reward.facts.older))
+    (here, older), (there, _), (other, _) = words
+    assert here == there != other and len({older for _, older in words} | {here}) == 4
+
+
 def test_verl_functions_get_a_sample_at_a_time_and_both_kinds_report_extras(start):
     source = """
     def f(data_source, solution_str, ground_truth, extra_info=None, factor=1):

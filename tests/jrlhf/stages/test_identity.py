@@ -71,8 +71,10 @@ def test_a_stage_records_the_modules_of_the_functions_that_it_calls():
 
 
 def test_a_checkpoint_of_an_older_version_is_taken_with_a_notice(tmp_path):
-    identity = Identity({"actor.vocab_size": "64"})
-    here = identity.of_stage({"corpus": "c"})
+    identity = Identity({"actor.vocab_size": "64", "reward mine": "older"}, FUNCTIONS)
+    here = identity.of_stage({"corpus": "c", "reward mine": "f"})
+    assert here["reward mine"] == "f"
+    assert list(identity.compare(Run(tmp_path), "sft", here | {"reward mine": "older"}, here)) == []
     assert list(identity.compare(Run(tmp_path), "sft", here, here)) == []
     (notice,) = identity.compare(Run(tmp_path), "sft", {"corpus": "c"}, here)
     assert "is of an older version, which did not record identity, actor.vocab_size" in notice
