@@ -113,8 +113,8 @@ class Rewards:
             self.trained = stored
 
     def close(self) -> None:
-        """Waits for functions that are still at work; their processes may end then."""
-        self._thread.shutdown()
+        """Waits for the call that is at work, and drops those that wait for it; then functions' processes may end."""
+        self._thread.shutdown(cancel_futures=True)
 
     def start(self, moments: RunningMoments) -> None:
         """Begins an iteration: forgets the metrics of the one before."""

@@ -93,6 +93,25 @@ def test_scoring_is_dispatched_while_functions_are_at_work():
     assert not threads[0].is_alive()
 
 
+def test_the_end_waits_for_the_call_at_work_alone():
+    """Groups that were drawn ahead may wait for many calls, each as long as a function's deadline."""
+
+    def function(samples: Sequence[Sample], step: int, first: int = 0) -> Scored:
+        steps.append(step)
+        started.set()
+        assert ends.wait(10)
+        return Scored(np.zeros(len(samples)))
+
+    steps, started, ends = list[int](), threading.Event(), threading.Event()
+    rewards = Calls(function=TextPart(1.0, function, "function")).rewards
+    row = BATCH.examples[:1], BATCH.texts[:1], [Response((5,), "x", True)]
+    ahead: Any = [rewards.ask_ahead(*row, step, 0) for step in range(3)]
+    assert started.wait(10)
+    threading.Timer(0.1, ends.set).start()
+    rewards.close()
+    assert steps == [0] and [answer.cancelled() for answer in ahead] == [False, True, True]
+
+
 def test_one_thread_asks_a_function_within_iterations_and_outside_of_them():
     """Two calls at once would take each other's answers from the function's process."""
 
