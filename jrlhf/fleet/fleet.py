@@ -461,7 +461,8 @@ class Fleet:
             drawn = group.rows
             drawn.versions[sample, row.start : row.end] = lane.version
             if row.response is not None:
-                drawn.tokens[sample], drawn.logprobs[sample], drawn.finished[sample] = row.response
+                own = sample, slice(row.end)
+                drawn.tokens[own], drawn.logprobs[own], drawn.finished[sample] = row.response
                 drawn.lengths[sample] = row.end
                 if drawn.lengths.all():
                     group.time = now + self._reward

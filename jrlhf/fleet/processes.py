@@ -4,6 +4,7 @@ The parent decides what is drawn and when; a process only executes commands. If 
 repeats the commands since the last recorded state and continues, with the same results.
 """
 
+import contextlib
 import math
 import os
 import time
@@ -62,6 +63,8 @@ def check_processes(section: FleetSection, platform: str, devices: int) -> None:
 
 class LocalWorker(Worker):
     """A rollout process of this machine. It reads shared arrays from the file that a request names."""
+
+    longest = math.inf  # an answer has the tokens of all rows that end in a chunk
 
     def request(self, body: bytes, seconds: float, shared: SharedArrays | None = None) -> Mapping[str, Any]:
         answer = super().request(body, seconds)
@@ -334,7 +337,7 @@ class _Process:
         return min(self._deadline, self._patience * max(LEAST, pace))
 
     def _write(self, output: bytes) -> None:
-        with open(self._log, "ab") as log:
+        with contextlib.suppress(OSError), open(self._log, "ab") as log:  # on a full disk the log loses lines
             log.write(output)
 
 

@@ -5,6 +5,7 @@ its object store. The actor starts the same process as on one machine and passes
 """
 
 import logging
+import math
 import os
 import signal
 import socket
@@ -145,6 +146,7 @@ class _Host:
     def __init__(self, environment: Mapping[str, str]):
         self._output = bytearray()
         self._worker = Worker("jrlhf.fleet.worker", {**os.environ, **environment}, self._output.extend)
+        self._worker.longest = math.inf  # as of a process of this machine
 
     def ready(self) -> None:
         """Returns when the actor has started."""

@@ -30,7 +30,6 @@ del sys.argv[1:]
 from {module} import main
 main(descriptor)
 """
-LONGEST = 1 << 28  # maximum bytes of an answer
 TAIL = 1 << 14  # last bytes of a worker's output that are stored to explain its death
 LENGTH = struct.Struct(">I")  # the length of a frame, before its body
 GRACE = 1.0  # seconds after its deadline in which a worker can end itself and print where it hung
@@ -98,6 +97,8 @@ class Worker:
     module: its function `main` gets the descriptor of the child's end of the channel.
     """
 
+    longest: float = 1 << 28  # maximum bytes of an answer
+
     def __init__(self, module: str, environment: Mapping[str, str], log: Callable[[bytes], None]):
         self._log, self._tail = log, b""
         self._lock = threading.RLock()  # held while the process is ended
@@ -140,7 +141,7 @@ class Worker:
             with contextlib.suppress(BrokenPipeError):  # an answer from before its end is still read below
                 self._channel.settimeout(seconds + GRACE)
                 send(self._channel, body)
-            answer = json.loads(receive(self._channel, deadline + GRACE, LONGEST))
+            answer = json.loads(receive(self._channel, deadline + GRACE, self.longest))
             if isinstance(answer, dict):
                 return answer
         except OSError:  # a timeout, or the channel's end

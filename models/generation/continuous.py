@@ -38,13 +38,14 @@ class Prompt:
 class Progress:
     """A row's tokens from one chunk: those from `start` to `end` of its response.
 
-    response: all its tokens [R], their log-probabilities [R], and whether it drew a stop token; None: it is not done.
+    response: all its tokens [end], their log-probabilities [end], and whether it drew a stop token; None: it is not
+        done.
     """
 
     row: int
     start: int
     end: int
-    response: tuple[Int[np.ndarray, "R"], Float[np.ndarray, "R"], bool] | None
+    response: tuple[Int[np.ndarray, "end"], Float[np.ndarray, "end"], bool] | None
 
 
 @jax.tree_util.register_dataclass
@@ -133,7 +134,9 @@ class ContinuousBatch:
         tokens, logprobs = to_host((results.tokens, results.logprobs)) if len(done) else (None, None)
         progress = []
         for slot in taken:
-            response = (tokens[slot], logprobs[slot], bool(finished[slot])) if slot in done else None  # type: ignore
+            response, own = None, (slot, slice(lengths[slot]))  # later places have tokens of the slot's former rows
+            if slot in done:
+                response = tokens[own], logprobs[own], bool(finished[slot])  # type: ignore
             progress.append(Progress(int(state.owner[slot]), int(state.drawn[slot]), int(lengths[slot]), response))
         owner, drawn = np.array(state.owner), np.array(state.drawn)
         owner[done], drawn[taken] = EMPTY, lengths[taken]

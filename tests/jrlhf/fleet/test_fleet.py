@@ -53,7 +53,7 @@ class Rows:
         for row, start in list(self.rows.items()):
             length = int(self.lengths.ravel()[row])
             self.rows[row] = end = min(start + self.setting.chunk, length)
-            response = (np.zeros(self.lengths.max(), np.int32), np.zeros(self.lengths.max(), np.float32), True)
+            response = (np.zeros(end, np.int32), np.zeros(end, np.float32), True)
             progress.append(Progress(row, start, end, response if end == length else None))
             if end == length:
                 del self.rows[row]

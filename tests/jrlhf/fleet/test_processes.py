@@ -1,6 +1,7 @@
 """Rollouts in processes of their own: the bits of one process, whoever draws, dies or hangs."""
 
 import os
+import pickle
 import random
 import signal
 import sys
@@ -21,6 +22,7 @@ from jrlhf.fleet import worker
 from jrlhf.fleet.processes import RECENT, LocalWorker, ProcessWorkers, Update, _Process, check_processes
 from jrlhf.fleet.ray_worker import joined
 from jrlhf.fleet.shared import SharedArrays, delta, patched, read
+from jrlhf.run.child import Worker
 from jrlhf.run.files import decode, encode
 from tests.jrlhf.fleet.test_runs import ADAPTER, config, run
 from tests.support.processes import alive, children, gone
@@ -45,6 +47,18 @@ def test_arrays_are_read_as_they_were_written():
         file.write(b"x")
     with pytest.raises(ValueError, match="not what was written"):
         read(shared.path)
+
+
+def test_an_answer_of_a_rollout_process_may_be_larger_than_that_of_a_function(monkeypatch):
+    """A chunk in which all rows reach a long limit. (The renderer of templates answers with as much as is asked.)"""
+    monkeypatch.setattr(Worker, "longest", 1000)
+    for kind, failed in ((Worker, True), (LocalWorker, False)):
+        process = kind("jrlhf.data.template", os.environ, lambda output: None)
+        try:
+            answer = process.request(pickle.dumps(("{{ 'x' * 2000 }}", {}, None)), 20.0)
+        finally:
+            process.kill()
+        assert ("answered with" in answer.get("detail", "")) is failed and ("text" in answer) is not failed
 
 
 def integers(arrays):
@@ -98,6 +112,7 @@ def test_a_process_gets_changes_only_of_what_it_holds():
 STAND_IN = """
 import os, signal
 from jrlhf.run.child import channel_to_parent, receive, send
+from jrlhf.run.child import Worker
 from jrlhf.run.files import decode, encode
 
 def main(descriptor):
@@ -155,6 +170,12 @@ def test_a_lost_process_is_replaced_and_its_successor_repeats_what_was_done(faul
     own.repeat_from([({}, SharedArrays.of([]))])
     os.kill(own._worker.pid, signal.SIGKILL)
     assert own.ask({}) == 2  # after the one command that a successor repeats from here
+
+
+def test_on_a_full_disk_a_process_loses_its_log_alone():
+    """Also in a Ray cluster, where the output comes with the answers."""
+    start: Any = None
+    _Process(1, {"deadline": 1.0}, start, Path("/dev/full"), print)._write(b"a line")
 
 
 @pytest.mark.parametrize("deadline", [600.0, 10.0])

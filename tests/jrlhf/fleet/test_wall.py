@@ -86,8 +86,7 @@ class Worker:
             start, length = len(tokens), 1 + 5 * row % LIMIT
             end = min(start + CHUNK, length)
             tokens += [self.version] * (end - start)
-            drawn = np.array(tokens + [-1] * (LIMIT - end), np.int32)
-            response = (drawn, np.zeros(LIMIT, np.float32), True) if end == length else None
+            response = (np.array(tokens, np.int32), np.zeros(end, np.float32), True) if end == length else None
             progress.append(Progress(row, start, end, response))
             if response:
                 del self.rows[row]

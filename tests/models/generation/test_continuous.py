@@ -51,8 +51,8 @@ class Setting:
                     versions[row.row, row.start : row.end] = version
                     if row.response is not None:
                         tokens, logprobs, finished = row.response
-                        own = tokens[: row.end], logprobs[: row.end], versions[row.row, : row.end]
-                        rows[row.row] = *own, finished
+                        assert len(tokens) == len(logprobs) == row.end
+                        rows[row.row] = tokens, logprobs, versions[row.row, : row.end], finished
                 chunks += 1
         return rows
 
