@@ -139,6 +139,11 @@ SCHEDULES: dict[ScheduleName, Callable[[int, int], Table]] = {
 }
 
 
+def table_of(schedule: ScheduleName, stages: int, micro_batches: int, *, trains: bool) -> Table:
+    """Returns the table of a call on these stages. trains: False for a call that scores, which has only forwards."""
+    return (SCHEDULES[schedule] if trains else forwards)(stages, micro_batches)
+
+
 def _table(pipeline: Pipeline, warmup: Callable[[int], int]) -> Table:
     """Returns the table of one model: forwards to fill the pipeline, then alternately a forward and a backward, then
     backwards.

@@ -10,7 +10,7 @@ import numpy as np
 
 from jrlhf.errors import UserError
 from jrlhf.meshes import Call
-from jrlhf.meshes.pipeline import SCHEDULES, bubble, forwards
+from jrlhf.meshes.pipeline import bubble, table_of
 from jrlhf.meshes.plan import Placement, Plan
 from jrlhf.models.flops import forward_operations, training_operations
 from jrlhf.planning.fusion.last_rows import Work
@@ -246,9 +246,9 @@ def tables(workload: Workload, plan: Plan) -> list[FusedUpdates]:
         place = plan[call.name]
         if call.kind == "generate" or place.pipeline == 1 or place.schedule == "fused":
             continue
-        scores = call.kind == "infer"
-        table = (forwards if scores else SCHEDULES[place.schedule])(place.pipeline, place.micro_batches)
-        result.append(FusedUpdates(table, {call.name if scores else f"{call.name}, {place.schedule}": range(1)}))
+        trains = call.kind == "train"
+        table = table_of(place.schedule, place.pipeline, place.micro_batches, trains=trains)
+        result.append(FusedUpdates(table, {f"{call.name}, {place.schedule}" if trains else call.name: range(1)}))
     return result
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jrlhf.errors import UserError
-from jrlhf.meshes.pipeline import SCHEDULES, bubble, forwards
+from jrlhf.meshes.pipeline import bubble, table_of
 from jrlhf.meshes.plan import Slice
 from jrlhf.planning.memory import segments
 from jrlhf.report.charts import COLORS
@@ -240,7 +240,8 @@ def stages(run: Record) -> tuple[str, list[Lane]]:
     for name, call in ({} if run.plan is None else run.plan.placements).items():
         if call.pipeline == 1 or call.schedule == "fused":
             continue
-        table = (SCHEDULES[call.schedule] if _updates(name) else forwards)(call.pipeline, call.micro_batches)
+        trains = _updates(name)
+        table = table_of(call.schedule, call.pipeline, call.micro_batches, trains=trains)
         (pipeline,), ticks = table.pipelines, 1 + table.operations[-1].tick
         bars: list[list[Bar]] = [[] for _ in range(table.devices)]
         for tick, step in table.operations:
@@ -248,7 +249,7 @@ def stages(run: Record) -> tuple[str, list[Lane]]:
             bars[pipeline.devices[step.stage]].append(Bar(tick / ticks, 1 / ticks, color))
         share = 100 * bubble(table, lambda step: 1)
         for group, own in enumerate(bars):
-            schedule = call.schedule if _updates(name) else "scores"
+            schedule = call.schedule if trains else "scores"
             note = f"{schedule}: {ticks} ticks, bubble {share:.0f}%" if group == 0 else ""
             lanes.append(Lane(f"{name}, group {group}", note, own, ("", "")))
     kinds = "blue forward, orange backward, green gradients of weights"
