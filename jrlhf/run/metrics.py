@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,10 @@ class MetricsLog(Closing):
 
     def __init__(self, run_dir: Path | str, *, enabled: bool = True):
         self._directory = Path(run_dir)
-        self._files = [open(self._directory / name, "ab") for name in (METRICS, TIMELINE) if enabled]
+        with ExitStack() as files:  # if the second cannot be opened, the first is closed
+            names = (METRICS, TIMELINE) if enabled else ()
+            self._files = [files.enter_context(open(self._directory / name, "ab")) for name in names]
+            files.pop_all()
         self._synced = time.monotonic()
         self._writers: dict[str, TensorBoardEvents] = {}
 

@@ -1,7 +1,9 @@
 """Metrics: what is logged is what is read back, bit for bit, and a resume cuts exactly what comes after it."""
 
+import gc
 import json
 import struct
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +58,16 @@ def test_a_line_is_readable_at_once_and_what_is_not_finite_is_null_and_named(tmp
     assert np.isnan(returned["a"]) and returned["b"] == -np.inf
     log.close()
     log.close()
+
+
+def test_a_file_that_cannot_be_opened_leaves_none_open(tmp_path):
+    (tmp_path / "timeline.jsonl").mkdir()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with pytest.raises(IsADirectoryError):
+            MetricsLog(tmp_path)
+        gc.collect()
+    assert not warned
 
 
 def test_figures_of_an_iteration_are_counted_as_in_verl():
