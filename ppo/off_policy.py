@@ -105,27 +105,28 @@ def weight_shares(weights: Array, mask: Array, config: PolicyConfig) -> Metrics:
     rows = jnp.any(mask & (weights == 0), axis=1).astype(jnp.float32)
     masked = masked_mean(rows, jnp.any(mask, axis=1))
     partial_weight = jnp.any(jnp.stack([x > 0 for _, x in terms]), axis=0)
+    quartiles = enumerate(_shares_by_quartile(mask & ~partial_weight, mask), 1)
     return {
         **{name: masked_mean(x, mask) for name, x in terms},
         "rollout_corr/rollout_rs_seq_masked_fraction": masked,
-        **_by_length("rollout_corr/full_weight/quartile_", mask & ~partial_weight, mask),
+        **{f"rollout_corr/full_weight/quartile_{part}": x for part, x in quartiles},
     }
 
 
-def _by_length(name: str, chosen: Bool[Array, "B T"], mask: Bool[Array, "B T"]) -> Metrics:
-    """The shares of chosen tokens in each quartile of the rows by length."""
+def _shares_by_quartile(chosen: Bool[Array, "B T"], mask: Bool[Array, "B T"]) -> list[Float[Array, ""]]:
+    """The shares of chosen tokens in each quartile of the rows by length, the shortest rows first."""
     lengths, parts = jnp.sum(mask, axis=1), 4
     has_length = mask.any(axis=1, keepdims=True) & (lengths[:, None] == jnp.arange(mask.shape[1] + 1)[None, :])
     counts = jnp.sum(has_length, axis=0).astype(jnp.float32)
     last = jnp.cumsum(counts)  # ranks of the rows of a length are from last - counts to last
-    metrics = {}
+    shares = []
     for part in range(parts):
         low, high = (last[-1] * (part + n) / parts for n in (0, 1))
         within = jnp.maximum(jnp.minimum(last, high) - jnp.maximum(last - counts, low), 0) / jnp.maximum(counts, 1)
         rows = jnp.sum(jnp.where(has_length, within[None, :], 0), axis=1)
         tokens, all_tokens = (jnp.sum(rows * jnp.sum(x, axis=1).astype(jnp.float32)) for x in (chosen, mask))
-        metrics[f"{name}{part + 1}"] = tokens / jnp.maximum(all_tokens, 1e-20)
-    return metrics
+        shares.append(tokens / jnp.maximum(all_tokens, 1e-20))
+    return shares
 
 
 def weight_terms(weights: Array, config: PolicyConfig) -> dict[str, Array]:
