@@ -194,10 +194,9 @@ def make_plan(
     devices = prices.cluster.devices
     if processes is not None and (processes < 1 or devices % processes):
         raise UserError(f"processes={processes} must divide the {devices} devices: each has equally many")
-    asynchronous = config.algorithm is not None and config.rl.asynchronous is not None
     alone = of_one_process(config)
     processes = processes or (1 if cluster is None or alone else prices.cluster.hosts)
-    if plan is None and asynchronous and config.fleet is None:
+    if plan is None and config.asynchronous is not None and config.fleet is None:
         divisions = predict.choose(setting, search.sigma or 0.0)
         outcome = divisions[0].outcome
         lines = [show.describe_plan(prices, outcome), "", "divisions of the devices, the fastest first:"]
@@ -241,7 +240,7 @@ def make_plan(
         if tiled.compute.score_rows is not None:
             lines += ["", *tiles.describe(tiled, prices, outcome.plan, lengths)]
             rollouts = partial(tiles.examples, tiled, prices, outcome.plan, lengths)
-    if asynchronous:
+    if config.asynchronous is not None:
         predictions = predict.alternatives(config, prices, outcome, search.sigma or 0.0)
         lines += ["", *predict.describe(config, prices, predictions, search.sigma or 0.0)]
     if alone and cluster is not None and prices.cluster.hosts > 1:
@@ -271,7 +270,7 @@ def _check_options(config: Config, search: Search) -> None:
         raise UserError(f"sigma={sigma:g} needs mean_response: without it all responses have the greatest length")
     if alone and search.processes not in (None, 1):
         raise UserError(f"processes={search.processes}: {alone} is for runs of one process, leave one of them out")
-    if config.algorithm is None or config.rl.asynchronous is None:
+    if config.asynchronous is None:
         return
     key = f"{config.algorithm}.asynchronous"
     if search.overlap and config.fleet is None:

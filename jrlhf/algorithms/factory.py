@@ -39,7 +39,7 @@ Trained = TypeVar("Trained", Actor, Critic, CostCritic)
 
 def algorithm_of(config: Config) -> PolicyConfig:
     """Returns the algorithm's settings, completed with those that other sections determine."""
-    asynchronous = config.rl.asynchronous
+    asynchronous = config.asynchronous
     staleness = None if asynchronous is None else asynchronous.staleness
     algorithm = replace(config.rl.algorithm, seed=config.seed, staleness=staleness)
     if algorithm.aggregation == "constant" and algorithm.aggregation_divisor is None:

@@ -42,7 +42,7 @@ def dataflow_identity(config: Config) -> dict[str, str]:
     """Returns inputs that a resume must have, too: the code of a custom dataflow, the number of logical workers."""
     if config.algorithm is None:
         return {}
-    several = config.rl.asynchronous is not None and config.logical_workers > 1
+    several = config.asynchronous is not None and config.logical_workers > 1
     words = {"asynchronous.logical_workers": str(config.logical_workers)} if several else {}
     if config.rl.dataflow is None:
         return words

@@ -50,13 +50,13 @@ def validate(config: Config, device_count: int, models: Mapping[str, ModelConfig
 
 def uncorrected(config: Config) -> str | None:
     """Returns a warning if updates treat tokens of older weights as if the present weights had drawn them."""
-    if config.algorithm is None or config.rl.asynchronous is None or not config.rl.asynchronous.staleness:
+    if config.asynchronous is None or not config.asynchronous.staleness:
         return None
     name, algorithm = config.algorithm, config.rl.algorithm
     if algorithm.corrections or algorithm.old_logprobs != "recompute":
         return None
     return (
-        f"{name}.asynchronous.staleness={config.rl.asynchronous.staleness} without an off-policy correction learns "
+        f"{name}.asynchronous.staleness={config.asynchronous.staleness} without an off-policy correction learns "
         "from tokens of older weights as if the present ones had drawn them: set "
         f"{name}.algorithm.old_logprobs=rollout, or importance=token"
     )
@@ -64,7 +64,7 @@ def uncorrected(config: Config) -> str | None:
 
 def unrepeatable(config: Config) -> str | None:
     """Returns a warning if the run cannot be reproduced, because the order of arrival decides."""
-    if config.algorithm is None or config.rl.asynchronous is None or config.rl.asynchronous.clock == "virtual":
+    if config.asynchronous is None or config.asynchronous.clock == "virtual":
         return None
     return (
         f"{config.algorithm}.asynchronous.clock=wall: which rows form a batch, and which weights draw them, follows "
@@ -216,7 +216,7 @@ def _fleet(config: Config) -> Iterator[str]:
     fleet, name = config.fleet, config.algorithm
     if fleet is None or fleet.workers is None:
         return
-    if name is None or config.rl.asynchronous is None:
+    if config.asynchronous is None:
         section = "an algorithm" if name is None else name
         yield (
             f"fleet.workers={fleet.workers} draws the rollouts of asynchronous training: give {section} a section "
@@ -356,7 +356,7 @@ def _shared_passes(config: Config, stage: str) -> Iterator[str]:
 
 def _score_rows(config: Config, stage: str, rows: int | Literal["auto"]) -> Iterator[str]:
     key, limit = f"compute.score_rows={rows}", config.data.max_response
-    if config.rl.asynchronous is not None:
+    if config.asynchronous is not None:
         yield f"{key} scores rollouts that are learned from at once, and not {stage}.asynchronous: leave one out"
     batch, samples = config.rl.rollout_batch, config.samples
     if isinstance(rows, int) and (rows % samples or batch % rows):

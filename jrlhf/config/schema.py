@@ -15,6 +15,8 @@ from jrlhf.config.places import StorageConfig, address, file_name, place
 from jrlhf.config.stages import (
     ALGORITHMS,
     STAGES,
+    AsynchronousConfig,
+    CheckpointConfig,
     DPOStageConfig,
     FleetSection,
     RewardModelConfig,
@@ -325,13 +327,6 @@ class SamplingSection(Section):
 
 
 @dataclass(frozen=True)
-class CheckpointConfig(Section):
-    """The checkpoints of a stage."""
-
-    keep: int = count(2)  # number of newest checkpoints that are kept; 1: no other one if it is damaged
-
-
-@dataclass(frozen=True)
 class ExportConfig(Section):
     """The trained model in Hugging Face form."""
 
@@ -453,6 +448,10 @@ class Config(Section):
         return self.sections[str(self.algorithm)]
 
     @property
+    def asynchronous(self) -> AsynchronousConfig | None:
+        return None if self.algorithm is None else self.rl.asynchronous
+
+    @property
     def sft(self) -> SFTConfig:
         return self.sections["sft"]
 
@@ -484,8 +483,8 @@ class Config(Section):
 
     @property
     def logical_workers(self) -> int:
-        assert self.rl.asynchronous is not None
-        return self.rl.asynchronous.logical_workers or (1 if self.fleet is None else self.fleet.workers or 1)
+        assert self.asynchronous is not None
+        return self.asynchronous.logical_workers or (1 if self.fleet is None else self.fleet.workers or 1)
 
     @property
     def offloading(self) -> SleepConfig:

@@ -11,6 +11,13 @@ from jrlhf.ppo.shaping import ScoreConfig
 
 
 @dataclass(frozen=True)
+class CheckpointConfig(Section):
+    """The checkpoints of a stage."""
+
+    keep: int = count(2)  # number of newest checkpoints that are kept; 1: no other one if it is damaged
+
+
+@dataclass(frozen=True)
 class OptimizerConfig(Section):
     """AdamW with a clipped global norm. One update is one step of the optimizer."""
 

@@ -50,7 +50,7 @@ class AsynchronousRollouts(Closing):
         rewards: Sequence[Rewards | None],
         tell: Callable[[str], None],
     ):
-        section, options, samples = config.rl, config.rl.asynchronous, config.samples
+        section, options, samples = config.rl, config.asynchronous, config.samples
         assert options is not None
         self._mesh, self._clock, self._tokenizer = actor.placement["generate"].mesh, actor.clock, tokenizer
         self._wall, self._placeholder = options.clock == "wall", None

@@ -159,7 +159,7 @@ def predicted(config: Config, prices: CostModel, outcome: Found, sigma: float = 
 
     sigma: of the lognormal lengths of responses, which are cut at the workload's longest and then have its mean.
     """
-    section, options, workload = config.rl, config.rl.asynchronous, prices.workload
+    section, options, workload = config.rl, config.asynchronous, prices.workload
     assert options is not None
     slots, call = config.rollout.slots or section.rollout_batch, workload.graph["actor.generate"]
     place, home = outcome.plan[call.name], home_of(workload.graph, "actor", outcome.plan)
@@ -291,7 +291,7 @@ def describe(config: Config, prices: CostModel, options: Sequence[Predicted], si
 
     options: the result of `alternatives`.
     """
-    section, workload, own = config.rl.asynchronous, prices.workload, options[0]
+    section, workload, own = config.asynchronous, prices.workload, options[0]
     assert section is not None
     enough = 1.01 * min(one.useful for one in options)
     best = min((one for one in options if one.useful <= enough), key=lambda one: (one.staleness, one.useful))

@@ -74,7 +74,7 @@ class Setting:
         if isinstance(self.devices, Cluster):
             return prices_of(self.config, self.workload, self.devices)
         config, here = self.config, "plan=colocate"
-        if config.algorithm is not None and config.rl.asynchronous is not None and config.fleet is None:
+        if config.asynchronous is not None and config.fleet is None:
             here = "plan=disaggregated"  # rollouts need devices of their own
         return prices_here(config, self.workload, self.devices, here)
 

@@ -155,7 +155,7 @@ def validate_plan(plan: Plan, config: Config, workload: Workload, devices: int) 
     for name, call in calls.items():
         _check_placement(f"{named} has {name}", workload, call, plan[name], devices)
         _check_rows(f"{named} has {name}", config, workload, call, plan[name])
-    if config.algorithm is not None and config.rl.asynchronous is not None:
+    if config.asynchronous is not None:
         _check_asynchronous(named, config, workload, plan)
     _check_base(named, config, workload, plan, devices)
     if plan.fused:

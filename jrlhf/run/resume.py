@@ -37,7 +37,7 @@ def changes(path: Path | str, saved: str, config: Config) -> tuple[list[str], st
     differing = [key for key in {**new, **old} if old.get(key) != new.get(key)]
     differing = [key for key in differing if (key, new.get(key)) != (_TILE, "auto")]  # the run has chosen
     longer = [key for key in differing if key == _length_key(config) and key in old]
-    scheduled = _SCHEDULE if _is_asynchronous(config) else ()
+    scheduled = () if config.asynchronous is None else _SCHEDULE
     free = [key for key in differing if key in longer or (_matches(key, _SAME + _ROUNDED) and key not in scheduled)]
     fixed = [key for key in differing if key not in free]
     refused = [f"{key}: {old.get(key, 'absent')} there, {new.get(key, 'absent')} here" for key in fixed]
@@ -74,13 +74,9 @@ def _settings(saved: object, config: Config) -> tuple[dict[str, str], dict[str, 
 
 def _logical_workers(config: Config) -> dict[str, str]:
     """Returns the number of logical workers, which define results, and whose default is the number of processes."""
-    if not _is_asynchronous(config):
+    if config.asynchronous is None:
         return {}
     return {f"{config.algorithm}.asynchronous.logical_workers": str(config.logical_workers)}
-
-
-def _is_asynchronous(config: Config) -> bool:
-    return config.algorithm is not None and config.rl.asynchronous is not None
 
 
 def _keys(parsed: object) -> dict[str, str]:

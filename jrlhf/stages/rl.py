@@ -86,7 +86,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
     generating, updating = built.actor.placement["generate"].mesh, built.actor.placement["update"].mesh
     arithmetic = context.placement("arithmetic").home.mesh
     everywhere = NamedSharding(arithmetic, P())
-    if section.asynchronous is not None:
+    if config.asynchronous is not None:
         take, tell, scoring = partial(take_batch, context, prompts), context.console.warn, (rewards, costs)
         fleet = AsynchronousRollouts(config, built.actor, context.sampling, task.tokenizer, take, scoring, tell)
     utilisation = utilisation_of(graph, models, algorithm, context.placement, context.compute)

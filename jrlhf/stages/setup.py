@@ -244,7 +244,7 @@ def select_plan(
                 )
             if (last := read_plan(path)).name == "auto":
                 return last
-        if config.rl.asynchronous is None or config.fleet is not None:
+        if config.asynchronous is None or config.fleet is not None:
             return auto_plan(config, graph, models, devices)
         divisions = choose(Setting(config, graph, models, devices))
         print(sentence(divisions), flush=True)
@@ -255,14 +255,14 @@ def select_plan(
     workload = workload_of(config, graph, models)
     plan = plan_of(from_main(lambda: plan_of_config(config, workload, len(devices), search).as_dict()))
     refuse_cross_process(plan, [device.process_index for device in devices])
-    if resume and config.rl.asynchronous is not None and config.rl.asynchronous.clock == "virtual":
+    if resume and config.asynchronous is not None and config.asynchronous.clock == "virtual":
         _refuse_other_groups(config, plan)
     return plan
 
 
 def of_one_process(config: Config) -> str:
     """Returns the setting that only runs of one process can have; empty if there is none."""
-    if config.algorithm is not None and config.rl.asynchronous is not None:
+    if config.asynchronous is not None:
         return f"{config.algorithm}.asynchronous"
     return "" if config.compute.score_rows is None else "compute.score_rows"
 
