@@ -9,7 +9,7 @@ a lane, and the order of arrival decides.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any
@@ -23,7 +23,7 @@ from jrlhf.errors import RunFailure
 from jrlhf.fleet.identity import Identity, differences
 from jrlhf.fleet.recompute import Compared, Recompute, Row, Tracked
 from jrlhf.fleet.schedule import Clock, OnNewWeights, Rules, first_batch, may_start, may_swap
-from jrlhf.fleet.slices import Lane, Published, Workers
+from jrlhf.fleet.slices import Published, Workers
 from jrlhf.fleet.state import (
     Collected,
     Drawn,
@@ -41,6 +41,33 @@ from jrlhf.meshes import to_devices, to_host
 from jrlhf.models.generation.continuous import Decoding, Progress, Prompt, Weights
 
 _Swap = tuple[Published, Mapping[int, Prompt] | None]  # new weights; prompts of the rows whose caches to recompute
+
+
+@dataclass
+class Lane:
+    """Workers that decode their chunks together and draw with one version.
+
+    numbers: those of its logical workers. updates: those whose tokens are not all compared; the last one draws
+    now. retired: updates that no longer draw, each with the rows until then. tracked: rows that continue with caches of
+    retired weights. chunk: the chunk that it decodes. idle_since: when its last chunk ended. idle_seconds: seconds
+    between chunks. decoded, decoding_seconds: decode steps since the last `metrics`, and their time.
+    """
+
+    workers: Workers
+    numbers: range
+    updates: list[Published] = field(default_factory=list)
+    retired: list[tuple[Published, list[Row]]] = field(default_factory=list)
+    tracked: Tracked | None = None
+    chunk: Future | None = None
+    idle_since: float = 0.0
+    idle_seconds: float = 0.0
+    decoded: int = 0
+    decoding_seconds: float = 0.0
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that draw now."""
+        return self.updates[-1].version
 
 
 class Fleet:
@@ -127,8 +154,7 @@ class Fleet:
 
     def _state(self, decoding: list[Decoding]) -> FleetState:
         places = int(self._rules.batch * (self._rules.staleness + 1))  # `may_start` admits no more groups
-        blank = Drawn.blank(self._samples, limit=self._limit)
-        started = pack(self._count, self._groups, places, blank)
+        started = pack(self._count, self._groups, places, Drawn.blank(self._samples, limit=self._limit))
         host = started, jax.tree.map(np.int32, self._times)
         started, times = to_devices(host, NamedSharding(self.mesh, P()))
         slots = decoding[0] if len(decoding) == 1 else tuple(decoding)
