@@ -235,7 +235,8 @@ def make_plan(
         if mean_response is not None:
             lengths = predict.assumed_lengths(workload, search.sigma or 0.0)
         if config.compute.score_rows == "auto":
-            tiled, line = tiles.choose_tiles(config, workload, outcome.plan, lengths, lambda: prices)
+            rows, line = tiles.choose_tiles(config, workload, outcome.plan, lengths, lambda: prices)
+            tiled = tiles.with_tiles(config, rows)
             lines += ["", line]
         if tiled.compute.score_rows is not None:
             lines += ["", *tiles.describe(tiled, prices, outcome.plan, lengths)]
@@ -261,7 +262,7 @@ def make_plan(
 def _check_options(config: Config, search: Search) -> None:
     """Refuses options that have no effect with the config, or that it cannot have."""
     sigma, alone = search.sigma, of_one_process(config)
-    if sigma is not None and not alone:
+    if sigma is not None and not alone and config.compute.score_rows is None:
         settings = "asynchronous training or compute.score_rows"
         raise UserError(f"sigma={sigma:g} has no effect without {settings}: leave it out")
     if sigma is not None and not 0 <= sigma <= 3:

@@ -1,6 +1,7 @@
 """The roles of the policy: the actor, which is trained, and the frozen reference, to which a KL penalty ties it."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jrlhf.roles.model import Model, generation_weights
 from jrlhf.roles.placement import call
 from jrlhf.roles.role import Role, Site, TrainedRole
 from jrlhf.run.clock import timed
+from jrlhf.run.processes import to_all_hosts
 
 
 class Actor(TrainedRole):
@@ -40,7 +42,7 @@ class Actor(TrainedRole):
         algorithm: PolicyConfig,
     ):
         super().__init__(model, site, optimizer)
-        self._algorithm = algorithm
+        self._algorithm, self._read = algorithm, partial(to_all_hosts, seconds=self.clock.deadline)
         temperature, span = sampling.temperature, sampling.max_new_tokens
         greedy = replace(sampling, temperature=0.0, top_k=None, top_p=None)
 
@@ -53,8 +55,7 @@ class Actor(TrainedRole):
         if self.architecture.lora is not None:
             both = self.compiled("logprobs_with_base")
             self._logprobs_with_base = both.score_logprobs_with_base(temperature=temperature, span=span)
-        update = self.compiled("update")
-        self._update = update.actor_step(optimizer, algorithm, temperature=temperature, responses=span)
+        self._update = self.compiled("update").actor_step(optimizer, algorithm, temperature=temperature, responses=span)
 
     def bind(self, state: TrainState, texts: SFTBatch | None = None) -> Self:
         bound = super().bind(state)
@@ -90,7 +91,7 @@ class Actor(TrainedRole):
     @timed("gen")
     def _sample(self, method: str, weights: Params, prompts: Batch, **watching: Any) -> Rollout:
         version, arrays = transfer((self.state.step, prompts.arrays), self.placement[method].mesh)
-        generation = self._engines[method](weights, *arrays, *self._frozen(method), **watching)
+        generation = self._engines[method](weights, *arrays, *self._frozen(method), read=self._read, **watching)
         return Rollout(
             tokens=generation.tokens,
             prompt_lengths=generation.prompt_lengths,

@@ -141,11 +141,12 @@ class EarlyActor(Actor):
 
     def _draw(self, method: str, prompts: Batch) -> OpenRollout:
         mesh, moves, name = self.placement[method].mesh, self._moves, f"actor.{method}"
+        version = to_host(self.state.step)  # not in `watch`: its devices may be busy then
 
         def draw(hand_out: Watch) -> Rollout:
             def watch(done: Bool[np.ndarray, "B"], assemble: Callable[[], Generation], decoding: Mesh) -> None:
                 self.clock.watch(done, assemble, decoding)
-                hand_out(done, lambda: Rollout(**vars(to_host(assemble())), version=to_host(self.state.step)), decoding)
+                hand_out(done, lambda: Rollout(**vars(self._read(assemble())), version=version), decoding)
 
             last = None if moves is None else moves.before(name)
             with jax.set_mesh(mesh):

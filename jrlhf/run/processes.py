@@ -22,10 +22,13 @@ import jax
 import numpy as np
 from jax._src import distributed
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import multihost
 
 from jrlhf.config.schema import DistributedConfig
 from jrlhf.errors import FAILED, UserError
+from jrlhf.meshes import reshard, to_host
+from jrlhf.meshes.mesh import absent_processes
 from jrlhf.run.files import decode, encode
 
 T = TypeVar("T")
@@ -36,7 +39,7 @@ _VARIABLES = {"coordinator": "JAX_COORDINATOR_ADDRESS", "processes": "JAX_NUM_PR
 _END = 60  # seconds that a process waits at its end for the others
 _CUT_OFF = ("Gloo", "UNAVAILABLE", "Connection")  # in errors of a process that lost another one
 _BEATS = 10  # number of heartbeats that a process sends within `distributed.heartbeat`
-_numbers = itertools.count()  # number the calls of `from_main`, equally in every process
+_numbers = itertools.count()  # number the messages through the coordinator, equally in every process
 _watch: "_Watch | None" = None
 
 
@@ -259,6 +262,35 @@ def to_main(value: Any, *, seconds: float = 3600.0) -> list[Any]:
         values.append(decode(client.blocking_key_value_get_bytes(f"{key}/{process}", int(seconds * 1000))))
         client.key_value_delete(f"{key}/{process}")
     return values
+
+
+def to_all_hosts(tree: Any, *, seconds: float = 3600.0) -> Any:
+    """Returns the arrays of one mesh as whole NumPy arrays, in every process. Devices of other meshes may be busy.
+
+    All processes must call this, from their main thread and in the same order. Processes with a device of the mesh do
+    not wait for the others, which get the bytes through the coordinator, and wait at most `seconds`.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    mesh = leaves[0].sharding.mesh
+    absent = [device.process_index for device in absent_processes(mesh)]
+    if not absent:
+        return to_host(tree)
+    client, key = multihost.get_jax_distributed_client(), f"jrlhf/{next(_numbers)}"
+    whole = reshard(leaves, [NamedSharding(mesh, PartitionSpec())] * len(leaves))
+    if jax.process_index() not in absent:
+        arrays = jax.device_get(whole)
+        if jax.process_index() == min(device.process_index for device in mesh.devices.flat):
+            client.key_value_set_bytes(key, b"".join(array.tobytes() for array in arrays))
+        return treedef.unflatten(arrays)
+    data = client.blocking_key_value_get_bytes(key, int(seconds * 1000))
+    client.wait_at_barrier(f"{key} is read", int(seconds * 1000), absent)
+    if jax.process_index() == absent[0]:
+        client.key_value_delete(key)
+    ends = np.cumsum([leaf.nbytes for leaf in leaves])
+    parts = zip(leaves, [0, *ends], ends, strict=False)
+    return treedef.unflatten(
+        np.frombuffer(data[start:end], leaf.dtype).reshape(leaf.shape) for leaf, start, end in parts
+    )
 
 
 def any_process(flag: bool) -> bool:

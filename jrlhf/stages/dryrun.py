@@ -18,8 +18,8 @@ from jrlhf.meshes.plan import Plan
 from jrlhf.models import ModelConfig, param_shardings
 from jrlhf.planning.fit import backend_of, capacity, memory_of
 from jrlhf.planning.fusion.last_rows import RECENT
-from jrlhf.planning.fusion.tiles import choose_tiles, scored_early
 from jrlhf.planning.fusion.tiles import describe as describe_moves
+from jrlhf.planning.fusion.tiles import scored_early
 from jrlhf.planning.fusion.updates import fused_updates
 from jrlhf.planning.show import in_columns
 from jrlhf.planning.workload import Workload, workload_of
@@ -27,7 +27,7 @@ from jrlhf.roles.planned_placement import LAYOUTS, place_roles
 from jrlhf.roles.pretrained import abstract_weights, is_here
 from jrlhf.run.devices import select
 from jrlhf.run.processes import from_main
-from jrlhf.stages.setup import check_sources, load_task, prices_of_rollouts, select_resources
+from jrlhf.stages.setup import check_sources, load_task, prices_of_rollouts, select_resources, tiles_of_a_new_run
 from jrlhf.storage.mirror import check_place
 
 MIB = 2**20
@@ -113,9 +113,8 @@ class _DryRun:
         head = f"plan of an iteration of {config.algorithm}, {plan.name}, on {self.mesh.size} device(s):"
         lines = [head, *in_columns(rows)]
         prices = prices_of_rollouts(config, workload, list(self.mesh.devices.flat))
-        lengths = lengths_of_a_new_run(workload)
         if config.compute.score_rows == "auto":
-            config, line = choose_tiles(config, workload, plan, lengths, prices)
+            config, line = tiles_of_a_new_run(config, workload, plan, prices)
             lines.append(f"  {line}")
         if (tile := config.compute.score_rows) is not None:
             early = ", ".join([*scored_early(config, graph, plan), "functions"])
@@ -125,7 +124,8 @@ class _DryRun:
                 f"  the last rows move as the lengths of the last {RECENT} rollouts suggest, of the first not;"
             )
             lines.append("  if lengths were lognormal with sigma 1, and half of data.max_response in the mean:")
-            lines += [f"  {line}" for line in describe_moves(config, prices(), plan, lengths)]
+            tiled, lengths = config, lengths_of_a_new_run(workload)
+            lines += [f"  {line}" for line in from_main(lambda: describe_moves(tiled, prices(), plan, lengths))]
         if config.lora is not None:
             return [*lines, f"  no switch: training and generation use one base, stored as {GENERATE.name} stores it"]
         actor, dtype = self.models["actor"], jnp.dtype(config.compute.dtype)

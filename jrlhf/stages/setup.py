@@ -37,7 +37,7 @@ from jrlhf.models.hf.files import PROMPTING
 from jrlhf.planning.auto import Setting, auto_plan, prices_here
 from jrlhf.planning.fit import check_memory
 from jrlhf.planning.fusion.last_rows import Moves, rollouts_of
-from jrlhf.planning.fusion.tiles import choose_tiles, resumed_tiles
+from jrlhf.planning.fusion.tiles import choose_tiles, resumed_tiles, with_tiles
 from jrlhf.planning.fusion.updates import fused_updates
 from jrlhf.planning.plans import plan_of_config, plan_yaml, read_plan, refuse_cross_process, transfer_line
 from jrlhf.planning.time import CostModel
@@ -102,10 +102,11 @@ def _open_context(
         placements = place_roles(plan, graph, devices, fused=fused_updates(workload, plan), prefetch=ahead)
         prices = prices_of_rollouts(config, workload, devices)
         if config.compute.score_rows == "auto":
-            config, line = choose_tiles(config, workload, plan, lengths_of_a_new_run(workload), prices)
+            config, line = tiles_of_a_new_run(config, workload, plan, prices)
             console.line(line)
         if config.rollout.last_groups == "auto":
-            moves = Moves(rollouts_of(config, prices(), plan), config.rollout.last_rows, console.line)
+            tiled = config
+            moves = Moves(lambda: rollouts_of(tiled, prices(), plan), config.rollout.last_rows, console.line)
     if plan is not None and (line := transfer_line(plan, [device.process_index for device in mesh.devices.flat])):
         console.line(line)
     if plan is not None and config.fleet is not None and config.fleet.engine == "ray":
@@ -262,9 +263,7 @@ def select_plan(
 
 def of_one_process(config: Config) -> str:
     """Returns the setting that only runs of one process can have; empty if there is none."""
-    if config.asynchronous is not None:
-        return f"{config.algorithm}.asynchronous"
-    return "" if config.compute.score_rows is None else "compute.score_rows"
+    return "" if config.asynchronous is None else f"{config.algorithm}.asynchronous"
 
 
 def _refuse_other_groups(config: Config, plan: Plan) -> None:
@@ -281,6 +280,15 @@ def _refuse_other_groups(config: Config, plan: Plan) -> None:
             f"actor.generate drew on {there.groups} group(s) of devices and here on {here.groups}, which changes the "
             f"schedule of {config.algorithm}.asynchronous: resume with the devices, mesh and plan that {path} shows"
         )
+
+
+def tiles_of_a_new_run(
+    config: Config, workload: Workload, plan: Plan, prices: Callable[[], CostModel]
+) -> tuple[Config, str]:
+    """Returns a config with the tiles that a new run with `compute.score_rows: auto` chooses, and a line on them."""
+    lengths = lengths_of_a_new_run(workload)
+    rows, line = from_main(lambda: choose_tiles(config, workload, plan, lengths, prices))
+    return with_tiles(config, rows), line
 
 
 def prices_of_rollouts(config: Config, workload: Workload, devices: Sequence[Device]) -> Callable[[], CostModel]:

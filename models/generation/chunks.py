@@ -61,6 +61,7 @@ class Admitted:
 # Called after a chunk with the mask of finished rows, a function that assembles all rows, and the mesh on which rows
 # decode. The function must be called at once, because the next chunk donates the arrays that it reads.
 Watch = Callable[[Bool[np.ndarray, "N"], Callable[[], Generation], Mesh], None]
+Read = Callable[[Any], Any]  # returns arrays on the host of every process; the devices of other meshes may be busy
 
 
 @jax.tree_util.register_dataclass
@@ -227,7 +228,9 @@ class ChunkedRollouts:
         self._on_fewer: dict[int, Programs] = {}  # number of groups -> their programs
         self._warm: set[tuple[int | None, ...]] = set()
 
-    def __call__(self, *arguments: Any, watch: Watch | None = None, last: LastRows | None = None) -> Generation:
+    def __call__(
+        self, *arguments: Any, watch: Watch | None = None, last: LastRows | None = None, read: Read = to_host
+    ) -> Generation:
         programs, decoder = self._programs, self._programs.decoder
         params, adapter, (prompts, prompt_lengths, row_keys) = split_arguments(arguments, decoder.lora)
         decoder.check(prompts, len(row_keys))
@@ -245,7 +248,7 @@ class ChunkedRollouts:
         on_mesh = Prompts(*programs.put((prompts, prompt_lengths, row_keys)))
         last = last or LastRows.of(self._schedule)
         fewer = self._fewer(last)
-        rollout = _Rollout(programs, (params, adapter), on_mesh, occupancy, last, fewer)
+        rollout = _Rollout(programs, (params, adapter), on_mesh, occupancy, read, last, fewer)
         shape, groups = (*prompts.shape, slots), None if fewer is None else fewer.groups
         for key, warm in ((shape, rollout.warm), ((*shape, groups), rollout.warm_move)):
             if key not in self._warm:
@@ -278,12 +281,13 @@ class _Rollout:
         weights: tuple[Params, Params],
         prompts: Prompts,
         occupancy: Occupancy,
+        read: Read,
         last: LastRows | None = None,
         fewer: Programs | None = None,
     ):
         self._programs, self._weights, self._prompts, self._occupancy = programs, weights, prompts, occupancy
         self._rows, self._limit = len(prompts.keys), programs.decoder.sampling.max_new_tokens
-        self._last, self._fewer = last, fewer
+        self._read, self._last, self._fewer = read, last, fewer
 
     def generate(self, watch: Watch | None = None) -> Generation:
         slots = self._programs.empty(self._prompts, self._occupancy.counts[0], self._occupancy.length)
@@ -317,7 +321,7 @@ class _Rollout:
     def _release(self, rows: Rows) -> int:
         """Empties the slots of rows that are done; returns the length of the longest other row."""
         tables = self._occupancy.tables
-        prompts, lengths, finished = to_host((rows.prompt_lengths, rows.lengths, rows.finished))
+        prompts, lengths, finished = self._read((rows.prompt_lengths, rows.lengths, rows.finished))
         for table, done in zip(tables, np.split(finished | (lengths >= self._limit), len(tables)), strict=True):
             table.release(done)
         occupied = np.concatenate([table.occupied for table in tables])
@@ -334,7 +338,7 @@ class _Rollout:
         params, adapter = (base_on(own, fewer.mesh) for own in self._weights)
         occupancy, places = self._occupancy.merged(fewer.groups)
         fewer.take(slots, fewer.per_group(places))
-        return _Rollout(fewer, (params, adapter), transfer(self._prompts, fewer.mesh), occupancy)
+        return _Rollout(fewer, (params, adapter), transfer(self._prompts, fewer.mesh), occupancy, self._read)
 
     def warm(self) -> None:
         """Compiles every program that a call of this shape may need on all groups, by running it on finished rows."""

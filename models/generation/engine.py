@@ -12,9 +12,8 @@ from jaxtyping import Array, Int, PRNGKeyArray
 from jrlhf.models.collectives import own_rows, place
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.flash import AttentionImplementation
-from jrlhf.models.generation.chunks import ChunkedRollouts, Watch
+from jrlhf.models.generation.chunks import ChunkedRollouts
 from jrlhf.models.generation.decoding import OWN, SHARED, Decoder, Generation, Results, assemble, first_rows
-from jrlhf.models.generation.occupancy import LastRows
 from jrlhf.models.generation.sampling import SamplingConfig
 from jrlhf.models.generation.schedule import Schedule
 from jrlhf.models.lora import LoRAConfig
@@ -80,8 +79,8 @@ class Engine:
     with `lora` it is engine(adapter, prompts, prompt_lengths, row_keys, base). The other arguments are those of
     `make_generate`. If the schedule asks for one program, a call runs that function. Otherwise the first call with a
     shape, and the first with a number of groups for its last rows, compiles all programs that such calls may need, and
-    calls must be outside jit: after every chunk the host reads which rows are done, and calls `watch`. last: where the
-    last rows decode; None: by the schedule.
+    calls must be outside jit: after every chunk the host reads which rows are done, by `read`, and calls `watch`. last:
+    where the last rows decode; None: by the schedule. `options` are these three.
     """
 
     def __init__(
@@ -92,6 +91,6 @@ class Engine:
         self._whole = jax.jit(_whole_rollouts(decoder))
         self._in_chunks = ChunkedRollouts(decoder, mesh, self._schedule)
 
-    def __call__(self, *arguments: Any, watch: Watch | None = None, last: LastRows | None = None) -> Generation:
+    def __call__(self, *arguments: Any, **options: Any) -> Generation:
         in_one = self._schedule.is_one_program(len(arguments[1]) * self._samples, self._limit)
-        return self._whole(*arguments) if in_one else self._in_chunks(*arguments, watch=watch, last=last)
+        return self._whole(*arguments) if in_one else self._in_chunks(*arguments, **options)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -23,6 +24,7 @@ from jrlhf.models.flops import cache_bytes
 from jrlhf.models.generation.occupancy import LastRows, Occupancy
 from jrlhf.planning import moves
 from jrlhf.planning.time import CostModel
+from jrlhf.run.processes import from_main, is_main
 
 RECENT = 4  # number of recent rollouts whose lengths determine the next move
 NO_GAIN = "rollout.last_groups=auto has no effect: no move frees the devices of a model that scores early"
@@ -212,31 +214,40 @@ def _mean_seconds(rollouts: Rollouts, decoded: Sequence[Sequence[Chunk]], last: 
 class Moves:
     """The moves of a run's rollouts, chosen before each from the lengths of the last ones. Mutable.
 
-    The first rollout, also after a resume, has no move; tokens do not depend on it.
+    The first rollout, also after a resume, has no move; tokens do not depend on it. Process 0 chooses.
     """
 
-    def __init__(self, rollouts: Mapping[str, Rollouts], rows: int | None, tell: Callable[[str], None]):
+    def __init__(self, rollouts: Callable[[], Mapping[str, Rollouts]], rows: int | None, tell: Callable[[str], None]):
         """rollouts: by call that draws. rows: `rollout.last_rows`. tell: called with a sentence for each new choice."""
-        self._rollouts, self._rows, self._tell = rollouts, rows, tell
-        self._recent = {name: deque[list[Chunk]](maxlen=RECENT) for name in rollouts}
-        self._last: dict[str, LastRows | None] = dict.fromkeys(rollouts)
-        for one in rollouts.values():
+        self._rollouts, self._rows, self._tell = dict[str, Rollouts](), rows, tell
+        self._recent, self._last = dict[str, deque[list[Chunk]]](), dict[str, LastRows | None]()
+        from_main(lambda: self._begin(rollouts()))
+
+    def _begin(self, rollouts: Mapping[str, Rollouts]) -> None:
+        for name, one in rollouts.items():
             _ = one.step(1, one.width), one.prefill(1)  # a part that was not measured ends the run now
+            self._rollouts[name], self._recent[name], self._last[name] = one, deque(maxlen=RECENT), None
         if not any(map(may_gain, rollouts.values())):
-            tell(NO_GAIN)
+            self._tell(NO_GAIN)
 
     def before(self, call: str) -> LastRows | None:
         """Returns the move of the next rollout of a call."""
+        last = from_main(lambda: self._choose(call))
+        return None if last is None else LastRows(**last)
+
+    def _choose(self, call: str) -> dict[str, Any] | None:
         if recent := self._recent[call]:
             choice = choose(self._rollouts[call], recent, self._rows)
             if choice.last != self._last[call]:
                 self._last[call] = choice.last
                 self._tell(f"{call}: {choice.sentence(self._rollouts[call].groups)}")
-        return self._last[call]
+        last = self._last[call]
+        return None if last is None else vars(last)
 
     def after(self, call: str, lengths: Lengths) -> None:
         """Records a rollout by the lengths of its responses."""
-        self._recent[call].append(decode(self._rollouts[call], lengths))
+        if is_main():
+            self._recent[call].append(decode(self._rollouts[call], lengths))
 
 
 def may_gain(rollouts: Rollouts) -> bool:

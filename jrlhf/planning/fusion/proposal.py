@@ -1,11 +1,11 @@
 """Makes plans with pipelines from the best plans of a search, whose candidates have none.
 
-Stages: each update in turn takes its fastest pipeline on its own devices, or on all devices.
+Stages: each update, then each call that scores, takes its fastest pipeline on its own devices, or on all devices.
 Fused updates: both take the devices of one of them, or all devices. Pairs of placements there are ranked by a lower
 bound of their table's time; a table is searched for only if that bound promises a gain.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from heapq import nsmallest
@@ -13,7 +13,7 @@ from itertools import product
 from math import lcm
 
 from jrlhf.config.check import indivisible
-from jrlhf.meshes.graph import LEARNER
+from jrlhf.meshes.graph import LEARNER, Call
 from jrlhf.meshes.pipeline import ScheduleName
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.planning.candidates import placements
@@ -22,7 +22,8 @@ from jrlhf.planning.fusion.updates import fused_prices
 from jrlhf.planning.plans import FUSED
 from jrlhf.planning.search import Found, Result
 from jrlhf.planning.simulate import Simulator, simulate
-from jrlhf.planning.time import CostModel
+from jrlhf.planning.time import CostModel, Price
+from jrlhf.planning.workload import Workload
 
 _PLANS = 4  # number of a search's plans that are tried with fused updates
 _TABLES = 3  # number of tables that are searched for, about two core-seconds each
@@ -35,8 +36,8 @@ Options = Callable[[str, int], "list[_Option]"]
 
 
 def with_pipelines(prices: CostModel, result: Result, runs: Runs, *, lockstep: bool, processes: int = 1) -> Result:
-    """Returns the result with a plan as its best one whose updates run in stages, each alone or those of actor and
-    critic fused, if that is predicted to be faster.
+    """Returns the result with a plan as its best one whose updates and scores run in stages, or whose updates of actor
+    and critic are fused, if that is predicted to be faster.
 
     runs: tests whether the config's algorithm can run a plan. processes: number of processes of the run.
     """
@@ -52,8 +53,10 @@ def _with_stages(
     workload = prices.workload
     simulator = Simulator(workload.graph, prices, workload.models, lockstep=lockstep)
     # Stages of adapters save no time, because their base is not gathered.
-    roles = {call.role for call in workload.calls if call.role != LEARNER and not workload.on_base(call.role)}
-    updates = [call.name for call in workload.calls if call.kind == "train" and call.role in roles]
+    calls = [call for call in workload.calls if call.role != LEARNER and not workload.on_base(call.role)]
+    updates = [call.name for call in calls if call.kind == "train"]
+    scores = [call.name for call in calls if call.kind == "infer"]
+    scored = cache(partial(_scored, prices))
 
     def faster(plan: Plan, name: str, places: Iterable[Placement]) -> Plan:
         """Returns the fastest of a plan and those that have one of these placements of an update instead."""
@@ -68,12 +71,13 @@ def _with_stages(
     plans = []
     for base in (result.best, *result.runners_up, *filter(None, [result.rules.get("colocate")])):
         plan = base.plan
-        for name in updates:
+        for name in (*updates, *scores):
             for devices in dict.fromkeys((plan[name].devices, Slice(0, prices.cluster.devices))):
-                placed = (
-                    replace(one.placement, devices=devices, schedule="1f1b") for one in options(name, devices.count)
-                )
-                plan = faster(plan, name, placed)
+                if name in updates:
+                    placed = [replace(one.placement, schedule="1f1b") for one in options(name, devices.count)]
+                else:
+                    placed = scored(name, devices.count)
+                plan = faster(plan, name, [replace(place, devices=devices) for place in placed])
         plans.append(plan)
     best = min(plans, key=lambda plan: simulator.evaluate(simulator.choice(plan))[0])
     # GPipe is never predicted faster. Stages of several processes wait for each other if they are interleaved.
@@ -161,13 +165,9 @@ def _options(prices: CostModel, name: str, count: int) -> list[_Option]:
     """Returns an update's fastest pipelines of every depth, by their work and by their time alone."""
     workload = prices.workload
     call, by_depth = workload.graph[name], dict[int, list[_Option]]()
-    (model,) = workload.models[call.role]
     updates = workload.epochs * workload.minibatches
-    for placed in placements(workload, call, count, prices.cluster.node, hypothetical=True):
+    for placed in _pipelines(workload, call, count, prices.cluster.node):
         depth, parts = placed.pipeline, placed.micro_batches
-        whole = any(indivisible(model.config, placed.fsdp * depth, placed.tensor))
-        if depth == 1 or parts < depth or depth > _GROUPS or whole:
-            continue
         placed = replace(placed, schedule="fused")
         price, (forward, backward) = prices.call(call, placed), prices.stage_seconds(call, placed)
         fixed = price.seconds - updates * (parts + depth - 1) * (forward + backward)  # its price is that of 1F1B
@@ -178,6 +178,24 @@ def _options(prices: CostModel, name: str, count: int) -> list[_Option]:
         best = [nsmallest(_OF_A_DEPTH, options, key=key) for key in (lambda one: one.work, lambda one: one.alone)]
         fastest += dict.fromkeys([*best[0], *best[1], min(options, key=lambda one: one.active)])
     return fastest
+
+
+def _scored(prices: CostModel, name: str, count: int) -> list[Placement]:
+    """Returns the fastest pipelines of every depth for a call that scores."""
+    call, by_depth = prices.workload.graph[name], dict[int, list[Price]]()
+    for placed in _pipelines(prices.workload, call, count, prices.cluster.node):
+        by_depth.setdefault(placed.pipeline, []).append(prices.call(call, placed))
+    fastest = (nsmallest(_OF_A_DEPTH, same, key=lambda price: price.seconds) for same in by_depth.values())
+    return [price.placement for same in fastest for price in same]
+
+
+def _pipelines(workload: Workload, call: Call, count: int, node: int) -> Iterator[Placement]:
+    """Yields the ways to divide a call into stages. Its weights are stored on the devices of all stages."""
+    for placed in placements(workload, call, count, node, hypothetical=True):
+        stored = placed.fsdp * placed.pipeline, placed.tensor
+        whole = any(next(indivisible(model.config, *stored), None) for model in workload.models[call.role])
+        if 1 < placed.pipeline <= min(placed.micro_batches, _GROUPS) and not whole:
+            yield placed
 
 
 def _pairs(first: Sequence[_Option], second: Sequence[_Option], room: float) -> list[tuple[Placement, Placement]]:

@@ -62,14 +62,14 @@ def scored_early(config: Config, graph: Graph, plan: Plan) -> list[str]:
 
 def choose_tiles(
     config: Config, workload: Workload, plan: Plan, lengths: Sequence[Lengths], prices: Callable[[], CostModel]
-) -> tuple[Config, str]:
-    """Returns a config with the fastest tiles for rollouts of these lengths, and a line on the choice.
+) -> tuple[int | None, str]:
+    """Returns the rows of the fastest tiles for rollouts of these lengths, None: whole batches; and a line on this.
 
     Reward functions are left out, because their seconds are not known. prices: called if a model could score early.
     """
     line, whole = _whole_batches(config), with_tiles(config, None)
     if not scored_early(config, workload.graph, plan):
-        return whole, f"{line}, because no model scores on devices that are free while rows decode"
+        return None, f"{line}, because no model scores on devices that are free while rows decode"
     priced = prices()
     drawn = rollouts_of(whole, priced, plan)
     decoded = {name: [decode(rollouts, own) for own in lengths] for name, rollouts in drawn.items()}
@@ -89,9 +89,9 @@ def choose_tiles(
     mean = f"responses of {fmean(own.mean() for own in lengths):.0f} tokens in the mean are drawn and scored in"
     if rows and least < at_once:
         line = f"{_tiles(rows)}; {mean} {least:.3g} s, and with whole batches in {at_once:.3g} s"
-        return with_tiles(config, rows), line
+        return rows, line
     than = f"with tiles of {rows} rows in {least:.3g} s" if rows else "no smaller number of rows suits the plan"
-    return whole, f"{line}; {mean} {at_once:.3g} s, {than}"
+    return None, f"{line}; {mean} {at_once:.3g} s, {than}"
 
 
 def examples(config: Config, prices: CostModel, plan: Plan, lengths: Sequence[Lengths]) -> dict[str, list[Work]]:

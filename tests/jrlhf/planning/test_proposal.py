@@ -1,4 +1,4 @@
-"""The stages that a search proposes for updates."""
+"""The stages that a search proposes for updates and scores."""
 
 from dataclasses import replace
 from typing import Any
@@ -47,7 +47,10 @@ def test_grpo_is_trained_in_stages_where_links_are_slow():
     prices, workload = setting.prices, setting.workload
     result, before = setting.search(proposals=250), search(setting.prices, proposals=250)
     best = result.best
-    assert best.plan["actor.update"].pipeline == 8 and best.plan["actor.update"].fsdp == 1
+    for call in ("actor.update", "actor.logprobs"):
+        assert best.plan[call].pipeline == 8 and best.plan[call].fsdp == 1
+        apart = replace(best.plan, placements={**best.plan.placements, call: before.best.plan[call]})
+        assert simulate(workload.graph, apart, prices, lockstep=True).seconds > best.simulation.seconds
     assert best.simulation.seconds < 0.75 * before.best.simulation.seconds
     assert best.simulation == simulate(workload.graph, best.plan, prices, lockstep=True)
     assert best.simulation.peak <= prices.capacity
@@ -86,12 +89,13 @@ def test_a_plan_with_pipelines_is_never_slower_and_runs(setting, processes):
     "setting",
     [
         grpo(5e9, **ADAPTERS),
-        ppo(5e9, "ppo.algorithm.micro_batch_tokens=8192", "ppo.algorithm.micro_batches=1"),
+        ppo(5e9, "ppo.algorithm.micro_batch_tokens=8192", "ppo.algorithm.micro_batches=1", "compute.score_tokens=8192"),
+        ppo(5e9, "ppo.algorithm.micro_batch_tokens=8192", "ppo.algorithm.micro_batches=1", "compute.score_rows=64"),
         ppo(5e9, "ppo.algorithm.minibatches=1", "ppo.algorithm.micro_batches=1", "compute.shared_passes=true"),
     ],
 )
-def test_updates_that_run_in_no_stages_get_none(setting):
-    """Stages of adapters gain nothing; token budgets and shared passes exclude them."""
+def test_calls_that_run_in_no_stages_get_none(setting):
+    """Stages of adapters gain nothing; token budgets of updates, of scores and shared passes exclude them."""
     plan = setting.search(proposals=250).best.plan
     assert all(placement.pipeline == 1 for placement in plan.placements.values())
 

@@ -51,7 +51,7 @@ from jrlhf.errors import UserError
 from jrlhf.stages.setup import architectures, select_plan
 from jrlhf.meshes import gathered, make_mesh, reshard, to_devices, to_host
 from jrlhf.meshes.spread import spread
-from jrlhf.run.processes import any_process, from_main, is_main
+from jrlhf.run.processes import any_process, from_main, is_main, to_all_hosts
 
 devices = select(DeviceConfig(platform="cpu", simulated=2), DistributedConfig(timeout=60))
 number, results = jax.process_index(), {}
@@ -89,6 +89,13 @@ results["moved"] = to_host(draw(jax.jit(lambda k: k, out_shardings=divided.shard
 results["expected"] = np.asarray(jax.vmap(jax.random.bits)(keys)).tolist()
 parts = {name: make_mesh(1, -1, 1, devices=own) for name, own in {
     "first": devices[:2], "second": devices[2:], "middle": devices[1:3], "last": devices[3:]}.items()} | {"all": mesh}
+rows = {name: to_devices(host, {"x": NamedSharding(part, P("fsdp")), "n": NamedSharding(part, P())}) for name, part in
+    parts.items() if name in ("first", "second", "all")}
+slow = jax.jit(lambda x: jax.lax.fori_loop(0, 30_000_000, lambda _, x: x * 0.999 + 1, x))(rows["second"]["x"])
+results["read"] = [to_all_hosts(rows["first"])]
+results["busy"] = number == 1 and not slow.is_ready()
+results["read"] += [to_all_hosts(rows["second"]), to_all_hosts(rows["all"])]
+results["read"] = [[tree["x"].tolist(), int(tree["n"])] for tree in results["read"]]
 results["slices"] = {}
 for pair in ("first second", "all second", "second all", "middle second", "last first", "first last", "all last"):
     source, target = (parts[name] for name in pair.split())
@@ -102,6 +109,27 @@ tiny, directory = sys.argv[1:]
 config = load_config(tiny, [f"plan={directory}/{number}.yaml", "mesh.fsdp=2"])
 results["plan"] = select_plan(config, architectures(config), devices).as_dict()
 print(json.dumps(results))
+"""
+
+EARLY = """
+import json, sys
+from dataclasses import replace
+from jrlhf.roles.early import OpenRollout
+from jrlhf.stages.context import Context
+from jrlhf.train import cli
+
+hand_out, early = OpenRollout._hand_out, []
+sampling = Context.sampling.fget
+Context.sampling = property(lambda self: replace(sampling(self), stop_ids=tuple(range(0, 300, 4))))  # unlike lengths
+
+def counted(self, done, read, mesh):
+    hand_out(self, done, read, mesh)
+    early.append([mesh.size, sum(len(reader.results) for reader in self._readers if reader.devices)])
+
+OpenRollout._hand_out = counted
+code = cli(sys.argv[1:])
+print(json.dumps({"early": early}))
+sys.exit(code)
 """
 
 
@@ -211,6 +239,7 @@ def test_processes_agree_and_share_arrays(tmp_path: Path):
     launched = launch(2, tmp_path, "-c", AGREE, TINY, str(tmp_path))
     first, second = launched.answers(120)
     assert first.pop("called") == [0] and second.pop("called") == []
+    assert (first.pop("busy"), second.pop("busy")) == (False, True)  # its devices compute while it gets others' arrays
     expected = np.arange(24.0, dtype=np.float32).reshape(4, 6).T[:, ::-1]
     shards = first.pop("shards") | second.pop("shards")
     assert len(shards) == 4  # each process has only its own
@@ -223,6 +252,7 @@ def test_processes_agree_and_share_arrays(tmp_path: Path):
     assert first["any"] == [False, True, True]
     assert first["doubled"] == [(2 * expected).tolist()] * 2 + [14]
     assert first["drawn"] == first["moved"] == first["expected"]
+    assert first["read"] == [[expected.tolist(), 7]] * 3
     for moved, number, saved, shards in first["slices"].values():
         assert moved == saved == expected.tolist() and number == 7
         assert len(shards) == 2 and np.prod(shards[0]) < 24  # each process has a part of what is saved
@@ -302,6 +332,26 @@ def test_a_killed_run_on_slices_goes_on_to_the_same_bits_and_under_another_plan(
     assert records(split / "killed") == records(split / "two")
     train(4, split, "killed", *SMALL, "plan=standalone", "--resume", "ppo.iterations=4").assert_codes(400, *[0] * 4)
     assert records(split / "killed")[-1]["step"] == 4
+
+
+@pytest.mark.proof("processes")
+def test_devices_of_another_process_score_while_the_last_rows_decode(tmp_path: Path):
+    """Generation on all four groups of devices; the last rows move to one of process 0, and process 1 scores."""
+    calls = {call: {"layout": layout, "devices": "0-3", "fsdp": 2, "tensor": 2} for call, layout in LAYOUTS.items()}
+    calls["actor.generate"] |= {"devices": "0-7", "fsdp": 4}
+    for call in ("reference.logprobs", "critic.values", "reward.score"):
+        calls[call] |= {"devices": "4-7"}
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump({"name": "by hand", "calls": calls}))
+    settings = f"run_dir={tmp_path}", f"plan={tmp_path / 'plan.yaml'}", "compute.score_rows=4", "rollout.chunk=1"
+    counts = []
+    for count, name in ((1, "one"), (2, "two")):
+        own = *settings, "rollout.last_groups=1", f"device.simulated={8 // count}", f"name={name}"
+        launched = launch(count, tmp_path, "-c", EARLY, "--config", TINY, *SMALL, *own)
+        counts += [answer["early"] for answer in launched.answers(600)]
+    assert counts[0] == counts[1] == counts[2]
+    assert {size for size, scored in counts[0]} == {2, 8}
+    assert all(scored == 0 for size, scored in counts[0] if size == 8) and max(scored for _, scored in counts[0]) > 0
+    assert_same_run(tmp_path / "one", tmp_path / "two", "model", "reward_model")
 
 
 @pytest.mark.proof("processes")
