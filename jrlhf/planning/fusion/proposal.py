@@ -22,7 +22,7 @@ from jrlhf.planning.fusion.updates import fused_prices
 from jrlhf.planning.plans import FUSED
 from jrlhf.planning.search import Found, Result
 from jrlhf.planning.simulate import Simulator, simulate
-from jrlhf.planning.time import CostModel, Price
+from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import Workload
 
 _PLANS = 4  # number of a search's plans that are tried with fused updates
@@ -182,11 +182,11 @@ def _options(prices: CostModel, name: str, count: int) -> list[_Option]:
 
 def _scored(prices: CostModel, name: str, count: int) -> list[Placement]:
     """Returns the fastest pipelines of every depth for a call that scores."""
-    call, by_depth = prices.workload.graph[name], dict[int, list[Price]]()
+    call, by_depth = prices.workload.graph[name], dict[int, list[Placement]]()
     for placed in _pipelines(prices.workload, call, count, prices.cluster.node):
-        by_depth.setdefault(placed.pipeline, []).append(prices.call(call, placed))
-    fastest = (nsmallest(_OF_A_DEPTH, same, key=lambda price: price.seconds) for same in by_depth.values())
-    return [price.placement for same in fastest for price in same]
+        by_depth.setdefault(placed.pipeline, []).append(placed)
+    seconds = lambda placed: prices.time(call, placed).seconds  # noqa: E731
+    return [placed for same in by_depth.values() for placed in nsmallest(_OF_A_DEPTH, same, key=seconds)]
 
 
 def _pipelines(workload: Workload, call: Call, count: int, node: int) -> Iterator[Placement]:
