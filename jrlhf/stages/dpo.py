@@ -19,7 +19,7 @@ from jrlhf.roles.role import Site
 from jrlhf.run.clock import Clock
 from jrlhf.stages.context import Context
 from jrlhf.stages.loop import CALLS, run_stage
-from jrlhf.stages.preferences import collect_pairs, put_pairs
+from jrlhf.stages.preferences import accuracies, collect_pairs, put_pairs
 
 
 def train_dpo(context: Context, policy: Model) -> Model:
@@ -72,15 +72,7 @@ def train_dpo(context: Context, policy: Model) -> Model:
 
 
 def heldout_metrics(terms: Mapping[str, np.ndarray], clear: np.ndarray | None) -> dict[str, float]:
-    """The metrics `dpo/eval_*` of held-out pairs, from the terms of each pair.
-
-    clear: mask of the pairs counted in the accuracy (gold gap above the margin). If it has none, there is no accuracy.
-    """
-    right = terms["rewards/accuracies"]
+    """The metrics `dpo/eval_*` of held-out pairs, from the terms of each pair. clear: see `accuracies`."""
     metrics = {"eval_loss": terms["dpo/loss"].mean(), "eval_margin": terms["rewards/margins"].mean()}
-    if clear is not None:
-        metrics["eval_accuracy_with_close_pairs"] = right.mean()
-        right = right[clear]
-    metrics |= {"eval_accuracy": right.mean()} if len(right) else {}
-    metrics["eval_pairs"] = len(right)
+    metrics |= accuracies(terms["rewards/accuracies"], clear)
     return {f"dpo/{name}": float(value) for name, value in metrics.items()}

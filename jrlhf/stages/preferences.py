@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Shaped
 
 from jrlhf.data.batches import key_for, pad_rows, put_rows
 from jrlhf.data.encode import Ids
@@ -33,6 +33,18 @@ def put_pairs(context: Context, pairs: Pairs, rows: np.ndarray) -> list[Array]:
     chosen, rejected = (pad_rows([side[row] for row in rows], context.length) for side in sides)
     prompt_lengths = np.array([pairs.prompt_lengths[row] for row in rows], np.int32)
     return put_rows([*chosen, *rejected, prompt_lengths], context.mesh)
+
+
+def accuracies(right: Shaped[np.ndarray, "N"], clear: Bool[np.ndarray, "N"] | None) -> dict[str, float]:
+    """The share of held-out pairs whose better answer is preferred (`right`), and the number of these pairs.
+
+    clear: mask of the pairs that count (gold gap above the margin). If it has none, there is no share; beside it stands
+    the share of all pairs.
+    """
+    every = {} if clear is None else {"eval_accuracy_with_close_pairs": float(right.mean())}
+    counted = right if clear is None else right[clear]
+    shares = {"eval_accuracy": float(counted.mean())} if len(counted) else {}
+    return shares | {"eval_pairs": len(counted)} | every
 
 
 @dataclass(frozen=True)

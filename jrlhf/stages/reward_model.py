@@ -15,7 +15,7 @@ from jrlhf.roles.initial import adamw, scalar_model, stored
 from jrlhf.roles.model import Model
 from jrlhf.stages.context import Context
 from jrlhf.stages.loop import run_stage
-from jrlhf.stages.preferences import collect_pairs, put_pairs
+from jrlhf.stages.preferences import accuracies, collect_pairs, put_pairs
 
 NORMALISED_BY = 32_768  # maximum number of answers to normalise by; of a larger dataset every n-th answer is scored
 
@@ -77,11 +77,4 @@ def normalised(params, mean: float, deviation: float):
 def _accuracy(context: Context, reward: Model, pairs: Pairs) -> dict[str, float]:
     """The share of pairs that are scored in the annotator's order: of its clear pairs, and of all pairs."""
     chosen, rejected = (context.sampler.scores(reward, ids) for ids in (pairs.chosen, pairs.rejected))
-    right = chosen > rejected
-    if pairs.clear is None:
-        return {"reward_model/eval_accuracy": float(right.mean()), "reward_model/eval_pairs": len(right)}
-    return {
-        "reward_model/eval_accuracy": float(right[pairs.clear].mean()),
-        "reward_model/eval_pairs": int(pairs.clear.sum()),
-        "reward_model/eval_accuracy_with_close_pairs": float(right.mean()),
-    }
+    return {f"reward_model/{name}": value for name, value in accuracies(chosen > rejected, pairs.clear).items()}
