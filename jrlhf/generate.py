@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jrlhf.config import load_config
 from jrlhf.config.parse import convert, kinds_of
 from jrlhf.config.places import expanded, is_address, local
-from jrlhf.config.schema import DatasetsData, DeviceConfig
+from jrlhf.config.schema import ColumnsConfig, DatasetsData, DeviceConfig
 from jrlhf.data.batches import key_for, pad_rows, program_width, put_rows, read_responses, row_keys, whole_batches
 from jrlhf.data.encode import Encoding, Prompts, without_answer
 from jrlhf.data.read import read_dataset
@@ -211,6 +211,7 @@ def cli(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--adapter", help="a PEFT directory, put on the model")
     parser.add_argument("--prompt", action="append", help="a prompt; may be given several times")
     parser.add_argument("--file", help="a dataset with prompts: jsonl, csv, parquet")
+    parser.add_argument("--column", help="the column of --file that holds the prompts, if it is not `prompt`")
     parser.add_argument("--out", help="a jsonl file for the answers to --file; without it they are printed")
     parser.add_argument("--raw", action="store_true", help="prompts are plain text even if there is a chat template")
     parser.add_argument("--system", help="a system message")
@@ -234,7 +235,7 @@ def _run(options: argparse.Namespace) -> None:
     asked = replace(asked, system=system, chat=asked.chat and not options.raw)
     examples = [asked.example(text) for text in options.prompt or ()]
     if options.file is not None:
-        dataset = read_dataset(options.file)
+        dataset = read_dataset(options.file, columns=ColumnsConfig(prompt=options.column))
         examples += map(without_answer, dataset.examples) if dataset.shape == "messages" else dataset.examples
     names = "max_new_tokens", "temperature", "top_k", "top_p"
     sampling = {name: value for name in names if (value := getattr(options, name)) is not None}
@@ -256,6 +257,8 @@ def _run(options: argparse.Namespace) -> None:
 def _check(options: argparse.Namespace, interactive: bool) -> None:
     if options.out is not None and options.file is None:
         raise UserError("--out holds the answers to --file: give a file of prompts, or leave it out")
+    if options.column is not None and options.file is None:
+        raise UserError("--column holds the prompts of --file: give a file of prompts, or leave it out")
     if options.n < 1 or options.batch < 1:
         raise UserError(f"-n {options.n} and --batch {options.batch} must be at least 1")
     if options.n > _MOST:

@@ -315,7 +315,7 @@ def _detect(columns: ColumnsConfig, there: Sequence[str], source: str) -> tuple[
         if set(needed) <= set(names) and set(given) <= shape_fields:
             return shape, {name: column for name, column in names.items() if name in shape_fields}
     shapes = ", or ".join(" and ".join(needed) for needed in _NEEDS.values())
-    raise UserError(f"{listed}: say in data.columns which of them are {shapes}")
+    raise UserError(f"{listed}: say in data.columns which of them are {shapes} (jrlhf.generate: by --column)")
 
 
 def _example(shape: Shape, names: Mapping[str, str], row: Mapping[str, Any], there: Sequence[str]) -> Example:

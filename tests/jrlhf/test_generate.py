@@ -91,6 +91,15 @@ def test_whole_conversations_in_a_file_are_answered_anew(ask, tmp_path):
     assert (code, error) == (0, "") and [row["prompt"] for row in read_jsonl(tmp_path / "out.jsonl")] == [turns[:1]]
 
 
+def test_prompts_are_read_from_the_column_that_is_named(ask, tmp_path):
+    row, file, out = {"question": QUESTION, "answer": "3"}, tmp_path / "gsm8k.jsonl", tmp_path / "out.jsonl"
+    file.write_text(json.dumps(row))
+    code, _, error = ask("--file", str(file), "--out", str(out))
+    assert code == 2 and "the columns of" in error and "by --column" in error
+    assert ask("--file", str(file), "--column", "question", "--out", str(out))[0] == 0
+    assert [answer["prompt"][0]["content"] for answer in read_jsonl(out)] == [QUESTION]
+
+
 def test_several_answers_to_a_prompt_differ_and_do_not_depend_on_the_batch(ask, tmp_path):
     answers = rows(ask, tmp_path, "-n", "3", "--seed", "1", prompts=4)  # in two batches of 8
     assert len(answers) == 12 and len({row["completion"] for row in answers}) > 6
@@ -206,6 +215,7 @@ def test_answers_of_a_run_are_as_long_as_in_its_training(tmp_path, user, monkeyp
 def test_bad_input_is_one_sentence(ask, tmp_path, user):
     table = [
         (["--out", "x.jsonl", "--prompt", "a"], "--out holds the answers to --file"),
+        (["--column", "question", "--prompt", "a"], "--column holds the prompts of --file: give a file"),
         (["--out", ".", "--file", "gone.jsonl"], "--out . is a directory"),
         (["--out", "/dev/null/x", "--file", "gone.jsonl"], "--out /dev/null/x cannot be written (Not a directory)"),
         (["--prompt", "a", "-n", "0"], "must be at least 1"),
