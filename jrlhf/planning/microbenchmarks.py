@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jrlhf.kernels.logprob import token_logprobs, token_sums
@@ -141,7 +141,7 @@ def generation(
 
 def update(config: ModelConfig, devices: Sequence[Device], fsdp: int) -> Program:
     """Builds an optimizer update of a model stored over `fsdp` devices, with given gradients."""
-    mesh = make_mesh(len(devices) // fsdp, fsdp, 1, devices=devices)
+    mesh = _in_groups(devices, fsdp)
     params = jax.device_put(init_lm(config, jax.random.key(0)), param_shardings(config, mesh, TRAIN))
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4, b1=0.9, b2=0.95))
 
@@ -169,7 +169,7 @@ def collective(kind: str, devices: Sequence[Device], size: int, numbers: int) ->
 
     numbers: float32 that each device holds after an all-gather ("gather"), or puts into an all-reduce ("reduce").
     """
-    mesh = make_mesh(len(devices) // size, size, 1, devices=devices)
+    mesh = _in_groups(devices, size)
 
     def once(x):
         if kind == "gather":
@@ -183,7 +183,13 @@ def collective(kind: str, devices: Sequence[Device], size: int, numbers: int) ->
         return lax.scan(lambda x, _: (once(x), None), x, length=CHAINED)[0]
 
     mapped = jax.jit(jax.shard_map(chained, mesh=mesh, in_specs=rows, out_specs=rows))
-    return partial(mapped, jax.device_put(np.zeros(local * len(devices), np.float32), NamedSharding(mesh, rows)))
+    return partial(mapped, jax.device_put(np.zeros(local * mesh.size, np.float32), NamedSharding(mesh, rows)))
+
+
+def _in_groups(devices: Sequence[Device], size: int) -> Mesh:
+    """Divides devices into groups of `size` neighbours along `fsdp`; devices that are left over stay idle."""
+    groups = len(devices) // size
+    return make_mesh(groups, size, 1, devices=devices[: groups * size])
 
 
 def offload(device: Device, numbers: int) -> Program:

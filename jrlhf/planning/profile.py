@@ -1,8 +1,9 @@
 """Measures a profile of the present hardware, and computes the costs of calls from it.
 
-It measures a layer, a head, a generation, an update, and collectives, at sizes that are powers of two. The results
-replace the arithmetic of `time.Roofline`; how often each part is computed, and between which devices bytes move, stays
-the same. A profile takes minutes. It is stored in a file per device kind, number of devices and JAX version.
+It measures a layer, a head, a generation, an update, and collectives, at sizes that are powers of two; groups of
+devices also have the sizes that divide all devices. The results replace the arithmetic of `time.Roofline`; how often
+each part is computed, and between which devices bytes move, stays the same. A profile takes minutes. It is stored in a
+file per device kind, number of devices and JAX version.
 """
 
 import json
@@ -18,7 +19,7 @@ from typing import Any
 
 import jax
 
-from jrlhf.config.check import indivisible
+from jrlhf.config.check import divisors, indivisible
 from jrlhf.errors import UserError
 from jrlhf.meshes.hardware import Cluster, Hardware
 from jrlhf.meshes.mesh import Device
@@ -209,7 +210,8 @@ def wanted_curves(workload: Workload, devices: Sequence[Device]) -> Iterator[tup
     models = [model for models in workload.models.values() for model in models]
     generating = {call.role for call in workload.graph if call.kind == "generate"}
     generators = {model.config for role in generating for model in workload.models[role]}
-    most, counts = max(1, workload.rows // len(devices)), powers_of_two(len(devices))  # rows of a device
+    most, powers = max(1, workload.rows // len(devices)), powers_of_two(len(devices))  # rows of a device
+    counts = sorted({*powers, *divisors(len(devices))})  # sizes of groups: slices are powers of two, or all devices
     yield "call", {1.0: partial(microbenchmarks.copy, devices, 1)}
     for size in counts[1:]:
         for kind in ("gather", "reduce"):
@@ -218,7 +220,7 @@ def wanted_curves(workload: Workload, devices: Sequence[Device]) -> Iterator[tup
     yield "copy", {8.0 * _MIB: partial(microbenchmarks.copy, devices, _MIB)}
     yield "host", {8.0 * _MIB: partial(microbenchmarks.offload, devices[0], 2 * _MIB)}
     for config in dict.fromkeys(model.config for model in models):
-        shares = {1 / fsdp: partial(microbenchmarks.update, config, devices, fsdp) for fsdp in counts}
+        shares = {1 / fsdp: partial(microbenchmarks.update, config, devices, fsdp) for fsdp in powers}
         yield f"update {shape_key(config)}", shares
         for slices in counts:
             if not _divides(config, slices):

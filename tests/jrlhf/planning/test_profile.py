@@ -13,6 +13,7 @@ from jrlhf.meshes.hardware import HARDWARE, Cluster
 from jrlhf.models import LoRAConfig, ModelConfig
 from jrlhf.planning import microbenchmarks as measure
 from jrlhf.planning import profile as profiles
+from jrlhf.planning.candidates import placements, slices
 from jrlhf.planning.moves import (
     Group,
 )
@@ -136,7 +137,7 @@ def test_devices_at_hand_as_hardware():
 # ---- the programs that are measured are what they are called
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.full)])
 def test_every_program_that_is_measured_runs(count):
     """On one device those that no other test runs: embeddings and heads."""
     tiny = ModelConfig(16, 16, 1, heads=2, kv_heads=2, head_dim=8, mlp=16, max_positions=16)
@@ -155,6 +156,21 @@ def test_every_program_that_is_measured_runs(count):
                 assert all(np.abs(gradient).max() > 0 for gradient in results)
     rest = {"call", "gather", "reduce", "copy", "host", "update", "layer", "generation"}
     assert kinds == {"ends"} | (rest if count > 1 else set())
+
+
+@pytest.mark.parametrize("count", [6, 8])
+def test_all_groups_that_candidates_have_are_measured(count):
+    hardware = replace(HARDWARE["h100"], node=count)
+    names = {name for name, _ in profiles.wanted_curves(WORK, jax.devices()[:count])}
+    groups = {
+        size
+        for devices in slices(Cluster(hardware, count))
+        for call in WORK.calls
+        for placed in placements(replace(WORK, rows=48 * WORK.rows), call, devices.count, count, hypothetical=True)
+        for size in (placed.data, placed.fsdp, placed.tensor, placed.pipeline)
+    }
+    assert {f"{kind} {size}" for kind in ("gather", "reduce") for size in groups - {1}} <= names
+    assert max(groups) == count
 
 
 @pytest.mark.full
