@@ -25,6 +25,7 @@ from jrlhf.planning.simulate import Simulator, simulate
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import Workload
 
+_GAIN = 0.01  # least share of an iteration that stages of a call must save; smaller ones are within the prices' error
 _PLANS = 4  # number of a search's plans that are tried with fused updates
 _TABLES = 3  # number of tables that are searched for, about two core-seconds each
 _SIMULATED = 4  # number of simulated pairs of placements on the same devices
@@ -58,9 +59,9 @@ def _with_stages(
     scores = [call.name for call in calls if call.kind == "infer"]
     scored = cache(partial(_scored, prices))
 
-    def faster(plan: Plan, name: str, places: Iterable[Placement]) -> Plan:
-        """Returns the fastest of a plan and those that have one of these placements of an update instead."""
-        best, least = plan, simulator.evaluate(simulator.choice(plan))[0]
+    def faster(plan: Plan, name: str, places: Iterable[Placement], gain: float = 0.0) -> Plan:
+        """Returns the fastest plan with one of these placements of a call, or the given plan if none saves `gain`."""
+        best, least = plan, (1 - gain) * simulator.evaluate(simulator.choice(plan))[0]
         for other in (Plan("staged", {**plan.placements, name: place}) for place in places):
             if runs(other):
                 seconds, peak, _ = simulator.evaluate(simulator.choice(other))
@@ -77,7 +78,7 @@ def _with_stages(
                     placed = [replace(one.placement, schedule="1f1b") for one in options(name, devices.count)]
                 else:
                     placed = scored(name, devices.count)
-                plan = faster(plan, name, [replace(place, devices=devices) for place in placed])
+                plan = faster(plan, name, [replace(place, devices=devices) for place in placed], _GAIN)
         plans.append(plan)
     best = min(plans, key=lambda plan: simulator.evaluate(simulator.choice(plan))[0])
     # GPipe is never predicted faster. Stages of several processes wait for each other if they are interleaved.
