@@ -59,6 +59,8 @@ def load_task(config: Config, tokenizer: Tokenizer) -> Task:
     if "heldout" in datasets:
         _, heldout = parts("heldout", encoding.prompts, data.max_prompt)
     words = [f"{key} {dataset.fingerprint}" for key, dataset in datasets.items()]
+    if any(not row.prompt and row.chosen for dataset in datasets.values() for row in dataset.examples):
+        words.append("pairs without a prompt are held out one by one")  # older versions held them out together
     return Task(
         tokenizer=tokenizer,
         fingerprint=fingerprint([tokenizer.to_json(), str(tokenizer.chat_template), *words]),

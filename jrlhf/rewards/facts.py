@@ -13,6 +13,7 @@ from jrlhf.rewards.types import Sample
 from jrlhf.rewards.worker import GIVEN
 
 SHOWN = 300  # characters of a text in a message
+OLDER = " as older versions"  # suffix of the key of a function's digest that older versions recorded
 MODULES = " modules"  # suffix of the key that identifies the modules which a function's file imports
 
 
@@ -67,6 +68,11 @@ class Facts:
         key = f"{self.kind} {self.config.name}"
         imported = {f"{key}{MODULES}": fingerprint(map(str, sorted(self.modules.items())))} if self.modules else {}
         return {key: self.fingerprint} | imported
+
+    @property
+    def stopping(self) -> dict[str, str]:
+        """The entries of failures.jsonl if the function stops the run: its identity, and its digest in older runs."""
+        return self.identity | {f"{self.kind} {self.config.name}{OLDER}": self.older}
 
     def describe(self) -> str:
         """Returns one line for the log: the function, its file, and what happens if it fails."""

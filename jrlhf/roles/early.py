@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 
 from jrlhf.data.batches import Batch, put_rows
 from jrlhf.meshes import to_host
@@ -30,7 +30,7 @@ from jrlhf.roles.placement import Pending
 from jrlhf.run.clock import may_deadlock
 
 T = TypeVar("T")
-Read = Callable[[], Rollout]  # returns the rows so far, on the host
+Read = Callable[[Int[np.ndarray, "n"]], Rollout]  # returns the rollout on the host, at least these rows of it
 Watch = Callable[[Bool[np.ndarray, "B"], Read, Mesh], None]  # (mask of finished rows, read, mesh of the other rows)
 OF_ROWS = "tokens", "prompt_lengths", "response_lengths", "logprobs", "finished"  # fields of a rollout
 
@@ -109,10 +109,11 @@ class OpenRollout(Pending[Rollout]):
             for number in ready
             if reader.early and number not in reader.results and reader.devices.isdisjoint(mesh.devices.flat)
         ]
-        whole = read() if wanted else None
-        for reader, number in wanted:
-            assert whole is not None
-            self._give(reader, number, whole)
+        if wanted:
+            numbers = sorted({number for _, number in wanted})
+            whole = read(np.concatenate([np.r_[self._tiles[number]] for number in numbers]))
+            for reader, number in wanted:
+                self._give(reader, number, whole)
 
     def _complete(self, reader: _Reader) -> None:
         for number in range(len(self._tiles)):
@@ -146,9 +147,13 @@ class EarlyActor(Actor):
         def draw(hand_out: Watch) -> Rollout:
             def watch(done: Bool[np.ndarray, "B"], assemble: Callable[[], Generation], decoding: Mesh) -> None:
                 self.clock.watch(done, assemble, decoding)
-                hand_out(done, lambda: Rollout(**vars(self._read(assemble())), version=version), decoding)
 
-            last = None if moves is None else moves.before(name)
+                def read(rows: Int[np.ndarray, "n"]) -> Rollout:
+                    return Rollout(**vars(self._read(assemble(), rows)), version=version)
+
+                hand_out(done, read, decoding)
+
+            last = None if moves is None else moves.before(name, seconds=self.clock.deadline)
             with jax.set_mesh(mesh):
                 rollout = self._sample(method, self._switch(method), prompts, watch=watch, last=last)
             if moves is not None:

@@ -35,10 +35,13 @@ class Run(Closing):
     From `open_run` until `begin` it only collects writes, so that a refused resume changes nothing.
 
     writes: whether this process writes into the directory; only process 0 does.
-    notes: lines for environment.txt. changes: clauses about changes in a resume.
+    notes, now: lines and time for environment.txt. changes: clauses about changes in a resume.
     """
 
-    def __init__(self, path: Path, *, writes: bool = True, notes: Sequence[str] = ()):
+    def __init__(
+        self, path: Path, *, writes: bool = True, notes: Sequence[str] = (), now: datetime.datetime | None = None
+    ):
+        self._now = now or datetime.datetime.now(datetime.UTC)
         self.path, self.writes, self.notes, self.changes, self._lock = path, writes, notes, list[str](), -1
         self.shown: Path | str = path  # the path or address that users see
         self.watch: Callable[[], None] = lambda: None  # raises RunFailure if the run must end
@@ -66,8 +69,9 @@ class Run(Closing):
     def seeds(self) -> int:
         """Returns the version of how the run derives seeds: 2; 1 for a run from before versions were recorded."""
         path = self.path / SEEDS
-        if not path.exists():  # without checkpoints the run starts again: it was killed before it wrote the file
-            return 1 if any(self.path.glob("checkpoints/*/*")) else 2
+        if not path.exists():  # a run that has not begun was killed before it wrote the file
+            begun = (self.path / "preferences.jsonl").exists() or any(self.path.glob("checkpoints/*/*"))
+            return 1 if begun else 2
         try:
             return {"1": 1, "2": 2}[path.read_text(encoding="utf-8").strip()]
         except (OSError, ValueError, KeyError) as error:
@@ -102,7 +106,8 @@ class Run(Closing):
             tell(f"going on {change}")
         if self.writes:
             with open(self.path / ENVIRONMENT, "a", encoding="utf-8") as file:
-                file.write(_environment([*self.notes, *(f"goes on {change}" for change in self.changes)]))
+                notes = [*self.notes, *(f"goes on {change}" for change in self.changes)]
+                file.write(_environment(self._now, notes))
 
     def check_present(self) -> None:
         """Raises RunFailure if the directory was deleted or moved during the run, or if copying it fails."""
@@ -214,13 +219,15 @@ def writable(config: Config) -> Iterator[None]:
         raise _unwritable(config, error.strerror or str(error)) from error
 
 
-def open_run(config: Config, *, resume: bool = False, notes: Sequence[str] = ()) -> Run:
+def open_run(
+    config: Config, *, resume: bool = False, notes: Sequence[str] = (), now: datetime.datetime | None = None
+) -> Run:
     """Creates the directory `run_path(config)` or, with `resume`, opens the run in it.
 
     A new run gets config.yaml at once. In a resumed run with changed settings, `Run.begin` replaces it. Each start is
-    appended to environment.txt, with the lines of `notes`. Process 0 does all this for the others.
+    appended to environment.txt, with its time in UTC and the lines of `notes`. Process 0 does all this for the others.
     """
-    run = Run(run_path(config), writes=is_main(), notes=notes)
+    run = Run(run_path(config), writes=is_main(), notes=notes, now=now)
 
     def opening() -> None:
         with writable(config):
@@ -300,10 +307,10 @@ def refuse_other(path: Path | str, saved: str, config: Config, resume: bool) -> 
     return line
 
 
-def _environment(notes: Sequence[str]) -> str:
+def _environment(now: datetime.datetime, notes: Sequence[str]) -> str:
     """Describes this process: time, command, Python, source, `notes`, every installed distribution."""
     lines = [
-        datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        now.isoformat(timespec="seconds"),
         f"command: {' '.join(sys.argv)}",
         f"jrlhf {__version__}, python {platform.python_version()} on {platform.platform()}, {os.cpu_count()} cores",
         *(f"{name}={os.environ[name]}" for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS") if name in os.environ),

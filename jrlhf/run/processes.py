@@ -264,11 +264,13 @@ def to_main(value: Any, *, seconds: float = 3600.0) -> list[Any]:
     return values
 
 
-def to_all_hosts(tree: Any, *, seconds: float = 3600.0) -> Any:
+def to_all_hosts(tree: Any, rows: np.ndarray | None = None, *, seconds: float = 3600.0) -> Any:
     """Returns the arrays of one mesh as whole NumPy arrays, in every process. Devices of other meshes may be busy.
 
     All processes must call this, from their main thread and in the same order. Processes with a device of the mesh do
     not wait for the others, which get the bytes through the coordinator, and wait at most `seconds`.
+
+    rows: the rows that are needed; in processes without a device of the mesh the others are 0.
     """
     leaves, treedef = jax.tree.flatten(tree)
     mesh = leaves[0].sharding.mesh
@@ -280,17 +282,21 @@ def to_all_hosts(tree: Any, *, seconds: float = 3600.0) -> Any:
     if jax.process_index() not in absent:
         arrays = jax.device_get(whole)
         if jax.process_index() == min(device.process_index for device in mesh.devices.flat):
-            client.key_value_set_bytes(key, b"".join(array.tobytes() for array in arrays))
+            needed = arrays if rows is None else [array[rows] for array in arrays]
+            client.key_value_set_bytes(key, b"".join(array.tobytes() for array in needed))
         return treedef.unflatten(arrays)
     data = client.blocking_key_value_get_bytes(key, int(seconds * 1000))
     client.wait_at_barrier(f"{key} is read", int(seconds * 1000), absent)
     if jax.process_index() == absent[0]:
         client.key_value_delete(key)
-    ends = np.cumsum([leaf.nbytes for leaf in leaves])
-    parts = zip(leaves, [0, *ends], ends, strict=False)
-    return treedef.unflatten(
-        np.frombuffer(data[start:end], leaf.dtype).reshape(leaf.shape) for leaf, start, end in parts
-    )
+    arrays, start = [np.zeros(leaf.shape, leaf.dtype) for leaf in leaves], 0
+    for array in arrays:
+        needed = array[... if rows is None else rows]
+        array[... if rows is None else rows] = np.frombuffer(data, array.dtype, needed.size, offset=start).reshape(
+            needed.shape
+        )
+        start += needed.nbytes
+    return treedef.unflatten(arrays)
 
 
 def any_process(flag: bool) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jrlhf.errors import UserError
-from jrlhf.rewards.facts import MODULES
+from jrlhf.rewards.facts import MODULES, OLDER
 from jrlhf.run.directory import Run
 from jrlhf.run.files import append_jsonl, read_jsonl
 
@@ -82,4 +82,4 @@ def _stopped(run: Path, function: str, there: Mapping[str, str]) -> bool:
     """True if the function, in the version that the checkpoint names, has stopped the run."""
     keys = [key for key in (function, function + MODULES) if key in there]
     records = read_jsonl(run / FAILURES) if function in there else ()
-    return any(all(record.get(key) == there[key] for key in keys) for record in records)
+    return any(all(there[key] in (record.get(key), record.get(key + OLDER)) for key in keys) for record in records)

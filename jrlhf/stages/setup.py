@@ -6,6 +6,7 @@ Opens everything a run needs later (reward functions, tokenizers, adapters), so 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import cache, partial
 from typing import Literal
 
@@ -113,7 +114,9 @@ def _open_context(
         gpus = plan["actor.generate"].devices.count if mesh.devices.flat[0].platform == "gpu" else 0
         stack.enter_context(joined(config.fleet.workers or 0, gpus, console.line))
     # A resume, and every process, writes the day of the start into prompts.
-    stack.enter_context(dated(from_main(partial(first_day, run_path(config)))))
+    now = datetime.now(UTC)
+    day = from_main(lambda: first_day(run_path(config)) if resume else now.date().isoformat())
+    stack.enter_context(dated(day))
     with console.status("reading the data"):
         task = load_task(config, models["actor"])
     for line in task.description.splitlines():
@@ -123,7 +126,7 @@ def _open_context(
     if mirror is not None:
         mirror.begin()
     with (
-        open_run(config, resume=resume, notes=[_devices_line(mesh, plan)]) as run,
+        open_run(config, resume=resume, notes=[_devices_line(mesh, plan)], now=now) as run,
         explained(run),
         PreemptionGuard() as preemption,
         tracking(config, run, console.warn) as trackers,

@@ -230,9 +230,9 @@ class Moves:
         if not any(map(may_gain, rollouts.values())):
             self._tell(NO_GAIN)
 
-    def before(self, call: str) -> LastRows | None:
-        """Returns the move of the next rollout of a call."""
-        last = from_main(lambda: self._choose(call))
+    def before(self, call: str, *, seconds: float = 3600.0) -> LastRows | None:
+        """Returns the move of the next rollout of a call. Other processes wait for process 0 at most `seconds`."""
+        last = from_main(lambda: self._choose(call), seconds=seconds)
         return None if last is None else LastRows(**last)
 
     def _choose(self, call: str) -> dict[str, Any] | None:

@@ -112,7 +112,6 @@ def test_a_process_gets_changes_only_of_what_it_holds():
 STAND_IN = """
 import os, signal
 from jrlhf.run.child import channel_to_parent, receive, send
-from jrlhf.run.child import Worker
 from jrlhf.run.files import decode, encode
 
 def main(descriptor):

@@ -1,6 +1,7 @@
 """Rewards of an iteration: functions run while the devices compute, models of text in order with the roles' calls."""
 
 import threading
+import time
 from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -107,8 +108,12 @@ def test_the_end_waits_for_the_call_at_work_alone():
     row = BATCH.examples[:1], BATCH.texts[:1], [Response((5,), "x", True)]
     ahead: Any = [rewards.ask_ahead(*row, step, 0) for step in range(3)]
     assert started.wait(10)
-    threading.Timer(0.1, ends.set).start()
-    rewards.close()
+    closing = threading.Thread(target=rewards.close)
+    closing.start()
+    while not ahead[2].cancelled():
+        time.sleep(0.01)
+    ends.set()
+    closing.join()
     assert steps == [0] and [answer.cancelled() for answer in ahead] == [False, True, True]
 
 

@@ -91,11 +91,14 @@ parts = {name: make_mesh(1, -1, 1, devices=own) for name, own in {
     "first": devices[:2], "second": devices[2:], "middle": devices[1:3], "last": devices[3:]}.items()} | {"all": mesh}
 rows = {name: to_devices(host, {"x": NamedSharding(part, P("fsdp")), "n": NamedSharding(part, P())}) for name, part in
     parts.items() if name in ("first", "second", "all")}
-slow = jax.jit(lambda x: jax.lax.fori_loop(0, 30_000_000, lambda _, x: x * 0.999 + 1, x))(rows["second"]["x"])
+slow = jax.jit(lambda x: jax.lax.fori_loop(0, 200_000_000, lambda _, x: x * 0.999 + 1, x))(rows["second"]["x"])
 results["read"] = [to_all_hosts(rows["first"])]
 results["busy"] = number == 1 and not slow.is_ready()
 results["read"] += [to_all_hosts(rows["second"]), to_all_hosts(rows["all"])]
 results["read"] = [[tree["x"].tolist(), int(tree["n"])] for tree in results["read"]]
+flags = to_devices(np.arange(6) % 3 == 0, NamedSharding(parts["first"], P("fsdp")))
+some = to_all_hosts({"x": rows["first"]["x"], "done": flags}, np.array([1, 3]))
+results["some"] = [some["x"][[1, 3]].tolist(), some["done"][[1, 3]].tolist()]
 results["slices"] = {}
 for pair in ("first second", "all second", "second all", "middle second", "last first", "first last", "all last"):
     source, target = (parts[name] for name in pair.split())
@@ -253,6 +256,7 @@ def test_processes_agree_and_share_arrays(tmp_path: Path):
     assert first["doubled"] == [(2 * expected).tolist()] * 2 + [14]
     assert first["drawn"] == first["moved"] == first["expected"]
     assert first["read"] == [[expected.tolist(), 7]] * 3
+    assert first["some"] == [expected[[1, 3]].tolist(), [False, True]]
     for moved, number, saved, shards in first["slices"].values():
         assert moved == saved == expected.tolist() and number == 7
         assert len(shards) == 2 and np.prod(shards[0]) < 24  # each process has a part of what is saved

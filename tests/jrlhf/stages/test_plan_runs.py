@@ -202,8 +202,8 @@ def test_devices_that_the_last_rows_leave_score_with_the_bits_of_a_later_time(ma
             for name, one in of_prices(*arguments).items()
         }
 
-    def chosen(self: Moves, call: str) -> LastRows | None:
-        choices.append(before(self, call))
+    def chosen(self: Moves, call: str, **options: float) -> LastRows | None:
+        choices.append(before(self, call, **options))
         return choices[-1]
 
     monkeypatch.setattr(
