@@ -31,7 +31,7 @@ from {module} import main
 main(descriptor)
 """
 TAIL = 1 << 14  # last bytes of a worker's output that are stored to explain its death
-LENGTH = struct.Struct(">Q")  # the length of a frame, before its body
+LENGTH = struct.Struct(">I")  # the length of a frame, before its body
 GRACE = 1.0  # seconds after its deadline in which a worker can end itself and print where it hung
 
 
