@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 from jrlhf.meshes import AXES
 from jrlhf.meshes.exchange import exchange, permutations
 from jrlhf.meshes.reshard import host_transfers_refused
-from tests.jrlhf.run.test_processes import launch
 from tests.meshes.test_transfer import PAIRS, batch, mesh_on
+from tests.support.launched import launch
 
 MOVED = """
 import json, sys

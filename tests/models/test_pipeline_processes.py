@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jrlhf.run.test_processes import launch
+from tests.support.launched import launch
 
 STAGED = """
 import json, sys

@@ -16,7 +16,15 @@ from jrlhf.models import LoRAConfig
 from jrlhf.planning.candidates import NoPlan, call_candidates, candidates, placements
 from jrlhf.planning.candidates import slices as slices_of
 from jrlhf.planning.fit import check_fits
-from jrlhf.planning.plans import plan_of_config, plan_yaml, read_plan, refuse_partial_overlap, validate_plan
+from jrlhf.planning.plans import (
+    plan_of_config,
+    plan_yaml,
+    read_plan,
+    refuse_cross_process,
+    refuse_partial_overlap,
+    transfer_line,
+    validate_plan,
+)
 from jrlhf.planning.simulate import nested, simulate
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import workload_of
@@ -419,3 +427,40 @@ def test_what_overlaps_in_part_or_does_not_fit_is_one_sentence():
     narrow = moved(moved(plan, "actor.update", two), "critic.update", two)
     with pytest.raises(UserError, match=message):
         check_fits(config_of(), narrow, PRICES, simulate(PPO, narrow, PRICES))
+
+
+def test_plans_that_processes_cannot_run_are_refused():
+    def plan(**calls: tuple[int, int]) -> Plan:
+        placed = {name: Placement(Slice(*place), "train", fsdp=place[1]) for name, place in calls.items()}
+        return Plan("split", placed)
+
+    one, two = [0] * 8, [number // 4 for number in range(8)]
+    for apart in (plan(generate=(0, 4), update=(4, 4)), plan(generate=(0, 8), update=(2, 4))):
+        refuse_cross_process(apart, one)
+        refuse_cross_process(apart, two)
+    refuse_cross_process(plan(generate=(0, 8), update=(0, 6)), one)
+    with pytest.raises(UserError, match=r"runs update on devices 0-5, and .* must divide 8: choose 4 of them"):
+        refuse_cross_process(plan(generate=(0, 8), update=(0, 6)), two)
+    for first, tensor, processes in ((2, 4, two), (2, 4, one), (2, 4, range(8)), (4, 4, two), (2, 2, two)):
+        cut = Plan("cut", {"score": Placement(Slice(first, 4), "score", fsdp=4 // tensor, tensor=tensor)})
+        if (first, tensor) == (2, 4) and processes is two:
+            with pytest.raises(UserError, match=r"devices 2-5 with tensor=4, .* 2-5 of a tensor group belong to two"):
+                refuse_cross_process(cut, processes)
+        else:  # the groups are of one process each, or every process has a single device
+            refuse_cross_process(cut, processes)
+
+
+def test_a_run_says_how_arrays_move_between_slices():
+    def line(*processes: int, **calls: Placement) -> str | None:
+        return transfer_line(Plan("mine", calls), processes)
+
+    whole, staged = (Placement(Slice(0, 4), "train", fsdp=4 // stages, pipeline=stages) for stages in (1, 2))
+    first, second = (Placement(Slice(start, 2), "train", fsdp=2) for start in (0, 2))
+    device, collective = "copies from device to device within a process", "collective copies between processes"
+    assert line(0, 0, 1, 1, generate=whole, update=whole) is None
+    start = "plan mine: arrays move between slices by "
+    assert line(0, 0, 0, 0, generate=first, update=second) == start + device
+    assert line(0, 0, 1, 1, generate=first, update=second) == start + collective
+    assert line(0, 0, 1, 1, update=staged) == start + collective
+    three = {"generate": Placement(Slice(0, 1), "train"), "score": Placement(Slice(1, 1), "train"), "update": second}
+    assert line(0, 0, 1, 1, **three) == f"{start}{device} and {collective}"
