@@ -108,7 +108,7 @@ def keep_apart(datasets: Mapping[str, Dataset], count: int) -> dict[str, Split]:
 
 
 def prompt_text(example: Example) -> str:
-    """Returns the question: a plain prompt, or the user's messages of a conversation. Without one: text or answer."""
+    """Returns the question: a plain prompt, or the user's messages of a conversation; or else the text or answer."""
     if isinstance(example.prompt, str):
         return example.prompt or str(example.completion or example.chosen)
     return "\n".join(str(message.get("content")) for message in example.prompt if message.get("role") == "user")

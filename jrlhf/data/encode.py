@@ -181,9 +181,10 @@ class Encoding:
             if row is not None:
                 rows.append(row)
         if not rows:
-            equal = f", {counts['same']} have two equal answers" if counts["same"] else ""
-            remedy = "raise the limit" + (", or give other answers" if equal else "")
-            raise UserError(f"no row is left: {counts['filtered']} are longer than {limit} tokens{equal}; {remedy}")
+            longer = f"{counts['filtered']} are longer than {limit} tokens, raise the limit"
+            equal = f"{counts['same']} have two equal answers, give other answers"
+            reasons = [longer] * (counts["filtered"] > 0 or not counts["same"]) + [equal] * (counts["same"] > 0)
+            raise UserError(f"no row is left: {'; '.join(reasons)}")
         return zip(*rows, strict=True), counts
 
     def _as_conversation(self, example: Example) -> Example:
@@ -286,9 +287,10 @@ def without_answer(example: Example) -> Example:
     """Returns the example of a whole conversation without the assistant's last words, which answer its prompt."""
     if not isinstance(example.prompt, tuple) or example.prompt[-1]["role"] != "assistant":
         return example
-    if len(example.prompt) == 1:
+    before = example.prompt[:-1]
+    if all(turn["role"] == "system" for turn in before):
         raise UserError("the conversation has nothing before its answer: remove the row")
-    return replace(example, prompt=example.prompt[:-1])
+    return replace(example, prompt=before)
 
 
 def encode_continuation(tokenizer: Tokenizer, before: str, begun: Sequence[int], text: str) -> list[int]:

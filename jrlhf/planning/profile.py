@@ -210,7 +210,8 @@ def wanted_curves(workload: Workload, devices: Sequence[Device]) -> Iterator[tup
     models = [model for models in workload.models.values() for model in models]
     generating = {call.role for call in workload.graph if call.kind == "generate"}
     generators = {model.config for role in generating for model in workload.models[role]}
-    most, powers = max(1, workload.rows // len(devices)), powers_of_two(len(devices))  # rows of a device
+    most = max(1, workload.rows // len(devices))  # rows of a device
+    powers = powers_of_two(len(devices))
     counts = sorted({*powers, *divisors(len(devices))})  # sizes of groups: slices are powers of two, or all devices
     yield "call", {1.0: partial(microbenchmarks.copy, devices, 1)}
     for size in counts[1:]:

@@ -70,7 +70,7 @@ class Facts:
         return {key: self.fingerprint} | imported
 
     @property
-    def stopping(self) -> dict[str, str]:
+    def failure_words(self) -> dict[str, str]:
         """The entries of failures.jsonl if the function stops the run: its identity, and its digest in older runs."""
         return self.identity | {f"{self.kind} {self.config.name}{OLDER}": self.older}
 

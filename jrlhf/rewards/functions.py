@@ -30,7 +30,7 @@ START_SECONDS = 120.0  # deadline for a worker to import the function
 class RewardFailure(UserError):
     """A reward function failed on a sample, and no setting says which score such samples get.
 
-    identity: `Facts.stopping` of the function that failed.
+    identity: `Facts.failure_words` of the function that failed.
     """
 
     def __init__(self, message: str, identity: Mapping[str, str] | None = None):
@@ -217,7 +217,7 @@ class FunctionReward(Closing):
     def _checked_results(self, answer: Mapping[str, Any], samples: Sequence[Sample]) -> Sequence[Mapping[str, Any]]:
         """Returns the results of a call, one for each sample. Raises RewardFailure where a failure stops the run."""
         if "bad" in answer:
-            raise RewardFailure(f"{self._called}: {answer['bad']}", self.facts.stopping)
+            raise RewardFailure(f"{self._called}: {answer['bad']}", self.facts.failure_words)
         whole = "failure" in answer
         results = [answer] * len(samples) if whole else answer["results"]
         failed = next((pair for pair in zip(samples, results, strict=True) if "failure" in pair[1]), None)
@@ -228,7 +228,7 @@ class FunctionReward(Closing):
                 raise RewardFailure(
                     f"{story}: mend the function, or set on_failure of {self._called} to a score for such samples, and "
                     "resume the run",
-                    self.facts.stopping,
+                    self.facts.failure_words,
                 )
         return results
 

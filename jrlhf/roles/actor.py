@@ -42,7 +42,7 @@ class Actor(TrainedRole):
         algorithm: PolicyConfig,
     ):
         super().__init__(model, site, optimizer)
-        self._algorithm, self._read = algorithm, partial(to_all_hosts, seconds=self.clock.deadline)
+        self._algorithm, self._to_all_hosts = algorithm, partial(to_all_hosts, seconds=self.clock.deadline)
         temperature, span = sampling.temperature, sampling.max_new_tokens
         greedy = replace(sampling, temperature=0.0, top_k=None, top_p=None)
 
@@ -91,7 +91,7 @@ class Actor(TrainedRole):
     @timed("gen")
     def _sample(self, method: str, weights: Params, prompts: Batch, **watching: Any) -> Rollout:
         version, arrays = transfer((self.state.step, prompts.arrays), self.placement[method].mesh)
-        generation = self._engines[method](weights, *arrays, *self._frozen(method), read=self._read, **watching)
+        generation = self._engines[method](weights, *arrays, *self._frozen(method), read=self._to_all_hosts, **watching)
         return Rollout(
             tokens=generation.tokens,
             prompt_lengths=generation.prompt_lengths,

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 
 from jrlhf.data.batches import Batch, put_rows
 from jrlhf.meshes import to_host
@@ -30,8 +30,8 @@ from jrlhf.roles.placement import Pending
 from jrlhf.run.clock import may_deadlock
 
 T = TypeVar("T")
-Read = Callable[[Int[np.ndarray, "n"]], Rollout]  # returns the rollout on the host, at least these rows of it
-Watch = Callable[[Bool[np.ndarray, "B"], Read, Mesh], None]  # (mask of finished rows, read, mesh of the other rows)
+ReadRows = Callable[[Bool[np.ndarray, "B"]], Rollout]  # returns the rollout on the host, at least these rows of it
+Watch = Callable[[Bool[np.ndarray, "B"], ReadRows, Mesh], None]  # (mask of finished rows, read, mesh of the other rows)
 OF_ROWS = "tokens", "prompt_lengths", "response_lengths", "logprobs", "finished"  # fields of a rollout
 
 
@@ -100,7 +100,7 @@ class OpenRollout(Pending[Rollout]):
         joined = Pending(lambda: _join(tiles.result(), mesh))
         return joined if outputs == 1 else tuple(Pending(partial(_part, joined, number)) for number in range(outputs))
 
-    def _hand_out(self, done: Bool[np.ndarray, "B"], read: Read, mesh: Mesh) -> None:
+    def _hand_out(self, done: Bool[np.ndarray, "B"], read: ReadRows, mesh: Mesh) -> None:
         """Passes tiles whose rows are all done to the readers that may read them now."""
         ready = [number for number, rows in enumerate(self._tiles) if done[rows].all()]
         wanted = [
@@ -110,8 +110,10 @@ class OpenRollout(Pending[Rollout]):
             if reader.early and number not in reader.results and reader.devices.isdisjoint(mesh.devices.flat)
         ]
         if wanted:
-            numbers = sorted({number for _, number in wanted})
-            whole = read(np.concatenate([np.r_[self._tiles[number]] for number in numbers]))
+            needed = np.zeros_like(done)
+            for _, number in wanted:
+                needed[self._tiles[number]] = True
+            whole = read(needed)
             for reader, number in wanted:
                 self._give(reader, number, whole)
 
@@ -148,8 +150,8 @@ class EarlyActor(Actor):
             def watch(done: Bool[np.ndarray, "B"], assemble: Callable[[], Generation], decoding: Mesh) -> None:
                 self.clock.watch(done, assemble, decoding)
 
-                def read(rows: Int[np.ndarray, "n"]) -> Rollout:
-                    return Rollout(**vars(self._read(assemble(), rows)), version=version)
+                def read(rows: Bool[np.ndarray, "B"]) -> Rollout:
+                    return Rollout(**vars(self._to_all_hosts(assemble(), rows)), version=version)
 
                 hand_out(done, read, decoding)
 

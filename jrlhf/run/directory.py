@@ -25,6 +25,7 @@ from jrlhf.run.resume import changes
 
 CONFIG, PLAN, ENVIRONMENT, SAMPLES = "config.yaml", "plan.yaml", "environment.txt", "samples.jsonl"
 SUMMARY, TOKENIZER, SEEDS, HUB = "summary.json", "tokenizer.json", "seeds", "hub.txt"
+PREFERENCES = "preferences.jsonl"
 _LOCK = ".lock"
 _FULL = {errno.ENOSPC: "No space left on device", errno.EDQUOT: "quota exceeded", errno.EFBIG: "File too large"}
 
@@ -35,7 +36,7 @@ class Run(Closing):
     From `open_run` until `begin` it only collects writes, so that a refused resume changes nothing.
 
     writes: whether this process writes into the directory; only process 0 does.
-    notes, now: lines and time for environment.txt. changes: clauses about changes in a resume.
+    notes: lines for environment.txt. now: the time of this start. changes: clauses about changes in a resume.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Run(Closing):
         """Returns the version of how the run derives seeds: 2; 1 for a run from before versions were recorded."""
         path = self.path / SEEDS
         if not path.exists():  # a run that has not begun was killed before it wrote the file
-            begun = (self.path / "preferences.jsonl").exists() or any(self.path.glob("checkpoints/*/*"))
+            begun = (self.path / PREFERENCES).exists() or any(self.path.glob("checkpoints/*/*"))
             return 1 if begun else 2
         try:
             return {"1": 1, "2": 2}[path.read_text(encoding="utf-8").strip()]
@@ -180,12 +181,12 @@ def _read_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def first_day(directory: Path) -> str:
-    """Returns the day, in UTC, on which the run in a directory began (2026-11-27); today if that is not recorded."""
+def first_day(directory: Path, now: datetime.datetime) -> str:
+    """Returns the day, in UTC, on which the run in a directory began (2026-11-27); that of `now` if it has none."""
     path = directory / ENVIRONMENT
     with contextlib.suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
         return datetime.datetime.fromisoformat(file.readline().removeprefix("# ").strip()).date().isoformat()
-    return datetime.datetime.now(datetime.UTC).date().isoformat()
+    return now.date().isoformat()
 
 
 def run_path(config: Config) -> Path:
@@ -270,7 +271,7 @@ def _open(run: Run, config: Config, resume: bool) -> None:
             run.changes.append(change)
         if fresh or run.changes:
             run.write(CONFIG, config_yaml(config))
-        if not (path / SEEDS).exists() and run.seeds() == 2:
+        if run.seeds() == 2:
             run.write(SEEDS, "2\n")  # written after the config, because a directory without one is no run
         if fresh:
             run.begin()

@@ -270,7 +270,7 @@ def to_all_hosts(tree: Any, rows: np.ndarray | None = None, *, seconds: float = 
     All processes must call this, from their main thread and in the same order. Processes with a device of the mesh do
     not wait for the others, which get the bytes through the coordinator, and wait at most `seconds`.
 
-    rows: the rows that are needed; in processes without a device of the mesh the others are 0.
+    rows: mask of the rows that are needed; in processes without a device of the mesh the others are 0.
     """
     leaves, treedef = jax.tree.flatten(tree)
     mesh = leaves[0].sharding.mesh
@@ -278,12 +278,12 @@ def to_all_hosts(tree: Any, rows: np.ndarray | None = None, *, seconds: float = 
     if not absent:
         return to_host(tree)
     client, key = multihost.get_jax_distributed_client(), f"jrlhf/{next(_numbers)}"
+    index = ... if rows is None else rows
     whole = reshard(leaves, [NamedSharding(mesh, PartitionSpec())] * len(leaves))
     if jax.process_index() not in absent:
         arrays = jax.device_get(whole)
         if jax.process_index() == min(device.process_index for device in mesh.devices.flat):
-            needed = arrays if rows is None else [array[rows] for array in arrays]
-            client.key_value_set_bytes(key, b"".join(array.tobytes() for array in needed))
+            client.key_value_set_bytes(key, b"".join(array[index].tobytes() for array in arrays))
         return treedef.unflatten(arrays)
     data = client.blocking_key_value_get_bytes(key, int(seconds * 1000))
     client.wait_at_barrier(f"{key} is read", int(seconds * 1000), absent)
@@ -291,10 +291,8 @@ def to_all_hosts(tree: Any, rows: np.ndarray | None = None, *, seconds: float = 
         client.key_value_delete(key)
     arrays, start = [np.zeros(leaf.shape, leaf.dtype) for leaf in leaves], 0
     for array in arrays:
-        needed = array[... if rows is None else rows]
-        array[... if rows is None else rows] = np.frombuffer(data, array.dtype, needed.size, offset=start).reshape(
-            needed.shape
-        )
+        needed = array[index]
+        array[index] = np.frombuffer(data, array.dtype, needed.size, start).reshape(needed.shape)
         start += needed.nbytes
     return treedef.unflatten(arrays)
 

@@ -31,7 +31,11 @@ class Identity:
     def of_stage(self, words: Mapping[str, str]) -> dict[str, str]:
         """Returns all words of a stage, for its checkpoints. Modules count only for functions that the stage calls."""
         functions = {key: key.removesuffix(MODULES) for key in self.words}
-        shared = {key: word for key, word in self.words.items() if functions[key] not in self.functions - {*words}}
+        shared = {
+            key: word
+            for key, word in self.words.items()
+            if functions[key] not in self.functions - {*words} and not key.endswith(OLDER)
+        }
         return {_VERSION: "1", **shared, **words}
 
     def compare(self, run: Run, stage: str, there: Mapping[str, str], here: Mapping[str, str]) -> Iterator[str]:
@@ -41,7 +45,7 @@ class Identity:
         """
         unknown = [] if _VERSION in there else [key for key in here if key not in there]
         for key in {**there, **here}:
-            if there.get(key) in (here.get(key), self.words.get(key, here.get(key))) or key in unknown:
+            if there.get(key) in (here.get(key), self.words.get(key + OLDER, here.get(key))) or key in unknown:
                 continue
             difference = f"another {key} ({there.get(key)} there, {here.get(key)} here)"
             function = key.removesuffix(MODULES)

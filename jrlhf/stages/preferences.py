@@ -13,6 +13,7 @@ from jrlhf.data.task import Pairs
 from jrlhf.data.types import Response
 from jrlhf.errors import Preempted
 from jrlhf.roles.model import Model
+from jrlhf.run.directory import PREFERENCES
 from jrlhf.run.files import to_json
 from jrlhf.run.processes import from_main
 from jrlhf.stages.context import Context
@@ -23,7 +24,7 @@ def collect_pairs(context: Context, policy: Model) -> tuple[Pairs, Pairs]:
     assert context.task.pairs is not None
     train, heldout = context.task.pairs(_PolicySampler(context, policy, from_main(context.run.seeds)))
     if train.rows:
-        context.run.write("preferences.jsonl", b"".join(map(to_json, train.rows)))
+        context.run.write(PREFERENCES, b"".join(map(to_json, train.rows)))
     return train, heldout
 
 
@@ -38,8 +39,8 @@ def put_pairs(context: Context, pairs: Pairs, rows: np.ndarray) -> list[Array]:
 def accuracies(right: Shaped[np.ndarray, "N"], clear: Bool[np.ndarray, "N"] | None) -> dict[str, float]:
     """The share of held-out pairs whose better answer is preferred (`right`), and the number of these pairs.
 
-    clear: mask of the pairs that count (gold gap above the margin). If it has none, there is no share; beside it stands
-    the share of all pairs.
+    clear: mask of the pairs that count (gold gap above the margin). If no pair counts, there is no share. With `clear`,
+    the share of all pairs is also returned.
     """
     every = {} if clear is None else {"eval_accuracy_with_close_pairs": float(right.mean())}
     counted = right if clear is None else right[clear]

@@ -113,10 +113,9 @@ def _open_context(
     if plan is not None and config.fleet is not None and config.fleet.engine == "ray":
         gpus = plan["actor.generate"].devices.count if mesh.devices.flat[0].platform == "gpu" else 0
         stack.enter_context(joined(config.fleet.workers or 0, gpus, console.line))
-    # A resume, and every process, writes the day of the start into prompts.
+    # Templates write the day on which the run began, also after a resume and in every process.
     now = datetime.now(UTC)
-    day = from_main(lambda: first_day(run_path(config)) if resume else now.date().isoformat())
-    stack.enter_context(dated(day))
+    stack.enter_context(dated(from_main(lambda: first_day(run_path(config), now) if resume else f"{now.date()}")))
     with console.status("reading the data"):
         task = load_task(config, models["actor"])
     for line in task.description.splitlines():
@@ -408,7 +407,7 @@ def _check_function(reward: RewardConfig, seed: int, kind: Literal["reward", "co
     with FunctionReward(reward, seed, kind=kind) as function:
         if task.prompts is not None:
             function.facts.check_columns(task.prompts.examples[0].columns)
-        return function.facts.identity | {f"{kind} {reward.name}": function.facts.older}
+        return function.facts.failure_words
 
 
 def _check_reward_model(path: str, key: str) -> str:

@@ -61,7 +61,7 @@ class Admitted:
 # Called after a chunk with the mask of finished rows, a function that assembles all rows, and the mesh on which rows
 # decode. The function must be called at once, because the next chunk donates the arrays that it reads.
 Watch = Callable[[Bool[np.ndarray, "N"], Callable[[], Generation], Mesh], None]
-Read = Callable[[Any], Any]  # returns arrays on the host of every process; the devices of other meshes may be busy
+ToHosts = Callable[[Any], Any]  # returns arrays on the host of every process; the devices of other meshes may be busy
 
 
 @jax.tree_util.register_dataclass
@@ -229,7 +229,7 @@ class ChunkedRollouts:
         self._warm: set[tuple[int | None, ...]] = set()
 
     def __call__(
-        self, *arguments: Any, watch: Watch | None = None, last: LastRows | None = None, read: Read = to_host
+        self, *arguments: Any, watch: Watch | None = None, last: LastRows | None = None, read: ToHosts = to_host
     ) -> Generation:
         programs, decoder = self._programs, self._programs.decoder
         params, adapter, (prompts, prompt_lengths, row_keys) = split_arguments(arguments, decoder.lora)
@@ -281,7 +281,7 @@ class _Rollout:
         weights: tuple[Params, Params],
         prompts: Prompts,
         occupancy: Occupancy,
-        read: Read,
+        read: ToHosts,
         last: LastRows | None = None,
         fewer: Programs | None = None,
     ):

@@ -134,8 +134,9 @@ class ContinuousBatch:
         tokens, logprobs = to_host((results.tokens, results.logprobs)) if len(done) else (None, None)
         progress = []
         for slot in taken:
-            response, own = None, (slot, slice(lengths[slot]))  # later places have tokens of the slot's former rows
+            response = None
             if slot in done:
+                own = slot, slice(lengths[slot])  # later places have tokens of the slot's former rows
                 response = tokens[own], logprobs[own], bool(finished[slot])  # type: ignore
             progress.append(Progress(int(state.owner[slot]), int(state.drawn[slot]), int(lengths[slot]), response))
         owner, drawn = np.array(state.owner), np.array(state.drawn)

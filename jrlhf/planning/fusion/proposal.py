@@ -37,8 +37,8 @@ Options = Callable[[str, int], "list[_Option]"]
 
 
 def with_pipelines(prices: CostModel, result: Result, runs: Runs, *, lockstep: bool, processes: int = 1) -> Result:
-    """Returns the result with a plan as its best one whose updates and scores run in stages, or whose updates of actor
-    and critic are fused, if that is predicted to be faster.
+    """Returns the result with a new best plan, whose updates and scores run in stages, or whose updates of actor and
+    critic are fused, if that is predicted to be faster.
 
     runs: tests whether the config's algorithm can run a plan. processes: number of processes of the run.
     """
@@ -59,6 +59,11 @@ def _with_stages(
     scores = [call.name for call in calls if call.kind == "infer"]
     scored = cache(partial(_scored, prices))
 
+    def pipelines(name: str, count: int) -> list[Placement]:
+        if name in scores:
+            return scored(name, count)
+        return [replace(one.placement, schedule="1f1b") for one in options(name, count)]
+
     def faster(plan: Plan, name: str, places: Iterable[Placement], gain: float = 0.0) -> Plan:
         """Returns the fastest plan with one of these placements of a call, or the given plan if none saves `gain`."""
         best, least = plan, (1 - gain) * simulator.evaluate(simulator.choice(plan))[0]
@@ -74,11 +79,8 @@ def _with_stages(
         plan = base.plan
         for name in (*updates, *scores):
             for devices in dict.fromkeys((plan[name].devices, Slice(0, prices.cluster.devices))):
-                if name in updates:
-                    placed = [replace(one.placement, schedule="1f1b") for one in options(name, devices.count)]
-                else:
-                    placed = scored(name, devices.count)
-                plan = faster(plan, name, [replace(place, devices=devices) for place in placed], _GAIN)
+                placed = [replace(place, devices=devices) for place in pipelines(name, devices.count)]
+                plan = faster(plan, name, placed, _GAIN)
         plans.append(plan)
     best = min(plans, key=lambda plan: simulator.evaluate(simulator.choice(plan))[0])
     # GPipe is never predicted faster. Stages of several processes wait for each other if they are interleaved.
@@ -194,8 +196,8 @@ def _pipelines(workload: Workload, call: Call, count: int, node: int) -> Iterato
     """Yields the ways to divide a call into stages. Its weights are stored on the devices of all stages."""
     for placed in placements(workload, call, count, node, hypothetical=True):
         stored = placed.fsdp * placed.pipeline, placed.tensor
-        whole = any(next(indivisible(model.config, *stored), None) for model in workload.models[call.role])
-        if 1 < placed.pipeline <= min(placed.micro_batches, _GROUPS) and not whole:
+        undivided = any(any(indivisible(model.config, *stored)) for model in workload.models[call.role])
+        if 1 < placed.pipeline <= min(placed.micro_batches, _GROUPS) and not undivided:
             yield placed
 
 

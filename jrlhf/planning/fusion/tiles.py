@@ -63,7 +63,7 @@ def scored_early(config: Config, graph: Graph, plan: Plan) -> list[str]:
 def choose_tiles(
     config: Config, workload: Workload, plan: Plan, lengths: Sequence[Lengths], prices: Callable[[], CostModel]
 ) -> tuple[int | None, str]:
-    """Returns the rows of the fastest tiles for rollouts of these lengths, None: whole batches; and a line on this.
+    """Returns the rows of the fastest tiles for rollouts of these lengths (None: whole batches), and a line on it.
 
     Reward functions are left out, because their seconds are not known. prices: called if a model could score early.
     """

@@ -101,8 +101,9 @@ def test_the_last_answer_of_whole_conversations_is_left_out():
     prompts = encode_prompts(from_rows([{"messages": turns}]), QWEN, max_prompt=300)
     assert list(prompts.ids[0]) == encode_chat(QWEN, turns[:3], add_generation_prompt=True)
     assert prompts.examples[0].prompt == tuple(turns[:3])
-    with pytest.raises(UserError, match="row 1: the conversation has nothing before its answer: remove the row"):
-        encode_prompts(from_rows([{"messages": turns[1:2]}]), QWEN, max_prompt=300)
+    for system in (None, "Be brief."):
+        with pytest.raises(UserError, match="row 1: the conversation has nothing before its answer: remove the row"):
+            encode_prompts(from_rows([{"messages": turns[1:2]}]), QWEN, max_prompt=300, system=system)
     continued = encode_prompts([Example(tuple(turns))], QWEN, max_prompt=300)  # a prompt is taken as it is
     assert list(continued.ids[0]) == encode_chat(QWEN, turns, continue_final=True)
 
@@ -317,7 +318,7 @@ def test_pairs_that_say_nothing_or_do_not_fit_are_counted():
     cut = encode_preferences(from_rows(rows[:1]), QWEN, max_length=limit, overlong="truncate_left")
     assert cut.prompt_lengths[0] == pairs.prompt_lengths[0] - lost and cut.truncated == 1
     assert (cut.chosen[0], cut.rejected[0]) == (pairs.chosen[0][lost:], pairs.rejected[0][lost:])
-    with pytest.raises(UserError, match="no row is left: 0 are longer than 99 tokens, 1 have two equal answers; "):
+    with pytest.raises(UserError, match="no row is left: 1 have two equal answers, give other"):
         encode_preferences(from_rows(rows[1:2]), QWEN, max_length=99)
     with pytest.raises(UserError, match="row 1: there are no two answers to compare"):
         encode_preferences([Example("a", "b")], QWEN, max_length=99)

@@ -297,11 +297,11 @@ def test_a_full_disk_at_the_start_leaves_no_lock(make, monkeypatch):
 
 def test_a_resume_writes_the_day_of_the_start_into_prompts(settings, tmp_path, monkeypatch):
     config = build(Config, settings(run_dir=str(tmp_path)))
-    with open_run(config) as run:
-        now = datetime.datetime.now(datetime.UTC).date()
-        assert now - datetime.date.fromisoformat(first_day(run.path)) <= datetime.timedelta(days=1)
-    environment = run.path / "environment.txt"
-    environment.write_text("# 2024-07-26T23:30:00+00:00\n# command: x\n")
+    start, later = (datetime.datetime(2024, 7, day, 23, 30, tzinfo=datetime.UTC) for day in (26, 28))
+    with open_run(config, now=start) as run:
+        run.begin()
+    with open_run(config, resume=True, now=later) as run:
+        run.begin()
     texts, dated = [], replace(QWEN, chat_template="{{ strftime_now('%d %b %Y') }}")
 
     def load(*_):
@@ -312,8 +312,9 @@ def test_a_resume_writes_the_day_of_the_start_into_prompts(settings, tmp_path, m
     with pytest.raises(UserError, match="far enough"), open_context(config, resume=True):
         pass
     assert texts == ["26 Jul 2024"] and render_chat(dated, ({"role": "user", "content": ""},)) != texts[0]
-    environment.write_bytes(b"\xff")
-    assert now - datetime.date.fromisoformat(first_day(run.path)) <= datetime.timedelta(days=1)
+    assert first_day(run.path, later) == "2024-07-26"
+    (run.path / "environment.txt").write_bytes(b"\xff")
+    assert first_day(run.path, later) == "2024-07-28"
 
 
 def test_an_empty_cache_variable_counts_as_none(monkeypatch):

@@ -79,7 +79,7 @@ results["busy"] = number == 1 and not slow.is_ready()
 results["read"] += [to_all_hosts(rows["second"]), to_all_hosts(rows["all"])]
 results["read"] = [[tree["x"].tolist(), int(tree["n"])] for tree in results["read"]]
 flags = to_devices(np.arange(6) % 3 == 0, NamedSharding(parts["first"], P("fsdp")))
-some = to_all_hosts({"x": rows["first"]["x"], "done": flags}, np.array([1, 3]))
+some = to_all_hosts({"x": rows["first"]["x"], "done": flags}, np.isin(np.arange(6), [1, 3]))
 results["some"] = [some["x"][[1, 3]].tolist(), some["done"][[1, 3]].tolist()]
 results["slices"] = {}
 for pair in ("first second", "all second", "second all", "middle second", "last first", "first last", "all last"):

@@ -9,6 +9,7 @@ import pytest
 from jrlhf.errors import UserError
 from jrlhf.models import ModelConfig
 from jrlhf.models.config.rope import RopeScaling
+from jrlhf.rewards.facts import OLDER
 from jrlhf.rewards.user_code import imported_modules
 from jrlhf.run.directory import Run
 from jrlhf.stages.identity import Identity, note_failure, numbers
@@ -71,7 +72,7 @@ def test_a_stage_records_the_modules_of_the_functions_that_it_calls():
 
 
 def test_a_checkpoint_of_an_older_version_is_taken_with_a_notice(tmp_path):
-    identity = Identity({"actor.vocab_size": "64", "reward mine": "older"}, FUNCTIONS)
+    identity = Identity({"actor.vocab_size": "64", "reward mine" + OLDER: "older"}, FUNCTIONS)
     here = identity.of_stage({"corpus": "c", "reward mine": "f"})
     assert here["reward mine"] == "f"
     assert list(identity.compare(Run(tmp_path), "sft", here | {"reward mine": "older"}, here)) == []
