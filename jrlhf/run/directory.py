@@ -238,14 +238,16 @@ def open_run(
     return run
 
 
-def check_resume(config: Config) -> None:
-    """Refuses a resume without a run in `run_path(config)`, or with another config than the run's, before other work.
+def check_run(config: Config, resume: bool) -> None:
+    """Refuses what `open_run` would refuse in `run_path(config)`, before other work.
 
-    `open_run` checks both again, because the run may change meanwhile.
+    `open_run` checks again, because the run may change meanwhile.
     """
+    path = run_path(config)
     with writable(config):
-        _check_run(run_path(config), resume=True)
-        _compare(run_path(config), config, resume=True)
+        _check_run(path, resume)
+        if (path / CONFIG).exists():
+            _compare(path, config, resume)
 
 
 def _check_run(path: Path, resume: bool) -> None:

@@ -60,7 +60,7 @@ from jrlhf.roles.pretrained import (
 )
 from jrlhf.run.console import Console
 from jrlhf.run.devices import idle_accelerator, select
-from jrlhf.run.directory import CONFIG, HUB, PLAN, TOKENIZER, check_resume, explained, first_day, open_run, run_path
+from jrlhf.run.directory import CONFIG, HUB, PLAN, TOKENIZER, check_run, explained, first_day, open_run, run_path
 from jrlhf.run.files import seal, to_json, unsealed
 from jrlhf.run.preemption import PreemptionGuard
 from jrlhf.run.processes import from_main, is_main, several
@@ -91,10 +91,11 @@ def _open_context(
 ) -> Iterator[Context]:
     if resume:
         from_main(partial(check_origins, hub_names(config), run_path(config)))
-        from_main(partial(check_resume, config))
-        if config.compute.score_rows == "auto":
-            config, line = resumed_tiles(config, from_main(partial(saved_tile, run_path(config) / CONFIG)))
-            config = replace(config, notices=(*config.notices, line))
+    if resume or mirror is None:  # at an address the mirror has refused another run
+        from_main(partial(check_run, config, resume))
+    if resume and config.compute.score_rows == "auto":
+        config, line = resumed_tiles(config, from_main(partial(saved_tile, run_path(config) / CONFIG)))
+        config = replace(config, notices=(*config.notices, line))
     mesh, models, plan = select_resources(config, resume=resume)
     console, placements, moves = _open_console(config), {}, None
     if plan is not None:

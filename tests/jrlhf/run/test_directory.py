@@ -317,6 +317,15 @@ def test_a_resume_writes_the_day_of_the_start_into_prompts(settings, tmp_path, m
     assert first_day(run.path, later) == "2024-07-28"
 
 
+@pytest.mark.parametrize("change, sentence", [({}, "already holds this run"), ({"seed": 5}, "with another config")])
+def test_a_second_start_is_refused_before_the_data_is_read(settings, tmp_path, monkeypatch, change, sentence):
+    open_run(build(Config, settings(run_dir=str(tmp_path)))).close()
+    monkeypatch.setattr(setup, "load_task", None)
+    config = build(Config, settings(run_dir=str(tmp_path), **change))
+    with pytest.raises(UserError, match=sentence), open_context(config, resume=False):
+        pass
+
+
 def test_an_empty_cache_variable_counts_as_none(monkeypatch):
     monkeypatch.setenv("HOME", "/home/somebody")
     for value in ("", "/cache"):
