@@ -21,6 +21,9 @@ between the names of sections: `ppo.algorithm.kl_target=2`. A stage has a sectio
 Unknown keys are refused with the nearest known one; names of TRL and verl lead to ours. `--dry-run` prints the settings
 that are not the defaults, with `--all` all of them. Old names of keys still work and print a notice.
 
+Every algorithm of reinforcement learning has a section with the keys of `ppo`; the keys `critic`, `gae_lambda` and
+`value_clip` exist only with a critic. The tables of the other algorithms list only further keys and other defaults.
+
 Editors complete and check a config by `configs/schema.json`, which does not have the old names. In VS Code install the
 YAML extension and begin the config with `# yaml-language-server: $schema=PATH-TO/configs/schema.json`.
 

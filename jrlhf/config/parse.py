@@ -326,13 +326,15 @@ def _suggestion(cls: Any, key: str, path: str, mapping: Mapping[str, Any]) -> st
     sources = {item.name: item.metadata["from"] for item in fields(cls) if "from" in item.metadata}
     if sources.get(key):
         return f"the run's {sources[key]} is used, set that"
-    kinds, key = kinds_of(cls), PEERS.get(key, key)
-    if " " in key:
-        return key
-    table = [name for item in fields(cls) for name in item.metadata.get("table", ())]
+    kinds, table = kinds_of(cls), [name for item in fields(cls) for name in item.metadata.get("table", ())]
     absent = set(table) - set(mapping) if set(table) & set(mapping) else set()  # stages that the run does not have
     below = {inner: inner.rsplit(".", 1)[-1] for inner in _paths(cls) if inner.split(".")[0] not in absent}
-    meant = [inner for inner, name in below.items() if key in (inner, name)]
+    peer = key if key in below.values() else PEERS.get(key, key)
+    if " " in peer:
+        return peer
+    meant = [inner for inner, name in below.items() if peer in (inner, name)]
+    if not meant and key in PEERS and "." in peer:
+        return f"did you mean {peer}?"
     meant = meant or difflib.get_close_matches(key, kinds, n=1)
     if not meant:
         near = difflib.get_close_matches(key, below.values(), n=1)

@@ -60,7 +60,7 @@ class StorageConfig(Section):
 
     # Local working directory of such runs, whose files are copied to the store; null: ~/.cache/jrlhf/runs
     scratch: str | None = place()
-    # Timeout of a request in seconds; large files get one more for each MB.
+    # Timeout of a request in seconds; a large file gets one more second for each MB.
     timeout: float = positive(60.0, most=LONGEST)
     patience: float = positive(600.0, most=LONGEST)  # seconds of failed requests after which the run ends
     lease: float = positive(60.0, most=LONGEST)  # seconds without a heartbeat after which another process may take over

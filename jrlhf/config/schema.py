@@ -38,7 +38,7 @@ class DeviceConfig(Section):
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"  # the kind of device; auto: the best that JAX finds
     # Number of devices into which each process splits its CPU; null: one.
     simulated: int | None = count(None, most=MOST_DEVICES)
-    memory: float | None = positive(None)  # GiB per device that a run may need; null: what an accelerator reports
+    memory: float | None = positive(None)  # GiB of a device that a run may use; null: what an accelerator reports
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -88,7 +88,7 @@ class ModelSection(Section):
     layers: int = count(4, most=MOST_LAYERS)  # number of layers
     heads: int = count(4)  # number of attention heads
     kv_heads: int = count(2)  # number of key and value heads; divides heads
-    # width
+    # width of a head
     head_dim: int = checked(32, lambda value: value >= 2 and value % 2 == 0, "even: rotary positions turn pairs")
     mlp: int = count(384)  # width of the hidden layer
     max_positions: int = count(64)  # length of the longest sequence in tokens, prompt and response together
@@ -300,7 +300,7 @@ class RewardConfig(Section):
     # The score used when a function or a model fails to give one; null: a failure ends the run.
     on_failure: float | None = checked(None, lambda value: abs(value) < 3.4e38, "finite in float32")
     options: Mapping[str, Any] = field(default_factory=dict, metadata=_FUNCTION)  # a function's further arguments
-    # A function's parameter: the dataset's column, where the names differ.
+    # {parameter of the function: column of the dataset}, where the two names differ.
     columns: Mapping[str, Any] = field(default_factory=dict, metadata=_FUNCTION)
     # Rows that a model scores at a time.
     batch: int = count(16, **only_if(lambda section: section.model is not None, "{path}.{section.kind}"))
@@ -380,7 +380,7 @@ class ProfileConfig(Feature):
 class Config(Section):
     """The settings of the whole run."""
 
-    name: str = file_name(  # the run's directory in run_dir; a file that does not give it gives its own name
+    name: str = file_name(  # the run's directory in run_dir; without it, a config has the name of its file
         "run", r"(?a)\w[\w.-]*", 255, "letters, digits, '.', '_' and '-', at most 255: it names the run's directory"
     )
     # Seed of all random numbers.
@@ -388,8 +388,8 @@ class Config(Section):
     run_dir: str = address("runs")  # directory of all runs, or its address in an object store
     # Seconds per iteration; a longer one ends the run and shows where it hung.
     deadline: float = positive(3600.0, most=LONGEST)
-    # Number of updates in a row that are skipped because of numbers that are not finite, after which the run ends; 0 or
-    # null: it goes on.
+    # The run ends after this number of updates in a row are skipped because numbers are not finite; 0 or null: it never
+    # ends for this reason.
     stop_after_skipped: int | None = natural(5)
     stages: tuple[Stage, ...] = ("sft", "reward_model", "ppo")  # what the run does, in this order
     device: DeviceConfig = DeviceConfig()

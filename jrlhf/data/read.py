@@ -35,6 +35,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 USUAL = ColumnsConfig()
 _BOM = b"\xef\xbb\xbf"
+_WRITTEN_OUT = re.compile(r"\s*\[\s*\{\s*['\"](role|content)['\"]\s*:")  # messages in a cell of CSV
 
 _USUAL = {field.name: field.name for field in fields(ColumnsConfig)} | {"source": "data_source"}
 # The fields that each shape needs, the most specific shape first.
@@ -147,6 +148,8 @@ def _json_lines(path: Path) -> Iterator[Numbered]:
         try:
             if line.strip():
                 yield place, parse_json(line)
+        except UnicodeDecodeError as error:
+            raise UserError(f"{place} is not UTF-8 text ({error.reason}): convert the file") from error
         except ValueError as error:
             raise UserError(f"{place} is not a whole JSON object ({error}): repair it or remove the line") from error
 
@@ -178,6 +181,10 @@ def _csv(path: Path) -> Iterator[Numbered]:
     finally:
         csv.field_size_limit(longest)
     header = lines[1][1] if len(lines) > 1 else []
+    if mark := next((mark for mark in ";\t|" if len(header) == 1 and mark in header[0]), None):
+        raise UserError(f"{path} separates its columns by {mark!r}: separate them by commas")
+    if padded := [name for name in header if name != name.strip()]:
+        raise UserError(f"{path} has blanks around the name {padded[0].strip()!r}: remove blanks beside the commas")
     if len(set(header)) < len(header):
         raise UserError(f"{path} has two columns of one name in its first line ({', '.join(header)}): rename one")
     for line, cells in lines[2:]:
@@ -304,7 +311,7 @@ def _detect(columns: ColumnsConfig, there: Sequence[str], source: str) -> tuple[
     for name, column in given.items():
         if column not in there:
             close = difflib.get_close_matches(column, there, 1)
-            hint = f" (did you mean {close[0]}?)" if close else ""
+            hint = f" (did you mean {close[0]}?)" if close else ": name one of these"
             raise UserError(f"{name} is to be read from a column {column!r}, but {listed}{hint}")
     names = {name: column for name, column in (_USUAL | given).items() if column in there}
     half = {"chosen", "rejected"} & set(names) if not given else ()
@@ -315,7 +322,8 @@ def _detect(columns: ColumnsConfig, there: Sequence[str], source: str) -> tuple[
         if set(needed) <= set(names) and set(given) <= shape_fields:
             return shape, {name: column for name, column in names.items() if name in shape_fields}
     shapes = ", or ".join(" and ".join(needed) for needed in _NEEDS.values())
-    raise UserError(f"{listed}: say in data.columns which of them are {shapes} (jrlhf.generate: by --column)")
+    key = "the dataset's key columns, such as data.prompts.columns"
+    raise UserError(f"{listed}: say in {key}, which of them are {shapes} (jrlhf.generate: by --column)")
 
 
 def _example(shape: Shape, names: Mapping[str, str], row: Mapping[str, Any], there: Sequence[str]) -> Example:
@@ -333,6 +341,9 @@ def _example(shape: Shape, names: Mapping[str, str], row: Mapping[str, Any], the
     )
     if shape == "messages" and isinstance(example.prompt, str):
         raise ValueError(f"{names['messages']} is text, not a list of messages")
+    for name in ("prompt", "chosen", "rejected"):
+        if _WRITTEN_OUT.match(str(texts.get(name))) and isinstance(texts[name], str):
+            raise ValueError(f"{names[name]} is text that writes out a list of messages (CSV has no lists, jsonl has)")
     if shape == "text" and not isinstance(example.completion, str):
         raise ValueError(f"{names['text']} is a list of messages, not text")
     if shape == "prompt-only" and isinstance(example.prompt, str) and not example.prompt.strip():
@@ -347,13 +358,14 @@ def _example(shape: Shape, names: Mapping[str, str], row: Mapping[str, Any], the
 
 
 def _with_prompt(example: Example) -> Example:
-    """Returns the pair with its prompt. If there is no prompt of the answers' kind, it is their common beginning: whole
-    messages, or the characters of two texts without a blank at the end (as in TRL's `extract_prompt`)."""
+    """Returns the pair with its prompt: the row's, unless that is missing, or is text before answers of messages. Then
+    it is their common beginning: whole messages, or the characters of two texts without a blank at the end (as in TRL's
+    `extract_prompt`)."""
     chosen, rejected = example.chosen, example.rejected
     assert chosen is not None and rejected is not None
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise ValueError("chosen and rejected must be both text or both lists of messages")
-    if example.prompt and isinstance(example.prompt, str) == isinstance(chosen, str):
+    if isinstance(example.prompt, tuple) or (example.prompt and isinstance(chosen, str)):
         return example
     if isinstance(chosen, str) and isinstance(rejected, str):
         common = len(os.path.commonprefix([chosen, rejected]))

@@ -211,7 +211,10 @@ def prices_here(
 
 
 def prices_of(config: Config, workload: Workload, cluster: Cluster) -> CostModel:
-    """Returns the prices of a workload's calls on a cluster, from its data sheet."""
+    """Returns the prices of a workload's calls on a cluster, from its data sheet. `device.memory` limits its memory."""
+    if config.device.memory is not None:
+        memory = min(cluster.hardware.memory, config.device.memory * GIB)
+        cluster = replace(cluster, hardware=replace(cluster.hardware, memory=memory))
     platform = "tpu" if cluster.hardware.name.startswith("v") else "gpu"
     backend = Backend(platform, config.compute.attention)
     return CostModel(workload, cluster, backend=backend, away=away_parts(config, workload))

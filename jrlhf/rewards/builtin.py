@@ -55,7 +55,7 @@ def exact_match(
         compared, instead of all of the response; without a match it is wrong.
     ignore_case, ignore_punctuation: compare without. ignore_space: runs of white space count as one space.
     """
-    search = None if pattern is None else re.compile(pattern, re.DOTALL)
+    search = None if pattern is None else _compiled(pattern)
 
     def normal(text: str) -> str:
         text = unicodedata.normalize("NFC", text)
@@ -85,7 +85,7 @@ def format_regex(
 
     A dot matches line breaks too. A pattern that backtracks without end is stopped by the reward's deadline.
     """
-    compiled = re.compile(pattern, re.DOTALL)
+    compiled = _compiled(pattern)
     match = compiled.fullmatch if whole else compiled.search
     return [right if match(_text(completion)) else wrong for completion in completions]
 
@@ -109,7 +109,7 @@ def numeric_answer(
         GSM8K. "last": the last number. "auto": the first of these that the response has.
     """
     if extract not in ("auto", "boxed", "hash", "last"):
-        raise ValueError(f"extract={extract!r}: it must be auto, boxed, hash or last")
+        raise UserError(f"options.extract={extract!r}: it must be auto, boxed, hash or last")
 
     def score(completion: Any, truth: Any) -> float | None:
         expected = read_number(str(truth), "auto")
@@ -145,6 +145,13 @@ def math_verify(
 def word_count(completions: Sequence[Any]) -> list[float]:
     """Returns the number of words of the response, for use as a cost or, with a negative weight, as a penalty."""
     return [float(len(_text(completion).split())) for completion in completions]
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise UserError(f"options.pattern={pattern!r} is no regular expression ({error}): correct it") from error
 
 
 def read_number(text: str, extract: str) -> Fraction | None:

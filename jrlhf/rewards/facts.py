@@ -95,7 +95,8 @@ class Facts:
             if column not in given:
                 raise UserError(
                     f"{self.called} needs the column {column!r} for {self.spec}, and the dataset has "
-                    f"{', '.join(sorted(columns)) or 'none'}: name one of these in columns.{parameter}"
+                    f"{', '.join(sorted(columns)) or 'none'}: name one of these in columns.{parameter}, or "
+                    f"give options.{parameter}"
                 )
 
     def story(self, sample: Sample, failure: Mapping[str, str], samples: int) -> str:

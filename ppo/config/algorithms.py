@@ -222,13 +222,13 @@ class DPOConfig(Section):
     with log-probabilities averaged over a response's tokens, as its authors recommend and TRL does. Defaults are TRL's.
     """
 
-    loss: Literal["sigmoid", "ipo"] = "sigmoid"  # the formula of the loss, see above
+    loss: Literal["sigmoid", "ipo"] = "sigmoid"  # that of the paper, or that of IPO (arXiv:2310.12036)
     beta: float = positive(0.1, POSITIVE)  # a larger value keeps the policy closer to the reference
     # Share of the labels that are assumed to be wrong.
     label_smoothing: float = checked(0.0, lambda value: 0 <= value < 0.5, "in [0, 0.5)")
     # Parts in which a batch is computed; changes memory, not the result.
     micro_batches: int = count(1, "an integer of at least 1")
-    # Parts of about this number of tokens per device instead, as in PolicyConfig; null: off.
+    # Parts of about this number of tokens per device instead, as in ppo.algorithm; null: off.
     micro_batch_tokens: int | None = None
 
     def __post_init__(self) -> None:

@@ -350,6 +350,9 @@ def test_names_of_trl_and_verl_lead_to_ours(tmp_path):
             continue
         meant = str(refused.value).split("did you mean ")[1].rstrip("?").split(" or ")
         assert all(key == PEERS[name] or key.endswith(f".{PEERS[name]}") for key in meant), (name, meant)
+    for key, meant in {"dpo.beta": "dpo.algorithm.beta", "dpo.bf16": "compute.dtype", "lora.r": "lora.rank"}.items():
+        with pytest.raises(UserError, match=rf"^{key} is not a known key: did you mean {meant}\?$"):
+            load_config("quickstart-dpo", [f"{key}=1"])
     for key in ("actor_rollout_ref.rollout.n", "grpo.num_generations"):
         with pytest.raises(UserError, match=r"did you mean grpo\.algorithm\.samples"):
             load_config("arithmetic-grpo", [f"{key}=4"])

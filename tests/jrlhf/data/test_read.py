@@ -98,6 +98,7 @@ SHAPES: list[tuple[str, dict[str, Any], Example]] = [
     ("preference", {"prompt": "2?", "chosen": [Q, A], "rejected": [Q, B]}, Example((Q,), chosen=(A,), rejected=(B,))),
     # Equal answers: the last message is still the answer.
     ("preference", {"chosen": [Q, A], "rejected": [Q, A]}, Example((Q,), chosen=(A,), rejected=(A,))),
+    ("preference", {"prompt": [Q], "chosen": "4", "rejected": "5"}, Example((Q,), chosen="4", rejected="5")),
     ("messages", {"messages": CONVERSATION}, Example(tuple(CONVERSATION))),
     ("text", {"text": "Once upon a time", "url": None}, Example("", "Once upon a time", columns={"url": None})),
     ("verl", {**VERL, "prompt": [Q]}, Example((Q,), source="gsm8k", columns=VERL)),
@@ -188,7 +189,7 @@ def test_some_of_the_rows_keep_their_places(tmp_path: Path):
 FILES: list[tuple[str, str | bytes, str]] = [  # file, content, sentence
     ("a.jsonl", '{"prompt": "a"}\n\n{"prompt": "b', "a.jsonl line 3 is not a whole JSON object .* repair it or remove"),
     ("a.jsonl", '{"prompt": "a"}\n["b"]\n', "a.jsonl line 2 holds a list, not an object"),
-    ("a.jsonl", b'{"prompt": "a"}\n{"prompt": "\xff"}\n', "a.jsonl line 2 is not a whole JSON object"),
+    ("a.jsonl", b'{"prompt": "a"}\n{"prompt": "\xff"}\n', "a.jsonl line 2 is not UTF-8 text .*: convert"),
     ("a.jsonl", "\n \n", "a.jsonl has no rows"),
     ("a.jsonl", "", "a.jsonl has no rows"),
     ("a.jsonl", '{"prompt": "a"}\n{"prompt": null}\n', "line 2: prompt is null: repair it or remove it"),
@@ -214,6 +215,7 @@ ROWS: list[tuple[dict, str]] = [  # row, sentence
     ({"prompt": [user("hi"), {"role": "user"}]}, "message 2 of prompt has no content"),
     ({"prompt": [{"role": "user", "content": 3}]}, "the content of message 1 of prompt is a int, not text"),
     ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "a part of type 'image', and only text"),
+    ({"prompt": "[{'role': 'user', 'content': 'hi'}]"}, "prompt is text that writes out a list of messages"),
     ({"messages": "hi"}, "messages is text, not a list of messages"),
     ({"text": [user("hi")]}, "text is a list of messages, not text"),
     ({"prompt": "a", "completion": [Q]}, "completion begins with a message of the user, not of the assistant"),
@@ -241,12 +243,14 @@ def test_a_bad_row_is_named():
 
 def test_wrong_columns_are_answered_with_those_that_are_there():
     with pytest.raises(
-        UserError, match="the columns of rows are question, answer: say in data.columns which of them are chosen and"
+        UserError, match="the columns of rows are question, answer: say in the dataset's key columns, .* chosen and"
     ):
         from_rows(GSM8K)
     message = "prompt is to be read from a column 'qestion', but the columns of rows are .*did you mean question"
     with pytest.raises(UserError, match=message):
         from_rows(GSM8K, columns=Columns(prompt="qestion"))
+    with pytest.raises(UserError, match="column 'z', but the columns of rows are question, answer: name one of these$"):
+        from_rows(GSM8K, columns=Columns(prompt="z"))
     with pytest.raises(UserError, match="columns of rows are question, answer: say in"):
         from_rows(GSM8K, columns=Columns(completion="answer"))
     with pytest.raises(UserError, match="columns of rows are prompt, chosen: .*rejected"):

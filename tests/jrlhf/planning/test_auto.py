@@ -7,8 +7,9 @@ import pytest
 from jrlhf.algorithms.registry import graph_of
 from jrlhf.config import Config, load_config
 from jrlhf.errors import UserError
+from jrlhf.meshes.hardware import cluster
 from jrlhf.meshes.plan import Plan
-from jrlhf.planning.auto import auto_plan, prices_here
+from jrlhf.planning.auto import auto_plan, prices_here, prices_of
 from jrlhf.planning.plans import plan_of_config, plan_yaml, validate_plan
 from jrlhf.planning.workload import Workload, workload_of
 from jrlhf.stages.setup import PLAN, architectures, select_plan
@@ -60,6 +61,9 @@ def test_prices_are_those_of_the_devices_at_hand():
     config = config_of("device.memory=50")
     prices = prices_here(config, work(config), [Device()] * 8)
     assert prices.capacity == 50 * 2**30  # the memory that a run may use
+    for memory, limit in ((50, 50 * 2**30), (500, cluster("8xh100").hardware.memory)):
+        config = config_of(f"device.memory={memory}")
+        assert prices_of(config, work(config), cluster("8xh100")).capacity == limit
     with pytest.raises(UserError, match="what calls cost on abacus devices: measure .* --profile` with the --config"):
         prices_here(config, work(config), [Device("abacus", "cpu")])
 

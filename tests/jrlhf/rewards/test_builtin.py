@@ -3,6 +3,7 @@
 import sys
 import types
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 import pytest
@@ -94,8 +95,11 @@ def test_numbers_are_read_and_compared_exactly_within_the_tolerance():
     assert numeric_answer(texts[:3], truth[:3], tolerance=1) == [1, 1, 1]
     assert numeric_answer(["0.1"], ["1/10"], tolerance=0) == [1]
     assert read_number("0.1", "auto") == Fraction(1, 10)
-    with pytest.raises(ValueError, match="extract='first'"):
+    with pytest.raises(UserError, match="options.extract='first': it must be auto"):
         numeric_answer(["1"], ["1"], extract="first")
+    for call in (format_regex, partial(exact_match, answer=["1"])):
+        with pytest.raises(UserError, match=r"options.pattern='\(' is no regular expression \(missing \)"):
+            call(["1"], pattern="(")
 
 
 def test_conversations_are_judged_by_their_contents():
