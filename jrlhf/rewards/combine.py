@@ -43,12 +43,9 @@ def combine(
     failed = {name: ~jnp.isfinite(scores) for name, scores in learned.items()}
     learned = {name: jnp.where(failed[name], on_failure[name], scores) for name, scores in learned.items()}
     rows = sum((weights[name] * scores for name, scores in learned.items()), jnp.zeros_like(finished, jnp.float32))
-    if texts is None:
-        scores = rows
-    elif texts.ndim == 1:
-        scores = texts + rows
-    else:
-        scores = texts + on_last_token(rows, response_lengths, texts.shape[1])
+    scores = rows
+    if texts is not None:
+        scores = texts + (rows if texts.ndim == 1 else on_last_token(rows, response_lengths, texts.shape[1]))
     raw = scores if scores.ndim == 1 else jnp.sum(scores, axis=1)
     shaped, moments, shaping = shape(scores, response_lengths, finished, moments)
     statistics = {}

@@ -20,6 +20,7 @@ from jrlhf.meshes.graph import Kind as CallKind
 from jrlhf.ppo import Rollout, RunningMoments, ScoreConfig, shape_scores
 from jrlhf.rewards.combine import Combined, combine, named
 from jrlhf.rewards.functions import RewardFailure
+from jrlhf.rewards.text_model import TextReward
 from jrlhf.rewards.types import Sample, Scored, joined, to_samples, weighted_sum
 from jrlhf.roles.critic import Reward
 from jrlhf.roles.early import OpenRollout
@@ -41,7 +42,7 @@ class TextPart:
     weight: float
     score: Callable[..., Scored]
     identity: str  # identifies the model's weights or the function's code
-    on_device: bool = False  # a model on the mesh, rather than a function in its own processes
+    model: TextReward | None = None  # a model on the mesh; None: a function in its own processes
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ Answers = Future[Asked] | Pending[Asked]
 class Rewards:
     """The role that scores rollouts: the weighted sum of a run's rewards, or of its costs. One thread makes all calls.
 
-    Functions run in another thread while the devices compute; models that read text run afterwards. `start` begins an
-    iteration; at its end `moments`, `raw` and `metrics()` are its results.
+    Functions run in another thread while the devices compute; models that read text run afterwards, or on each tile of
+    an open rollout. `start` begins an iteration; at its end `moments`, `raw` and `metrics()` are its results.
 
     placement: where its calls run, and where its models are stored.
     kind: names the metrics: `rewards/NAME/mean` or `costs/NAME/mean`.
@@ -91,6 +92,7 @@ class Rewards:
         self.placement, self.clock, self.kind = placement, clock, kind
         self._tokenizer, self._max_response = tokenizer, max_response
         site = Site(placement, compute, clock)
+        self._models = {name: part.model for name, part in text_parts.items() if part.model is not None}
         self._roles = {name: Reward(part.model, site) for name, part in token_parts.items()}
         parts = token_parts.items()
         weights = {name: part.weight for name, part in parts}
@@ -199,15 +201,15 @@ class Rewards:
         mesh = self.placement[method].mesh
         whole = rollout if isinstance(rollout, OpenRollout) else Pending(lambda: rollout)
         learned = {name: whole.by_rows(partial(role.score, method=method), mesh) for name, role in self._roles.items()}
-        answers = prompts.answers.get(self.kind)
+        answers, models = prompts.answers.get(self.kind), {}
         if answers is None and self.text_parts:
-            answers = self._begin_to_ask(rollout, prompts)
+            answers, models = self._begin_texts(rollout, prompts)
 
         def scores() -> Scores:
             drawn, parts = whole.result(), {name: ready(scores) for name, scores in learned.items()}
             texts, metrics = None, {}
             if answers is not None:
-                texts, metrics = self._finish(answers, prompts.step)
+                texts, metrics = self._finish(answers, models, prompts.step)
                 texts = put_rows(texts, mesh)
             drawn, moments = self.placement.transfers.bring(drawn, mesh, self.clock), transfer(self.moments, mesh)
             combined = self._combine(parts, texts, drawn.response_lengths, drawn.finished, moments)
@@ -216,19 +218,25 @@ class Rewards:
 
         return Pending(scores)
 
-    def _begin_to_ask(self, rollout: Rollout | OpenRollout, batch: Batch) -> Answers:
-        """Passes a rollout to the functions: as a whole or, while it is drawn, each tile of rows when it is done."""
+    def _begin_texts(self, rollout: Rollout | OpenRollout, batch: Batch) -> tuple[Answers, dict[str, Pending[Scored]]]:
+        """Passes a rollout to the functions or, while it is drawn, each tile of rows to functions and models."""
         if isinstance(rollout, OpenRollout):
-            parts = rollout.each(lambda rows, tile: self._thread.submit(self._read, batch, rows, tile))
-            return Pending(lambda: self.join(parts.result()).result())
+            parts, read = rollout.each(partial(self._submit, batch)), partial(self._samples, batch)
+            models = {name: model.by_tiles(rollout, read, self.clock) for name, model in self._models.items()}
+            return Pending(lambda: self.join(parts.result()).result()), models
         # Gathered here and not in the thread: all devices must get their programs in the same order.
-        return self._thread.submit(self._read, batch, slice(0, None), gathered(rollout))
+        return self._submit(batch, slice(0, None), gathered(rollout)), {}
 
-    def _read(self, batch: Batch, rows: slice, drawn: Rollout) -> Asked:
-        """Waits for rows of a batch; returns them as text, and the functions' scores. Runs in the thread."""
-        responses = read_responses(self._tokenizer, jax.device_get(drawn))
-        samples = to_samples(batch.examples[rows], batch.texts[rows], responses)
-        return self._ask_functions(samples, batch.step, first=rows.start)
+    def _submit(self, batch: Batch, rows: slice, drawn: Rollout) -> Future[Asked]:
+        """Starts the functions on rows of a batch. Their thread waits for the rows."""
+
+        def ask() -> Asked:
+            return self._ask_functions(self._samples(batch, rows, jax.device_get(drawn)), batch.step, first=rows.start)
+
+        return self._thread.submit(ask)
+
+    def _samples(self, batch: Batch, rows: slice, drawn: Rollout) -> list[Sample]:
+        return to_samples(batch.examples[rows], batch.texts[rows], read_responses(self._tokenizer, drawn))
 
     def _ask_functions(self, samples: list[Sample], step: int, **place: int) -> Asked:
         started = time.perf_counter()
@@ -238,12 +246,14 @@ class Rewards:
             self.clock.add_parallel(f"{self.kind.removesuffix('s')}_functions", time.perf_counter() - started)
         return samples, scored
 
-    def _finish(self, answers: Answers, step: int) -> tuple[np.ndarray, Metrics]:
-        """Waits for the functions, runs the text models; returns the sum by rows or tokens, and the parts' metrics."""
+    def _finish(self, answers: Answers, models: Mapping[str, Pending[Scored]], step: int) -> tuple[np.ndarray, Metrics]:
+        """Waits for the functions and for models that have begun, or runs all models; returns sum and metrics."""
         deadline = self.clock.deadline  # holds also for processes that wait for the scores of process 0
         scored = self.clock.run("reward_wait", _from_main, lambda: answers.result()[1], seconds=deadline)
         samples, _ = answers.result()
-        if any(part.on_device for part in self.text_parts.values()):
+        if models:
+            scored = scored | {name: scores.result() for name, scores in models.items()}
+        elif self._models:
             scored = scored | self.clock.run("reward", self._ask, samples, step, on_device=True)
         total, parts = self._summed(samples, scored)
         metrics: Metrics = {key: x for name, part in parts.items() for key, x in part.metrics(name, self.kind).items()}
@@ -256,7 +266,7 @@ class Rewards:
             return scores, metrics
 
     def _ask(self, samples: Sequence[Sample], step: int, *, on_device: bool, **place: int) -> dict[str, Scored]:
-        parts = {name: part for name, part in self.text_parts.items() if part.on_device == on_device}
+        parts = {name: part for name, part in self.text_parts.items() if (name in self._models) == on_device}
         return {name: part.score(samples, step, **place) for name, part in parts.items()}
 
     def _summed(self, samples: Sequence[Sample], scored: Mapping[str, Scored]) -> tuple[Scored, dict[str, Scored]]:

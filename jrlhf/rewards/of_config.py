@@ -54,8 +54,10 @@ def open_rewards(
             elif reward.model is not None:
                 key, usual = f"{kind}[{index}].model", data.max_prompt + data.max_response
                 model = initial.reward(reward.model, key)
-                scorer = TextReward(reward, key, model, places, initial.compute, usual=usual)
-                texts[reward.name] = TextPart(reward.weight, scorer.score, scorer.identity, on_device=True)
+                rows = config.compute.score_rows
+                assert rows != "auto"  # the run has chosen
+                scorer = TextReward(reward, key, model, places, initial.compute, usual=usual, rows=rows)
+                texts[reward.name] = TextPart(reward.weight, scorer.score, scorer.identity, scorer)
             else:
                 function = FunctionReward(reward, config.seed, folder / f"{role}-{reward.name}.log", kind=role)
                 texts[reward.name] = TextPart(reward.weight, function.score, from_main(partial(start, function)))

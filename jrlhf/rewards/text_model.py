@@ -1,6 +1,6 @@
 """Reward models with their own tokenizer, which read an answer as text."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -17,12 +17,16 @@ from jrlhf.meshes import to_host
 from jrlhf.models import ModelConfig
 from jrlhf.models.hf.files import parse_json
 from jrlhf.models.params import Params
+from jrlhf.ppo import Rollout
 from jrlhf.rewards.functions import RewardFailure
 from jrlhf.rewards.types import Sample, Scored
+from jrlhf.roles.early import OpenRollout
 from jrlhf.roles.model import Compute, Model
-from jrlhf.roles.placement import RolePlacement
+from jrlhf.roles.placement import Pending, RolePlacement
 from jrlhf.roles.pretrained import locate
-from jrlhf.run.clock import may_deadlock
+from jrlhf.run.clock import Clock, may_deadlock
+
+Begun = tuple[Sequence[Sample], list[Array]]  # samples, and the scores [batch] of each batch of them
 
 # A key of an exported reward model's config.json; "eos": an answer ends at its end-of-text token.
 ENDS = "answers_end_with"
@@ -43,10 +47,19 @@ class TextReward:
     A score that is not finite is a failure, as in reward functions.
 
     key: the setting that names the model, for messages. usual: maximum sequence length under the actor's tokenizer.
+    rows: most samples that are scored together; None: any number.
     """
 
     def __init__(
-        self, reward: RewardConfig, key: str, model: Model, placement: RolePlacement, compute: Compute, *, usual: int
+        self,
+        reward: RewardConfig,
+        key: str,
+        model: Model,
+        placement: RolePlacement,
+        compute: Compute,
+        *,
+        usual: int,
+        rows: int | None = None,
     ):
         assert reward.model is not None
         self._key, self.identity, self._model = f"{key}={reward.model}", model.fingerprint(), placement.store(model)
@@ -57,7 +70,7 @@ class TextReward:
         compiled = place.compiled(self._model.architecture, compute)
         self._mesh = compiled.mesh
         divisor = self._mesh.size * place.parts
-        self._batch = -(-reward.batch // divisor) * divisor
+        self._batch = -(-min(reward.batch, rows or reward.batch) // divisor) * divisor
         self._most = model.config.max_positions
         # Widths for texts of usual length. This tokenizer may make longer rows.
         self._widths = sorted({program_width(length, self._most, 64) for length in (usual // 4, usual // 2, usual)})
@@ -66,6 +79,10 @@ class TextReward:
 
     def score(self, samples: Sequence[Sample], step: int = 0) -> Scored:
         """Returns the model's score of every sample, read at its last token."""
+        return self.finish([self.begin(samples)])
+
+    def begin(self, samples: Sequence[Sample]) -> Begun:
+        """Starts to score samples, in batches of one shape."""
         sequences = [self._encode(sample) for sample in samples]
         params = self._model.onloaded().params
         if not self._warm:  # also compiles what later texts may need
@@ -74,8 +91,25 @@ class TextReward:
             self._warm = True
         width = max(program_width(max(map(len, sequences)), self._most, 64), self._widths[0])
         starts = range(0, len(sequences), self._batch)
-        batches = [self._scores(params, sequences[start : start + self._batch], width) for start in starts]
-        scores = np.concatenate(to_host(batches))[: len(samples)].astype(np.float64)
+        return samples, [self._scores(params, sequences[start : start + self._batch], width) for start in starts]
+
+    def by_tiles(
+        self, rollout: OpenRollout, read: Callable[[slice, Rollout], Sequence[Sample]], clock: Clock
+    ) -> Pending[Scored]:
+        """Scores each tile of an open rollout once it may be read. read: (rows, tile) -> the tile's samples."""
+
+        def begin(rows: slice, tile: Rollout) -> Begun:
+            return clock.run("reward", self.begin, read(rows, tile))
+
+        tiles = rollout.each(begin, devices=self._mesh.devices.flat)
+        return Pending(lambda: self.finish(tiles.result()))
+
+    def finish(self, parts: Sequence[Begun]) -> Scored:
+        """Waits for the scores of all samples, in order."""
+        samples = [sample for own, _ in parts for sample in own]
+        batches = to_host([batches for _, batches in parts])
+        scores = [np.concatenate(own)[: len(part)] for own, (part, _) in zip(batches, parts, strict=True)]
+        scores = np.concatenate(scores).astype(np.float64)
         bad = np.flatnonzero(~np.isfinite(scores))
         if not len(bad):
             return Scored(scores)
@@ -92,7 +126,7 @@ class TextReward:
         full = [*sequences, *[sequences[0]] * (self._batch - len(sequences))]
         with jax.set_mesh(self._mesh):
             scores = self._score(params, *put_rows(pad_rows(full, width), self._mesh))
-        return jax.block_until_ready(scores) if may_deadlock() else scores
+        return jax.block_until_ready(scores) if may_deadlock(self._mesh.size) else scores
 
     def _encode(self, sample: Sample) -> Ids:
         try:

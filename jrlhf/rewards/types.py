@@ -68,11 +68,7 @@ class Scored:
 
         `failures` is a count, logged also where it is 0. An extra is averaged over the rows that have it.
         """
-        metrics = {
-            extra: float(np.mean(values[~np.isnan(values)]))
-            for extra, values in self.extras.items()
-            if not np.all(np.isnan(values))
-        }
+        metrics = {extra: float(np.nanmean(x)) for extra, x in self.extras.items() if not np.all(np.isnan(x))}
         if len(self.scores):
             metrics |= {"mean": float(np.mean(self.scores)), "std": float(np.std(self.scores))}
         metrics["failures"] = float(sum(self.failures.values()))

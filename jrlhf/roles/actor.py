@@ -92,14 +92,7 @@ class Actor(TrainedRole):
     def _sample(self, method: str, weights: Params, prompts: Batch, **watching: Any) -> Rollout:
         version, arrays = transfer((self.state.step, prompts.arrays), self.placement[method].mesh)
         generation = self._engines[method](weights, *arrays, *self._frozen(method), read=self._to_all_hosts, **watching)
-        return Rollout(
-            tokens=generation.tokens,
-            prompt_lengths=generation.prompt_lengths,
-            response_lengths=generation.response_lengths,
-            logprobs=generation.logprobs,
-            finished=generation.finished,
-            version=jnp.copy(version),  # `update` donates the state
-        )
+        return Rollout(**vars(generation), version=jnp.copy(version))  # `update` donates the state
 
     def recomputes(self) -> bool:
         """True if the ratio's denominator is computed by `logprobs`, and not taken from the rollout."""

@@ -259,18 +259,18 @@ def may_gain(rollouts: Rollouts) -> bool:
 
 def read_by_rows(config: Config, graph: Graph, drawing: Call) -> list[Call]:
     """Returns the models' calls that score rows of `drawing` independently, and so may score them early."""
-    adapted = {role for _, role, part in config.rewards_and_costs if part.adapter is not None}
+    models = {role for _, role, part in config.rewards_and_costs if part.function is None}
     learned = {"reward"} if "reward_model" in config.stages else set[str]()
-    texts = {"reward", "cost"} - adapted - learned  # their models, if any, read text
-    infers = [call for call in graph if call.kind == "infer" and call.role not in texts]
+    functions = {"reward", "cost"} - models - learned
+    infers = [call for call in graph if call.kind == "infer" and call.role not in functions]
     return [call for call in infers if {*drawing.outputs} & {*call.inputs}]
 
 
 def rollouts_of(config: Config, prices: CostModel, plan: Plan) -> dict[str, Rollouts]:
     """Returns the `Rollouts` of each call that draws, with the seconds of the cost model.
 
-    Without compute.score_rows all rows are one tile. Reward functions, and reward models that read text, are left out,
-    because a move does not let them score earlier.
+    Without compute.score_rows all rows are one tile. Reward functions are left out, because a move does not let them
+    score earlier.
     """
     drawing = [call for call in prices.workload.calls if call.kind == "generate" and plan[call.name].pipeline == 1]
     return {call.name: _rollouts(config, prices, plan, call) for call in drawing}

@@ -82,7 +82,9 @@ def test_scoring_is_dispatched_while_functions_are_at_work():
         return Scored(np.full(len(samples), float(step)))
 
     threads: list[threading.Thread] = []
-    calls = Calls(model=TextPart(0.5, model, "model", on_device=True), function=TextPart(2.0, function, "function"))
+    calls = Calls(
+        model=TextPart(0.5, model, "model", cast(Any, "on the mesh")), function=TextPart(2.0, function, "function")
+    )
     np.testing.assert_allclose(calls.iterate().shaped, 2 * LENGTHS + 0.5 * 3)
     assert calls.names == ["logprobs", "logprobs", "values", "model"]
     assert threads[0] is not threading.main_thread() and threads[1] is threading.main_thread()

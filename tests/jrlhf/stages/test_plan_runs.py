@@ -164,8 +164,8 @@ def test_rows_that_are_scored_while_others_decode_have_the_bits_of_a_later_time(
 
     monkeypatch.setattr(OpenRollout, "_hand_out", counted)
     while_others_decode = run(make("early", stage, "split", **settings))
-    # By the function, and by calls that are not on the actor's devices: in PPO those of critic and reward model.
-    assert max(map(sum, early)) >= (2 * 3 if stage == "ppo" else 2)
+    # By the function, and by models that are not on the actor's devices: the judge, in PPO those of critic and reward.
+    assert max(map(sum, early)) >= (2 * 4 if stage == "ppo" else 2 * 2)
     monkeypatch.setattr(OpenRollout, "_hand_out", lambda *_: None)
     assert_same_bits(while_others_decode, run(make("late", stage, "split", **settings)))
 

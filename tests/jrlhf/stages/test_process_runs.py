@@ -149,8 +149,11 @@ def test_a_killed_run_on_slices_goes_on_to_the_same_bits_and_under_another_plan(
 
 
 @pytest.mark.proof("processes")
-def test_devices_of_another_process_score_while_the_last_rows_decode(tmp_path: Path):
-    """Generation on all four groups of devices; the last rows move to one of process 0, and process 1 scores."""
+def test_devices_of_another_process_score_while_the_last_rows_decode(tmp_path: Path, user: Path):
+    """Generation on all four groups of devices; the last rows move to one of process 0, and process 1 scores.
+
+    One reward model reads tokens, and one reads text.
+    """
     calls = {call: {"layout": layout, "devices": "0-3", "fsdp": 2, "tensor": 2} for call, layout in LAYOUTS.items()}
     calls["actor.generate"] |= {"devices": "0-7", "fsdp": 4}
     for call in ("reference.logprobs", "critic.values", "reward.score"):
@@ -159,7 +162,8 @@ def test_devices_of_another_process_score_while_the_last_rows_decode(tmp_path: P
     settings = f"run_dir={tmp_path}", f"plan={tmp_path / 'plan.yaml'}", "compute.score_rows=4", "rollout.chunk=1"
     counts = []
     for count, name in ((1, "one"), (2, "two")):
-        own = *settings, "rollout.last_groups=1", f"device.simulated={8 // count}", f"name={name}"
+        judge = f"rewards=[{{name: judge, model: {user / 'reward'}, batch: 4}}]"
+        own = *settings, judge, "rollout.last_groups=1", f"device.simulated={8 // count}", f"name={name}"
         launched = launch(count, tmp_path, "-c", EARLY, "--config", TINY, *SMALL, *own)
         counts += [answer["early"] for answer in launched.answers(600)]
     assert counts[0] == counts[1] == counts[2]
