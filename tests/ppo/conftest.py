@@ -1,5 +1,6 @@
 """A policy and a critic small enough to differentiate by hand: a table of logits and one of values."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -11,21 +12,25 @@ from jrlhf.ppo import Experience
 
 VOCAB = 5
 # Both are looked up by the previous token: `logits[previous, token]` and `values[previous]`.
+inlined = partial(jax.jit, inline=True)  # one program when called by a test, and nothing when traced
 
 
 def _previous(tokens):
     return jax.nn.one_hot(jnp.roll(tokens, 1, axis=1), VOCAB)
 
 
+@inlined
 def _logprobs(params, tokens):
     logp = jax.nn.log_softmax(_previous(tokens) @ params["logits"])
     return jnp.sum(logp * jax.nn.one_hot(tokens, VOCAB), -1), -jnp.sum(jnp.exp(logp) * logp, -1)
 
 
+@inlined
 def _values(params, tokens):
     return _previous(tokens) @ params["values"]
 
 
+@inlined
 def _scores(params, tokens, lengths):
     real = jnp.arange(tokens.shape[1])[None, :] < lengths[:, None]
     return jnp.sum(jnp.where(real, jax.nn.one_hot(tokens, VOCAB) @ params["values"], 0), 1)

@@ -26,6 +26,9 @@ from jrlhf.ppo import (
 )
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
+by_config = partial(jax.jit, static_argnames="config")
+ppo_experience, group_experience = by_config(make_experience), by_config(make_group_experience)
+return_experience, safe_experience = by_config(make_return_experience), by_config(make_safe_experience)
 ROWS, TIME, KL_COEF = 8, 10, 0.3
 STARTS, COUNTS = np.array([1, 3, 4, 2, 4, 1, 2, 5]), np.array([6, 1, 6, 3, 2, 9, 0, 4])
 FINISHED = np.array([True, True, False, True, True, False, True, True])
@@ -76,9 +79,7 @@ def check(experience, rows):
 @pytest.mark.parametrize("config", [GRPOConfig(samples=4), GRPOConfig(samples=4, truncation="mask")], ids=str)
 def test_grpo_compares_scores_and_takes_the_kl_to_the_loss(config):
     rollout, scores, _, old, ref, *_ = inputs()
-    experience = jax.jit(make_group_experience, static_argnames="config")(
-        rollout, scores, old, ref, config=config, kl_coef=jnp.float32(KL_COEF)
-    )
+    experience = group_experience(rollout, scores, old, ref, config=config, kl_coef=jnp.float32(KL_COEF))
     counted = (COUNTS > 0) & (FINISHED | (config.truncation != "mask"))
     expected = []
     for row in range(ROWS):
@@ -105,14 +106,14 @@ def test_reinforce_pp_and_remax_take_what_follows(whiten):
     rows = returns(0.9)
     flat = np.concatenate(rows)
     expected = [(r - flat.mean()) / flat.std(ddof=1) for r in rows] if whiten else rows
-    check(make_return_experience(rollout, scores, old, ref, config=plus, kl_coef=KL_COEF), expected)
+    check(return_experience(rollout, scores, old, ref, config=plus, kl_coef=KL_COEF), expected)
     if whiten:
         return
     config = ReMaxConfig()
-    experience = make_return_experience(rollout, scores, old, ref, greedy, config=config, kl_coef=KL_COEF)
+    experience = return_experience(rollout, scores, old, ref, greedy, config=config, kl_coef=KL_COEF)
     check(experience, [r - float(greedy[row]) for row, r in enumerate(returns(1.0))])
     with pytest.raises(ValueError, match="baselines=None: ReMax needs"):
-        make_return_experience(rollout, scores, old, ref, config=config, kl_coef=KL_COEF)
+        return_experience(rollout, scores, old, ref, config=config, kl_coef=KL_COEF)
 
 
 def gae_of(rewards, values, discount, lam):
@@ -128,7 +129,7 @@ def gae_of(rewards, values, discount, lam):
 def test_safe_rlhf_combines_two_streams_and_the_kl_weighs_the_same_for_any_multiplier(multiplier):
     rollout, scores, costs, old, ref, values, cost_values = inputs(4)
     config = SafeRLHFConfig(truncation="zero", whiten_advantages=False, discount=0.95, gae_lambda=0.9)
-    build = partial(make_safe_experience, config=config, kl_coef=KL_COEF, multiplier=jnp.float32(multiplier))
+    build = partial(safe_experience, config=config, kl_coef=KL_COEF, multiplier=jnp.float32(multiplier))
     reward, cost = build(rollout, scores, costs, old, ref, values, cost_values)
     streams = []
     for given, sign, baseline in ((scores, -1.0, values), (costs, 1.0, cost_values)):
@@ -149,7 +150,7 @@ def test_safe_rlhf_combines_two_streams_and_the_kl_weighs_the_same_for_any_multi
 
 def test_safe_rlhf_whitens_the_combination_and_bootstraps_both():
     rollout, scores, costs, old, ref, values, cost_values = inputs(4)
-    build = partial(make_safe_experience, rollout, scores, costs, old, ref, values, cost_values)
+    build = partial(safe_experience, rollout, scores, costs, old, ref, values, cost_values)
     config, after = SafeRLHFConfig(truncation="bootstrap"), jnp.linspace(-1, 1, ROWS)
     more = {"bootstrap_values": after, "cost_bootstrap_values": -after, "kl_coef": KL_COEF, "multiplier": 0.5}
     raw, raw_cost = build(config=replace(config, whiten_advantages=False), **more)
@@ -161,7 +162,7 @@ def test_safe_rlhf_whitens_the_combination_and_bootstraps_both():
     )
     np.testing.assert_array_equal(cost.advantages, raw_cost.advantages)
     ppo = PPOConfig(truncation="bootstrap")
-    of_reward = make_experience(rollout, scores, old, ref, values, config=ppo, kl_coef=KL_COEF, bootstrap_values=after)
+    of_reward = ppo_experience(rollout, scores, old, ref, values, config=ppo, kl_coef=KL_COEF, bootstrap_values=after)
     assert white.returns is not None and of_reward.returns is not None
     np.testing.assert_allclose(white.returns, of_reward.returns, rtol=1e-6)
     with pytest.raises(ValueError, match="needs cost_bootstrap_values"):
@@ -177,7 +178,7 @@ def test_a_row_that_cannot_teach_is_left_out_wherever_its_bad_number_is():
             if getattr(expected, name) is not None:
                 np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name), err_msg=name)
 
-    safe = partial(make_safe_experience, config=SafeRLHFConfig(), kl_coef=KL_COEF, multiplier=0.5)
+    safe = partial(safe_experience, config=SafeRLHFConfig(), kl_coef=KL_COEF, multiplier=0.5)
     arrays = old, ref, values, cost_values
     for actual, expected in zip(
         safe(rollout, scores, costs.at[4].set(jnp.inf), *arrays), safe(without, scores, costs, *arrays), strict=True
@@ -185,9 +186,9 @@ def test_a_row_that_cannot_teach_is_left_out_wherever_its_bad_number_is():
         same(actual, expected)
     for actual, expected in zip(safe(rollout, bad, costs, *arrays), safe(without, scores, costs, *arrays), strict=True):
         same(actual, expected)
-    remax = partial(make_return_experience, config=ReMaxConfig(whiten_advantages=True), kl_coef=KL_COEF)
+    remax = partial(return_experience, config=ReMaxConfig(whiten_advantages=True), kl_coef=KL_COEF)
     same(remax(rollout, scores, old, ref, costs.at[4].set(jnp.nan)), remax(without, scores, old, ref, costs))
-    group = partial(make_group_experience, config=GRPOConfig(samples=4), kl_coef=KL_COEF)
+    group = partial(group_experience, config=GRPOConfig(samples=4), kl_coef=KL_COEF)
     same(group(rollout, bad, old, ref), group(without, scores, old, ref))
 
 
@@ -220,7 +221,7 @@ def test_the_multiplier_rises_above_the_limit_up_to_its_maximum_and_stays_withou
 def test_importance_is_the_truncated_ratio_to_the_rollout(level):
     rollout, scores, _, old, ref, *_ = inputs(6)
     config = GSPOConfig(samples=4, importance=level, importance_cap=1.2)
-    experience = make_group_experience(rollout, scores, old, None, config=config, kl_coef=0.0)
+    experience = group_experience(rollout, scores, old, None, config=config, kl_coef=0.0)
     assert experience.importance is not None
     weights = []
     for row, span in enumerate(SPANS):
@@ -254,8 +255,8 @@ def test_importance_is_the_truncated_ratio_to_the_rollout(level):
 def test_groups_of_equal_scores_are_counted():
     rollout, scores, _, old, ref, *_ = inputs()
     equal = scores.at[:4].set(0.1)
-    experience = make_group_experience(rollout, equal, old, ref, config=GRPOConfig(samples=4), kl_coef=KL_COEF)
-    metrics = experience_metrics(experience, 4)
+    experience = group_experience(rollout, equal, old, ref, config=GRPOConfig(samples=4), kl_coef=KL_COEF)
+    metrics = jax.jit(experience_metrics, static_argnames="samples")(experience, samples=4)
     assert metrics["group/zero_std"] == 0.5
     np.testing.assert_allclose(metrics["group/score_std"], np.asarray(scores)[GROUPS[1]].std(ddof=1) / 2, rtol=1e-5)
     assert not np.any(experience.advantages[:4])
@@ -264,7 +265,7 @@ def test_groups_of_equal_scores_are_counted():
 def test_log_probabilities_of_the_rollout_stand_in_for_old_ones():
     rollout, scores, _, _, ref, values, _ = inputs()
     config = PPOConfig(old_logprobs="rollout", truncation="zero")
-    experience = make_experience(rollout, scores, None, ref, values, config=config, kl_coef=KL_COEF)
+    experience = ppo_experience(rollout, scores, None, ref, values, config=config, kl_coef=KL_COEF)
     inside = np.asarray(experience.response_mask)
     np.testing.assert_array_equal(experience.old_logprobs, np.where(inside, rollout.logprobs, 0))
 
@@ -272,7 +273,7 @@ def test_log_probabilities_of_the_rollout_stand_in_for_old_ones():
 def test_whitened_rewards_make_the_advantages_and_the_rewards_stay():
     rollout, scores, _, old, ref, *_ = inputs()
     config = ReinforcePPConfig(whiten_advantages=False, whiten_rewards=True)
-    experience = make_return_experience(rollout, scores, old, ref, config=config, kl_coef=KL_COEF)
+    experience = return_experience(rollout, scores, old, ref, config=config, kl_coef=KL_COEF)
     rewards = rewards_of(np.asarray(scores), old, ref)
     flat = np.concatenate(rewards)
     white = [(r - flat.mean()) / flat.std(ddof=1) + flat.mean() for r in rewards]

@@ -68,7 +68,7 @@ def test_scores_of_tokens_are_conserved_and_stand_at_their_tokens(truncation):
 def test_a_score_on_the_last_token_alone_is_a_score_of_the_whole_response():
     rollout, (scores, old, ref, values), after = inputs()
     last = np.asarray(rollout.prompt_lengths + rollout.response_lengths) - 1
-    placed = jnp.zeros((ROWS, TIME)).at[np.arange(ROWS), last].set(scores)
+    placed = np.eye(TIME, dtype=np.float32)[last] * np.asarray(scores)[:, None]
     build = partial(compiled, config=PPOConfig(), kl_coef=0.1, bootstrap_values=after)
     jax.tree.map(
         np.testing.assert_array_equal,
@@ -94,15 +94,16 @@ def test_truncation(truncation):
         bootstrap_values=given,
     )
     one = jax.jit(partial(gae, discount=0.9, lam=0.8))
+    experience, whole = jax.device_get((experience, whole))
     for row in range(ROWS):
         if not rollout.finished[row] and truncation == "mask":
             for array in (experience.response_mask, experience.rewards, experience.advantages, experience.returns):
                 assert not np.any(array[row])
             continue
-        bootstrap, rewards = jnp.float32(0), whole.rewards[row]
+        bootstrap, rewards = np.float32(0), np.array(whole.rewards[row])
         if truncation == "bootstrap" and not rollout.finished[row]:
             bootstrap, last = after[row], int(rollout.prompt_lengths[row] + rollout.response_lengths[row]) - 1
-            rewards = rewards.at[last].add(-scores[row])  # the value replaces it
+            rewards[last] -= scores[row]  # the value replaces it
             assert experience.scores[row] == scores[row] != 0
         expected = one(rewards, whole.values[row], whole.response_mask[row], bootstrap_value=bootstrap)
         np.testing.assert_allclose(experience.advantages[row], expected[0], rtol=1e-5, atol=1e-6)
@@ -146,13 +147,16 @@ def test_a_row_whose_score_is_not_finite_is_left_out_and_the_others_stay(bad, pe
     rollout, (scores, old, ref, values), _ = inputs()
     build = partial(compiled, config=PPOConfig(whiten_rewards=True), kl_coef=0.1)
     at = int(rollout.prompt_lengths[2])
-    given = jnp.zeros((ROWS, TIME)).at[:, at].set(scores) if per_token else scores
-    spoiled = build(rollout, given.at[(2, at) if per_token else 2].set(bad), old, ref, values)
-    alone = build(replace(rollout, response_lengths=rollout.response_lengths.at[2].set(0)), given, old, ref, values)
+    given = np.eye(TIME, dtype=np.float32)[at] * np.asarray(scores)[:, None] if per_token else np.asarray(scores)
+    others = (np.arange(ROWS) != 2).astype(np.int32)
+    alone = build(replace(rollout, response_lengths=rollout.response_lengths * others), given, old, ref, values)
+    spoiled_scores = given.copy()
+    spoiled_scores[(2, at) if per_token else 2] = bad
+    spoiled = build(rollout, spoiled_scores, old, ref, values)
     for name in ("response_mask", "rewards", "advantages", "returns", "values"):
         np.testing.assert_array_equal(getattr(spoiled, name), getattr(alone, name), err_msg=name)
     assert not np.isfinite(spoiled.scores[2]) and not spoiled.response_mask[2].any()
-    metrics = experience_metrics(spoiled)
+    metrics = jax.jit(experience_metrics)(spoiled)
     assert metrics["critic/score/nonfinite"] == 1
     assert all(np.isfinite(value) for value in metrics.values())
     np.testing.assert_allclose(metrics["critic/score/mean"], np.delete(np.asarray(spoiled.scores), 2).mean(), rtol=1e-5)

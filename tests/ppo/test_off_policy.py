@@ -28,6 +28,8 @@ from jrlhf.ppo.off_policy import weight_shares
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes", "quick_compilation")
 ROWS, TIME, STEP = 8, 9, 6
+by_config = partial(jax.jit, static_argnames="config")
+weights_of, shares_of = by_config(importance_weights), by_config(weight_shares)
 EVERYTHING = [
     PolicyConfig(importance="token", mask_token=(0.5, 2)),
     PolicyConfig(importance="sequence", mask_sequence=(0, 1), mask_sequence_mean=(1, 1), mask_k3=1e-9),
@@ -111,7 +113,7 @@ def test_full_weight_by_quartile_of_length(cap):
     mask = np.arange(time) < lengths[:, None]
     weights = np.where(mask, rng.choice([0.0, 0.5, 1.0, 2.0], (rows, time)), 0).astype(np.float32)
     config = PolicyConfig() if cap is None else PolicyConfig(importance="token", importance_cap=cap)
-    metrics = weight_shares(jnp.asarray(weights), jnp.asarray(mask), config)
+    metrics = shares_of(jnp.asarray(weights), jnp.asarray(mask), config)
     full = mask & (weights != 0) & (weights < (np.inf if cap is None else cap))
     pairs = np.array(sorted((mask[row].sum(), row) for row in range(rows) if mask[row].any()))
     shares = np.zeros((4, rows))
@@ -132,10 +134,10 @@ def test_without_a_gap_every_correction_is_plain_ppo(toy):
     np.testing.assert_array_equal(gradient(PolicyConfig(kl_coef=0.0, staleness=STEP), experience, logprobs)[0], plain)
     gap = jnp.zeros((ROWS, TIME))
     for config in EVERYTHING:
-        weights = importance_weights(gap, experience.response_mask, config)
+        weights = weights_of(gap, experience.response_mask, config)
         np.testing.assert_array_equal(weights, experience.response_mask)
     decoupled = PolicyConfig(kl_coef=0.0, importance="token", mask_token=(0.5, 2))
-    weighed = replace(experience, importance=importance_weights(gap, experience.response_mask, decoupled))
+    weighed = replace(experience, importance=weights_of(gap, experience.response_mask, decoupled))
     np.testing.assert_array_equal(gradient(decoupled, weighed, logprobs)[0], plain)
     fresh = replace(experience, versions=STEP - jnp.minimum(experience.versions, 1))
     interpolated = PolicyConfig(kl_coef=0.0, old_logprobs="interpolate", importance="token", staleness=1)
@@ -146,7 +148,7 @@ def test_k3_is_of_the_ratio_and_not_of_its_inverse():
     """A mean of rho - 1 - log rho: e - 2 = 0.72 where all log-ratios are 1, 1 / e = 0.37 where they are -1."""
     gap, mask = jnp.array([[1.0, 1.0, 9.0], [-1.0, -1.0, 9.0]]), jnp.array([[True, True, False]] * 2)
     for bound, rows in ((0.36, (0, 0)), (0.38, (0, 1)), (0.71, (0, 1)), (0.73, (1, 1))):
-        weights = importance_weights(gap, mask, PolicyConfig(mask_k3=bound))
+        weights = weights_of(gap, mask, PolicyConfig(mask_k3=bound))
         np.testing.assert_array_equal(weights, np.outer(rows, [1, 1, 0]))
 
 
@@ -155,8 +157,8 @@ def test_masks_and_weights_move_no_advantage(toy):
     old = e.logprobs + jnp.sin(jnp.arange(TIME, dtype=jnp.float32))[None]
     options: Any = {"kl_coef": 0.0, "importance": "token", "mask_token": (0.7, 1.5), "mask_k3": 0.3}
     cases: Any = (
-        (PPOConfig(kl_coef=0.0), make_experience, (e.values,)),
-        (GRPOConfig(kl_coef=0.0, samples=4), make_group_experience, ()),
+        (PPOConfig(kl_coef=0.0), by_config(make_experience), (e.values,)),
+        (GRPOConfig(kl_coef=0.0, samples=4), by_config(make_group_experience), ()),
     )
     for plain, make, values in cases:
         masked = replace(plain, **options)
@@ -172,15 +174,17 @@ def test_cispos_gradient_is_its_closed_form_and_on_policy_that_of_ppo():
     rng = np.random.default_rng(0)
     logprobs, log_ratio, advantages = (jnp.asarray(x, jnp.float32) for x in rng.normal(size=(3, 50)))
 
-    def loss(x, old):
+    @jax.jit
+    @jax.grad
+    def slope(x, old):
         return jnp.sum(cispo_loss(x, x - old, advantages, clip_low=0.4, clip_high=0.9).loss)
 
-    got = jax.grad(loss)(logprobs, logprobs - log_ratio)
+    got = slope(logprobs, logprobs - log_ratio)
     ratio = np.exp(np.asarray(log_ratio, np.float64))
     np.testing.assert_allclose(got, -np.clip(ratio, 0.6, 1.9) * np.asarray(advantages), rtol=1e-5)
     assert (ratio < 0.6).any() and (ratio > 1.9).any()
-    ppo = jax.grad(lambda x: jnp.sum(policy_loss(x, logprobs, advantages).loss))(logprobs)
-    np.testing.assert_array_equal(jax.grad(loss)(logprobs, logprobs), ppo)
+    ppo = jax.jit(jax.grad(lambda x, old: jnp.sum(policy_loss(x, old, advantages).loss)))(logprobs, logprobs)
+    np.testing.assert_array_equal(slope(logprobs, logprobs), ppo)
 
 
 def test_proximal_logprobs_lie_between_the_versions():
@@ -198,7 +202,7 @@ def test_ages_are_counted_a_row_at_a_time(toy):
     experience, _ = drawn_by_many(toy)
     mask = experience.response_mask.at[2].set(False)
     experience = replace(experience, response_mask=mask, versions=jnp.where(mask, experience.versions, -1000))
-    metrics = age_metrics(experience, experience.ages(jnp.int32(STEP)))
+    metrics = jax.jit(age_metrics)(experience, experience.ages(jnp.int32(STEP)))
     rows = [STEP - np.asarray(v)[np.asarray(m)] for v, m in zip(experience.versions, mask, strict=True) if m.any()]
     expected = {
         "trajectory_spans": [row.max() - row.min() + 1 for row in rows],
