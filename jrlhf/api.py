@@ -266,11 +266,10 @@ class Policy:
         examples = [
             self.generator.asked.example(prompt) if isinstance(prompt, str) else Example(prompt=tuple(prompt))
             for prompt in listed
-            for _ in range(asked.n)
         ]
         generator = self._sampled(sampling)
         with jax.set_mesh(generator.mesh):
-            answers = generator.answer(generator.encode(examples), key_for(asked.seed, "generate"))
+            answers = generator.answer(generator.encode(examples, asked.n), key_for(asked.seed, "generate"))
             return [answer.text for answer in answers]
 
     def _sampled(self, sampling: Mapping[str, Any]) -> Generator:

@@ -21,8 +21,8 @@ from jrlhf.config.parse import convert, kinds_of
 from jrlhf.config.places import expanded, is_address, local
 from jrlhf.config.schema import ColumnsConfig, DatasetsData, DeviceConfig
 from jrlhf.data.batches import key_for, pad_rows, program_width, put_rows, read_responses, row_keys, whole_batches
-from jrlhf.data.encode import Encoding, Prompts, without_answer
-from jrlhf.data.read import read_dataset
+from jrlhf.data.encode import Encoding, Prompts
+from jrlhf.data.read import Dataset, read_dataset
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Example, Response
 from jrlhf.errors import UserError, exit_code_of_printing, user_errors
@@ -68,18 +68,20 @@ class Generator:
         """Whether prompts become conversations."""
         return self.tokenizer.chat_template is not None and self.asked.chat
 
-    def encode(self, examples: Sequence[Example]) -> Prompts:
-        """The examples' prompts as token ids."""
+    def encode(self, data: Dataset | Sequence[Example], n: int = 1) -> Prompts:
+        """The prompts as token ids, `n` times each."""
         if self.longest <= 0:
             positions, new = self.model.config.max_positions, self.sampling.max_new_tokens
             raise UserError(f"max_new_tokens={new} leaves no room for a prompt: the model has {positions} positions")
         encoding = Encoding(self.tokenizer, chat=self.chat, system=self.asked.system)
-        prompts = encoding.prompts(examples, sys.maxsize)
+        prompts = encoding.prompts(data, sys.maxsize)
         for row, ids in enumerate(prompts.ids, start=1):
             if len(ids) > self.longest:
                 room = f"with max_new_tokens={self.sampling.max_new_tokens} the model takes {self.longest}"
                 raise UserError(f"prompt {row} has {len(ids)} tokens, and {room}: shorten it, or lower max_new_tokens")
-        return prompts
+        rows, columns = np.repeat(range(len(prompts.ids)), n), (prompts.ids, prompts.texts, prompts.examples)
+        ids, texts, examples = (tuple(column[row] for row in rows) for column in columns)
+        return Prompts(ids, texts, examples=examples)
 
     def answer(self, prompts: Prompts, key: jax.Array) -> Iterator[Response]:
         """One response to each prompt, in order.
@@ -233,10 +235,11 @@ def _run(options: argparse.Namespace) -> None:
     asked = asked_of(options.model)
     system = asked.system if options.system is None and not options.raw else options.system
     asked = replace(asked, system=system, chat=asked.chat and not options.raw)
-    examples = [asked.example(text) for text in options.prompt or ()]
+    data = examples = tuple(asked.example(text) for text in options.prompt or ())
     if options.file is not None:
-        dataset = read_dataset(options.file, columns=ColumnsConfig(prompt=options.column))
-        examples += map(without_answer, dataset.examples) if dataset.shape == "messages" else dataset.examples
+        dataset = read_dataset(options.file, columns=ColumnsConfig(prompt=options.column), setting="--column")
+        examples, places = (*examples, *dataset.examples), (*["--prompt"] * len(examples), *dataset.places)
+        data = replace(dataset, examples=examples, places=places)
     names = "max_new_tokens", "temperature", "top_k", "top_p"
     sampling = {name: value for name in names if (value := getattr(options, name)) is not None}
     batch = 1 if interactive else min(options.batch, len(examples) * options.n)
@@ -246,7 +249,7 @@ def _run(options: argparse.Namespace) -> None:
         if interactive:
             converse(generator, options.model, options.seed, terminal=sys.stdin.isatty())
             return
-        prompts = generator.encode([example for example in examples for _ in range(options.n)])
+        prompts = generator.encode(data, options.n)
         answers = generator.answer(prompts, key_for(options.seed, "generate"))
         if options.out is None:
             _print_answers(prompts, answers)

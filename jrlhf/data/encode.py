@@ -104,7 +104,7 @@ class Encoding:
         whole = isinstance(data, Dataset) and data.shape == "messages"
 
         def encode(example: Example, counts: Counter[str]) -> tuple[Ids, str, Example] | None:
-            example = without_answer(example) if whole else example
+            example = _without_answer(example) if whole else example
             text, ids = self._prompt(example)
             if not ids:
                 raise UserError("the prompt is empty: remove the row")
@@ -283,7 +283,7 @@ class Encoding:
         return ended, tuple(learn[:stop]) + (True,) * (len(ended) - stop)
 
 
-def without_answer(example: Example) -> Example:
+def _without_answer(example: Example) -> Example:
     """Returns the example of a whole conversation without the assistant's last words, which answer its prompt."""
     if not isinstance(example.prompt, tuple) or example.prompt[-1]["role"] != "assistant":
         return example

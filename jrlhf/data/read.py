@@ -34,6 +34,7 @@ _ABOUT = ("dataset_info.json", "dataset_infos.json")  # files beside the data in
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 USUAL = ColumnsConfig()
+COLUMNS = "the dataset's key columns, such as data.prompts.columns,"  # where users give the names of columns
 _BOM = b"\xef\xbb\xbf"
 _WRITTEN_OUT = re.compile(r"\s*\[\s*\{\s*['\"](role|content)['\"]\s*:")  # messages in a cell of CSV
 
@@ -81,7 +82,9 @@ class Dataset:
         return f"{self.source}: {len(self.examples)} {self.shape} rows ({kind}) from {used}{rest}"
 
 
-def read_dataset(source: Path | str, *, columns: ColumnsConfig = USUAL, split: str = SPLIT) -> Dataset:
+def read_dataset(
+    source: Path | str, *, columns: ColumnsConfig = USUAL, split: str = SPLIT, setting: str = COLUMNS
+) -> Dataset:
     """Reads a dataset and checks every row of it.
 
     source: a .jsonl, .ndjson, .json, .csv or .parquet file; a directory that `datasets.save_to_disk` wrote or that
@@ -89,8 +92,9 @@ def read_dataset(source: Path | str, *, columns: ColumnsConfig = USUAL, split: s
     columns: names that differ from the usual ones. They determine the shape of the rows: with `prompt="question"` a
         GSM8K row is a prompt, with `completion="answer"` in addition a prompt and its completion.
     split: the split of a directory or of a hub dataset. If there are no splits, as in a file, all rows are read.
+    setting: where users give `columns`, for messages.
     """
-    return make_dataset(read_rows(source, split), columns, str(source))
+    return make_dataset(read_rows(source, split), columns, str(source), setting)
 
 
 def read_rows(source: Path | str, split: str = SPLIT) -> Iterator[Numbered]:
@@ -279,8 +283,8 @@ def _datasets(source: str) -> ModuleType:
 # Rows -> examples.
 
 
-def make_dataset(numbered: Iterable[Numbered], columns: ColumnsConfig, source: str) -> Dataset:
-    """Returns the dataset of rows, each a mapping from a column to its value."""
+def make_dataset(numbered: Iterable[Numbered], columns: ColumnsConfig, source: str, setting: str = COLUMNS) -> Dataset:
+    """Returns the dataset of rows, each a mapping from a column to its value. setting: as in `read_dataset`."""
     rows = list(numbered)
     if not rows:
         raise UserError(f"{source} has no rows: name a dataset that has some")
@@ -288,7 +292,7 @@ def make_dataset(numbered: Iterable[Numbered], columns: ColumnsConfig, source: s
         if not isinstance(row, Mapping):
             raise UserError(f"{place} holds a {type(row).__name__}, not an object with columns: repair it or remove it")
     there = tuple(dict.fromkeys(str(column) for _, row in rows for column in row))
-    shape, names = _detect(columns, there, source)
+    shape, names = _detect(columns, there, source, setting)
     examples = []
     for place, row in rows:
         missing = [column for column in names.values() if column not in row]
@@ -304,7 +308,7 @@ def make_dataset(numbered: Iterable[Numbered], columns: ColumnsConfig, source: s
     return Dataset(source, shape, tuple(examples), there, _fingerprint(shape, examples), names, places)
 
 
-def _detect(columns: ColumnsConfig, there: Sequence[str], source: str) -> tuple[Shape, dict[str, str]]:
+def _detect(columns: ColumnsConfig, there: Sequence[str], source: str, setting: str) -> tuple[Shape, dict[str, str]]:
     """Returns the shape, and which column each field of it is read from."""
     given = {name: column for name, column in asdict(columns).items() if column is not None}
     listed = f"the columns of {source} are {', '.join(there)}"
@@ -322,8 +326,7 @@ def _detect(columns: ColumnsConfig, there: Sequence[str], source: str) -> tuple[
         if set(needed) <= set(names) and set(given) <= shape_fields:
             return shape, {name: column for name, column in names.items() if name in shape_fields}
     shapes = ", or ".join(" and ".join(needed) for needed in _NEEDS.values())
-    key = "the dataset's key columns, such as data.prompts.columns"
-    raise UserError(f"{listed}: say in {key}, which of them are {shapes} (jrlhf.generate: by --column)")
+    raise UserError(f"{listed}: say in {setting} which of them are {shapes}")
 
 
 def _example(shape: Shape, names: Mapping[str, str], row: Mapping[str, Any], there: Sequence[str]) -> Example:

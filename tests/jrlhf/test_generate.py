@@ -85,17 +85,23 @@ def test_greedy_answers_are_those_of_the_training_engine(ask, tmp_path, user):
 
 
 def test_whole_conversations_in_a_file_are_answered_anew(ask, tmp_path):
+    file, out = tmp_path / "talks.jsonl", tmp_path / "out.jsonl"
     turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "3"}]
-    (tmp_path / "talks.jsonl").write_text(json.dumps({"messages": turns}))
-    code, _, error = ask("--file", str(tmp_path / "talks.jsonl"), "--out", str(tmp_path / "out.jsonl"))
-    assert (code, error) == (0, "") and [row["prompt"] for row in read_jsonl(tmp_path / "out.jsonl")] == [turns[:1]]
+    file.write_text(json.dumps({"messages": turns}))
+    code, _, error = ask("--file", str(file), "--prompt", "Why?", "-n", "2", "--out", str(out))
+    typed = [{"role": "user", "content": "Why?"}]
+    assert (code, error) == (0, "")
+    assert [row["prompt"] for row in read_jsonl(out)] == [typed, typed, turns[:1], turns[:1]]
+    file.write_text("".join(json.dumps({"messages": own}) + "\n" for own in (turns, turns[1:])))
+    code, _, error = ask("--file", str(file), "--prompt", "Why?", "-n", "2")
+    assert code == 2 and f"{file} line 2: the conversation has nothing before its answer" in error
 
 
 def test_prompts_are_read_from_the_column_that_is_named(ask, tmp_path):
     row, file, out = {"question": QUESTION, "answer": "3"}, tmp_path / "gsm8k.jsonl", tmp_path / "out.jsonl"
     file.write_text(json.dumps(row))
     code, _, error = ask("--file", str(file), "--out", str(out))
-    assert code == 2 and "the columns of" in error and "by --column" in error
+    assert code == 2 and "the columns of" in error and "say in --column which" in error
     assert ask("--file", str(file), "--column", "question", "--out", str(out))[0] == 0
     assert [answer["prompt"][0]["content"] for answer in read_jsonl(out)] == [QUESTION]
 
