@@ -5,6 +5,7 @@ import pickle
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from jrlhf.data.template import SECONDS
@@ -17,6 +18,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 # Appended to a message that is to be continued, to find its end in the rendered text. The blank after it shows whether
 # the template strips messages.
 _MARK = "\ue000\ue001\ue000"
+_day: ContextVar[str | None] = ContextVar("day", default=None)  # that templates write; None: the present one, in UTC
 
 
 def render_chat(
@@ -64,19 +66,14 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 class _Renderer:
-    """Renders templates in a separate process, which ends with this one and after a failure.
-
-    day: the date that templates write, in ISO's form; None: the present time.
-    """
-
-    day: str | None = None
+    """Renders templates in a separate process, which ends with this one and after a failure."""
 
     def __init__(self):
         self._lock = threading.Lock()
         self._worker: Worker | None = None
 
     def __call__(self, source: str, variables: Mapping[str, Any]) -> str:
-        request = pickle.dumps((source, variables, self.day))
+        request = pickle.dumps((source, variables, _day.get()))
         with self._lock:
             worker = self._worker or Worker("jrlhf.data.template", os.environ, lambda output: None)
             answer = worker.request(request, SECONDS)
@@ -91,9 +88,12 @@ _render = _Renderer()
 
 @contextmanager
 def dated(day: str) -> Iterator[None]:
-    """Makes all templates write this day (2026-11-27) in the block, in place of the present one."""
-    before, _render.day = _render.day, day
+    """Makes templates that this thread renders in the block write this day (2026-11-27), in place of the present one.
+
+    A run renders all its templates in the thread that trains, so runs in several threads do not share a day.
+    """
+    token = _day.set(day)
     try:
         yield
     finally:
-        _render.day = before
+        _day.reset(token)

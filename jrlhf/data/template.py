@@ -10,7 +10,7 @@ import json
 import pickle
 import resource
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
 
@@ -39,8 +39,8 @@ def main(descriptor: int) -> None:
 
 
 def _render(source: str, variables: Mapping[str, Any], day: str | None) -> dict[str, str]:
-    """Answers a request. day: the date that the template writes, in ISO's form; None: the present time."""
-    now = datetime.now() if day is None else datetime.fromisoformat(day)
+    """Answers a request. day: the date that the template writes, in ISO's form; None: the present time, in UTC."""
+    now = datetime.now(UTC) if day is None else datetime.fromisoformat(day)
     try:
         text = _compiled(source).render({**variables, "strftime_now": lambda form: now.strftime(form)})
         return {"text": text} if len(text) <= LONGEST else {"bad": f"writes more than {LONGEST} characters"}

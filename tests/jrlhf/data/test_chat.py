@@ -1,11 +1,16 @@
 """Chat templates: the ids that transformers gives, and templates that misbehave."""
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import UTC, datetime
 
 import pytest
 
 from jrlhf.data import chat
-from jrlhf.data.chat import render_chat
+from jrlhf.data.chat import dated, render_chat
+from jrlhf.data.template import _render
 from jrlhf.errors import UserError
 
 from .conftest import FAMILIES, FAMILY, GOLDEN, QWEN, encode_chat
@@ -144,3 +149,26 @@ def test_what_cannot_be_rendered_is_refused():
     message = {"role": "assistant", "content": "13", "name": None}
     render_chat(QWEN, (message,), continue_final=True)
     assert message == {"role": "assistant", "content": "13", "name": None}  # messages are not changed
+
+
+def test_runs_in_several_threads_write_their_own_days():
+    tokenizer, both = replace(QWEN, chat_template="{{ strftime_now('%Y-%m-%d') }}"), threading.Barrier(2, timeout=60)
+
+    def run(day: str) -> str:
+        with dated(day):
+            both.wait()
+            return render_chat(tokenizer, USER)
+
+    days = ["2024-07-26", "2025-01-01"]
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(run, days)) == days
+
+
+def test_outside_of_runs_templates_write_the_time_in_utc(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "Etc/GMT+9")
+        time.tzset()
+        before = datetime.now(UTC)
+        text = _render("{{ strftime_now('%Y-%m-%dT%H:%M:%S+00:00') }}", {}, None)["text"]
+    time.tzset()
+    assert before.replace(microsecond=0) <= datetime.fromisoformat(text) <= datetime.now(UTC)
