@@ -140,13 +140,16 @@ class RayWorker:
     kill = interrupt
 
 
+class _Worker(Worker):
+    longest = math.inf  # as of a process of this machine
+
+
 class _Host:
     """The Ray actor: owns a process of its machine, and copies of the arrays that requests and answers name."""
 
     def __init__(self, environment: Mapping[str, str]):
         self._output = bytearray()
-        self._worker = Worker("jrlhf.fleet.worker", {**os.environ, **environment}, self._output.extend)
-        self._worker.longest = math.inf  # as of a process of this machine
+        self._worker = _Worker("jrlhf.fleet.worker", {**os.environ, **environment}, self._output.extend)
 
     def ready(self) -> None:
         """Returns when the actor has started."""
