@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -241,10 +241,16 @@ def from_main(function: Callable[[], T], *, seconds: float = 3600.0) -> T:
         if "failed" in answer:
             raise RuntimeError(f"process 0 failed: {answer['failed']}")
         value = answer["value"]
-    client.wait_at_barrier(f"{key} is read", int(seconds * 1000))
-    if is_main():
-        client.key_value_delete(key)
+    _delete_once_read(key, range(jax.process_count()), seconds)
     return value
+
+
+def _delete_once_read(key: str, readers: Sequence[int], seconds: float) -> None:
+    """Deletes a message at the coordinator once all `readers`, which must call this, have it."""
+    client = multihost.get_jax_distributed_client()
+    client.wait_at_barrier(f"{key} is read", int(seconds * 1000), [*readers])
+    if jax.process_index() == readers[0]:
+        client.key_value_delete(key)
 
 
 def to_main(value: Any, *, seconds: float = 3600.0) -> list[Any]:
@@ -286,9 +292,7 @@ def to_all_hosts(tree: Any, rows: np.ndarray | None = None, *, seconds: float = 
             client.key_value_set_bytes(key, b"".join(array[index].tobytes() for array in arrays))
         return treedef.unflatten(arrays)
     data = client.blocking_key_value_get_bytes(key, int(seconds * 1000))
-    client.wait_at_barrier(f"{key} is read", int(seconds * 1000), absent)
-    if jax.process_index() == absent[0]:
-        client.key_value_delete(key)
+    _delete_once_read(key, absent, seconds)
     arrays, start = [np.zeros(leaf.shape, leaf.dtype) for leaf in leaves], 0
     for array in arrays:
         needed = array[index]
