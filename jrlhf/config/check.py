@@ -392,18 +392,12 @@ def _algorithm(config: Config, name: str) -> Iterator[str]:
             f"{key}.kl_horizon={algorithm.kl_horizon:g} must exceed a fifth of {name}.rollout_batch="
             f"{section.rollout_batch}: the KL coefficient could turn negative, raise the horizon"
         )
-    if section.asynchronous is not None:
-        steps = section.asynchronous.update_steps
-        if section.iterations * (steps + config.data.max_response) >= 2**30:  # the clock is an int32
-            yield (
-                f"{name}.asynchronous.update_steps={steps} with {name}.iterations={section.iterations} and "
-                f"data.max_response={config.data.max_response} is more than the virtual clock counts: lower it"
-            )
-        if section.asynchronous.clock == "wall" and section.asynchronous.on_new_weights == "finish":
-            yield (
-                f"{name}.asynchronous.clock=wall takes new weights between two chunks, and on_new_weights=finish waits "
-                "for rows: set keep_cache or prefill_again"
-            )
+    asynchronous = section.asynchronous
+    if asynchronous is not None and asynchronous.clock == "wall" and asynchronous.on_new_weights == "finish":
+        yield (
+            f"{name}.asynchronous.clock=wall takes new weights between two chunks, and on_new_weights=finish waits "
+            "for rows: set keep_cache or prefill_again"
+        )
     if buffer is not None and buffer > config.data.max_response:
         yield f"{name}.scores.overlong_buffer={buffer:g} exceeds data.max_response={config.data.max_response}: lower it"
     filters = {"top_k": sampling.top_k, "top_p": None if sampling.top_p == 1 else sampling.top_p}

@@ -129,7 +129,7 @@ class AsynchronousConfig(Section):
     """What determines which rows form a batch, and between which chunks weights change. "virtual": counts of tokens, so
     a run can be reproduced. "wall": the order of arrival, so no process waits for another, and runs differ."""
     # Time of one update on the virtual clock, in decode steps.
-    update_steps: int = count(128, **_VIRTUAL)
+    update_steps: int = count(128, most=10**6, **_VIRTUAL)
     # Time from the last token of a prompt's responses to their scores on the virtual clock, in decode steps.
     reward_steps: int = natural(0, most=10**6, **_VIRTUAL)
     # Number of batches of decode slots, each with the same share of the slots. Results depend on it, but not on the

@@ -154,8 +154,9 @@ class Fleet:
 
     def _state(self, decoding: list[Decoding]) -> FleetState:
         places = int(self._rules.batch * (self._rules.staleness + 1))  # `may_start` admits no more groups
-        started = pack(self._count, self._groups, places, Drawn.blank(self._samples, limit=self._limit))
-        host = started, jax.tree.map(np.int32, self._times)
+        now, blank = self._times.rollouts, Drawn.blank(self._samples, limit=self._limit)
+        started = pack(self._count, self._groups, places, blank, now)
+        host = started, jax.tree.map(np.int32, replace(self._times, rollouts=0, trainer=self._times.trainer - now))
         started, times = to_devices(host, NamedSharding(self.mesh, P()))
         slots = decoding[0] if len(decoding) == 1 else tuple(decoding)
         present = self._lanes[0].updates[-1]
@@ -250,17 +251,16 @@ class Fleet:
         began = time.monotonic()
         self._finish_drawing()
         self._add_wait(began)
-        times, end, self._has_batch = self._times, self._end, False
-        self._newest = Published(times.published + 1, handle, expected, self._saved(weights))
+        times, end, version, self._has_batch = self._times, self._end, self._times.published + 1, False
+        self._newest = Published(version, handle, expected, self._saved(weights))
         if self._wall:
-            self._times = replace(times, published=times.published + 1, version=times.published + 1)
+            self._times = replace(times, published=version, version=version, trainer=times.rollouts)
             if self._threads is not None:
                 self._dispatch()
             return
         waits = {"trainer": max(0, self._ready - times.trainer), "rollouts": max(0, end - times.rollouts)}
         self._waits = {f"async/{side}_wait": float(steps) for side, steps in waits.items()}
-        rollouts = max(times.rollouts, end)
-        self._times = replace(times, published=times.published + 1, rollouts=rollouts, trainer=end)
+        self._times = replace(times, published=version, rollouts=max(times.rollouts, end), trainer=end)
         for lane in self._lanes:
             self._swap(lane)
 

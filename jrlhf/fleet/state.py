@@ -72,7 +72,7 @@ class Times:
     spare: Any  # batches that were collected beyond one per version (by dynamic sampling)
     version: Any  # version of the weights that draw
     published: Any  # the newest version
-    rollouts: Any  # virtual time of the rollouts
+    rollouts: Any  # virtual time of the rollouts; a saved state is at time 0
     trainer: Any  # virtual time of the trainer
 
 
@@ -102,13 +102,17 @@ def collected(groups: Mapping[int, Group], version: int) -> Collected:
     return Collected(np.array(list(groups)), Drawn(*rows), version)
 
 
-def pack(count: int, groups: Mapping[int, Group], places: int, blank: Drawn) -> Started:
-    """Returns the started groups as arrays of a fixed size. count: number of all groups that have started so far."""
+def pack(count: int, groups: Mapping[int, Group], places: int, blank: Drawn, now: int) -> Started:
+    """Returns the started groups as arrays of a fixed size. count: number of all groups that have started so far.
+
+    Their times count from `now`, so they fit into an int32 however long the run is.
+    """
     number, time = np.full(places, FREE, np.int32), np.full(places, NEVER, np.int32)
     worker = np.zeros(places, np.int32)
     rows = Drawn(*(np.repeat(array[None], places, axis=0) for array in blank))
     for place, (own, group) in enumerate(groups.items()):
-        number[place], time[place], worker[place] = own, group.time, group.worker
+        number[place], worker[place] = own, group.worker
+        time[place] = group.time - now if group.complete else NEVER
         for array, values in zip(rows, group.rows, strict=True):
             array[place] = values
     return Started(np.int32(count), number, time, worker, rows)

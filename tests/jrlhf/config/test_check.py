@@ -174,9 +174,8 @@ GRPO ; grpo.algorithm.samples=3 ; grpo.rollout_batch=48 ; mesh.tensor=2 ; rollou
     8 or more
 GRPO ; grpo.asynchronous.staleness=1001
     grpo.asynchronous.staleness=1001: it must be at most 1000
-GRPO ; grpo.asynchronous.update_steps=10000000 ; grpo.iterations=200
-    grpo.asynchronous.update_steps=10000000 with grpo.iterations=200 and data.max_response=24 is more than the virtual
-    clock counts: lower it
+GRPO ; grpo.asynchronous.update_steps=10000000
+    grpo.asynchronous.update_steps=10000000: it must be at most 1000000
 SETS ; GIVEN ; data.sft.path=s
     data.sft.path=s has no effect with stages=[grpo]: leave it out
 SETS ; GIVEN ; data.preferences.path=p

@@ -1,8 +1,10 @@
 """The schedule of a run against that of the simulator, for rows of the same lengths."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -11,7 +13,8 @@ from jrlhf.fleet.predict import token_versions
 from jrlhf.fleet.schedule import Rules
 from jrlhf.fleet.simulate import Setting, measured, simulate
 from jrlhf.fleet.slices import Published
-from jrlhf.meshes import make_mesh
+from jrlhf.fleet.state import FREE, NEVER
+from jrlhf.meshes import make_mesh, to_host
 from jrlhf.models.generation.continuous import Progress, Prompt
 
 VERSIONS = 14
@@ -116,6 +119,21 @@ def test_versions_of_tokens_are_those_of_the_simulator(seed):
         assert simulated == [row for group in learned for row in versions[int(group)]], setting
         ages |= {trained[group] - version for group in trained for row in versions[group] for version in row}
     assert max(ages) > 1 and min(ages) == 0
+
+
+def test_a_saved_state_has_the_same_bits_however_long_the_run_is():
+    """Times of a long run do not fit into an int32; a saved state has them from its own time on."""
+    setting, states = Setting(Rules(2, 2, 9.0), slots=4, samples=1, lengths=measured([3, 40]), chunk=4), []
+    for start in (0, 2**40):
+        fleet = fleet_of(Rows(setting, np.array([3, 40] * 40)))
+        fleet._times = replace(fleet._times, rollouts=start, trainer=start)
+        for _ in range(3):
+            fleet.collect()
+            fleet.publish(({}, {}), {})
+        states.append(to_host(fleet._state([])))
+    jax.tree.map(np.testing.assert_array_equal, *states)
+    waiting = states[0].started.time[states[0].started.number != FREE]
+    assert (waiting < 0).any() and (waiting == NEVER).any()  # some are complete, and some are not
 
 
 def test_a_decode_step_takes_the_seconds_of_the_chunks_divided_by_their_steps(monkeypatch):
