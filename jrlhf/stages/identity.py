@@ -8,7 +8,7 @@ from typing import Any
 from jrlhf.errors import UserError
 from jrlhf.rewards.facts import MODULES, OLDER
 from jrlhf.run.directory import Run
-from jrlhf.run.files import append_jsonl, read_jsonl
+from jrlhf.run.files import read_jsonl, to_json, write_atomic
 
 FAILURES = "failures.jsonl"  # a file of the run: the reward functions that stopped it
 _VERSION = "identity"  # a key that checkpoints of older versions lack
@@ -79,7 +79,8 @@ def numbers(name: str, section: Any) -> dict[str, str]:
 def note_failure(run: Run, function: Mapping[str, str], message: str) -> None:
     """Records that a reward function stopped the run, so that a resume accepts its corrected version."""
     if run.writes and function:
-        append_jsonl(run.path / FAILURES, [{**function, "message": message}])
+        path = run.path / FAILURES  # written anew, because a line after a torn one would be lost, too
+        write_atomic(path, b"".join(map(to_json, [*read_jsonl(path), {**function, "message": message}])))
 
 
 def _stopped(run: Path, function: str, there: Mapping[str, str]) -> bool:

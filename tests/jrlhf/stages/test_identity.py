@@ -12,7 +12,7 @@ from jrlhf.models.config.rope import RopeScaling
 from jrlhf.rewards.facts import OLDER
 from jrlhf.rewards.user_code import imported_modules
 from jrlhf.run.directory import Run
-from jrlhf.stages.identity import Identity, note_failure, numbers
+from jrlhf.stages.identity import FAILURES, Identity, note_failure, numbers
 
 MODEL = ModelConfig(vocab_size=64, embed=16, layers=2, heads=2, kv_heads=2, head_dim=8, mlp=32, max_positions=32)
 FUNCTIONS = frozenset({"reward mine", "cost other"})
@@ -106,3 +106,13 @@ def test_what_a_reward_file_imports_is_found(tmp_path, monkeypatch):
         (tmp_path / name).write_text(files[name] + "# changed\n")
         assert (imported_modules(str(tmp_path / "main.py")) != modules) == (name != "unused.py"), name
         (tmp_path / name).write_text(files[name])
+
+
+def test_a_torn_record_of_a_failure_does_not_take_the_next_one_along(tmp_path):
+    run, here = Run(tmp_path), {"reward mine": "mended"}
+    for word in ("first", "second"):
+        note_failure(run, {"reward mine": word}, "failed")
+        with open(tmp_path / FAILURES, "ab") as file:
+            file.write(b'{"reward mine": "th')  # a kill in the middle of a line
+        assert list(Identity(functions=FUNCTIONS).compare(run, "ppo", {"reward mine": word}, here)) == []
+    assert len(run.changes) == 2
