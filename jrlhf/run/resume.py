@@ -1,5 +1,6 @@
 """Decides which settings may change when a run is resumed: those that do not define its results, and its length."""
 
+import os
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -38,7 +39,8 @@ def changes(path: Path | str, saved: str, config: Config) -> tuple[list[str], st
     differing = [key for key in differing if (key, new.get(key)) != (_TILE, "auto")]  # the run has chosen
     longer = [key for key in differing if key == _length_key(config) and key in old]
     scheduled = () if config.asynchronous is None else _SCHEDULE
-    free = [key for key in differing if key in longer or (_matches(key, _SAME + _ROUNDED) and key not in scheduled)]
+    allowed = longer + [key for key in differing if _is_moved(key, old.get(key, ""), new.get(key, ""))]
+    free = [key for key in differing if key in allowed or (_matches(key, _SAME + _ROUNDED) and key not in scheduled)]
     fixed = [key for key in differing if key not in free]
     refused = [f"{key}: {old.get(key, 'absent')} there, {new.get(key, 'absent')} here" for key in fixed]
     if longer and not refused:
@@ -47,6 +49,11 @@ def changes(path: Path | str, saved: str, config: Config) -> tuple[list[str], st
     if any(_matches(key, _ROUNDED) for key in free):
         line += "; results are the same up to rounding"
     return refused, line if free else ""
+
+
+def _is_moved(key: str, before: str, now: str) -> bool:
+    """True for a reward function whose file has another directory. Checkpoints have a digest of its code."""
+    return key.endswith("].function") and os.path.basename(before) == os.path.basename(now)
 
 
 def saved_tile(config: Path) -> int | None:

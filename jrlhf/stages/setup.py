@@ -78,7 +78,7 @@ def open_context(config: Config, *, resume: bool, accept_rewards: bool = False) 
     """Checks everything that a run needs, cheapest first, and opens its directory and services."""
     select(config.device, config.distributed)  # connects the processes
     with (
-        mirrored(config, resume=resume, tell=partial(print, flush=True)) as mirror,
+        mirrored(config, resume=resume, tell=Console(enabled=is_main()).line) as mirror,
         ExitStack() as stack,
         _open_context(config, mirror, stack, resume, accept_rewards) as context,
     ):
@@ -251,7 +251,7 @@ def select_plan(
         if config.asynchronous is None or config.fleet is not None:
             return auto_plan(config, graph, models, devices)
         divisions = choose(Setting(config, graph, models, devices))
-        print(sentence(divisions), flush=True)
+        Console().line(sentence(divisions))
         return divisions[0].outcome.plan
 
     if several() and (key := of_one_process(config)):

@@ -2,6 +2,7 @@
 
 import datetime
 import errno
+import io
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from jrlhf.config import Config, build, config_yaml, load_config
 from jrlhf.data.chat import render_chat
 from jrlhf.data.tokenizer_files import load_tokenizer
 from jrlhf.errors import UserError
-from jrlhf.run import directory
+from jrlhf.run import console, directory
 from jrlhf.run.directory import check_directory, first_day, open_run
 from jrlhf.run.files import append_jsonl, cache_directory, read_jsonl, seal, unsealed, write_atomic
 from jrlhf.run.resume import changes, saved_tile
@@ -324,6 +325,34 @@ def test_a_second_start_is_refused_before_the_data_is_read(settings, tmp_path, m
     config = build(Config, settings(run_dir=str(tmp_path), **change))
     with pytest.raises(UserError, match=sentence), open_context(config, resume=False):
         pass
+
+
+def test_a_run_goes_on_with_a_reward_function_whose_file_was_moved(make):
+    with open_run(make("rewards=[{function: /old/rewards.py:score}]")) as run:
+        saved = (run.path / "config.yaml").read_text()
+    line = "with rewards[0].function=/new/rewards.py:score (was /old/rewards.py:score)"
+    assert changes(run.path, saved, make("rewards=[{function: /new/rewards.py:score}]")) == ([], line)
+    for other in ("/old/others.py:score", "/old/rewards.py:other", "rewards:score"):
+        refusals, _ = changes(run.path, saved, make(f"rewards=[{{function: {other}}}]"))
+        assert f"rewards[0].function: /old/rewards.py:score there, {other} here" in refusals
+
+
+def test_a_closed_terminal_does_not_stop_what_the_mirror_tells(make, monkeypatch):
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+    def mirrored(*_, tell, **__):
+        tell("a sentence")
+        raise UserError("far enough")
+
+    dropped = []
+    monkeypatch.setattr(console, "drop_closed_outputs", lambda: dropped.append(1) or True)
+    monkeypatch.setattr(sys, "stdout", Closed())
+    monkeypatch.setattr(setup, "mirrored", mirrored)
+    with pytest.raises(UserError, match="far enough"), open_context(make(), resume=False):
+        pass
+    assert dropped
 
 
 def test_an_empty_cache_variable_counts_as_none(monkeypatch):
