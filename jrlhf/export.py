@@ -134,11 +134,11 @@ def cli(arguments: Sequence[str] | None = None) -> int:
         prog="python -m jrlhf.export", description="Writes the policy of a run's checkpoint in Hugging Face form."
     )
     parser.add_argument("run", help="the directory of a run, such as runs/quickstart")
-    parser.add_argument("--step", type=int, help="of the checkpoint; without it the newest one")
-    parser.add_argument("--out", metavar="DIR", help="where model/ is written; without it in the run")
+    parser.add_argument("--step", type=int, help="number of the checkpoint; default: the newest")
+    parser.add_argument("--out", metavar="DIR", help="directory for model/; default: the run's")
     parser.add_argument("--push", metavar="NAME", help="a repository of the Hugging Face hub, USER/NAME, to upload to")
-    parser.add_argument("--private", action="store_true", help="makes it a private one")
-    parser.add_argument("--revision", metavar="BRANCH", help="the branch to upload to; without it the main one")
+    parser.add_argument("--private", action="store_true", help="create a private repository")
+    parser.add_argument("--revision", metavar="BRANCH", help="the branch to upload to; default: main")
     parser.add_argument("--adapter", action="store_true", help="uploads adapter/ instead of model/")
     options = parser.parse_args(arguments)
     if options.push is None and (options.private or options.revision or options.adapter):

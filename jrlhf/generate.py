@@ -72,7 +72,8 @@ class Generator:
         """The prompts as token ids, `n` times each."""
         if self.longest <= 0:
             positions, new = self.model.config.max_positions, self.sampling.max_new_tokens
-            raise UserError(f"max_new_tokens={new} leaves no room for a prompt: the model has {positions} positions")
+            no_room = f"max_new_tokens={new} leaves no room for a prompt"
+            raise UserError(f"{no_room}: the model has {positions} positions, choose fewer new tokens")
         encoding = Encoding(self.tokenizer, chat=self.chat, system=self.asked.system)
         prompts = encoding.prompts(data, sys.maxsize)
         for row, ids in enumerate(prompts.ids, start=1):

@@ -100,7 +100,9 @@ def wrong(name: str, value: str, given: Mapping[str, str]) -> str:
             return f"is none: did you mean {close[0]}" if close else f"is none of {', '.join(ALGORITHMS)}, dpo"
         case "algorithm" if value == "dpo" and data not in TASKS[:1]:
             lacking = [column for column in ("chosen", "rejected") if data in TASKS or not _column(data, [column])]
-            return f"learns from pairs, and data={data} has no {' and '.join(lacking)}" if lacking else ""
+            own = "rename its columns, or name them in data.preferences.columns of a config of your own"
+            remedy = "choose another algorithm" if data in TASKS else own
+            return f"learns from pairs, and data={data} has no {' and '.join(lacking)}: {remedy}" if lacking else ""
         case "prompt" if (rows := _rows(data)) and value not in rows[0]:
             return f"is no column of {data}, which has {', '.join(rows[0])}"
         case "reward" if value == LEARNED and data != "docstrings":

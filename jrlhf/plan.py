@@ -41,23 +41,23 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", required=True, help=f"a YAML file, or the name of a shipped config: {shipped}")
     group = parser.add_mutually_exclusive_group(required=True)
     group.add_argument("--cluster", help="its devices: 16xh100, v5p-512")
-    group.add_argument("--profile", action="store_true", help="the devices at hand, measured: minutes, the first time")
-    parser.add_argument("--mean-response", type=float, help="tokens of a response in the mean; default: the maximum")
-    spread = "of the logarithm of response lengths, where rows do not wait for each other; default: 0, all are alike"
+    group.add_argument("--profile", action="store_true", help="measure the local devices; minutes, the first time")
+    parser.add_argument("--mean-response", type=float, help="mean number of tokens of a response; default: the maximum")
+    spread = "of lognormal response lengths, for asynchronous training or score_rows; default: 0, all have the mean"
     parser.add_argument("--sigma", type=float, help=spread)
-    parser.add_argument("--processes", type=int, help="of the run; by default one a host of the cluster")
-    usual = "price this one: a file, colocate, split, standalone or disaggregated"
+    parser.add_argument("--processes", type=int, help="number of processes of the run; default: one per host")
+    usual = "predict this plan instead of searching: a file, colocate, split, standalone or disaggregated"
     parser.add_argument("--plan", metavar="FILE", help=usual)
-    parser.add_argument("--seconds", type=float, help=f"to search, {SECONDS:g} by default")
-    proposals = "plans to price, rounded up to whole turns; a result is then a function of the seed"
+    parser.add_argument("--seconds", type=float, help=f"time of the search; default: {SECONDS:g}")
+    proposals = "number of plans to try, rounded up to whole turns; then the result depends only on the seed"
     parser.add_argument("--proposals", type=int, help=proposals)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--hypothetical",
         action="store_true",
-        help="also stages of calls that score, and of rollouts, which no run executes",
+        help="the search also tries stages of scores, and stages of rollouts, which no run executes",
     )
-    overlap = "let iterations overlap, which a run, that reads metrics, does not"
+    overlap = "let iterations overlap; runs do not, because they read the metrics of each iteration"
     parser.add_argument("--overlap", action="store_true", help=overlap)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="the timeline as SVG or PNG")
     parser.add_argument("--save", type=Path, metavar="FILE", help="the plan as YAML, for plan=FILE of a config")
@@ -157,7 +157,7 @@ class Search(Section):
     seconds: float | None = None
     proposals: int | None = None  # plans to price, rounded up to whole turns
     seed: int = 0
-    hypothetical: bool = False  # also stages of calls that score, and of rollouts, which no run executes
+    hypothetical: bool = False  # also try stages of scores, and stages of rollouts, which no run executes
     overlap: bool = False  # let iterations overlap, which runs do not, because they read metrics
 
 

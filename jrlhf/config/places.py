@@ -12,14 +12,18 @@ from jrlhf.ppo.fields import LONGEST, Section, checked, positive
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}  # scheme of an address -> the client package of the store
 
 
-def place(default: str | None = None) -> Any:
-    """A field for a path, or for a name, which is first looked up as a path."""
-    return checked(default, _is_path, "a path on this machine, with names of at most 255 bytes and without ://")
+HUB = ", a hub name such as org/name"  # in messages about what the hub has
+
+
+def place(default: str | None = None, also: str = "") -> Any:
+    """A field for a path, or for a name, which is first looked up as a path. also: other kinds, for messages."""
+    return checked(default, _is_path, f"a path on this machine{also}, with names of at most 255 bytes and without ://")
 
 
 def address(default: str | None = None) -> Any:
     """A field for a path, a name, which is first looked up as a path, or an address in an object store."""
-    kinds = "a path on this machine, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, with names of at most 255 bytes"
+    also = HUB if default is None else ""  # run_dir, which alone has a default, is not on the hub
+    kinds = f"a path on this machine{also}, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, with names of at most 255 bytes"
     return checked(default, lambda text: _is_path(text) or is_address(text), kinds)
 
 

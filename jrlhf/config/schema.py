@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from jrlhf.config.aliases import modernize
 from jrlhf.config.parse import Feature, changed, in_use
-from jrlhf.config.places import StorageConfig, address, file_name, place
+from jrlhf.config.places import HUB, StorageConfig, address, file_name, place
 from jrlhf.config.stages import (
     ALGORITHMS,
     STAGES,
@@ -195,7 +195,7 @@ class DatasetConfig(Feature):
 
     SWITCHES: ClassVar[tuple[str, ...]] = ("path",)
     OFF: ClassVar[str] = "{path}.path=null"
-    path: str | None = place()  # a file (jsonl, csv, parquet), a directory, or a hub name
+    path: str | None = place(also=HUB)  # a file (jsonl, csv, parquet), a directory, or a hub name
     split: str = "train"  # the split of a directory or a hub dataset that has several
     columns: ColumnsConfig = ColumnsConfig()
 

@@ -72,7 +72,8 @@ class _DryRun:
             paths |= used
         missing = {key: path for key, path in paths.items() if path is not None and not is_here(path)}
         if missing:
-            return [f"{key}={path} is not here: not looked at" for key, path in missing.items()]
+            lines = [f"{key}={path} is not here: not looked at" for key, path in missing.items()]
+            return [*lines, "so neither the data nor the rewards were checked"]
         task = load_task(config, self.models["actor"])
         check_sources(config, task, self.models["actor"], self.mesh)
         return task.description.splitlines()

@@ -148,7 +148,7 @@ def test_a_config_fits_the_model_and_the_rows_on_this_machine(user, make_model, 
         ({"prompt": "ask", "reward": "exact_match"}, "reward=exact_match compares with answers"),
         ({"prompt": "ask", "reward": "none.py:f"}, "there is no file"),
         ({"prompt": "ask", "reward": "./none"}, "reward=./none is none of"),
-        ({"algorithm": "dpo"}, "algorithm=dpo learns from pairs, and data=odd.jsonl has no chosen and rejected"),
+        ({"algorithm": "dpo"}, "learns from pairs, and data=odd.jsonl has no chosen and rejected: rename its"),
         (
             {"algorithm": "dpo", "data": f"{user}/preferences.jsonl", "reward": "function"},
             "reward=function has no effect",

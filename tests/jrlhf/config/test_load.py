@@ -210,6 +210,7 @@ OVERRIDES = {
     "model.layers=100000000": "model.layers=100000000: it must be at most 10000",
     "rewards=[{name: a, function: f, workers: 9999}]": "rewards[0].workers=9999: it must be at most 1024",
     "deadline=1e30": "deadline=1e+30: it must be at most 1000000000",
+    "model.path=https://host/m": "model.path='https://host/m': it must be a path on this machine, a hub name such as",
     "run_dir=ftp://host/runs": "run_dir='ftp://host/runs': it must be a path on this machine, s3://BUCKET/PREFIX or gs",
     "run_dir=memory://runs": "run_dir='memory://runs': it must be a path on this machine, s3://BUCKET/PREFIX or gs",
     "run_dir=~nobody-of-this-name/x": "run_dir='~nobody-of-this-name/x': it must be a path on this machine, s3://",

@@ -62,7 +62,8 @@ def test_datasets_that_a_run_could_not_read_are_refused(settings, monkeypatch):
         return build(Config, settings(stages=["sft"], rewards=[], data={"sft": sft}))
 
     monkeypatch.setitem(sys.modules, "datasets", ModuleType("datasets"))  # an extra: not everywhere
-    assert "data.sft.path=someone/rows is not here: not looked at" in describe(config("someone/rows"))
+    unseen = "data.sft.path=someone/rows is not here: not looked at\nso neither the data nor the rewards were checked"
+    assert unseen in describe(config("someone/rows"))
     with pytest.raises(UserError, match="gone.jsonl does not exist: name a file, a directory or a dataset on the hub"):
         describe(config("gone.jsonl"))
     monkeypatch.setitem(sys.modules, "datasets", None)
