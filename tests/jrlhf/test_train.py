@@ -29,7 +29,7 @@ SUMS = {  # PPO on the sums of two digits, on one device
     "name": "sums",
     "device": {"platform": "cpu", "simulated": 1},
     "mesh": {"data": 1, "fsdp": 1, "tensor": 1},
-    "model": {"vocab_size": 14, "embed": 16, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 8, "mlp": 32}
+    "model": {"vocab_size": 14, "embed": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "mlp": 32}
     | {"max_positions": 16},
     "data": {"source": "arithmetic", "max_prompt": 6, "max_response": 4, "heldout_rows": 8},
     "arithmetic": {"terms": 2, "digits": 1, "problems": 60},

@@ -1,5 +1,6 @@
 """Rotary positions, attention against a cache, and the choice of an implementation."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,15 +100,19 @@ def test_scale_softcap_and_window(scale, softcap, window):
     def run(local):
         return attention(query, key, value, **options, local=local)
 
+    @partial(jax.jit, static_argnums=0)
+    def over_caches(local):
+        last = query[rows, lengths - 1][:, None]
+        caches = [prefilled_cache(key + rubbish, value + rubbish, size=T + 2, transposed=x) for x in (False, True)]
+        return [cached_attention(last, cache, jnp.asarray(lengths), **options, local=local) for cache in caches]
+
+    static, traced = jax.jit(run, static_argnums=0), jax.jit(run)
     for local in (True, False):
         seen = window if local else None
         expected = by_loops(query, key, value, scale=scale or H**-0.5, softcap=softcap, window=seen)
-        for actual in (run(local), jax.jit(run)(local)):
+        for actual in (static(local), traced(local)):
             np.testing.assert_allclose(actual, expected, atol=1e-5)
-        for transposed in (False, True):
-            cache = prefilled_cache(key + rubbish, value + rubbish, size=T + 2, transposed=transposed)
-            last = query[rows, lengths - 1][:, None]
-            last = cached_attention(last, cache, jnp.asarray(lengths), **options, local=local)
+        for last in over_caches(local):
             np.testing.assert_allclose(last[:, 0], expected[rows, lengths - 1], atol=1e-5)
 
 

@@ -1,7 +1,6 @@
 """Faults of a weight transfer, made below the code that reports, are all seen; clean transfers never are."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -29,12 +28,15 @@ def versions():
     """Two versions of the weights on a trainer's mesh, and these weights as rollouts take them, in bfloat16."""
     mesh = make_mesh(**MESH)
     with jax.set_mesh(mesh):
-        first = jax.jit(
-            lambda: init_lm(CONFIG, jax.random.key(0)), out_shardings=param_shardings(CONFIG, mesh, TRAIN)
-        )()
-        # Norm scales start at 1 in every layer, and two equal layers may be swapped.
-        first = jax.tree.map(lambda x: x + 0.01 * jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), first)
-        second = jax.tree.map(lambda x: x * 1.01, first)
+
+        def drawn():
+            weights = init_lm(CONFIG, jax.random.key(0))
+            # Norm scales start at 1 in every layer, and two equal layers may be swapped.
+            noise = jax.tree.map(lambda x: np.cos(np.arange(x.size, dtype=x.dtype)).reshape(x.shape), weights)
+            first = jax.tree.map(lambda x, y: x + 0.01 * y, weights, noise)
+            return first, jax.tree.map(lambda x: x * 1.01, first)
+
+        first, second = jax.jit(drawn, out_shardings=(param_shardings(CONFIG, mesh, TRAIN),) * 2)()
         shardings = param_shardings(CONFIG, mesh, GENERATE)
         drawing = [reshard(tree, shardings, dtype=jnp.bfloat16) for tree in (first, second)]
     return (first, second), drawing
@@ -98,8 +100,8 @@ FAULTS: dict[str, Callable[[Any, Any], Any]] = {
     "matrices stay in float32": changed("mlp.up", lambda x: x.astype(jnp.float32), layer=-1),
     "the embedding serves as unembedding": lambda old, new: {**new, "unembedding": new["embedding"]},
     "the unembedding is missing": lambda old, new: {name: x for name, x in new.items() if name != "unembedding"},
-    "an update is applied to another base": lambda old, new: jax.tree.map(lambda x, y: y + (y - x), old, new),
-    "an update is applied twice": lambda old, new: jax.tree.map(lambda x: (x * 1.01).astype(x.dtype), new),
+    "an update is applied to another base": jax.jit(lambda old, new: jax.tree.map(lambda x, y: y + (y - x), old, new)),
+    "an update is applied twice": jax.jit(lambda _, new: jax.tree.map(lambda x: (x * 1.01).astype(x.dtype), new)),
 }
 
 
@@ -123,8 +125,12 @@ def test_faults_of_adapters_are_seen(versions):
     mesh = make_mesh(**MESH)
     with jax.set_mesh(mesh):
         shardings = lora_shardings(CONFIG, mesh, lora)
-        old = jax.jit(partial(init_lora, CONFIG, lora), out_shardings=shardings)(jax.random.key(0))
-        new = jax.tree.map(lambda x: x + 0.1, old)
+
+        def drawn(key):
+            adapter = init_lora(CONFIG, lora, key)
+            return adapter, jax.tree.map(lambda x: x + 0.1, adapter)
+
+        old, new = jax.jit(drawn, out_shardings=(shardings, shardings))(jax.random.key(0))
         expected = drawing_identity(base) | adapter_identity(new)
         assert differences(*jax.device_get((drawing_identity(base, new), expected))) == []
         faults = {

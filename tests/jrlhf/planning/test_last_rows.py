@@ -146,7 +146,7 @@ def by_token(rollouts: Rollouts, lengths: np.ndarray, last: LastRows | None) -> 
     return max(clock, *busy.values())
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_rollouts_take_the_time_that_counting_tokens_gives(seed):
     draw, moved = np.random.default_rng(seed), 0
     for _ in range(20):

@@ -70,7 +70,7 @@ def at(fsdp: int, tensor: int, layout: LayoutName = "train") -> Placement:
         ),
         Case("critic.update", replace(UNTIED, layers=6, mlp=1152), (2, 4), 32, 80, 80),
         Case("actor.logprobs", replace(GQA, vocab_size=20000, layers=5), (8, 1), 48, 40, 120),
-        Case("actor.generate", replace(UNTIED, layers=6), (2, 4), 64, 100, 60),
+        Case("actor.generate", replace(UNTIED, layers=3), (2, 4), 64, 100, 60),
         # The first scores lie above copies of queries and keys, and the later ones where these were.
         Case("critic.values", replace(GPT2, vocab_size=16000, head_dim=64, max_positions=160), (4, 2), 64, 80, 80),
         Case("critic.values", replace(GQA, vocab_size=24000, embed=64, mlp=128), (8, 1), 256, 32, 32),

@@ -193,8 +193,7 @@ def test_fingerprints_are_those_of_an_independent_implementation_on_every_mesh()
     for dtype in (jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint8, jnp.bool_, jnp.float8_e4m3fn):
         x = (np.random.default_rng(0).standard_normal((3, 5, 7)) * 10).clip(0, 100).astype(dtype)
         assert int(fingerprint(jnp.asarray(x[0, 0, 0]))) == numpy_fingerprint(x[0, 0, :1])
-        for shape in ((3, 5, 7), (1, 105)):
-            assert int(fingerprint(jnp.asarray(x.reshape(shape)))) == numpy_fingerprint(x)
+        assert int(fingerprint(jnp.asarray(x))) == int(fingerprint(jnp.asarray(x[None]))) == numpy_fingerprint(x)
     x = np.random.default_rng(0).standard_normal((16, 8, 24)).astype(np.float32)
     for axis_type, spec in (
         (AxisType.Explicit, P("fsdp", None, "tensor")),
@@ -267,7 +266,7 @@ def test_a_file_with_a_flipped_bit_cut_or_gone_is_seen_or_has_no_effect(
     two_steps, damage_and_restore, capfd, reports, whole
 ):
     files = sorted(path for path in (two_steps / "2").rglob("*") if path.is_file())
-    cases = [(change, file) for change in CHANGES.values() for file in files[:: 1 if whole else 6]]
+    cases = [(change, file) for change in CHANGES.values() for file in files[:: 1 if whole else 9]]
     cases += [(flip, file) for file in random.Random(0).choices(files, [file.stat().st_size for file in files], k=8)]
     results = [damage_and_restore(file.relative_to(two_steps / "2"), change) for change, file in cases]
     assert sum(step == 1 for step, _ in results) >= 3
@@ -445,7 +444,7 @@ def check_newest(directory: Path, first: int, last: int) -> int:
     return step
 
 
-@pytest.mark.parametrize("stride", [6, pytest.param(1, marks=pytest.mark.proof("kills"))])
+@pytest.mark.parametrize("stride", [10, pytest.param(1, marks=pytest.mark.proof("kills"))])
 def test_a_kill_at_any_write_of_a_save_leaves_a_good_checkpoint(tmp_path, stride):
     """SIGKILL before each write by Python: directories, metadata, the rename that commits, the removal of old steps."""
     command = [sys.executable, "-W", "ignore", "-c", _SWEEP, str(tmp_path), str(stride)]

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jrlhf.meshes import GENERATE, make_mesh
 from jrlhf.models import ModelConfig, SamplingConfig, init_lm, make_generate, param_shardings
 from jrlhf.models.generation import decoding
-from tests.models.shared import FAMILIES, fast_jit, unstacked
+from tests.models.shared import SHALLOW, fast_jit, unstacked
 
 # 2 key-value heads: each serves 2 devices at tensor=4. A vocabulary that is no multiple of 128.
 CONFIG = ModelConfig(150, 32, 2, 8, 2, 8, mlp=48, max_positions=32, qk_norm=True, qkv_bias=True, softcap=8.0)
@@ -197,7 +197,7 @@ def test_the_loop_ends_when_every_row_has_stopped(models, monkeypatch):
 )
 def test_families_draw_with_the_log_probabilities_of_the_plain_decoder(reference, family):
     """Rows of unequal lengths that outgrow the windows, one device's cache holding a share of the heads."""
-    config, few = FAMILIES[family], jax.tree.map(lambda x: x[:8], prompts())
+    config, few = SHALLOW[family], jax.tree.map(lambda x: x[:8], prompts())
     params = reference.random_params(config)
     out = Generator(config, params, SamplingConfig(R, temperature=0.8), (1, 2, 4))(few, row_keys(8))
     drawn = in_response(out)
