@@ -25,7 +25,7 @@ from jrlhf.models.generation.continuous import Progress, Prompt
 from jrlhf.stages.setup import select_resources
 from jrlhf.train import main
 from tests.jrlhf.fleet.test_faults import pids, signal_to
-from tests.jrlhf.fleet.test_runs import ADAPTER, config, proven, run
+from tests.jrlhf.fleet.test_runs import ADAPTER, config, run
 from tests.support import recorded_batches
 from tests.support.processes import children, eventually, gone
 from tests.support.runs import Training, resumed, stage_of
@@ -221,7 +221,8 @@ def check_run(path, batches: list[Collected], iterations: int) -> None:
 
 
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize("case", proven(["keep_cache"], ["prefill_again", *ADAPTER]), ids=str)
+@pytest.mark.proof("kills")
+@pytest.mark.parametrize("case", [["keep_cache"], ["prefill_again", *ADAPTER]], ids=str)
 def test_a_run_with_lost_processes_learns_from_each_group_once_and_resumes(case, tmp_path, monkeypatch, batches):
     decode, chunks = ProcessWorkers.decode, Counter[int]()
 

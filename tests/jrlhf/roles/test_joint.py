@@ -92,14 +92,15 @@ def trained(actor: Placement, critic: Placement, ppo: PPOConfig, rows: Experienc
     return jax.device_get((metrics, [one.state for one in roles])), clock.take()
 
 
+DEEP_ACTOR, DEEP_CRITIC = "a critic of two pipelines", "an actor of two pipelines"
 CASES: dict[str, tuple[Placement, Placement, dict[str, Any], bool]] = {
-    "a critic of two pipelines": (DEEP, SHALLOW, {"epochs": 2, "target_kl": 0.6}, True),
-    "an actor of two pipelines": (SHALLOW, DEEP, {}, False),
+    DEEP_ACTOR: (DEEP, SHALLOW, {"epochs": 2, "target_kl": 0.6}, True),
+    DEEP_CRITIC: (SHALLOW, DEEP, {}, False),
 }
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [DEEP_ACTOR, pytest.param(DEEP_CRITIC, marks=pytest.mark.proof("families"))])
 def test_joint_updates_are_those_of_one_after_the_other(case):
     """In the first case the actor stops before the critic, which skips the minibatch whose returns are not numbers."""
     actor, critic, settings, unsound = CASES[case]
