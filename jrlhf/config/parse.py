@@ -100,6 +100,8 @@ def override(mapping: dict[str, Any], assignment: str) -> None:
     key, equals, value = assignment.lstrip("-").partition("=")
     if not equals or not all(key.strip().split(".")):
         raise UserError(f"override {assignment!r} is not understood: write key=value, for example seed=1")
+    if item := re.match(r"(.+?)(\[\d+\]|\.\d+)", key):
+        raise UserError(f"override {assignment!r} names a part of a list: give all of it, {item[1]}=[...]")
     section, name = section_with(mapping, key.strip(), f"override {assignment!r}")
     section[name] = Override(value.strip())
 
@@ -332,7 +334,8 @@ def _suggestion(cls: Any, key: str, path: str, mapping: Mapping[str, Any]) -> st
     peer = key if key in below.values() else PEERS.get(key, key)
     if " " in peer:
         return peer
-    meant = [inner for inner, name in below.items() if peer in (inner, name)]
+    meant = difflib.get_close_matches(key, kinds, n=1, cutoff=0.9)  # before a setting of this name further below
+    meant = meant or [inner for inner, name in below.items() if peer in (inner, name)]
     if not meant and key in PEERS and "." in peer:
         return f"did you mean {peer}?"
     meant = meant or difflib.get_close_matches(key, kinds, n=1)

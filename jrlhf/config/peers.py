@@ -4,6 +4,7 @@ A setting without a key here has a sentence. The names are those of TRL 1.16 and
 the last version that had it."""
 
 PEERS = {
+    "answer": "a reward finds its columns by its own key columns, such as rewards=[{columns: {answer: ...}}]",
     # TRL: the fields of its configs
     "beta": "kl_coef",
     "bf16": "compute.dtype",
