@@ -76,10 +76,11 @@ class Generator:
             raise UserError(f"{no_room}: the model has {positions} positions, choose fewer new tokens")
         encoding = Encoding(self.tokenizer, chat=self.chat, system=self.asked.system)
         prompts = encoding.prompts(data, sys.maxsize)
-        for row, ids in enumerate(prompts.ids, start=1):
+        numbered = [f"prompt {number}" for number in range(1, len(prompts.ids) + 1)]
+        for place, ids in zip(data.places if isinstance(data, Dataset) else numbered, prompts.ids, strict=True):
             if len(ids) > self.longest:
                 room = f"with max_new_tokens={self.sampling.max_new_tokens} the model takes {self.longest}"
-                raise UserError(f"prompt {row} has {len(ids)} tokens, and {room}: shorten it, or lower max_new_tokens")
+                raise UserError(f"{place} has {len(ids)} tokens, and {room}: shorten it, or lower max_new_tokens")
         rows, columns = np.repeat(range(len(prompts.ids)), n), (prompts.ids, prompts.texts, prompts.examples)
         ids, texts, examples = (tuple(column[row] for row in rows) for column in columns)
         return Prompts(ids, texts, examples=examples)

@@ -4,14 +4,13 @@ A setting without a key here has a sentence. The names are those of TRL 1.16 and
 the last version that had it."""
 
 PEERS = {
-    "answer": "a reward finds its columns by its own key columns, such as rewards=[{columns: {answer: ...}}]",
     # TRL: the fields of its configs
     "beta": "kl_coef",
     "bf16": "compute.dtype",
     "cliprange": "clip_low",
     "cliprange_value": "value_clip",
     "dataset_name": "data.prompts.path",
-    "dropout": "adapters have no dropout, leave it out",
+    "dropout": "jrlhf trains without dropout, leave it out",
     "epsilon": "clip_low",
     "epsilon_high": "clip_high",
     "eval_steps": "validation.every",
@@ -20,7 +19,7 @@ PEERS = {
     "gradient_checkpointing": "compute.remat",
     "lam": "gae_lambda",
     "lora_alpha": "lora.alpha",
-    "lora_dropout": "adapters have no dropout, leave it out",
+    "lora_dropout": "jrlhf trains without dropout, leave it out",
     "lora_r": "lora.rank",
     "lora_target_modules": "lora.targets",
     "log_completions": "samples are always written, to samples.jsonl, leave it out",

@@ -20,9 +20,8 @@ def place(default: str | None = None, also: str = "") -> Any:
     return checked(default, _is_path, f"a path on this machine{also}, with names of at most 255 bytes and without ://")
 
 
-def address(default: str | None = None) -> Any:
-    """A field for a path, a name, which is first looked up as a path, or an address in an object store."""
-    also = HUB if default is None else ""  # run_dir, which alone has a default, is not on the hub
+def address(default: str | None = None, also: str = HUB) -> Any:
+    """A field like `place` that also takes an address in an object store."""
     kinds = f"a path on this machine{also}, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, with names of at most 255 bytes"
     return checked(default, lambda text: _is_path(text) or is_address(text), kinds)
 

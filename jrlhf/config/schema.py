@@ -302,7 +302,7 @@ class RewardConfig(Section):
     options: Mapping[str, Any] = field(default_factory=dict, metadata=_FUNCTION)  # a function's further arguments
     # {parameter of the function: column of the dataset}, where the two names differ.
     columns: Mapping[str, Any] = field(default_factory=dict, metadata=_FUNCTION)
-    # Rows that a model scores at a time.
+    # Rows that a model scores at a time; with compute.score_rows at most so many.
     batch: int = count(16, **only_if(lambda section: section.model is not None, "{path}.{section.kind}"))
 
     @property
@@ -385,7 +385,7 @@ class Config(Section):
     )
     # Seed of all random numbers.
     seed: int = checked(0, lambda value: 0 <= value < 2**32, "from 0 to 4294967295", most=2**32 - 1)
-    run_dir: str = address("runs")  # directory of all runs, or its address in an object store
+    run_dir: str = address("runs", also="")  # directory of all runs, or its address in an object store
     # Seconds per iteration; a longer one ends the run and shows where it hung.
     deadline: float = positive(3600.0, most=LONGEST)
     # The run ends after this number of updates in a row are skipped because numbers are not finite; 0 or null: it never

@@ -36,7 +36,7 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 USUAL = ColumnsConfig()
 COLUMNS = "the dataset's key columns, such as data.prompts.columns,"  # where users give the names of columns
 _BOM = b"\xef\xbb\xbf"
-_WRITTEN_OUT = re.compile(r"\s*\[\s*\{\s*['\"](role|content)['\"]\s*:")  # messages in a cell of CSV
+_WRITTEN_OUT = re.compile(r"\s*\[\s*\{\s*['\"](role|content)['\"]\s*:.*\}\s*\]\s*", re.DOTALL)  # in a cell of CSV
 
 _USUAL = {field.name: field.name for field in fields(ColumnsConfig)} | {"source": "data_source"}
 # The fields that each shape needs, the most specific shape first.
@@ -344,8 +344,8 @@ def _example(shape: Shape, names: Mapping[str, str], row: Mapping[str, Any], the
     )
     if shape == "messages" and isinstance(example.prompt, str):
         raise ValueError(f"{names['messages']} is text, not a list of messages")
-    for name in ("prompt", "chosen", "rejected"):
-        if _WRITTEN_OUT.match(str(texts.get(name))) and isinstance(texts[name], str):
+    for name, text in texts.items():
+        if isinstance(text, str) and _WRITTEN_OUT.fullmatch(text):
             raise ValueError(f"{names[name]} is text that writes out a list of messages (CSV has no lists, jsonl has)")
     if shape == "text" and not isinstance(example.completion, str):
         raise ValueError(f"{names['text']} is a list of messages, not text")

@@ -490,7 +490,7 @@ class Fleet:
                 own = sample, slice(row.end)
                 drawn.tokens[own], drawn.logprobs[own], drawn.finished[sample] = row.response
                 drawn.lengths[sample] = row.end
-                if drawn.lengths.all():
+                if group.complete:
                     group.time = now + self._reward
                     self._report(number)
 

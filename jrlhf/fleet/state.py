@@ -49,7 +49,7 @@ class Group:
 
     @property
     def complete(self) -> bool:
-        return self.time != NEVER
+        return bool(self.rows.lengths.all())
 
 
 @jax.tree_util.register_dataclass

@@ -126,9 +126,8 @@ class Rewards:
     def score(self, rollout: Rollout, prompts: Batch) -> Pending:
         """Starts to score a rollout: starts token reward models on the devices, and functions in their processes.
 
-        Reading the result waits for the functions and runs the text reward models. It gives `Scores` [B]: the sum of
-        the rewards, normalised, clipped and penalised as configured. If a reward scores tokens, `shaped` is [B, R],
-        with the first response token at index 0.
+        Reading the result waits for all rewards. It gives `Scores` [B]: the sum of the rewards, normalised, clipped and
+        penalised as configured. If a reward scores tokens, `shaped` is [B, R], with the first response token first.
         """
 
         def note(combined: Combined, texts: Metrics) -> None:

@@ -79,8 +79,10 @@ def numbers(name: str, section: Any) -> dict[str, str]:
 def note_failure(run: Run, function: Mapping[str, str], message: str) -> None:
     """Records that a reward function stopped the run, so that a resume accepts its corrected version."""
     if run.writes and function:
-        path = run.path / FAILURES  # written anew, because a line after a torn one would be lost, too
-        write_atomic(path, b"".join(map(to_json, [*read_jsonl(path), {**function, "message": message}])))
+        path = run.path / FAILURES
+        before = path.read_bytes() if path.exists() else b""
+        whole = before[: before.rfind(b"\n") + 1]  # without a torn last line, to which the record would be glued
+        write_atomic(path, whole + to_json({**function, "message": message}))
 
 
 def _stopped(run: Path, function: str, there: Mapping[str, str]) -> bool:

@@ -216,6 +216,11 @@ ROWS: list[tuple[dict, str]] = [  # row, sentence
     ({"prompt": [{"role": "user", "content": 3}]}, "the content of message 1 of prompt is a int, not text"),
     ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "a part of type 'image', and only text"),
     ({"prompt": "[{'role': 'user', 'content': 'hi'}]"}, "prompt is text that writes out a list of messages"),
+    ({"text": '[{"role": "user", "content": "hi"}]'}, "text is text that writes out a list of messages"),
+    (
+        {"prompt": "a", "completion": "[{'role': 'assistant'}]\n"},
+        "completion is text that writes out a list of messages",
+    ),
     ({"messages": "hi"}, "messages is text, not a list of messages"),
     ({"text": [user("hi")]}, "text is a list of messages, not text"),
     ({"prompt": "a", "completion": [Q]}, "completion begins with a message of the user, not of the assistant"),
@@ -233,6 +238,11 @@ def test_a_bad_file_is_one_sentence_with_its_cause(tmp_path: Path):
         with pytest.raises(UserError, match=sentence) as caught:
             read_dataset(path)
         assert "is not a whole" not in sentence or isinstance(caught.value.__cause__, ValueError)
+
+
+def test_text_that_begins_as_a_list_of_messages_is_text():
+    prompt = '[{"role": "user", "content": "x"}] is a JSON list. Is it valid?'
+    assert from_rows([{"prompt": prompt}]).examples[0].prompt == prompt
 
 
 def test_a_bad_row_is_named():

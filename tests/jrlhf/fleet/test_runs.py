@@ -89,7 +89,7 @@ def test_with_staleness_0_the_run_is_the_synchronous_one_bit_for_bit(case, tmp_p
         assert weights[0] == weights[1]
 
 
-@pytest.mark.proof("runs")
+@pytest.mark.full
 def test_reward_models_score_an_asynchronous_run_as_the_synchronous_one(tmp_path, settings, user):
     """RLOO with a reward model that the run trains, one that reads text, and a function, which differ between rows."""
     make = maker(tmp_path, settings, user)

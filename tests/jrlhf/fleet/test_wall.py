@@ -221,8 +221,10 @@ def check_run(path, batches: list[Collected], iterations: int) -> None:
 
 
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.proof("kills")
-@pytest.mark.parametrize("case", [["keep_cache"], ["prefill_again", *ADAPTER]], ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "case", [["keep_cache"], pytest.param(["prefill_again", *ADAPTER], marks=pytest.mark.proof("kills"))], ids=str
+)
 def test_a_run_with_lost_processes_learns_from_each_group_once_and_resumes(case, tmp_path, monkeypatch, batches):
     decode, chunks = ProcessWorkers.decode, Counter[int]()
 

@@ -1,6 +1,7 @@
 """Rows that are scored while others decode: each tile once, as soon as it may be, with the results of a later time."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,10 +11,20 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jrlhf.config.parse import build
+from jrlhf.config.schema import Config, RewardConfig
 from jrlhf.data.batches import put_rows
+from jrlhf.data.types import Example, Response
 from jrlhf.meshes import make_mesh, to_devices
 from jrlhf.ppo import Rollout
+from jrlhf.rewards.text_model import TextReward
+from jrlhf.rewards.types import Sample
 from jrlhf.roles.early import OpenRollout
+from jrlhf.roles.initial import InitialModels
+from jrlhf.roles.model import Compute
+from jrlhf.roles.placement import RolePlacement
+from jrlhf.run.clock import Clock
+from jrlhf.run.console import Console
 
 ROWS, TILE, WIDTH = 8, 2, 5
 DONE = ([3, 4, 5], [0, 2, 7], [1])  # the rows that are done after each chunk; row 6 is the last one
@@ -94,3 +105,29 @@ def test_results_of_tiles_are_those_of_all_rows_in_their_order(devices):
     np.testing.assert_array_equal(sums, expected["tokens"].sum(axis=1) + lengths)
     assert tokens.sharding.is_equivalent_to(put_rows(expected["tokens"], mesh).sharding, 2)
     assert seen == ([True] * 4 if 0 in devices else [False] * 3 + [True])  # not on devices that decode
+
+
+@pytest.mark.usefixtures("quick_compilation")
+def test_a_model_that_reads_text_scores_tiles_while_others_decode(user: Path):
+    """Each text gets the score of the text alone, though each tile is padded to its longest text."""
+    drawing, mesh, seen = Drawing(mesh_on(0)), mesh_on(1, 2), []
+    path, key = str(user / "reward"), "rewards[0].model"
+    with jax.set_mesh(mesh):
+        initial = InitialModels(build(Config, {}), mesh, Compute(), Console(enabled=False))
+        judge, placement = RewardConfig(name="judge", model=path), RolePlacement.of(mesh)
+        reward = TextReward(judge, key, initial.reward(path, key), placement, Compute(), usual=120, rows=TILE)
+
+    def read(rows: slice, tile: Rollout) -> list[Sample]:
+        seen.append((rows.start, "drawn" in drawing.events))
+        example = Example(({"role": "user", "content": "What is 1 plus 2?"},))
+        texts = [
+            f"{'It is 3, ' * int(length)}{number}"
+            for number, length in enumerate(jax.device_get(tile.lengths), rows.start)
+        ]
+        return [Sample(example, "", Response((), text, True)) for text in texts]
+
+    scores = reward.by_tiles(drawing.open, read, Clock()).result().scores
+    assert seen == [(4, False), (2, False), (0, False), (6, True)]
+    expected = [reward.score([sample]).scores[0] for sample in read(slice(0, ROWS), drawing.open.result())]
+    np.testing.assert_allclose(scores, expected, atol=1e-5)
+    assert np.ptp(expected) > 0.01

@@ -92,7 +92,7 @@ def trained(actor: Placement, critic: Placement, ppo: PPOConfig, rows: Experienc
     return jax.device_get((metrics, [one.state for one in roles])), clock.take()
 
 
-DEEP_ACTOR, DEEP_CRITIC = "a critic of two pipelines", "an actor of two pipelines"
+DEEP_ACTOR, DEEP_CRITIC = "a deep actor, the critic in two pipelines", "a deep critic, the actor in two pipelines"
 CASES: dict[str, tuple[Placement, Placement, dict[str, Any], bool]] = {
     DEEP_ACTOR: (DEEP, SHALLOW, {"epochs": 2, "target_kl": 0.6}, True),
     DEEP_CRITIC: (SHALLOW, DEEP, {}, False),

@@ -69,7 +69,7 @@ parts = {name: make_mesh(1, -1, 1, devices=own) for name, own in {
     "first": devices[:2], "second": devices[2:], "middle": devices[1:3], "last": devices[3:]}.items()} | {"all": mesh}
 rows = {name: to_devices(host, {"x": NamedSharding(part, P("fsdp")), "n": NamedSharding(part, P())}) for name, part in
     parts.items() if name in ("first", "second", "all")}
-loop = jax.jit(lambda x: jax.lax.fori_loop(0, 30_000_000, lambda _, x: x * 0.999 + 1, x))
+loop = jax.jit(lambda x: jax.lax.fori_loop(0, 100_000_000, lambda _, x: x * 0.999 + 1, x))
 loop = loop.lower(rows["second"]["x"]).compile()
 to_all_hosts(rows["first"])  # compiled, too
 from_main(lambda: None)  # all processes are here

@@ -116,3 +116,6 @@ def test_a_torn_record_of_a_failure_does_not_take_the_next_one_along(tmp_path):
             file.write(b'{"reward mine": "th')  # a kill in the middle of a line
         assert list(Identity(functions=FUNCTIONS).compare(run, "ppo", {"reward mine": word}, here)) == []
     assert len(run.changes) == 2
+    (tmp_path / FAILURES).write_bytes(b'{"torn\n{}\n')  # by an older version, which appended to a torn line
+    note_failure(run, {"reward mine": "third"}, "failed")
+    assert (tmp_path / FAILURES).read_bytes().startswith(b'{"torn\n{}\n{"reward mine": "third"')

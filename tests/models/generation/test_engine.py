@@ -228,7 +228,7 @@ def test_nothing_compiles_after_the_first_call(alone, compiled):
     ("sizes", "groups", "rows", "changes"),
     [
         ((4, 1, 1), 1, 6, {"samples": 2}),
-        pytest.param((2, 2, 2), 2, None, {"lora": LORA}, marks=pytest.mark.full),
+        pytest.param((2, 2, 2), 2, None, {"lora": LORA, "config": replace(CONFIG, layers=2)}, marks=pytest.mark.full),
         pytest.param((1, 4, 2), 1, None, {"lora": LORA, "int8": True}, marks=pytest.mark.proof("families")),
     ],
 )
