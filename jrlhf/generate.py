@@ -76,14 +76,14 @@ class Generator:
             raise UserError(f"{no_room}: the model has {positions} positions, choose fewer new tokens")
         encoding = Encoding(self.tokenizer, chat=self.chat, system=self.asked.system)
         prompts = encoding.prompts(data, sys.maxsize)
-        numbered = [f"prompt {number}" for number in range(1, len(prompts.ids) + 1)]
-        for place, ids in zip(data.places if isinstance(data, Dataset) else numbered, prompts.ids, strict=True):
+        places = data.places if isinstance(data, Dataset) else [f"prompt {row}" for row in range(1, len(data) + 1)]
+        for place, ids in zip(places, prompts.ids, strict=True):
             if len(ids) > self.longest:
                 room = f"with max_new_tokens={self.sampling.max_new_tokens} the model takes {self.longest}"
                 raise UserError(f"{place} has {len(ids)} tokens, and {room}: shorten it, or lower max_new_tokens")
-        rows, columns = np.repeat(range(len(prompts.ids)), n), (prompts.ids, prompts.texts, prompts.examples)
-        ids, texts, examples = (tuple(column[row] for row in rows) for column in columns)
-        return Prompts(ids, texts, examples=examples)
+        order = [row for row in range(len(prompts.ids)) for _ in range(n)]
+        ids, texts = tuple(prompts.ids[row] for row in order), tuple(prompts.texts[row] for row in order)
+        return Prompts(ids, texts, examples=[prompts.examples[row] for row in order])
 
     def answer(self, prompts: Prompts, key: jax.Array) -> Iterator[Response]:
         """One response to each prompt, in order.
@@ -239,7 +239,7 @@ def _run(options: argparse.Namespace) -> None:
     asked = replace(asked, system=system, chat=asked.chat and not options.raw)
     data = examples = tuple(asked.example(text) for text in options.prompt or ())
     if options.file is not None:
-        dataset = read_dataset(options.file, columns=ColumnsConfig(prompt=options.column), setting="--column")
+        dataset = read_dataset(options.file, columns=ColumnsConfig(prompt=options.column))
         examples, places = (*examples, *dataset.examples), (*["--prompt"] * len(examples), *dataset.places)
         data = replace(dataset, examples=examples, places=places)
     names = "max_new_tokens", "temperature", "top_k", "top_p"

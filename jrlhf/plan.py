@@ -43,12 +43,12 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     group.add_argument("--cluster", help="its devices: 16xh100, v5p-512")
     group.add_argument("--profile", action="store_true", help="measure the local devices; minutes, the first time")
     parser.add_argument("--mean-response", type=float, help="mean number of tokens of a response; default: the maximum")
-    spread = "of lognormal response lengths, for asynchronous training or score_rows; default: 0, all have the mean"
+    spread = "sigma of lognormal response lengths, for asynchronous runs or score_rows; default: 0, all have the mean"
     parser.add_argument("--sigma", type=float, help=spread)
     parser.add_argument("--processes", type=int, help="number of processes of the run; default: one per host")
     usual = "predict this plan instead of searching: a file, colocate, split, standalone or disaggregated"
     parser.add_argument("--plan", metavar="FILE", help=usual)
-    parser.add_argument("--seconds", type=float, help=f"time of the search; default: {SECONDS:g}")
+    parser.add_argument("--seconds", type=float, help=f"seconds of the search; default: {SECONDS:g}")
     proposals = "number of plans to try, rounded up to whole turns; then the result depends only on the seed"
     parser.add_argument("--proposals", type=int, help=proposals)
     parser.add_argument("--seed", type=int, default=0)

@@ -100,7 +100,7 @@ def override(mapping: dict[str, Any], assignment: str) -> None:
     key, equals, value = assignment.lstrip("-").partition("=")
     if not equals or not all(key.strip().split(".")):
         raise UserError(f"override {assignment!r} is not understood: write key=value, for example seed=1")
-    if item := re.match(r"(rewards|costs)(\[-?\d+\]|\.-?\d+)(\.|$)", key):
+    if item := re.match(r"(rewards|costs)[.[]-?\d", key):
         raise UserError(f"override {assignment!r} names a part of a list: give all of it, {item[1]}=[...]")
     section, name = section_with(mapping, key.strip(), f"override {assignment!r}")
     section[name] = Override(value.strip())

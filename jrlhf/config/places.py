@@ -10,8 +10,6 @@ from jrlhf.errors import UserError
 from jrlhf.ppo.fields import LONGEST, Section, checked, positive
 
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}  # scheme of an address -> the client package of the store
-
-
 HUB = ", a hub name such as org/name"  # in messages about what the hub has
 
 

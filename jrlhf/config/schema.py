@@ -302,7 +302,7 @@ class RewardConfig(Section):
     options: Mapping[str, Any] = field(default_factory=dict, metadata=_FUNCTION)  # a function's further arguments
     # {parameter of the function: column of the dataset}, where the two names differ.
     columns: Mapping[str, Any] = field(default_factory=dict, metadata=_FUNCTION)
-    # Rows that a model scores at a time; with compute.score_rows at most so many.
+    # Number of rows that a model scores at a time; at most compute.score_rows, if that is set.
     batch: int = count(16, **only_if(lambda section: section.model is not None, "{path}.{section.kind}"))
 
     @property
@@ -380,7 +380,7 @@ class ProfileConfig(Feature):
 class Config(Section):
     """The settings of the whole run."""
 
-    name: str = file_name(  # the run's directory in run_dir; without it, a config has the name of its file
+    name: str = file_name(  # the run's directory in run_dir; a config file without this key gives its own name
         "run", r"(?a)\w[\w.-]*", 255, "letters, digits, '.', '_' and '-', at most 255: it names the run's directory"
     )
     # Seed of all random numbers.

@@ -14,7 +14,7 @@ from jrlhf.ppo.shaping import ScoreConfig
 class CheckpointConfig(Section):
     """The checkpoints of a stage."""
 
-    keep: int = count(2)  # number of newest checkpoints that are kept; with 1, no older one is left if it is damaged
+    keep: int = count(2)  # number of newest checkpoints that are kept; with 1, nothing replaces a damaged one
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class OptimizerConfig(Section):
     """AdamW with a clipped global norm. One update is one step of the optimizer."""
 
     learning_rate: float = non_negative(1e-5)  # after the warm-up
-    # Updates over which the learning rate rises linearly from 0; a tenth of the stage if that has no more than these.
+    # Updates over which the learning rate rises linearly from 0. A stage of no more updates takes a tenth of them.
     warmup: int = natural(20)
     final: float = between(0.1, 0.0, 1.0)  # share of the learning rate at the end of its cosine decay; 1: no decay
     weight_decay: float = non_negative(0.01)  # as in AdamW, times the learning rate

@@ -18,7 +18,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 # Appended to a message that is to be continued, to find its end in the rendered text. The blank after it shows whether
 # the template strips messages.
 _MARK = "\ue000\ue001\ue000"
-_day: ContextVar[str | None] = ContextVar("day", default=None)  # that templates write; None: the present one, in UTC
+_day: ContextVar[str | None] = ContextVar("day", default=None)  # the day that templates write; None: today, in UTC
 
 
 def render_chat(

@@ -34,7 +34,6 @@ _ABOUT = ("dataset_info.json", "dataset_infos.json")  # files beside the data in
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 USUAL = ColumnsConfig()
-COLUMNS = "the dataset's key columns, such as data.prompts.columns,"  # where users give the names of columns
 _BOM = b"\xef\xbb\xbf"
 _WRITTEN_OUT = re.compile(r"\s*\[\s*\{\s*['\"](role|content)['\"]\s*:.*\}\s*\]\s*", re.DOTALL)  # in a cell of CSV
 
@@ -82,9 +81,7 @@ class Dataset:
         return f"{self.source}: {len(self.examples)} {self.shape} rows ({kind}) from {used}{rest}"
 
 
-def read_dataset(
-    source: Path | str, *, columns: ColumnsConfig = USUAL, split: str = SPLIT, setting: str = COLUMNS
-) -> Dataset:
+def read_dataset(source: Path | str, *, columns: ColumnsConfig = USUAL, split: str = SPLIT) -> Dataset:
     """Reads a dataset and checks every row of it.
 
     source: a .jsonl, .ndjson, .json, .csv or .parquet file; a directory that `datasets.save_to_disk` wrote or that
@@ -92,9 +89,8 @@ def read_dataset(
     columns: names that differ from the usual ones. They determine the shape of the rows: with `prompt="question"` a
         GSM8K row is a prompt, with `completion="answer"` in addition a prompt and its completion.
     split: the split of a directory or of a hub dataset. If there are no splits, as in a file, all rows are read.
-    setting: where users give `columns`, for messages.
     """
-    return make_dataset(read_rows(source, split), columns, str(source), setting)
+    return make_dataset(read_rows(source, split), columns, str(source))
 
 
 def read_rows(source: Path | str, split: str = SPLIT) -> Iterator[Numbered]:
@@ -185,8 +181,8 @@ def _csv(path: Path) -> Iterator[Numbered]:
     finally:
         csv.field_size_limit(longest)
     header = lines[1][1] if len(lines) > 1 else []
-    if mark := next((mark for mark in ";\t|" if len(header) == 1 and mark in header[0]), None):
-        raise UserError(f"{path} separates its columns by {mark!r}: separate them by commas")
+    if len(header) == 1 and (mark := re.search(r"[;\t|]", header[0])):
+        raise UserError(f"{path} separates its columns by {mark[0]!r}: separate them by commas")
     if padded := [name for name in header if name != name.strip()]:
         raise UserError(f"{path} has blanks around the name {padded[0].strip()!r}: remove blanks beside the commas")
     if len(set(header)) < len(header):
@@ -283,8 +279,8 @@ def _datasets(source: str) -> ModuleType:
 # Rows -> examples.
 
 
-def make_dataset(numbered: Iterable[Numbered], columns: ColumnsConfig, source: str, setting: str = COLUMNS) -> Dataset:
-    """Returns the dataset of rows, each a mapping from a column to its value. setting: as in `read_dataset`."""
+def make_dataset(numbered: Iterable[Numbered], columns: ColumnsConfig, source: str) -> Dataset:
+    """Returns the dataset of rows, each a mapping from a column to its value."""
     rows = list(numbered)
     if not rows:
         raise UserError(f"{source} has no rows: name a dataset that has some")
@@ -292,7 +288,7 @@ def make_dataset(numbered: Iterable[Numbered], columns: ColumnsConfig, source: s
         if not isinstance(row, Mapping):
             raise UserError(f"{place} holds a {type(row).__name__}, not an object with columns: repair it or remove it")
     there = tuple(dict.fromkeys(str(column) for _, row in rows for column in row))
-    shape, names = _detect(columns, there, source, setting)
+    shape, names = _detect(columns, there, source)
     examples = []
     for place, row in rows:
         missing = [column for column in names.values() if column not in row]
@@ -308,7 +304,7 @@ def make_dataset(numbered: Iterable[Numbered], columns: ColumnsConfig, source: s
     return Dataset(source, shape, tuple(examples), there, _fingerprint(shape, examples), names, places)
 
 
-def _detect(columns: ColumnsConfig, there: Sequence[str], source: str, setting: str) -> tuple[Shape, dict[str, str]]:
+def _detect(columns: ColumnsConfig, there: Sequence[str], source: str) -> tuple[Shape, dict[str, str]]:
     """Returns the shape, and which column each field of it is read from."""
     given = {name: column for name, column in asdict(columns).items() if column is not None}
     listed = f"the columns of {source} are {', '.join(there)}"
@@ -326,7 +322,10 @@ def _detect(columns: ColumnsConfig, there: Sequence[str], source: str, setting: 
         if set(needed) <= set(names) and set(given) <= shape_fields:
             return shape, {name: column for name, column in names.items() if name in shape_fields}
     shapes = ", or ".join(" and ".join(needed) for needed in _NEEDS.values())
-    raise UserError(f"{listed}: say in {setting} which of them are {shapes}")
+    raise UserError(
+        f"{listed}: in the dataset's key columns, such as data.prompts.columns, name those that are {shapes} "
+        "(jrlhf.generate: the prompt's by --column)"
+    )
 
 
 def _example(shape: Shape, names: Mapping[str, str], row: Mapping[str, Any], there: Sequence[str]) -> Example:
@@ -361,9 +360,11 @@ def _example(shape: Shape, names: Mapping[str, str], row: Mapping[str, Any], the
 
 
 def _with_prompt(example: Example) -> Example:
-    """Returns the pair with its prompt: the row's, unless that is missing, or is text before answers of messages. Then
-    it is their common beginning: whole messages, or the characters of two texts without a blank at the end (as in TRL's
-    `extract_prompt`)."""
+    """Returns the pair with a prompt. The row's own prompt is kept, except text before answers that are messages.
+
+    Without one, the prompt is the common beginning of the answers: whole messages, or the characters of two texts
+    without a blank at the end (as in TRL's `extract_prompt`).
+    """
     chosen, rejected = example.chosen, example.rejected
     assert chosen is not None and rejected is not None
     if isinstance(chosen, str) != isinstance(rejected, str):

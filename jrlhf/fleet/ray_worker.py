@@ -141,7 +141,7 @@ class RayWorker:
 
 
 class _Worker(Worker):
-    longest = math.inf  # as of a process of this machine
+    longest = math.inf  # no limit, as for a process of this machine
 
 
 class _Host:

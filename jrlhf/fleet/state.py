@@ -72,7 +72,7 @@ class Times:
     spare: Any  # batches that were collected beyond one per version (by dynamic sampling)
     version: Any  # version of the weights that draw
     published: Any  # the newest version
-    rollouts: Any  # virtual time of the rollouts; a saved state is at time 0
+    rollouts: Any  # virtual time of the rollouts; 0 in a saved state, whose times count from it
     trainer: Any  # virtual time of the trainer
 
 
@@ -112,7 +112,8 @@ def pack(count: int, groups: Mapping[int, Group], places: int, blank: Drawn, now
     rows = Drawn(*(np.repeat(array[None], places, axis=0) for array in blank))
     for place, (own, group) in enumerate(groups.items()):
         number[place], worker[place] = own, group.worker
-        time[place] = group.time - now if group.complete else NEVER
+        if group.complete:
+            time[place] = group.time - now
         for array, values in zip(rows, group.rows, strict=True):
             array[place] = values
     return Started(np.int32(count), number, time, worker, rows)

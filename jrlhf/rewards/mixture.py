@@ -20,7 +20,7 @@ from jrlhf.meshes.graph import Kind as CallKind
 from jrlhf.ppo import Rollout, RunningMoments, ScoreConfig, shape_scores
 from jrlhf.rewards.combine import Combined, combine, named
 from jrlhf.rewards.functions import RewardFailure
-from jrlhf.rewards.text_model import TextReward
+from jrlhf.rewards.text_model import Begun, TextReward
 from jrlhf.rewards.types import Sample, Scored, joined, to_samples, weighted_sum
 from jrlhf.roles.critic import Reward
 from jrlhf.roles.early import OpenRollout
@@ -57,6 +57,7 @@ class TokenPart:
 
 Asked = tuple[list[Sample], dict[str, Scored]]  # rows as text, and the functions' scores by name
 Answers = Future[Asked] | Pending[Asked]
+Tiles = Pending[list[dict[str, Begun]]]  # by name, for each tile of rows: models that read text
 
 
 class Rewards:
@@ -200,7 +201,7 @@ class Rewards:
         mesh = self.placement[method].mesh
         whole = rollout if isinstance(rollout, OpenRollout) else Pending(lambda: rollout)
         learned = {name: whole.by_rows(partial(role.score, method=method), mesh) for name, role in self._roles.items()}
-        answers, models = prompts.answers.get(self.kind), {}
+        answers, models = prompts.answers.get(self.kind), None
         if answers is None and self.text_parts:
             answers, models = self._begin_texts(rollout, prompts)
 
@@ -217,22 +218,23 @@ class Rewards:
 
         return Pending(scores)
 
-    def _begin_texts(self, rollout: Rollout | OpenRollout, batch: Batch) -> tuple[Answers, dict[str, Pending[Scored]]]:
+    def _begin_texts(self, rollout: Rollout | OpenRollout, batch: Batch) -> tuple[Answers, Tiles | None]:
         """Passes a rollout to the functions or, while it is drawn, each tile of rows to functions and models."""
         if isinstance(rollout, OpenRollout):
-            parts, read = rollout.each(partial(self._submit, batch)), partial(self._samples, batch)
-            models = {name: model.by_tiles(rollout, read, self.clock) for name, model in self._models.items()}
+            parts = rollout.each(lambda rows, tile: self._thread.submit(self._read, batch, rows, tile))
+            devices = self.placement["score"].mesh.devices.flat
+            models = rollout.each(partial(self._begin_models, batch), devices=devices) if self._models else None
             return Pending(lambda: self.join(parts.result()).result()), models
         # Gathered here and not in the thread: all devices must get their programs in the same order.
-        return self._submit(batch, slice(0, None), gathered(rollout)), {}
+        return self._thread.submit(self._read, batch, slice(0, None), gathered(rollout)), None
 
-    def _submit(self, batch: Batch, rows: slice, drawn: Rollout) -> Future[Asked]:
-        """Starts the functions on rows of a batch. Their thread waits for the rows."""
+    def _begin_models(self, batch: Batch, rows: slice, tile: Rollout) -> dict[str, Begun]:
+        samples = self._samples(batch, rows, tile)
+        return {name: self.clock.run("reward", model.begin, samples) for name, model in self._models.items()}
 
-        def ask() -> Asked:
-            return self._ask_functions(self._samples(batch, rows, jax.device_get(drawn)), batch.step, first=rows.start)
-
-        return self._thread.submit(ask)
+    def _read(self, batch: Batch, rows: slice, drawn: Rollout) -> Asked:
+        """Waits for rows of a batch; returns them as text, and the functions' scores. Runs in the thread."""
+        return self._ask_functions(self._samples(batch, rows, jax.device_get(drawn)), batch.step, first=rows.start)
 
     def _samples(self, batch: Batch, rows: slice, drawn: Rollout) -> list[Sample]:
         return to_samples(batch.examples[rows], batch.texts[rows], read_responses(self._tokenizer, drawn))
@@ -245,13 +247,14 @@ class Rewards:
             self.clock.add_parallel(f"{self.kind.removesuffix('s')}_functions", time.perf_counter() - started)
         return samples, scored
 
-    def _finish(self, answers: Answers, models: Mapping[str, Pending[Scored]], step: int) -> tuple[np.ndarray, Metrics]:
+    def _finish(self, answers: Answers, models: Tiles | None, step: int) -> tuple[np.ndarray, Metrics]:
         """Waits for the functions and for models that have begun, or runs all models; returns sum and metrics."""
         deadline = self.clock.deadline  # holds also for processes that wait for the scores of process 0
         scored = self.clock.run("reward_wait", _from_main, lambda: answers.result()[1], seconds=deadline)
         samples, _ = answers.result()
-        if models:
-            scored = scored | {name: scores.result() for name, scores in models.items()}
+        if models is not None:
+            tiles = models.result()
+            scored |= {name: model.finish([tile[name] for tile in tiles]) for name, model in self._models.items()}
         elif self._models:
             scored = scored | self.clock.run("reward", self._ask, samples, step, on_device=True)
         total, parts = self._summed(samples, scored)
@@ -265,7 +268,7 @@ class Rewards:
             return scores, metrics
 
     def _ask(self, samples: Sequence[Sample], step: int, *, on_device: bool, **place: int) -> dict[str, Scored]:
-        parts = {name: part for name, part in self.text_parts.items() if (name in self._models) == on_device}
+        parts = {name: part for name, part in self.text_parts.items() if (part.model is not None) == on_device}
         return {name: part.score(samples, step, **place) for name, part in parts.items()}
 
     def _summed(self, samples: Sequence[Sample], scored: Mapping[str, Scored]) -> tuple[Scored, dict[str, Scored]]:

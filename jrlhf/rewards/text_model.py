@@ -1,6 +1,6 @@
 """Reward models with their own tokenizer, which read an answer as text."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -17,14 +17,12 @@ from jrlhf.meshes import to_host
 from jrlhf.models import ModelConfig
 from jrlhf.models.hf.files import parse_json
 from jrlhf.models.params import Params
-from jrlhf.ppo import Rollout
 from jrlhf.rewards.functions import RewardFailure
 from jrlhf.rewards.types import Sample, Scored
-from jrlhf.roles.early import OpenRollout
 from jrlhf.roles.model import Compute, Model
-from jrlhf.roles.placement import Pending, RolePlacement
+from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.pretrained import locate
-from jrlhf.run.clock import Clock, may_deadlock
+from jrlhf.run.clock import may_deadlock
 
 Begun = tuple[Sequence[Sample], list[Array]]  # samples, and the scores [batch] of each batch of them
 
@@ -47,7 +45,7 @@ class TextReward:
     A score that is not finite is a failure, as in reward functions.
 
     key: the setting that names the model, for messages. usual: maximum sequence length under the actor's tokenizer.
-    rows: most samples that are scored together; None: any number.
+    rows: rows of a tile; no more than these are scored together. None: as many as the config says.
     """
 
     def __init__(
@@ -92,17 +90,6 @@ class TextReward:
         width = max(program_width(max(map(len, sequences)), self._most, 64), self._widths[0])
         starts = range(0, len(sequences), self._batch)
         return samples, [self._scores(params, sequences[start : start + self._batch], width) for start in starts]
-
-    def by_tiles(
-        self, rollout: OpenRollout, read: Callable[[slice, Rollout], Sequence[Sample]], clock: Clock
-    ) -> Pending[Scored]:
-        """Scores each tile of an open rollout once it may be read. read: (rows, tile) -> the tile's samples."""
-
-        def begin(rows: slice, tile: Rollout) -> Begun:
-            return clock.run("reward", self.begin, read(rows, tile))
-
-        tiles = rollout.each(begin, devices=self._mesh.devices.flat)
-        return Pending(lambda: self.finish(tiles.result()))
 
     def finish(self, parts: Sequence[Begun]) -> Scored:
         """Waits for the scores of all samples, in order."""

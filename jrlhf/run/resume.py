@@ -1,6 +1,5 @@
 """Decides which settings may change when a run is resumed: those that do not define its results, and its length."""
 
-import os
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -52,8 +51,8 @@ def changes(path: Path | str, saved: str, config: Config) -> tuple[list[str], st
 
 
 def _is_moved(key: str, before: str, now: str) -> bool:
-    """True for a reward function whose file has another directory. Checkpoints have a digest of its code."""
-    return key.endswith("].function") and os.path.basename(before) == os.path.basename(now)
+    """True for a reward function whose file has only moved. Checkpoints hold a digest of its code."""
+    return key.endswith("].function") and Path(before).name == Path(now).name
 
 
 def saved_tile(config: Path) -> int | None:

@@ -222,7 +222,7 @@ class DPOConfig(Section):
     with log-probabilities averaged over a response's tokens, as its authors recommend and TRL does. Defaults are TRL's.
     """
 
-    loss: Literal["sigmoid", "ipo"] = "sigmoid"  # that of the paper, or that of IPO (arXiv:2310.12036)
+    loss: Literal["sigmoid", "ipo"] = "sigmoid"  # the loss of the DPO paper, or of IPO (arXiv:2310.12036)
     beta: float = positive(0.1, POSITIVE)  # a larger value keeps the policy closer to the reference
     # Share of the labels that are assumed to be wrong.
     label_smoothing: float = checked(0.0, lambda value: 0 <= value < 0.5, "in [0, 0.5)")

@@ -140,7 +140,7 @@ SECTIONS = [
     ({"data": {"sft": {"path": "USER/gone.jsonl"}}}, "does not exist"),
     ({"data": {"sft": {"path": "USER/rewards.py"}}}, "is none of .jsonl"),
     ({"data": {"sft": {"path": "USER"}}}, "no column 'data_source'"),
-    ({"data": {"sft": {"path": "USER/qa.jsonl"}}}, "say in the dataset's key columns"),
+    ({"data": {"sft": {"path": "USER/qa.jsonl"}}}, "in the dataset's key columns"),
     ({"data": {"sft": {"path": "USER/qa.jsonl", "columns": {"text": "anwser"}}}}, "did you mean answer"),
     ({"data": {"heldout_rows": 48}}, "leaves nothing"),
     ({"data": {"max_prompt": 8, "max_response": 8}}, "line 1: "),

@@ -48,7 +48,7 @@ def ask(user, capsys, tmp_path):
 
 @pytest.fixture
 def asked(monkeypatch) -> list[Any]:
-    """The token ids of all prompts that are answered, at once and with "4"."""
+    """Answers each prompt with "4" without a model; returns the token ids of these prompts."""
     prompts: list[Any] = []
 
     def answer(self, encoded, key):
@@ -124,7 +124,7 @@ def test_prompts_are_read_from_the_column_that_is_named(ask, asked, tmp_path):
     row, file, out = {"question": QUESTION, "answer": "3"}, tmp_path / "gsm8k.jsonl", tmp_path / "out.jsonl"
     file.write_text(json.dumps(row))
     code, _, error = ask("--file", str(file), "--out", str(out))
-    assert code == 2 and "the columns of" in error and "say in --column which" in error
+    assert code == 2 and "the columns of" in error and "by --column" in error
     assert ask("--file", str(file), "--column", "question", "--out", str(out))[0] == 0
     assert [answer["prompt"][0]["content"] for answer in read_jsonl(out)] == [QUESTION]
 

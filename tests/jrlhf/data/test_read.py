@@ -253,7 +253,7 @@ def test_a_bad_row_is_named():
 
 def test_wrong_columns_are_answered_with_those_that_are_there():
     with pytest.raises(
-        UserError, match="the columns of rows are question, answer: say in the dataset's key columns, .* chosen and"
+        UserError, match="the columns of rows are question, answer: in the dataset's key columns, .* chosen and"
     ):
         from_rows(GSM8K)
     message = "prompt is to be read from a column 'qestion', but the columns of rows are .*did you mean question"
@@ -261,7 +261,7 @@ def test_wrong_columns_are_answered_with_those_that_are_there():
         from_rows(GSM8K, columns=Columns(prompt="qestion"))
     with pytest.raises(UserError, match="column 'z', but the columns of rows are question, answer: name one of these$"):
         from_rows(GSM8K, columns=Columns(prompt="z"))
-    with pytest.raises(UserError, match="columns of rows are question, answer: say in"):
+    with pytest.raises(UserError, match="columns of rows are question, answer: in the"):
         from_rows(GSM8K, columns=Columns(completion="answer"))
     with pytest.raises(UserError, match="columns of rows are prompt, chosen: .*rejected"):
         from_rows([{"prompt": "a", "chosen": "b"}])

@@ -122,7 +122,7 @@ def test_versions_of_tokens_are_those_of_the_simulator(seed):
 
 
 def test_a_saved_state_has_the_same_bits_however_long_the_run_is():
-    """Times of a long run do not fit into an int32; a saved state has them from its own time on."""
+    """Times of a long run do not fit into an int32; in a saved state they count from its own time."""
     setting, states = Setting(Rules(2, 2, 9.0), slots=4, samples=1, lengths=measured([3, 40]), chunk=4), []
     for start in (0, NEVER - 44, 2**40):  # a group is complete at the time NEVER, and far beyond it
         fleet = fleet_of(Rows(setting, np.array([3, 40] * 40)))

@@ -23,7 +23,6 @@ from jrlhf.roles.early import OpenRollout
 from jrlhf.roles.initial import InitialModels
 from jrlhf.roles.model import Compute
 from jrlhf.roles.placement import RolePlacement
-from jrlhf.run.clock import Clock
 from jrlhf.run.console import Console
 
 ROWS, TILE, WIDTH = 8, 2, 5
@@ -126,7 +125,8 @@ def test_a_model_that_reads_text_scores_tiles_while_others_decode(user: Path):
         ]
         return [Sample(example, "", Response((), text, True)) for text in texts]
 
-    scores = reward.by_tiles(drawing.open, read, Clock()).result().scores
+    tiles = drawing.open.each(lambda rows, tile: reward.begin(read(rows, tile)), devices=mesh.devices.flat)
+    scores = reward.finish(tiles.result()).scores
     assert seen == [(4, False), (2, False), (0, False), (6, True)]
     expected = [reward.score([sample]).scores[0] for sample in read(slice(0, ROWS), drawing.open.result())]
     np.testing.assert_allclose(scores, expected, atol=1e-5)
