@@ -38,7 +38,15 @@ MOST_FILES, MOST_LINES = 15, 500  # of a folder, of a file
 
 @cache
 def nodes(source: str) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(source)))
+    """All statements, also those inside of others; expressions hold no imports."""
+    statements: list[ast.AST] = [ast.parse(source)]
+    for node in statements:
+        statements += [
+            child
+            for child in ast.iter_child_nodes(node)
+            if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case)
+        ]
+    return statements
 
 
 def imported(source: str, package: str) -> Iterator[tuple[int, str]]:

@@ -84,6 +84,7 @@ def test_the_readme_is_short():
     assert len(README.encode()) <= 12_000
 
 
+@pytest.mark.full
 def test_the_example_with_a_foreign_model_trains_it():
     _, code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     names: dict[str, Any] = {}

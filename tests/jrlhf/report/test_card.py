@@ -140,7 +140,7 @@ def filled(kind: Any, name: str, secret: Callable[[str], Any]) -> Any:
     return None
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_text_option_or_directory_of_a_config_is_told(seed: int):
     """Random secrets stand in every setting of data and rewards that takes them, a new one included, and in others."""
     draw, secrets = random.Random(seed), []

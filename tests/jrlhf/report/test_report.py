@@ -5,8 +5,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -353,7 +351,7 @@ def test_every_name_that_calls_are_timed_under_is_explained():
 def test_any_part_of_a_run_may_be_missing(runs, tmp_path, undrawn):
     """Files, stages, summaries, metrics (absent or not finite), held-out figures: every page is still whole."""
     parts = ("config.yaml", "environment.txt", "metrics.jsonl", "samples.jsonl", "summary.json")
-    for present in itertools.chain.from_iterable(itertools.combinations(parts, count) for count in range(1, 5)):
+    for present in itertools.chain.from_iterable(itertools.combinations(parts, count) for count in (1, 4)):
         shutil.rmtree(tmp_path / "parts", ignore_errors=True)
         (tmp_path / "parts").mkdir()
         for name in present:
@@ -376,10 +374,10 @@ def test_any_part_of_a_run_may_be_missing(runs, tmp_path, undrawn):
             assert ("SFT loss" in page) == ("sft" in stages)
             assert ("Is the reward being gamed?" in page) == ("ppo" in stages)
     for complete in (gold_records(9), user_records(), dpo_records(9), safe_records()):
-        for key in sorted(set(complete[0]) - {"stage", "step"}):
-            for value in ({}, {key: None}):
-                metrics = [{name: record[name] for name in record if name != key} | value for record in complete]
-                text(metrics=metrics, summary=USER_SUMMARY)
+        for number, key in enumerate(sorted(set(complete[0]) - {"stage", "step"})):
+            value = {key: None} if number % 2 else {}
+            metrics = [{name: record[name] for name in record if name != key} | value for record in complete]
+            text(metrics=metrics, summary=USER_SUMMARY)
     held_out: dict = USER_SUMMARY["held_out"]
     few = [held_out | {"before": {"score": 0.25}, "after": {"score": 0.5}}, held_out | {"before": {}, "after": None}]
     for figures in [{key: held_out[key] for key in held_out if key != name} for name in held_out] + few:
@@ -484,13 +482,8 @@ def test_what_is_not_a_run_is_one_sentence(tmp_path, capsys):
         read_run(tmp_path)
 
 
-def test_the_command_writes_the_report_anew(runs, pages):
+def test_the_command_writes_the_report_anew(runs, pages, capsys):
     path = runs["reward_model"] / "report.html"
     path.unlink()
-    command = [sys.executable, "-m", "jrlhf.report", str(path.parent)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert done.stdout == f"{path}\n"
+    assert cli([str(path.parent)]) == 0 and capsys.readouterr().out == f"{path}\n"
     assert path.read_text(encoding="utf-8") == pages["reward_model"]  # the same bytes every time
-
-
-# --- Charts ---

@@ -115,13 +115,10 @@ def test_in_a_worker_with_the_answers_of_verls_rows():
         scored = reward.score(rows)
     np.testing.assert_array_equal(scored.scores, [1, -1])
     assert scored.failures == {"none": 1}
-    with make_reward("format_regex", "form", options={"pattern": "[0-9]+", "right": 2}) as reward:
-        np.testing.assert_array_equal(reward.score([make_sample(0, "12"), make_sample(1, "x")]).scores, [2, 0])
-    with pytest.raises(UserError, match="parameters completions, pattern, whole, right, wrong"):
-        make_reward("format_regex", "form", options={"regex": "x"}).__enter__()
     # A pattern that backtracks without end is a hang.
     options = {"pattern": "(a*)*b"}
     with make_reward("format_regex", "form", options=options, deadline=0.5, on_failure=0.0) as reward:
+        assert reward.score([make_sample(0, "b")]).scores == [1]
         assert reward.score([make_sample(0, "a" * 60)]).failures == {"hang": 1}
     assert all(callable(getattr(builtin, name)) for name in builtin.NAMES)
 

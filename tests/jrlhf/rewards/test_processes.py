@@ -44,25 +44,20 @@ def is_socket(n):
 """
 HANGS = {
     "sleep": "time.sleep(1000)",
-    "loop": "while True: pass",
     "holding the interpreter lock": "re.match('(a*)*b', 'a' * 60)",
-    "deaf to SIGTERM": "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)",
     "deaf to all it can be": "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 64)); time.sleep(1000)",
     "stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
     "waiting for a program": "subprocess.run(['sleep', '1000'])",
     "catching everything": "stubborn()",
 }
 CRASHES = {
-    "os._exit(0)": "left with exit code 0",
     "os._exit(3)": "left with exit code 3",
     "faulthandler._sigsegv()": "ended by SIGSEGV, at <string>:1",
-    "os.abort()": "ended by SIGABRT, at <string>:1",
     "os.kill(os.getpid(), signal.SIGKILL)": "ended by SIGKILL",
     "print('last words'); os._exit(1)": "left with exit code 1, saying 'last words'",
     "os.closerange(3, 200)": "left with exit code 1",
     "[os.write(n, b'\\xff' * 99) for n in range(3, 200) if is_socket(n)]": "crash: answered with 4294967295 bytes",
     "[os.write(n, b'\\0\\0\\0\\2no') for n in range(3, 200) if is_socket(n)]": "crash: wrote into the channel",
-    "os.fork() or os._exit(5); os._exit(5)": "left with exit code 5",
     "fork.Process(target=time.sleep, args=(1000,)).start(); os._exit(6)": "left with exit code 6",
 }
 
@@ -70,17 +65,17 @@ CRASHES = {
 def test_hangs_and_crashes_cost_their_deadline_and_their_own_sample(start, tmp_path):
     """Every kind of them at once, each in a worker of its own; the last worker has done nothing wrong."""
     codes = [*HANGS.values(), *CRASHES]
-    reward = start(RUN, deadline=2, on_failure=-1.0, workers=len(codes) + 1)
+    reward = start(RUN, deadline=1, on_failure=-1.0, workers=len(codes) + 1)
     before, began = pids(reward), time.monotonic()
     scored = reward.score([*(make_sample(row, code) for row, code in enumerate(codes)), make_sample(99, "ok")])
-    assert time.monotonic() - began < 2 + GRACE + SLACK
+    assert time.monotonic() - began < 1 + GRACE + SLACK
     np.testing.assert_array_equal(scored.scores, [-1] * len(codes) + [1])
     assert scored.failures == {"hang": len(HANGS), "crash": len(CRASHES)}
     assert [alive(pid) for pid in before] == [False] * len(codes) + [True]
     np.testing.assert_array_equal(reward.score([make_sample(0, "ok")] * len(before)).scores, 1)
     assert pids(reward)[-1] == before[-1] and not set(pids(reward)[:-1]) & set(before)
     stories = (tmp_path / "log").read_text()
-    for row, sentence in enumerate([r"hang: no answer within 2 s"] * len(HANGS) + list(CRASHES.values())):
+    for row, sentence in enumerate([r"hang: no answer within 1 s"] * len(HANGS) + list(CRASHES.values())):
         assert re.search(rf"failed \((crash: )?{sentence}.*'<user>prompt {row}'", stories), (codes[row], stories)
     reward.on_failure = None
     with pytest.raises(RewardFailure, match="crash: left with exit code 3"):
@@ -133,12 +128,11 @@ def test_programs_that_a_function_started_end_with_it(start, tmp_path):
 
 
 def test_an_import_that_hangs_is_ended(start, monkeypatch):
-    monkeypatch.setattr(functions, "START_SECONDS", 2)
-    for source in ("import time; time.sleep(1000)", "import re; re.match('(a*)*b', 'a' * 60)"):
-        began = time.monotonic()
-        with pytest.raises(UserError, match=r"did not finish importing .* \(no answer within 2 s, at .*\)"):
-            start(source, workers=2)
-        assert time.monotonic() - began < 2 + GRACE + SLACK
+    monkeypatch.setattr(functions, "START_SECONDS", 1)
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"did not finish importing .* \(no answer within 1 s, at .*\)"):
+        start("import re; re.match('(a*)*b', 'a' * 60)", workers=2)
+    assert time.monotonic() - began < 1 + GRACE + SLACK
 
 
 def test_a_function_that_cannot_be_started_again_stops_the_run_whatever_replaces_failures(start, tmp_path):
@@ -244,13 +238,13 @@ def test_an_interrupted_batch_leaves_no_answer_to_the_next(start):
     reward = start(source)
     previous = signal.signal(signal.SIGALRM, interrupt)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(Interrupted):
-            reward.score([make_sample(0, "1", answer=0.5)])
+            reward.score([make_sample(0, "1", answer=0.3)])
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
-    time.sleep(0.5)
+    time.sleep(0.4)
     assert reward.score([make_sample(0, "2", answer=0)]).scores == [2]
 
 
@@ -264,14 +258,14 @@ def test_a_failure_of_one_worker_stops_the_others_calls(start):
 
 
 def test_closing_lets_exit_handlers_run_but_not_for_ever(start, tmp_path):
-    for wait, most in (("None", 2.0), ("time.sleep(1000)", 2.0 + SLACK), ("print('x' * 1000000)", 2.0)):
+    for wait, most in (("print('x' * 1000000)", 2.0), ("time.sleep(1000)", 2.0 + SLACK)):
         reward = start(RUN)
         reward.score([make_sample(0, f"atexit.register(lambda: (print('left'), {wait}))")])
         began = time.monotonic()
         reward.close()
         assert time.monotonic() - began < most
         reward.close()
-    assert (tmp_path / "log").read_text().count("left\n") == 3
+    assert (tmp_path / "log").read_text().count("left\n") == 2
 
 
 PARENT = """
@@ -281,8 +275,8 @@ from jrlhf.config.schema import RewardConfig
 from jrlhf.rewards.functions import FunctionReward
 from jrlhf.data.types import Example, Response
 from jrlhf.rewards.types import Sample
-activities = ["sleep", "deaf", "program", "lock"]
-config = RewardConfig(function=sys.argv[1], workers=5, deadline=3.0, on_failure=0.0)
+activities = ["deaf", "program", "lock"]
+config = RewardConfig(function=sys.argv[1], workers=4, deadline=3.0, on_failure=0.0)
 with FunctionReward(config, log=Path(os.devnull)) as reward:  # the first worker gets no sample
     print(*[worker.pid for _, worker in sorted(reward._pool.items())], flush=True)
     reward.score([Sample(Example("p"), "p", Response((1,), name, True)) for name in activities])
@@ -304,23 +298,12 @@ def f(solution_str):
 
 
 def test_workers_and_their_programs_end_when_their_parent_is_killed(tmp_path):
-    parents = {}
-    for number in (signal.SIGKILL, signal.SIGTERM):
-        folder = tmp_path / number.name
-        folder.mkdir()
-        (folder / "function.py").write_text(FUNCTION)
-        command = [sys.executable, "-c", PARENT, f"{folder / 'function.py'}:f"]
-        parents[number] = folder, subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    workers: list[int] = []
-    for folder, parent in parents.values():
+    (tmp_path / "function.py").write_text(FUNCTION)
+    command = [sys.executable, "-c", PARENT, f"{tmp_path / 'function.py'}:f"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as parent:
         assert parent.stdout is not None
-        workers += map(int, parent.stdout.readline().split())
-        assert eventually(lambda folder=folder: len(list(folder.iterdir())) == 5, 2.5)
-    assert len(workers) == 10 and all(map(alive, workers))
-    for number, (_, parent) in parents.items():
-        with parent:
-            parent.send_signal(number)
-            assert parent.wait(10) == -number
-    programs = [int((folder / "program").read_text()) for folder, _ in parents.values()]
-    assert all(gone(pid, 2.0) for pid in [*workers[:4], *workers[5:9], *programs])
-    assert all(gone(pid, 3.0 + SLACK) for pid in (workers[4], workers[9]))  # they hold the lock until their deadline
+        *workers, locked = map(int, parent.stdout.readline().split())
+        assert eventually(lambda: len(list(tmp_path.iterdir())) == 4, 2.5) and all(map(alive, [*workers, locked]))
+        parent.kill()
+    assert all(gone(pid, 2.0) for pid in [*workers, int((tmp_path / "program").read_text())])
+    assert gone(locked, 3.0 + SLACK)  # it holds the lock until its deadline

@@ -142,6 +142,7 @@ def test_score_is_the_weighted_mean_of_the_items():
     assert scores == sorted(scores) and len(set(scores)) == 4
 
 
+@pytest.mark.full
 def test_real_lines_beat_generic_foreign_bad_and_senseless_ones(corpus: Corpus):
     """The order that the rubric is for, on functions whose modules it has never seen."""
     rubric = Rubric.from_corpus(corpus.train)
