@@ -18,7 +18,7 @@ CASES = {
     "plain": (252, 1000, 64, 1000, 1.0, None),
     "temperature": (507, 1531, 64, 1531, 0.5, None),
     "padded": (252, 1531, 64, 1210, 1.0, 3.0),
-    "all": (507, 1000, 256, 900, 0.5, 3.0),
+    "all": (140, 300, 256, 270, 0.5, 3.0),
 }
 
 
@@ -65,38 +65,30 @@ def check(op, case, dtype):
         assert error <= tolerance, f"{name}: relative error {error:.1e}"
 
 
-@pytest.mark.parametrize(
-    "case, dtype, tile", [("padded", jnp.float32, 100), ("all", jnp.float32, 4096), ("all", jnp.bfloat16, 100)]
-)
-def test_xla(case, dtype, tile):
-    check(partial(token_logprobs, **options(case), tile=tile, implementation="xla"), case, dtype)
+@pytest.mark.parametrize(("case", "dtype"), [("padded", jnp.float32), ("all", jnp.bfloat16)])
+def test_xla(case, dtype):
+    check(partial(token_logprobs, **options(case), tile=100, implementation="xla"), case, dtype)
 
 
 @pytest.mark.parametrize(
-    "case, dtype",
-    [
-        *(pytest.param(case, jnp.float32, marks=pytest.mark.full) for case in CASES),  # see also the parallel one
-        ("all", jnp.bfloat16),
-    ],
+    ("case", "dtype"), [pytest.param("padded", jnp.float32, marks=pytest.mark.full), ("all", jnp.bfloat16)]
 )
 def test_pallas_tpu(case, dtype, tpu_params):
-    forward = pallas_tpu.Forward(tokens=128, vocabulary=512, embed=128, interpret=tpu_params)
-    backward = pallas_tpu.Backward(tokens=128, vocabulary=256, interpret=tpu_params)
+    vocabulary = 128 if case == "all" else 512  # several blocks of all that there is
+    forward = pallas_tpu.Forward(tokens=128, vocabulary=vocabulary, embed=128, interpret=tpu_params)
+    backward = pallas_tpu.Backward(tokens=128, vocabulary=min(vocabulary, 256), interpret=tpu_params)
     op = partial(pallas_tpu.token_logprobs, head=head(case), forward=forward, backward=backward)
     check(op, case, dtype)
 
 
-@pytest.mark.parametrize(
-    "case", [case if case == "all" else pytest.param(case, marks=pytest.mark.full) for case in CASES]
-)
+@pytest.mark.parametrize("case", ["all", pytest.param("padded", marks=pytest.mark.full)])
 def test_pallas_gpu(case, gpu_params):
     forward = pallas_gpu.Forward(interpret=gpu_params)
     check(partial(pallas_gpu.token_logprobs, head=head(case), tile=128, forward=forward), case, jnp.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_rows_of_sequences_with_a_traced_temperature(dtype):
-    hidden, unembedding, targets = map(jnp.asarray, problem("temperature", dtype)[:3])
+def test_rows_of_sequences_with_a_traced_temperature():
+    hidden, unembedding, targets = map(jnp.asarray, problem("temperature", jnp.float32)[:3])
     expected = jax.jit(partial(token_logprobs, temperature=0.5))(hidden, unembedding, targets)
 
     rows, sequences = hidden.reshape(3, 169, -1), targets.reshape(3, 169)
@@ -178,20 +170,19 @@ def test_precision_does_not_depend_on_the_magnitude_of_the_logits(implementation
             assert error <= 5 * tolerance, (magnitude, error)
 
 
-@pytest.mark.parametrize("case", ["plain", "all"])
-def test_reference_is_the_log_softmax(case):
+def test_reference_is_the_log_softmax():
+    case = "all"
     hidden, unembedding, targets, _ = problem(case, jnp.float32)
     arguments = np.asarray(hidden, np.float64), np.asarray(unembedding, np.float64), np.asarray(targets)
     for actual, exact in zip(expected(case, jnp.float32)[:2], numpy_logprobs(*arguments, **options(case)), strict=True):
         np.testing.assert_allclose(actual, exact, rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("softcap", [None, 1.5])
-def test_reference_gradient_is_the_numerical_one(softcap):
+def test_reference_gradient_is_the_numerical_one():
     rng = np.random.default_rng(0)
     hidden, unembedding, weights = rng.normal(size=(3, 4)), rng.normal(size=(7, 4)), rng.normal(size=(2, 3))
     targets = np.array([0, 5, 2])
-    settings = {"temperature": 0.7, "softcap": softcap, "vocab_size": 6}
+    settings = {"temperature": 0.7, "softcap": 1.5, "vocab_size": 6}
 
     def exact(hidden, unembedding):
         logprobs, entropy = numpy_logprobs(hidden, unembedding, targets, **settings)
@@ -216,55 +207,60 @@ def test_reference_gradient_is_the_numerical_one(softcap):
     np.testing.assert_allclose(d_unembedding, numerical(lambda x: exact(hidden, x), unembedding), atol=1e-5)
 
 
+def test_equal_logits_are_uniform_over_the_real_vocabulary():
+    op = jax.jit(partial(token_logprobs, vocab_size=33))
+    logprobs, entropy = op(np.zeros((5, 8), np.float32), np.ones((40, 8), np.float32), np.arange(5))
+    np.testing.assert_allclose(logprobs, np.full(5, -np.log(33)), rtol=1e-6)
+    np.testing.assert_allclose(entropy, np.full(5, np.log(33)), rtol=1e-6)
+
+
+def test_huge_logits_stay_finite():
+    ones, unembedding = np.ones(2, np.float32), np.array([[3e4], [1e4], [-3e4]], np.float32)
+    logprobs, entropy, d_hidden, d_unembedding = value_and_vjp(
+        token_logprobs, ones[:, None], unembedding, np.array([0, 1]), (ones, ones)
+    )
+    np.testing.assert_allclose(logprobs, [0.0, -2e4])
+    np.testing.assert_allclose(entropy, [0.0, 0.0], atol=1e-6)
+    # d log p_y / dh = w_y − Σ p_v w_v and d log p_y / dw_v = (1[v = y] − p_v) h; the entropy is flat.
+    np.testing.assert_allclose(d_hidden, [[0.0], [-2e4]], atol=1e-2)
+    np.testing.assert_allclose(d_unembedding, [[-1.0], [1.0], [0.0]], atol=1e-6)
+
+
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
-class TestEdges:
-    def test_equal_logits_are_uniform_over_the_real_vocabulary(self, implementation):
-        op = jax.jit(partial(token_logprobs, vocab_size=33, implementation=implementation))
-        logprobs, entropy = op(jnp.zeros((5, 8)), jnp.ones((40, 8)), jnp.arange(5))
-        np.testing.assert_allclose(logprobs, np.full(5, -np.log(33)), rtol=1e-6)
-        np.testing.assert_allclose(entropy, np.full(5, np.log(33)), rtol=1e-6)
+def test_target_outside_the_vocabulary_has_probability_and_gradient_zero(implementation):
+    hidden, unembedding, _, _ = problem("plain", jnp.float32)
+    op = partial(token_logprobs, vocab_size=900, tile=2, implementation=implementation)
+    targets, cotangents = np.array([-1, 900, 1000, 5000, 7]), np.array([[1, 1, 1, 1, 0], [0] * 5], np.float32)
+    logprobs, entropy, d_hidden, d_unembedding = value_and_vjp(op, hidden[:5], unembedding, targets, (*cotangents,))
+    logprobs = np.asarray(logprobs)
+    assert np.all(np.isneginf(logprobs[:4])) and np.isfinite(logprobs[4]) and np.all(np.isfinite(entropy))
+    assert not np.any(d_hidden) and not np.any(d_unembedding)
 
-    def test_huge_logits_stay_finite(self, implementation):
-        op = partial(token_logprobs, implementation=implementation)
-        unembedding, cotangents = jnp.array([[3e4], [1e4], [-3e4]]), (jnp.ones(2), jnp.ones(2))
-        logprobs, entropy, d_hidden, d_unembedding = value_and_vjp(
-            op, jnp.ones((2, 1)), unembedding, jnp.array([0, 1]), cotangents
-        )
-        np.testing.assert_allclose(logprobs, [0.0, -2e4])
-        np.testing.assert_allclose(entropy, [0.0, 0.0], atol=1e-6)
-        # d log p_y / dh = w_y − Σ p_v w_v and d log p_y / dw_v = (1[v = y] − p_v) h; the entropy is flat.
-        np.testing.assert_allclose(d_hidden, [[0.0], [-2e4]], atol=1e-2)
-        np.testing.assert_allclose(d_unembedding, [[-1.0], [1.0], [0.0]], atol=1e-6)
 
-    def test_target_outside_the_vocabulary_has_probability_and_gradient_zero(self, implementation):
-        hidden, unembedding, _, _ = problem("plain", jnp.float32)
-
-        op = partial(token_logprobs, vocab_size=900, tile=2, implementation=implementation)
-        targets, cotangents = jnp.array([-1, 900, 1000, 5000, 7]), (jnp.array([1.0, 1.0, 1.0, 1.0, 0.0]), jnp.zeros(5))
-        logprobs, entropy, d_hidden, d_unembedding = value_and_vjp(op, hidden[:5], unembedding, targets, cotangents)
-        logprobs = np.asarray(logprobs)
-        assert np.all(np.isneginf(logprobs[:4])) and np.isfinite(logprobs[4]) and np.all(np.isfinite(entropy))
-        assert not np.any(d_hidden) and not np.any(d_unembedding)
-
-    def test_no_token_at_all(self, implementation):
+def test_no_token_at_all():
+    for implementation in ("reference", "xla"):
         op = jax.jit(partial(token_logprobs, implementation=implementation))
-        logprobs, entropy = op(jnp.zeros((0, 8)), jnp.ones((40, 8)), jnp.zeros(0, jnp.int32))
+        logprobs, entropy = op(np.zeros((0, 8), np.float32), np.ones((40, 8), np.float32), np.zeros(0, np.int32))
         assert logprobs.shape == entropy.shape == (0,)
 
 
 def test_bad_arguments_are_named():
-    arguments = {"hidden": jnp.zeros((4, 8)), "unembedding": jnp.zeros((16, 8)), "targets": jnp.zeros(4, jnp.int32)}
+    arguments = {
+        "hidden": np.zeros((4, 8), np.float32),
+        "unembedding": np.zeros((16, 8), np.float32),
+        "targets": np.zeros(4, np.int32),
+    }
     half, wide = (
-        {name: jnp.zeros((rows, d), jnp.bfloat16) for name, rows in (("hidden", 4), ("unembedding", 16))}
+        {name: np.zeros((rows, d), jnp.bfloat16) for name, rows in (("hidden", 4), ("unembedding", 16))}
         for d in (8, 64)
     )
     gpu = {"implementation": "pallas_gpu"}
     for change, message in [
-        ({"hidden": jnp.zeros((2, 3, 8))}, r"expected hidden \[N, D\].*\(2, 3, 8\)"),
-        ({"hidden": jnp.zeros((4, 9))}, "of one N and D"),
-        ({"targets": jnp.zeros(5, jnp.int32)}, "of one N and D"),
-        ({"hidden": jnp.zeros((4, 8), jnp.bfloat16)}, "one floating dtype, got bfloat16 and float32"),
-        ({"targets": jnp.zeros(4)}, "targets must be integers, got float32"),
+        ({"hidden": np.zeros((2, 3, 8), np.float32)}, r"expected hidden \[N, D\].*\(2, 3, 8\)"),
+        ({"hidden": np.zeros((4, 9), np.float32)}, "of one N and D"),
+        ({"targets": np.zeros(5, np.int32)}, "of one N and D"),
+        ({"hidden": np.zeros((4, 8), jnp.bfloat16)}, "one floating dtype, got bfloat16 and float32"),
+        ({"targets": np.zeros(4, np.float32)}, "targets must be integers, got float32"),
         ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
         ({"temperature": float("nan")}, "temperature must be positive, got nan"),
         ({"softcap": -1.0}, "softcap must be positive or None, got -1.0"),

@@ -45,7 +45,7 @@ def lowered(f, arguments, platform):
 
 @pytest.mark.parametrize("platform", CUSTOM_CALL)
 def test_kernels_lower(platform):
-    for n, v, d in [(16384, 151936, 4096), (507, 1531, 128), (3, 100, 64), (252, 1000, 192)]:
+    for n, v, d in [(16384, 151936, 4096), (3, 100, 64)]:
         f = partial(loss, softcap=30.0, temperature=0.9, vocab_size=v - 7, implementation=KERNEL[platform])
         with jax.sharding.use_abstract_mesh(abstract_mesh(platform)):
             text = lowered(jax.grad(f, argnums=(0, 1)), shapes(n, v, d, jnp.bfloat16), platform)
@@ -108,23 +108,17 @@ def temp_bytes(n, v, d, dtype, *, tile, gradient=True):
     return memory.temp_size_in_bytes
 
 
-WIDER = (1024, jnp.bfloat16), (4096, jnp.float32)
-
-
 # XLA's CPU backend cannot add a matmul's result in place as a GPU's does, so it holds one float32 dW more. In float32
 # that is the only one, since the sum is in the result's buffer; in bfloat16 only a narrow model fits the bound.
-@pytest.mark.parametrize(
-    "d, dtype", [(1024, jnp.float32), *(pytest.param(*case, marks=pytest.mark.full) for case in WIDER)]
-)
-def test_temp_memory_is_a_few_tiles_beside_dw(d, dtype):
-    n, v, tile = 16384, 151936, 1024
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.full)])
+def test_temp_memory_is_a_few_tiles_beside_dw(dtype):
+    n, v, d, tile = 16384, 151936, 1024, 1024
     tile_bytes, dw_bytes = 4 * tile * v, 4 * v * d
     assert temp_bytes(n, v, d, dtype, tile=tile) <= 3 * tile_bytes + dw_bytes
     # The forward pass has no dW, but XLA's CPU backend may hold a transposed or widened unembedding.
     assert temp_bytes(n, v, d, dtype, tile=tile, gradient=False) <= 3 * tile_bytes + dw_bytes
 
 
-@pytest.mark.parametrize("gradient", [False, True])
-def test_temp_memory_does_not_grow_with_tokens(gradient):
-    few, many = (temp_bytes(n, 32000, 256, jnp.float32, tile=512, gradient=gradient) for n in (4096, 16384))
+def test_temp_memory_does_not_grow_with_tokens():
+    few, many = (temp_bytes(n, 32000, 256, jnp.float32, tile=512) for n in (4096, 16384))
     assert many - few <= 0.01 * few

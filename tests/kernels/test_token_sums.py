@@ -60,13 +60,9 @@ def expected(*arguments, **options):
     return value_and_grad(partial(composed, op, **options))(*arguments)
 
 
-@pytest.mark.parametrize(
-    ("implementation", "tile"),
-    [("xla", 100), ("xla", 4096), pytest.param("reference", 100, marks=pytest.mark.full)],
-)
-def test_values_and_gradients_are_those_of_the_composition(implementation, tile):
+def test_values_and_gradients_are_those_of_the_composition():
     arguments = problem()
-    sums = partial(token_sums, terms=terms, **OPTIONS, tile=tile, implementation=implementation)
+    sums = partial(token_sums, terms=terms, **OPTIONS, tile=100, implementation="xla")
     check(value_and_grad(sums)(*arguments), expected(*arguments))
     loss, metrics = jax.jit(sums)(*arguments)  # not differentiated
     (mean, expected_metrics), _ = expected(*arguments)
@@ -84,7 +80,7 @@ def test_half_precision_rounds_only_the_gradients():
 
 def test_without_an_entropy_gradient_the_entropy_is_a_constant():
     arguments = problem()
-    sums = partial(token_sums, terms=terms, **OPTIONS, implementation="xla", tile=100, entropy_gradient=False)
+    sums = partial(token_sums, terms=terms, **OPTIONS, implementation="xla", tile=4096, entropy_gradient=False)
 
     def constant(logprobs, entropy, data):
         return terms(logprobs, lax.stop_gradient(entropy), data)
@@ -99,14 +95,17 @@ def test_metrics_and_data_have_no_gradient():
         loss, metrics = token_sums(hidden, unembedding, targets, {**data, "old": old}, terms, implementation="xla")
         return metrics["entropy"] + 0 * loss, loss
 
-    d_hidden = jax.grad(lambda hidden: run(hidden, data["old"])[0])(hidden)
-    d_old = jax.grad(lambda old: run(hidden, old)[1])(data["old"])
+    @jax.jit
+    def gradients(hidden, old):
+        return jax.grad(lambda hidden: run(hidden, old)[0])(hidden), jax.grad(lambda old: run(hidden, old)[1])(old)
+
+    d_hidden, d_old = gradients(hidden, data["old"])
     assert not np.any(d_hidden) and not np.any(d_old)
 
 
 def test_a_target_outside_the_vocabulary_has_no_gradient():
     hidden, unembedding, _, data = problem(n=16)
-    targets = jnp.where(jnp.arange(16) % 2 == 0, VOCAB_SIZE, 7)
+    targets = np.where(np.arange(16) % 2 == 0, VOCAB_SIZE, 7)
 
     def likelihood(logprobs, entropy, data):
         return jnp.exp(logprobs), {}
@@ -118,8 +117,7 @@ def test_a_target_outside_the_vocabulary_has_no_gradient():
 
 
 @pytest.mark.parametrize(
-    ("implementation", "gathered"),
-    [("xla", True), pytest.param("xla", False, marks=pytest.mark.full), ("reference", False)],
+    ("implementation", "gathered"), [("xla", True), pytest.param("reference", False, marks=pytest.mark.full)]
 )
 def test_vocabulary_parallel(implementation, gathered):
     """Rows over all axes and gathered over `tensor`, data too; or the same rows on all devices of `tensor`."""
@@ -151,14 +149,14 @@ def flops(f, *arguments):
     return cost["flops"]
 
 
-@pytest.mark.parametrize(("argnums", "products"), [((0, 1), 3), ((0,), 2)], ids=["trained", "frozen"])
-def test_differentiation_computes_no_logits_twice(argnums, products):
+def test_differentiation_computes_no_logits_twice():
     """Forward, dX and dW are one product each of all tokens; under an adapter the unembedding has no dW.
 
     There are several tiles: of a single one XLA itself finds that its logits are computed twice.
     """
     n, v, d = 256, 512, 1024  # wide, so that products are nearly all there is
-    arguments = (*(jnp.ones(shape) for shape in ((n, d), (v, d))), jnp.zeros(n, jnp.int32), {"mask": jnp.ones(n)})
+    arguments = (*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((n, d), (v, d))),)
+    arguments += jax.ShapeDtypeStruct((n,), jnp.int32), {"mask": jax.ShapeDtypeStruct((n,), jnp.float32)}
 
     def plain(logprobs, entropy, data):
         return logprobs * data["mask"], {"entropy": entropy}
@@ -168,7 +166,7 @@ def test_differentiation_computes_no_logits_twice(argnums, products):
     unfused = partial(composed, partial(token_logprobs, **options), terms=plain)
     product = flops(fused, *arguments)  # of a loop's body, which is counted once
     assert product == pytest.approx(2 * 64 * v * d, rel=0.02)
-    for sums, count in ((fused, products), (unfused, products + 1)):
+    for sums, argnums, count in ((fused, (0, 1), 3), (fused, (0,), 2), (unfused, (0, 1), 4)):
         gradient = jax.grad(sums, argnums=argnums, has_aux=True)
         assert flops(gradient, *arguments) == pytest.approx(count * product, rel=0.02)
 
