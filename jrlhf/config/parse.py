@@ -336,7 +336,7 @@ def _suggestion(cls: Any, key: str, path: str, mapping: Mapping[str, Any]) -> st
         return peer
     meant = difflib.get_close_matches(key, kinds, n=1, cutoff=0.9)  # before a setting of this name further below
     meant = meant or [inner for inner, name in below.items() if peer in (inner, name)]
-    if not meant and key in PEERS and "." in peer:
+    if not meant and key in PEERS:
         return f"did you mean {peer}?"
     meant = meant or difflib.get_close_matches(key, kinds, n=1)
     if not meant:

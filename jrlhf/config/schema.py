@@ -114,7 +114,7 @@ class LoRASection(Feature):
     """Low-rank adapters on one frozen base, which all roles with the actor's architecture share."""
 
     SWITCHES: ClassVar[tuple[str, ...]] = ("rank", "path")
-    OFF: ClassVar[str] = "a run without lora.rank"
+    OFF: ClassVar[str] = "lora.rank=null"
     rank: int | None = count(None)  # rank of new adapters; null: path is given
     path: str | None = place()  # a PEFT adapter of the actor to start from, with its own rank, alpha and targets
     alpha: float = positive(32.0, **_OWN_RANK)  # the adapter's output is scaled by alpha / rank
@@ -346,7 +346,7 @@ class ValidationConfig(Feature):
     """Measurements on the held-out prompts during reinforcement learning."""
 
     SWITCHES: ClassVar[tuple[str, ...]] = ("every",)
-    OFF: ClassVar[str] = "a run without validation.every"
+    OFF: ClassVar[str] = "validation.every=null"
     every: int | None = count(None)  # iterations between validations, of which the first is before any iteration
     k: int = count(1)  # responses to each prompt
     temperature: float | None = non_negative(None)  # null: that of the rollouts; 0: greedy

@@ -146,7 +146,7 @@ class FleetSection(Feature):
     """Processes that draw the rollouts of asynchronous training, each with its own devices."""
 
     SWITCHES: ClassVar[tuple[str, ...]] = ("workers",)
-    OFF: ClassVar[str] = "a run without fleet.workers"
+    OFF: ClassVar[str] = "fleet.workers=null"
     workers: int | None = count(None, most=1024)  # number of processes; results do not depend on it
     # Where they run; local: on this machine; ray: on the Ray cluster of this machine or of RAY_ADDRESS.
     engine: Literal["local", "ray"] = "local"

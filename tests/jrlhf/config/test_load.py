@@ -238,11 +238,11 @@ OVERRIDES = {
     "device={platform: gpu, simulated: 2}": "device.simulated=2: it must be null on a gpu",
     "stages=[stf]": "stages[0]=stf: it must be one of sft, reward_model, dpo, ppo, grpo, dr_grpo",
     "lora={rank: 4, path: p}": "lora.rank=4: it must be null with path=p, whose adapter has its own rank",
-    "lora.alpha=4": "lora.alpha=4.0 has no effect with a run without lora.rank: leave it out",
+    "lora.alpha=4": "lora.alpha=4.0 has no effect with lora.rank=null: leave it out",
     "wandb.group=a": "wandb.group=a has no effect with wandb.project=null: leave it out",
     "sleep.ahead=true": "sleep.ahead=True has no effect with nothing asleep: leave it out",
     "profile.stage=ppo": "profile.stage=ppo has no effect with profile.iterations=[]: leave it out",
-    "validation.k=2": "validation.k=2 has no effect with a run without validation.every: leave it out",
+    "validation.k=2": "validation.k=2 has no effect with validation.every=null: leave it out",
     "data.sft.path=x": "data.sft.path=x is not read by the built-in task: set data.source=datasets",
     "data.sft.split=x": "data.sft.split=x has no effect with data.sft.path=null: leave it out",
     "data.heldout_rows=0": "data.heldout_rows=0 has no effect with data.source=docstrings: leave it out",
@@ -356,7 +356,12 @@ def test_names_of_trl_and_verl_lead_to_ours(tmp_path):
             continue
         meant = str(refused.value).split("did you mean ")[1].rstrip("?").split(" or ")
         assert all(key == PEERS[name] or key.endswith(f".{PEERS[name]}") for key in meant), (name, meant)
-    for key, meant in {"dpo.beta": "dpo.algorithm.beta", "dpo.bf16": "compute.dtype", "lora.r": "lora.rank"}.items():
+    for key, meant in {
+        "grpo.output_dir": "run_dir",
+        "dpo.beta": "dpo.algorithm.beta",
+        "dpo.bf16": "compute.dtype",
+        "lora.r": "lora.rank",
+    }.items():
         with pytest.raises(UserError, match=rf"^{key} is not a known key: did you mean {meant}\?$"):
             load_config("quickstart-dpo", [f"{key}=1"])
     for key in ("actor_rollout_ref.rollout.n", "grpo.num_generations"):
