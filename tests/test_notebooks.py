@@ -122,19 +122,6 @@ def test_the_quickstart_runs(tmp_path, monkeypatch):
     assert (tmp_path / "runs" / "quickstart" / "report.html").exists()
 
 
-def test_the_walkthrough_is_short_and_uses_no_program():
-    cells = code_of("walkthrough")
-    assert sum(len(cell.splitlines()) for cell in cells) <= 300
-    imported = set(re.findall(r"(?:from|import) (jrlhf[\w.]*)", "\n".join(cells)))
-    assert imported == {
-        "jrlhf.config.schema",  # for the choice of devices
-        "jrlhf.run.devices",
-        "jrlhf.kernels.logprob",
-        "jrlhf.meshes",
-        "jrlhf.ppo",
-    }
-
-
 def scores(printed: str) -> list[list[float]]:
     """The pairs `score ... 0.1 -> 0.9` of a text."""
     return [[float(first), float(last)] for first, last in re.findall(r"score.* ([\d.]+) -> ([\d.]+)", printed)]

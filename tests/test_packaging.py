@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from jrlhf import __version__
 
@@ -115,19 +114,3 @@ def test_distributions_hold_the_project_and_the_wheel_runs_elsewhere(tmp_path):
     assert run(*command, "--version", cwd=elsewhere, PYTHONPATH=str(installed)) == f"jrlhf {__version__}\n"
     dry = ["train", "--config", "quickstart", "--dry-run"]
     assert "  actor " in run(*command, *dry, cwd=elsewhere, PYTHONPATH=str(installed))
-
-
-def test_forms_of_the_repository_are_valid():
-    """GitHub shows a form only if its keys are right; a citation needs these."""
-    for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
-        form = yaml.safe_load(path.read_text())
-        if path.name == "config.yml":
-            continue
-        assert {"name", "description", "body"} <= form.keys() <= {"name", "description", "body", "labels", "title"}
-        identifiers = [block["id"] for block in form["body"]]
-        assert len(set(identifiers)) == len(identifiers) > 0
-        for block in form["body"]:
-            assert block["type"] in ("textarea", "input", "dropdown") and block["attributes"]["label"]
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert {"cff-version", "message", "title", "authors", "license"} <= citation.keys()
-    assert "version" not in citation  # it stands in jrlhf/__init__.py alone

@@ -97,22 +97,6 @@ def test_every_program_compiles(setup: aot.Setup):
         assert measurement["program"] == name and measurement["fits"]
 
 
-def test_groups_that_differ_in_indices_alone_are_compiled_once():
-    def lowered(index: int, dtype: jnp.dtype) -> jax.stages.Lowered:
-        return jax.jit(lambda x: x[index]).lower(jax.ShapeDtypeStruct((4, 2), dtype))
-
-    programs = [lowered(0, jnp.float32), lowered(1, jnp.float32), lowered(0, jnp.bfloat16)]
-    assert [(kind, count) for kind, count in aot.distinct(programs)] == [(programs[0], 2), (programs[2], 1)]
-
-
-def test_results_take_the_place_of_earlier_ones(tmp_path: Path):
-    path = tmp_path / "aot-x.json"
-    for config, program, temp in (("a", "generate", 1), ("b", "generate", 2), ("a", "generate", 3)):
-        aot.merge(path, {"benchmark": "aot"}, {"config": config}, [{"program": program, "temp": temp}])
-    results = json.loads(path.read_text())["results"]
-    assert [(result["config"], result["temp"]) for result in results] == [("a", 3), ("b", 2)]
-
-
 def test_a_process_that_fails_or_hangs_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\n[ $3 = --target ] && echo 'ValueError: no such target' >&2 && exit 1\n")

@@ -1,13 +1,11 @@
 """The parity ledger: its statistics, that the peers' rewards are ours, and that the page says what was measured."""
 
 import json
-from dataclasses import asdict
 from math import sqrt
 
 import numpy as np
 import pytest
 
-from benchmarks.parity import __main__ as ledger
 from benchmarks.parity import common, ours
 from benchmarks.parity.__main__ import ROOT, table
 from benchmarks.parity.statistics import MARGIN, paired
@@ -71,17 +69,6 @@ def test_our_runs_have_the_settings_of_the_ledger(algorithm: str):
         assert (optimizer.weight_decay, optimizer.eps) == (0, common.ADAM_EPS)
         assert optimizer.max_grad_norm == {"grpo": common.GRPO_GRAD_NORM, "ppo": None}[algorithm]
     assert config.sampling.temperature == 1 and config.sampling.top_k is None and config.sampling.top_p is None
-
-
-def test_a_system_with_one_result_is_left_out_with_a_sentence(tmp_path, monkeypatch, capsys):
-    for name in ("grpo-ours/0", "grpo-ours/1", "grpo-trl/0"):
-        (tmp_path / name).mkdir(parents=True)
-        run = common.Trained(int(name[-1]), [0.5] * 40, 100)
-        (tmp_path / name / "result.json").write_text(json.dumps({**asdict(run), "versions": {}}))
-    monkeypatch.setattr(ledger, "grade", lambda work, models: [0.9] * len(models))
-    outcome = ledger.collect(tmp_path, 2)
-    assert [*outcome["systems"]] == ["grpo-ours"] and len(outcome["systems"]["grpo-ours"]["runs"]) == 2
-    assert "grpo-trl has 1 result(s) and is left out" in capsys.readouterr().out
 
 
 def test_the_page_has_the_table_of_the_results():

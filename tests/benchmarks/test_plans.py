@@ -1,5 +1,3 @@
-import pytest
-
 from benchmarks import plans
 
 
@@ -19,20 +17,3 @@ def test_pairs_whose_order_counts(monkeypatch):
     errors = (7.7 / 7 - 1, 1 - 6 / 7.02, 1 - 6.5 / 9)
     assert abs(record["mean_error"] - sum(errors) / 3) < 1e-12
     assert abs(record["plans"][0]["least"] - 49.0) < 1e-9 and abs(record["plans"][0]["predicted"] - 53.9) < 1e-9
-
-
-def test_plans_differ_in_mesh_batch_micro_batches_and_remat():
-    assert len({case.name for case in plans.CASES}) == len(plans.CASES) >= 8
-    for what in ("mesh", "batch", "micro_batches", "remat"):
-        assert len({getattr(case, what) for case in plans.CASES}) > 1
-    for case in plans.CASES:
-        assert set(case.plan.placements) == {call.name for call in plans.CALLS}
-
-
-@pytest.mark.full
-def test_chart(tmp_path):
-    call = {"least": 0.1, "predicted": 0.11}
-    plan = {"plan": "a", "calls": {kind.name: call for kind in plans.CALLS}}
-    plans.chart({"plans": [plan], "published": plans.published_rows()}, tmp_path / "chart.svg")
-    drawn = (tmp_path / "chart.svg").read_text()
-    assert "within 20 %" in drawn and "ReaL" in drawn and "generate" in drawn

@@ -6,15 +6,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import sides
 from benchmarks.compare import OURS, SMALL, alternate
 from benchmarks.peers import common
-from benchmarks.peers.common import Job, Repetitions
-from benchmarks.sides import CompareError, Side, environment, take_turns
+from benchmarks.peers.common import Job
+from benchmarks.sides import CompareError, Side, environment
 from tests.support.processes import gone
 
 
@@ -36,24 +35,6 @@ def test_what_others_take_is_what_is_busy_less_our_own(monkeypatch: pytest.Monke
     assert common.others() == 0
 
 
-def test_repetitions_are_what_lies_between_turns_after_the_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    clock = [0.0, 0.0]  # time, and what others computed until then
-    monkeypatch.setattr(common, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(common, "others", lambda: clock[1])
-
-    def others_compute():
-        clock[:] = clock[0] + 100, clock[1] + 200
-
-    monkeypatch.setattr(common, "wait_for_turn", others_compute)
-    repetitions = Repetitions(job(tmp_path, in_turn=True))  # one does not count, two do
-    for seconds, disturbed in ((9, 5), (1, 0), (2, 0.5)):
-        repetitions.next()
-        clock[:] = clock[0] + seconds, clock[1] + disturbed
-    repetitions.next()
-    assert repetitions.result() == {"seconds": [1, 2], "others": [0, 0.5]}
-    assert clock == [412.0, 805.5]  # four turns were waited for
-
-
 @pytest.fixture
 def fake(tmp_path: Path):
     """Makes a side whose module is this source."""
@@ -65,11 +46,6 @@ def fake(tmp_path: Path):
         return Side(Path(sys.executable), "fake", tmp_path)
 
     return make
-
-
-def test_a_process_answers_with_its_last_line(fake, tmp_path: Path):
-    echo = "import json, sys\nprint('noise')\nprint(json.dumps({'job': json.loads(sys.argv[1])}))"
-    assert Job(**fake(echo).run(job(tmp_path))["job"] | {"shape": SMALL}) == job(tmp_path)
 
 
 def test_what_would_tune_a_process_is_not_inherited(fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -84,11 +60,6 @@ def test_what_would_tune_a_process_is_not_inherited(fake, tmp_path: Path, monkey
     assert plain == tuned_variant == "gc"
     thresholds = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1)}
     assert {name: tuned[name] for name in tuned if name not in bare} == thresholds
-
-
-def test_a_process_that_fails_is_one_sentence(fake, tmp_path: Path):
-    with pytest.raises(CompareError, match="fake ppo gc failed with exit code 1: RuntimeError: no such cache"):
-        fake("raise RuntimeError('no such cache')").run(job(tmp_path, case="ppo", variant="gc"))
 
 
 def test_a_process_that_hangs_is_ended_with_all_that_it_started(fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -134,15 +105,6 @@ def takes_turns(fake, tmp_path: Path) -> Side:
     return side
 
 
-def test_processes_compute_one_after_the_other(takes_turns: Side, tmp_path: Path):
-    jobs = {name: (takes_turns, job(tmp_path, variant=name)) for name in ("one", "two", "three")}
-    results = take_turns(jobs)
-    assert [(name, result["variant"]) for name, result in results.items()] == [(name, name) for name in jobs]
-    assert all(0.02 <= duration < 10 for result in results.values() for duration in result["seconds"])
-    log = [line.rpartition(" ")[0] for line in (tmp_path / "log").read_text().splitlines()]
-    assert log == [f"{name} {what}" for name in jobs for what in ("begins", "ends")] * job(tmp_path).steps
-
-
 def test_rounds_begin_with_one_side_and_the_other(takes_turns: Side, tmp_path: Path):
     task, versions = job(tmp_path), {}
     rounds = alternate(takes_turns, takes_turns, task, ("one",), 2, True, versions)
@@ -151,14 +113,6 @@ def test_rounds_begin_with_one_side_and_the_other(takes_turns: Side, tmp_path: P
     began = [line.split()[0] for line in (tmp_path / "log").read_text().splitlines()[::2]]
     assert began == ["begins", "one"] * task.steps + ["one", "begins"] * task.steps
     assert versions["ours"]["pid"] != versions["peer"]["pid"]
-
-
-def test_one_that_fails_ends_the_others(takes_turns: Side, tmp_path: Path):
-    with pytest.raises(CompareError, match="fake check failing failed with exit code 1: RuntimeError: no more"):
-        take_turns({name: (takes_turns, job(tmp_path, variant=name)) for name in ("first", "failing", "last")})
-    log = (tmp_path / "log").read_text().splitlines()
-    assert [line.split()[0] for line in log] == ["first", "first", "failing", "failing"]
-    assert all(gone(int(line.split()[-1])) for line in log)
 
 
 def test_an_environment_is_made_once_and_again_for_other_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

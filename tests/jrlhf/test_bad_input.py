@@ -137,40 +137,23 @@ def test_a_path_that_holds_no_model(refused, tmp_path, user):
 
 SECTIONS = [
     ({"data": {"sft": {}}}, "data.sft.path, which is not given"),
-    ({"data": {"sft": {"path": "USER/gone.jsonl"}}}, "does not exist"),
-    ({"data": {"sft": {"path": "USER/rewards.py"}}}, "is none of .jsonl"),
-    ({"data": {"sft": {"path": "USER"}}}, "no column 'data_source'"),
     ({"data": {"sft": {"path": "USER/qa.jsonl"}}}, "in the dataset's key columns"),
     ({"data": {"sft": {"path": "USER/qa.jsonl", "columns": {"text": "anwser"}}}}, "did you mean answer"),
-    ({"data": {"heldout_rows": 48}}, "leaves nothing"),
     ({"data": {"max_prompt": 8, "max_response": 8}}, "line 1: "),
-    ({"data": {"max_prompt": 8, "max_response": 8, "overlong": "filter"}}, "no row is left"),
     ({"data": {"max_prompt": 100, "max_response": 100}}, "need 200 positions"),
-    ({"data": {"chat": False, "system": "Be brief."}}, "make that a conversation"),
-    ({"data": {"source": "docstrings"}}, "is not read by the built-in task"),
     ({"model": {"layers": 3}}, "are both given"),
-    ({"model": {"path": None}}, "give model.path"),
-    ({"mesh": {"data": 8, "fsdp": 1, "tensor": 2}}, "does not fit 8 device(s)"),
-    ({"mesh": {"data": 1, "fsdp": 1, "tensor": 8}}, "does not divide over mesh.tensor=8"),
-    ({"sft": {"batch": 9}}, "sft.batch=9 does not divide"),
     ({"sft": {"batch": 8, "micro_batches": 3}}, "x 3 micro-batches: choose a multiple of 24"),
     (
         {"stages": ["sft", "ppo"], "rollout": {"slots": 12}} | SCORED,
         "rollout.slots=12 does not divide over 8 device(s)",
     ),
-    ({"rollout": {"chunk": 0}}, "rollout.chunk=0"),
     (
         {"stages": ["sft", "ppo"], "compute": {"shared_passes": True}, "ppo": {"algorithm": {"epochs": 2}}} | SCORED,
         "not ppo.algorithm.epochs=2: set that",
     ),
-    (
-        {"stages": ["sft", "ppo"], "compute": {"shared_passes": True}, "lora": {"rank": 4}} | SCORED,
-        "whole, not lora",
-    ),
+    ({"stages": ["sft", "ppo"], "compute": {"shared_passes": True}, "lora": {"rank": 4}} | SCORED, "whole, not lora"),
     ({"lora": {"path": "USER/gone"}}, "does not exist"),
     ({"lora": {"path": "USER/actor"}}, "adapter_config.json"),
-    ({"lora": {"rank": 4, "path": "USER/actor"}}, "it must be null with path"),
-    ({"lora": {"rank": 0}}, "lora.rank=0"),
     ({"lora": {"rank": 4, "targets": ["lm_head"]}}, "lm_head"),
     ({"lora": {"rank": 4, "targets": []}}, "must be some of"),
 ]
@@ -197,18 +180,13 @@ def test_an_adapter_that_does_not_fit(refused, tmp_path, user, make_model):
     assert "is a reward model's adapter" in refused(**SFT, lora={"path": str(tmp_path / "adapter of actor")})
 
 
+# The sentences on functions themselves are proven in tests/jrlhf/rewards/test_functions.py.
 UNUSABLE = [
     ({"model": "USER/critic"}, "is a language model, which has no head to score with"),
     ({"model": "USER/gone"}, "does not exist"),
     ({"model": "USER/reward", "function": "numeric_answer"}, "give one"),
-    ({}, "give one"),
-    ({"function": "USER/rewards.py"}, "write others as"),
     ({"function": "HERE/late.py:f"}, "no licence"),
-    ({"function": "USER/rewards.py:compute_score"}, "ground_truth"),
     ({"function": "USER/rewards.py:compute_score", "columns": {"ground_truth": "anwser"}}, "anwser"),
-    ({"function": "USER/rewards.py:short", "workers": 0}, "workers=0"),
-    ({"function": "USER/rewards.py:short", "on_failure": float("nan")}, "on_failure"),
-    ({"function": "USER/rewards.py:short", "name": "a b"}, "name"),
 ]
 
 
@@ -219,10 +197,7 @@ def test_a_reward_that_cannot_be_used(refused, tmp_path, user):
         text = json.dumps({"name": "mine", **reward}).replace("USER", str(user)).replace("HERE", str(tmp_path))
         sections = {"stages": ["sft", "reward_model", "ppo"], "rewards": [json.loads(text)]}
         assert message in refused(**sections), reward
-        assert message in refused("--dry-run", **sections), reward
-
-
-def test_a_cost_is_called_one(refused):
+    assert message in refused("--dry-run", **sections)
     gone = {"costs": [{"name": "mine", "function": "no_such_module_of_mine:f"}]}
     assert refused(stages=["safe_rlhf"], **gone).startswith("error: cost 'mine': ")
 
@@ -291,19 +266,13 @@ def test_a_reward_that_fails_while_the_run_goes_on(tmp_path, settings, capsys):
     (tmp_path / "faulty.py").write_text("import time\ndef judge(completions):\n    time.sleep(1000)\n")
     reward = {"name": "mine", "function": f"{tmp_path / 'faulty.py'}:judge", "deadline": 1.0}
     file = tmp_path / "config.yaml"
-    config = settings(name="faulty", run_dir=str(tmp_path / "runs"), rewards=[reward], ppo={"iterations": 2})
-    file.write_text(json.dumps(config))
+    grpo = {"iterations": 1, "rollout_batch": 8, "algorithm": {"samples": 2}}
+    own = {"run_dir": str(tmp_path / "runs"), "stages": ["grpo"], "grpo": grpo}
+    file.write_text(json.dumps(settings(name="faulty", rewards=[reward], **own)))
     assert cli(["--config", str(file)]) == 2
     error = capsys.readouterr().err
     assert "failed (hang" in error and "What is" in error and "on_failure" in error and error.count("\n") == 1
-    config = settings(
-        name="replaced",
-        run_dir=str(tmp_path / "runs"),
-        rewards=[reward | {"on_failure": -1.0}],
-        ppo={"iterations": 1},
-        evaluation={"prompts": 8},
-    )
-    file.write_text(json.dumps(config))
+    file.write_text(json.dumps(settings(name="replaced", rewards=[reward | {"on_failure": -1.0}], **own)))
     assert cli(["--config", str(file)]) == 0
     record = next(iter(read_metrics(tmp_path / "runs" / "replaced")))
     assert record["rewards/mine/failures"] == record["rewards/mine/failures/hang"] == 8
@@ -318,30 +287,8 @@ def test_an_attention_that_the_devices_or_the_model_cannot_compute_is_refused(re
     assert "compute.remat=none" in refused(compute={"remat": "none"}, **SFT)
 
 
-def test_prompts_that_are_too_long_are_counted(settings, tmp_path):
-    rows = [{"prompt": f"What is {n % 9} plus 1?"} for n in range(39)] + [{"prompt": "Why? " * 40}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = {"prompts": {"path": str(tmp_path / "rows.jsonl"), "columns": {}}, "heldout_rows": 0}
-
-    def description(overlong: str) -> str:
-        config = build(Config, settings(data=data | {"overlong": overlong}))
-        return load_task(config, select_mesh(config)[1]["actor"]).description
-
-    for overlong, parts in (
-        ("filter", ("39 prompts of 54 to 54 tokens", "1 too long and left out")),
-        ("truncate_left", ("40 prompts of 54 to 64 tokens", "1 too long and cut off at the beginning")),
-    ):
-        assert all(part in description(overlong) for part in parts)
-    with pytest.raises(UserError, match="line 40: .* tokens are too many for at most 64"):
-        description("error")
-
-
 def test_a_task_says_whether_the_model_is_given_conversations(settings, tmp_path):
-    table = [
-        ("Why?", False, False),
-        ("Why?", True, True),
-        ([{"role": "user", "content": "Why?"}], False, True),
-    ]
+    table = [("Why?", False, False), ("Why?", True, True), ([{"role": "user", "content": "Why?"}], False, True)]
     for prompt, chat, met in table:
         (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
         prompts = {"path": str(tmp_path / "rows.jsonl"), "columns": {}}

@@ -129,18 +129,3 @@ def test_memory_is_that_of_the_published_sizes(plans):
     measured = needed(plans["gsm8k-ppo"], "actor.generate")["KV cache"]
     assert cache / GB < measured < 1.1 * cache / GB  # and that of the prompts that are read
     assert "\n  reference " not in plans["qwen3-8b-lora"] and "no switch" in plans["qwen3-8b-lora"]
-
-
-def test_the_plan_says_where_functions_score_and_its_columns_align(plans):
-    plan = plans["quickstart-safe"].split("plan of ")[1].split("\n\n")[0].splitlines()[1:-1]
-    rows = [re.split(r"  +", line.strip()) for line in plan]
-    layouts = {row[0]: " ".join(row[1:-1]) for row in rows}
-    assert layouts["cost.score"] == "functions, beside the rest"
-    everywhere = "devices 0-3: data=1 x fsdp=2 x tensor=2"
-    assert (
-        layouts["reward.score"] == layouts["critic.values"] == f"{everywhere} layout score rows over data, fsdp, tensor"
-    )
-    seconds = {line.index(next(c for c in row[1:] if "devices" not in c)) for line, row in zip(plan, rows, strict=True)}
-    thirds = {line.index(row[-1]) for line, row in zip(plan, rows, strict=True) if len(row) > 2}
-    assert len(seconds) == len(thirds) == 1 and len(plan) > 10
-    assert "reward.score" in plans["qwen3-8b-lora"] and "functions, beside the rest" in plans["qwen3-8b-lora"]

@@ -48,13 +48,6 @@ def of_rounds(sampler: DynamicSampler) -> dict[str, float]:
     return {name: float(x) for name, x in sampler.metrics().items() if name.startswith("dapo/")}
 
 
-def test_a_batch_that_is_informative_is_taken_as_it_is():
-    sampler, rollout, scores = fill([ALL])
-    np.testing.assert_array_equal(rollout.tokens[:, 0], np.arange(ROWS))
-    np.testing.assert_array_equal(scores, np.array(ALL) + 0.5)
-    assert of_rounds(sampler) == {"dapo/rounds": 1.0, "dapo/informative": 1.0, "dapo/filled": 0.0}
-
-
 def test_groups_of_equal_scores_give_their_places_to_later_ones():
     sampler, rollout, scores = fill([[0, 1, 1, 1, 0, 0, 1, 0], [0, 0, 0, 1, 1, 1, 0, 0], ALL])
     rows = [0, 1, 102, 103, 200, 201, 6, 7]  # the second and third group were dull; round 1 had one other, then round 2

@@ -1,7 +1,5 @@
 """The built-in rewards, against tables of what a reader would say, and through a worker."""
 
-import sys
-import types
 from fractions import Fraction
 from functools import partial
 
@@ -124,24 +122,6 @@ def test_in_a_worker_with_the_answers_of_verls_rows():
 
 
 def test_math_verify(monkeypatch):
-    """The calls, by a stand-in for the package, whose own verdicts are tested below where it is installed."""
-
-    def parse(text):
-        asked.append(text)
-        return [text.strip("$")] if any(c.isdigit() for c in text) else []
-
-    asked = []
-    module = types.SimpleNamespace(parse=parse, verify=lambda gold, answer: gold == answer)
-    monkeypatch.setitem(sys.modules, "math_verify", module)
-    answers, truth = ["12", "12", "x1", "none", "3"], [12, "$13$", "\\boxed{x1}", "4", "?"]
-    assert builtin.math_verify(answers, truth) == [1, 0, 0, 0, None]
-    assert asked == ["$12$", "12", "$13$", "12", "\\boxed{x1}", "x1", "$4$", "none", "$?$"]
-    monkeypatch.setattr("jrlhf.rewards.builtin.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"math_verify needs its extra, pip install 'jrlhf\[math\]'"):
-        make_reward("math_verify", "math")
-
-
-def test_math_verify_itself():
     pytest.importorskip("math_verify", reason="the math extra is not installed: pip install 'jrlhf[math]'")
     answers = [
         "so $\\boxed{\\frac{2}{4}}$",
@@ -154,3 +134,6 @@ def test_math_verify_itself():
     ]
     truth = ["\\frac{1}{2}", "4", 7, "5", "\\{1, 2\\}", "it is $2^{1/2}$", ""]
     assert builtin.math_verify(answers, truth) == [1, 0, 1, 0, 1, 1, None]
+    monkeypatch.setattr("jrlhf.rewards.builtin.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"math_verify needs its extra, pip install 'jrlhf\[math\]'"):
+        make_reward("math_verify", "math")
