@@ -65,20 +65,17 @@ def check(op, case, dtype):
         assert error <= tolerance, f"{name}: relative error {error:.1e}"
 
 
-@pytest.mark.parametrize(("case", "dtype"), [("padded", jnp.float32), ("all", jnp.bfloat16)])
-def test_xla(case, dtype):
-    check(partial(token_logprobs, **options(case), tile=100, implementation="xla"), case, dtype)
+def test_xla():
+    """In float32: `test_logprob_parallel.py`."""
+    check(partial(token_logprobs, **options("all"), tile=100, implementation="xla"), "all", jnp.bfloat16)
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype"), [pytest.param("padded", jnp.float32, marks=pytest.mark.full), ("all", jnp.bfloat16)]
-)
-def test_pallas_tpu(case, dtype, tpu_params):
-    vocabulary = 128 if case == "all" else 512  # several blocks of all that there is
-    forward = pallas_tpu.Forward(tokens=128, vocabulary=vocabulary, embed=128, interpret=tpu_params)
-    backward = pallas_tpu.Backward(tokens=128, vocabulary=min(vocabulary, 256), interpret=tpu_params)
-    op = partial(pallas_tpu.token_logprobs, head=head(case), forward=forward, backward=backward)
-    check(op, case, dtype)
+@pytest.mark.full  # by default, in float32: `test_logprob_parallel.py`
+def test_pallas_tpu(tpu_params):
+    forward = pallas_tpu.Forward(tokens=128, vocabulary=128, embed=128, interpret=tpu_params)
+    backward = pallas_tpu.Backward(tokens=128, vocabulary=128, interpret=tpu_params)
+    op = partial(pallas_tpu.token_logprobs, head=head("all"), forward=forward, backward=backward)
+    check(op, "all", jnp.bfloat16)
 
 
 @pytest.mark.parametrize("case", ["all", pytest.param("padded", marks=pytest.mark.full)])
@@ -226,10 +223,9 @@ def test_huge_logits_stay_finite():
     np.testing.assert_allclose(d_unembedding, [[-1.0], [1.0], [0.0]], atol=1e-6)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_target_outside_the_vocabulary_has_probability_and_gradient_zero(implementation):
+def test_target_outside_the_vocabulary_has_probability_and_gradient_zero():
     hidden, unembedding, _, _ = problem("plain", jnp.float32)
-    op = partial(token_logprobs, vocab_size=900, tile=2, implementation=implementation)
+    op = partial(token_logprobs, vocab_size=900, tile=2)
     targets, cotangents = np.array([-1, 900, 1000, 5000, 7]), np.array([[1, 1, 1, 1, 0], [0] * 5], np.float32)
     logprobs, entropy, d_hidden, d_unembedding = value_and_vjp(op, hidden[:5], unembedding, targets, (*cotangents,))
     logprobs = np.asarray(logprobs)

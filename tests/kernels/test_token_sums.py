@@ -187,12 +187,17 @@ def test_temp_memory_is_a_few_tiles_beside_dw():
 
 
 def test_bad_arguments_are_named():
-    hidden, unembedding, targets, data = problem(n=16)
+    *arguments, data = problem(n=16)
+
+    def evaluate(terms=terms, data=data, **options):
+        jax.eval_shape(partial(token_sums, terms=terms, **options), *arguments, data)
+
     with pytest.raises(ValueError, match=r"data must have one entry for each of 16 tokens, got shape \(15,\)"):
-        token_sums(hidden, unembedding, targets, data["old"][:15], terms)
-    for result, name in (((jnp.zeros(()), {}), "the loss"), ((jnp.zeros(16), {"kl": jnp.zeros(3)}), "kl")):
+        evaluate(data=data["old"][:15])
+    one, zeros = np.float32(0), np.zeros(16, np.float32)
+    for result, name in (((one, {}), "the loss"), ((zeros, {"kl": zeros[:3]}), "kl")):
         for implementation in ("xla", "reference"):
             with pytest.raises(ValueError, match=f"terms returned {name} of shape"):
-                token_sums(hidden, unembedding, targets, data, lambda *_, r=result: r, implementation=implementation)
+                evaluate(lambda *_, r=result: r, implementation=implementation)
     with pytest.raises(ValueError, match="temperature must be positive"):
-        token_sums(hidden, unembedding, targets, data, terms, temperature=0.0)
+        evaluate(temperature=0.0)

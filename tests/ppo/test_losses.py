@@ -1,4 +1,4 @@
-"""Losses and estimates of the KL, values and gradients, and the KL controller."""
+"""Edges of losses, of estimates of the KL and of the KL controller. Goldens have their values and gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -8,50 +8,6 @@ import pytest
 from jrlhf.ppo import KLState, PPOConfig, bradley_terry_loss, kl_estimate, policy_loss, update_kl, value_loss
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
-
-
-def flat_float64(x):
-    return np.asarray(x, np.float64).ravel()
-
-
-def numpy_policy_loss(logprob, old, advantage, low, high, dual):
-    """One token, with the four cases of the clip spelled out. Returns loss, d loss / d logprob, clipped, lower."""
-    rho = np.exp(np.clip(logprob - old, -20, 20))
-    loss, slope, clipped, lower = -advantage * rho, -advantage * rho, False, False
-    if advantage > 0 and rho > 1 + high:
-        loss, slope, clipped = -advantage * (1 + high), 0.0, True
-    if advantage < 0 and rho < 1 - low:
-        loss, slope, clipped = -advantage * (1 - low), 0.0, True
-    if dual is not None and advantage < 0 and rho > dual:
-        loss, slope, lower = -advantage * dual, 0.0, True
-    return loss, slope, clipped, lower
-
-
-@pytest.mark.parametrize(("low", "high", "dual"), [(0.2, 0.2, None), (0.2, 0.28, 3.0), (0.1, 0.5, 1.5)])
-def test_policy_loss_and_gradient_match_the_cases_spelled_out(low, high, dual):
-    rng = np.random.default_rng(0)
-    ratios = np.concatenate([rng.uniform(0.2, 5, 400), [1.0, 1 - low + 1e-3, 1 - low - 1e-3, 1 + high - 1e-3]])
-    ratios = np.concatenate([ratios, [1 + high + 1e-3, 2.999, 3.001, 1e-4, 1e4]])
-    advantages = rng.normal(size=(2, len(ratios)))
-    old = -rng.exponential(size=advantages.shape)
-    logprobs = old + np.log(ratios)[None]
-    logprobs, old, advantages = (jnp.asarray(x, jnp.float32) for x in (logprobs, old, advantages))
-
-    def total(logprobs):
-        parts = policy_loss(logprobs, old, advantages, clip_low=low, clip_high=high, dual_clip=dual)
-        return jnp.sum(parts.loss), parts
-
-    gradient, parts = jax.jit(jax.grad(total, has_aux=True))(logprobs)
-    cases = [
-        numpy_policy_loss(logprob, was, advantage, low, high, dual)
-        for logprob, was, advantage in zip(*map(flat_float64, (logprobs, old, advantages)), strict=True)
-    ]
-    loss, slope, clipped, lower = (np.array(column).reshape(2, -1) for column in zip(*cases, strict=True))
-    np.testing.assert_allclose(parts.loss, loss, rtol=2e-5)
-    np.testing.assert_allclose(gradient, slope, rtol=2e-5)
-    np.testing.assert_array_equal(parts.clipped, clipped)
-    np.testing.assert_array_equal(parts.clipped_lower, lower)
-    assert clipped.any() and lower.any() == (dual is not None)
 
 
 @pytest.mark.parametrize(("low", "high", "advantage"), [(0.5, 0.2, -1.0), (0.2, 1.0, 1.0)])
@@ -81,49 +37,12 @@ def test_value_loss_without_clip_is_half_the_squared_error():
     assert not parts.clipped.any()
 
 
-def test_bradley_terry_is_the_negative_log_likelihood():
-    rng = np.random.default_rng(2)
-    chosen, rejected = jnp.asarray(rng.normal(size=(2, 50)) * 3, jnp.float32)
-    c, r = flat_float64(chosen), flat_float64(rejected)
-    expected = -np.log(1 / (1 + np.exp(r - c)))
-    np.testing.assert_allclose(bradley_terry_loss(chosen, rejected), expected, rtol=1e-5, atol=1e-6)
-    centred = expected + 0.01 * (c + r) ** 2
-    np.testing.assert_allclose(bradley_terry_loss(chosen, rejected, centre=0.01), centred, rtol=1e-5, atol=1e-6)
-    # d/d chosen = -(1 - sigmoid(margin)), d/d rejected = the opposite; both defined at margins of +-1000.
-    gradients = jax.grad(lambda c, r: jnp.sum(bradley_terry_loss(c, r)), argnums=(0, 1))(
-        jnp.array([1000.0, -1000.0, 0.0]), jnp.zeros(3)
-    )
-    np.testing.assert_array_equal(gradients[0], [0.0, -1.0, -0.5])
-    np.testing.assert_array_equal(gradients[1], [0.0, 1.0, 0.5])
-
-
-def distributions(seed, size=7):
-    rng = np.random.default_rng(seed)
-    # Near enough that no k3 reaches its bound.
-    return jax.nn.log_softmax(jnp.asarray(rng.uniform(-1, 1, (2, size)), jnp.float32))
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
-@pytest.mark.parametrize("seed", range(3))
-def test_unbiased_by_enumeration(estimator, seed):
-    p, q = distributions(seed)
-    exact = np.sum(np.exp(p) * (p - q))
-    np.testing.assert_allclose(jnp.sum(jnp.exp(p) * kl_estimate(p, q, estimator)), exact, rtol=1e-5)
-
-
-def test_k2_gradient_is_the_gradient_of_the_exact_kl():
-    # E_p[d k2] = E_p[d * grad log p] = grad KL(p, q): why k2 is the estimator to differentiate.
-    p, q = distributions(1)
-
-    def weighted(logits):
-        logp = jax.nn.log_softmax(logits)
-        return jnp.sum(jnp.exp(jax.lax.stop_gradient(logp)) * kl_estimate(logp, q, "k2"))
-
-    def exact(logits):
-        logp = jax.nn.log_softmax(logits)
-        return jnp.sum(jnp.exp(logp) * (logp - q))
-
-    np.testing.assert_allclose(jax.grad(weighted)(p), jax.grad(exact)(p), rtol=1e-5, atol=1e-7)
+def test_bradley_terry_has_a_gradient_at_any_margin():
+    # d/d chosen = -(1 - sigmoid(margin)), d/d rejected = the opposite.
+    gradient = jax.jit(jax.grad(lambda c, r: jnp.sum(bradley_terry_loss(c, r)), argnums=(0, 1)))
+    chosen, rejected = gradient(np.array([1000, -1000, 0], np.float32), np.zeros(3, np.float32))
+    np.testing.assert_array_equal(chosen, [0.0, -1.0, -0.5])
+    np.testing.assert_array_equal(rejected, [0.0, 1.0, 0.5])
 
 
 def test_values_and_bounds():
@@ -146,7 +65,7 @@ def test_k3_keeps_its_digits_where_policies_hardly_differ():
 
 @pytest.mark.parametrize(("inside", "beyond"), [(-2.6, -2.7), (10.99, 11.01)])
 def test_k3_has_a_bound_and_beyond_it_no_gradient(inside, beyond):
-    slope = jax.grad(lambda d: kl_estimate(d, jnp.float32(0), "k3"))
+    slope = jax.jit(jax.grad(lambda d: kl_estimate(d, jnp.float32(0), "k3")))
     assert slope(jnp.float32(inside)) != 0 and slope(jnp.float32(beyond)) == 0
     assert kl_estimate(jnp.float32(inside), jnp.float32(0), "k3") < 10
 

@@ -1,5 +1,6 @@
 """One update a batch, with shared passes, against the same in separate calls."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,8 +12,6 @@ import pytest
 from jrlhf.ppo import (
     GRPOConfig,
     PPOConfig,
-    ReinforcePPConfig,
-    RLOOConfig,
     Rollout,
     TrainState,
     make_actor_step,
@@ -21,7 +20,6 @@ from jrlhf.ppo import (
     make_group_experience,
     make_on_policy_actor_step,
     make_on_policy_step,
-    make_return_experience,
 )
 
 OPTIMIZER = optax.adamw(1e-2)
@@ -36,12 +34,16 @@ def every_value(toy):
     return values
 
 
-def at_responses(logprobs):
-    """A model's log-probabilities and entropies, and NaN before each row's response, which must not be read."""
+def at_responses(logprobs, *, entropy_derivative=True):
+    """A model's log-probabilities and entropies, and NaN before each row's response, which must not be read.
+
+    Without a derivative of the entropy, that of its square root is NaN and must not be computed.
+    """
 
     def read(params, tokens, starts):
         inside = jnp.arange(tokens.shape[1])[None, :] >= starts[:, None]
         scored, entropy = logprobs(params, tokens)
+        entropy = entropy if entropy_derivative else entropy + jnp.sqrt(0 * entropy)
         return jnp.where(inside, scored, jnp.nan), jnp.where(inside, entropy, jnp.nan)
 
     return read
@@ -62,13 +64,12 @@ def states(toy):
 def separately(toy, config, rollout, scores, ref):
     actor, critic = states(toy)
     values = every_value(toy)(critic.params, rollout.tokens)
-    experience = make_experience(
+    experience = jax.jit(partial(make_experience, config=config))(
         rollout,
         scores,
         toy.logprobs(actor.params, rollout.tokens)[0],
         ref,
         values[:, :-1],
-        config=config,
         kl_coef=KL_COEF,
         bootstrap_values=jnp.take_along_axis(values, rollout.lengths[:, None], axis=1)[:, 0],
     )
@@ -78,37 +79,30 @@ def separately(toy, config, rollout, scores, ref):
     return actor, critic, experience, actor_metrics | critic_metrics
 
 
+OPTIONS = PPOConfig(
+    truncation="mask",
+    entropy_coef=0.1,
+    value_clip=None,
+    target_kl=0.1,
+    importance="token",
+    kl_in="loss",
+    kl_estimator="k3",
+    aggregation="seq-mean-token-mean",
+)
+ROLLOUT = PPOConfig(kl_coef=0.0, old_logprobs="rollout")
+
+
 @pytest.mark.parametrize(
     "config",
     [
         PPOConfig(truncation="bootstrap"),
-        pytest.param(
-            PPOConfig(truncation="mask", entropy_coef=0.1, kl_estimator="k2", value_clip=None, target_kl=0.1),
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            PPOConfig(kl_in="loss", kl_estimator="k3", aggregation="seq-mean-token-mean", importance="token"),
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            PPOConfig(kl_coef=0.0, ratio="sequence", aggregation="seq-mean-token-mean"), marks=pytest.mark.full
-        ),
-        pytest.param(PPOConfig(old_logprobs="rollout"), marks=pytest.mark.full),
+        pytest.param(OPTIONS, marks=pytest.mark.full),
+        pytest.param(ROLLOUT, marks=pytest.mark.full),
     ],
-    ids=["defaults", "options", "kl in the loss", "no reference", "rollout"],
+    ids=["defaults", "options", "rollout without a reference"],
 )
 def test_shared_passes_give_what_separate_calls_give(toy, batch, config):
-    step = make_on_policy_step(at_responses(toy.logprobs), every_value(toy), OPTIMIZER, OPTIMIZER, config)
-    if not config.needs_reference:
-        batch = (*batch[:2], None)
-    actual = step(*states(toy), *batch, KL_COEF)
-    expected = separately(toy, config, *batch)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), actual, expected)
-    assert (float(actual[3]["actor/ratio"]) == 1.0) == (config.old_logprobs == "recompute")
-    assert float(actual[3]["actor/grad_norm"]) > 0 and float(actual[3]["critic/grad_norm"]) > 0
-
-
-def test_each_model_is_run_once(toy, batch):
+    """In one run of each model."""
     calls = {"actor": 0, "critic": 0}
 
     def counted(name, function):
@@ -118,32 +112,17 @@ def test_each_model_is_run_once(toy, batch):
 
         return run
 
-    models = at_responses(counted("actor", toy.logprobs)), counted("critic", every_value(toy))
-    jax.block_until_ready(
-        make_on_policy_step(*models, OPTIMIZER, OPTIMIZER, PPOConfig())(*states(toy), *batch, KL_COEF)
-    )
+    actor = at_responses(counted("actor", toy.logprobs), entropy_derivative=config.entropy_coef != 0)
+    step = make_on_policy_step(actor, counted("critic", every_value(toy)), OPTIMIZER, OPTIMIZER, config)
+    if not config.needs_reference:
+        batch = (*batch[:2], None)
+    actual = jax.block_until_ready(step(*states(toy), *batch, KL_COEF))
     jax.effects_barrier()
     assert calls == {"actor": 1, "critic": 1}
-
-
-@pytest.mark.full
-def test_without_an_entropy_bonus_its_derivative_is_not_asked_for(toy, batch):
-    def spoiled(params, tokens):
-        logprobs, entropy = toy.logprobs(params, tokens)
-        return logprobs, entropy + jnp.sqrt(0 * entropy)  # its value is 0, its derivative NaN
-
-    results = [
-        make_on_policy_step(at_responses(model), every_value(toy), OPTIMIZER, OPTIMIZER, PPOConfig())(
-            *states(toy), *batch, KL_COEF
-        )
-        for model in (spoiled, toy.logprobs)
-    ]
-    assert results[0][3]["actor/skipped_updates"] == 0
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *results)
-    config = GRPOConfig(samples=2)
-    actor, _ = states(toy)
-    step = make_on_policy_actor_step(at_responses(spoiled), OPTIMIZER, config, make_group_experience)
-    assert step(actor, *batch, KL_COEF)[2]["actor/skipped_updates"] == 0
+    expected = separately(toy, config, *batch)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), actual, expected)
+    assert (float(actual[3]["actor/ratio"]) == 1.0) == (config.old_logprobs == "recompute")
+    assert float(actual[3]["actor/grad_norm"]) > 0 and float(actual[3]["critic/grad_norm"]) > 0
 
 
 def test_several_updates_parts_and_texts_are_refused(toy):
@@ -159,21 +138,14 @@ def test_several_updates_parts_and_texts_are_refused(toy):
             make_on_policy_actor_step(models[0], OPTIMIZER, GRPOConfig(**change), make_group_experience)
 
 
-@pytest.mark.parametrize(
-    ("make", "config"),
-    [
-        (make_group_experience, GRPOConfig(samples=2)),
-        pytest.param(make_group_experience, RLOOConfig(samples=4), marks=pytest.mark.full),
-        pytest.param(make_return_experience, ReinforcePPConfig(entropy_coef=0.1), marks=pytest.mark.full),
-    ],
-    ids=["kl in the loss", "kl in the reward, ratio of sequences", "returns"],
-)
-def test_without_a_critic(toy, batch, make, config):
+def test_without_a_critic(toy, batch):
     rollout, scores, ref = batch
-    (actor, _), (alone, _) = states(toy), states(toy)
-    actual = make_on_policy_actor_step(at_responses(toy.logprobs), OPTIMIZER, config, make)(actor, *batch, KL_COEF)
+    config, (actor, _), (alone, _) = GRPOConfig(samples=2), states(toy), states(toy)
+    model = at_responses(toy.logprobs, entropy_derivative=False)
+    actual = make_on_policy_actor_step(model, OPTIMIZER, config, make_group_experience)(actor, *batch, KL_COEF)
     old, _ = toy.logprobs(alone.params, rollout.tokens)
-    experience = make(rollout, scores, old, ref, config=config, kl_coef=KL_COEF)
+    make = jax.jit(partial(make_group_experience, config=config, kl_coef=KL_COEF))
+    experience = make(rollout, scores, old, ref)
     alone, metrics = make_actor_step(toy.logprobs, OPTIMIZER, config)(alone, experience)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), actual, (alone, experience, metrics)

@@ -23,7 +23,13 @@ def weights():
     return {"w": jnp.linspace(-1, 1, 12).reshape(4, 3), "b": jnp.full(3, -0.0)}
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(optimizer, marks=pytest.mark.full if name in ("adafactor", "parts") else (), id=name)
+        for name, optimizer in OPTIMIZERS.items()
+    ],
+)
 def test_an_update_is_plain_optax_or_nothing(optimizer):
     """A sequence of updates, at random one with a number in loss, gradient or rate that float32 cannot bear."""
 
@@ -58,7 +64,7 @@ def test_an_update_is_plain_optax_or_nothing(optimizer):
     assert 0 < skipped < 20
 
 
-@pytest.mark.parametrize("rate", [1e38, 3e38, 1e25])
+@pytest.mark.parametrize("rate", [3e38, 1e25])
 def test_an_update_that_would_make_weights_infinite_is_not_applied(toy, rate):
     tokens = jnp.zeros((4, 7), jnp.int32)
     optimizer = optax.sgd(rate)
