@@ -15,8 +15,7 @@ ARGUMENTS = ["--config", "llama3-8b-ppo", "--cluster", "8xh100"]
 
 def test_a_plan_is_printed_saved_drawn_and_priced_again(tmp_path, capsys):
     saved, drawn = tmp_path / "plans" / "plan.yaml", tmp_path / "plan.svg"
-    search = [*ARGUMENTS, "--proposals", "300", "--save", str(saved)]
-    assert cli([*search, "--plot", str(drawn)]) == 0
+    assert cli([*ARGUMENTS, "--proposals", "300", "--save", str(saved), "--plot", str(drawn)]) == 0
     output = capsys.readouterr().out
     assert "plan for ppo on 8 x h100: " in output and "bottleneck: " in output and "heuristic" in output
     priced = int(re.findall(r"(\d+) plans priced in [\d.]+ s, in whole turns of 250; what the others lose:", output)[0])
@@ -27,16 +26,12 @@ def test_a_plan_is_printed_saved_drawn_and_priced_again(tmp_path, capsys):
     assert plan.devices <= 8 and drawn.read_text().startswith("<?xml")
     assert cli([*ARGUMENTS, "--plan", str(saved)]) == 0
     assert output.startswith(capsys.readouterr().out)
-    # Where a budget of tokens divides the rows, a run would refuse micro-batches, and none are saved.
-    assert cli([*search, "compute.score_tokens=8192"]) == 0
-    budgeted = plan_of(yaml.safe_load(saved.read_text()))
-    assert {budgeted[name].micro_batches for name in calls} == {1}
 
 
 def test_stages_are_priced_and_drawn(tmp_path, capsys):
     """The bubble of 1F1B is (S - 1) / (M + S - 1), where all operations take a tick."""
     saved, drawn, roomy = tmp_path / "plan.yaml", tmp_path / "plan.svg", ("--cluster", "8xh200")
-    assert cli([*ARGUMENTS, *roomy, "--proposals", "50", "--save", str(saved)]) == 0
+    assert cli([*ARGUMENTS, *roomy, "--plan", "colocate", "--save", str(saved)]) == 0
     mapping = yaml.safe_load(saved.read_text())
     update = {"devices": "0-7", "layout": "train", "fsdp": 2, "pipeline": 4, "micro_batches": 8}
     scores = update | {"layout": "score", "fsdp": 4, "pipeline": 2}
@@ -103,9 +98,8 @@ def test_asynchronous_settings_are_predicted(tmp_path, capsys):
     assert cli([*apart, *settings, "--plan", str(saved)]) == 0
     assert capsys.readouterr().out.partition("\nasynchronous: ")[2] == table
     adapters = "lora.rank=16", "mesh.fsdp=16"  # whose base may be in another mesh than the config's
-    for more in ((), adapters):
-        assert cli([*apart, *settings, *more, "fleet.workers=1", "--proposals", "50"]) == 0
-        assert "\nasynchronous: " in capsys.readouterr().out
+    assert cli([*apart, *settings, *adapters, "fleet.workers=1", "--proposals", "50"]) == 0
+    assert "\nasynchronous: " in capsys.readouterr().out
     assert cli([*apart, *settings, "fleet.workers=3", "--proposals", "50"]) == 2
     assert "rollout.slots=64 must give each of 3 logical worker(s) a multiple of its " in capsys.readouterr().err
 
@@ -138,19 +132,19 @@ def test_a_plan_that_does_not_fit_is_printed_and_refused(capsys):
     assert captured.err.startswith("error: plan colocate needs ") and "rest for actor.generate: choose " in captured.err
 
 
-CONFIGS = {"llama3-8b-ppo": "ppo", "llama3-70b-ppo": "ppo", "qwen3-8b-lora": "ppo"}
-PROOF = pytest.mark.proof("memory")
+CONFIGS = "llama3-8b-ppo", "llama3-70b-ppo", "qwen3-8b-lora"
 CLUSTERS = ("{}xh100", "{}xa100", "{}xh200")
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=PROOF) for seed in (0, *range(2, 12)))])
+@pytest.mark.proof("memory")
+@pytest.mark.parametrize("seed", range(12))
 def test_who_follows_the_remedy_has_a_plan(seed, capsys):
     """One sentence suffices: with what it names the same command finds a plan, or prices the given one as it fits."""
     draw, followed = random.Random(seed), 0
     while followed < 2:
-        name = draw.choice(list(CONFIGS))
+        name = draw.choice(CONFIGS)
         cluster, count = draw.choice(CLUSTERS), draw.choice((1, 2, 4, 8, 16, 64))
-        overrides = [f"{CONFIGS[name]}.rollout_batch={draw.choice((96, 256, 1024, 1000))}"]
+        overrides = [f"ppo.rollout_batch={draw.choice((96, 256, 1024, 1000))}"]
         overrides += draw.choice(([], ["compute.remat=products"], ["sleep.optimizer=host"]))
         colocated = ["--plan", "colocate", "mesh.data=1", "mesh.fsdp=-1", "mesh.tensor=1"]
         options = draw.choice((["--proposals", "1"], colocated))
@@ -175,12 +169,9 @@ def test_bad_input_is_one_sentence(capsys):
         ("--cluster 16xh101", "cluster=16xh101 is of no known hardware"),
         ("--cluster 12xh100", "the nearest is 16xh100"),
         (f"{cluster} --seconds nan", "seconds=nan must be more than 0 and finite"),
-        (f"{cluster} --seconds 0", "seconds=0.0 must be more than 0"),
         (f"{cluster} --proposals -1", "proposals=-1 must be more than 0"),
         (f"{cluster} --proposals 9999999999", "proposals=9999999999: it must be at most 2147483647"),
-        (f"{few} --seed 9999999999", "seed=9999999999: it must be at most 2147483647"),
         (f"{cluster} --save .", "--save . is a directory: name a file in it"),
-        (f"{cluster} --save {__file__}/plan.yaml", "choose another place"),
         (f"{cluster} --plan mine.yaml", "plan=mine.yaml is neither colocate,"),
         (f"{cluster} --plan split --seconds 1", "seconds=1.0 has no effect with plan=split"),
         (f"{cluster} --plan split stages=[sft]", "plan=split has no effect with stages=[sft]"),
@@ -191,26 +182,11 @@ def test_bad_input_is_one_sentence(capsys):
         (f"{cluster} --plan split --overlap ppo.asynchronous.staleness=1", "overlap=True has no effect with ppo.async"),
         (f"{cluster} --processes 2 ppo.asynchronous.staleness=1", "ppo.asynchronous is for runs of one process"),
         (f"{few} ppo.asynchronous.staleness=1", "proposals=10 has no effect with ppo.asynchronous, whose divisions"),
-        (f"{cluster} --processes 0", "processes=0 must divide the 8 devices: each has equally many"),
         (f"{cluster} --processes 3", "processes=3 must divide the 8 devices: each has equally many"),
         (f"{cluster} --plot plan.txt", "must end in .svg, .png, .pdf"),
-        (f"{few} ppo.rollout_batch=510", "choose ppo.rollout_batch of 480 or 512"),
         (f"{few} --plot /proc/none/plan.svg", "cannot be written (No such file or directory): choose another place"),
-        ("--cluster 4xh100 --plan colocate", "(its divisors are 1, 2, 4)\n"),
         (f"{few} ppo.rolout_batch=512", "ppo.rolout_batch"),
-        (f"--config llama3-70b-ppo {few}", "fits nowhere on 8 device(s) of 79 GiB: it needs "),
     ):
         assert cli(["--config", "llama3-8b-ppo", *arguments.split()]) == 2, arguments
         error = capsys.readouterr().err
         assert error.startswith("error: ") and sentence in error and error.count("\n") == 1, (arguments, error)
-
-
-def test_a_search_that_is_broken_off(monkeypatch, capsys):
-    for raised, code, error in ((KeyboardInterrupt, 130, "interrupted\n"), (BrokenPipeError, 0, "")):
-
-        def stopped(options, raised=raised):
-            raise raised
-
-        monkeypatch.setattr("jrlhf.plan._run", stopped)
-        assert cli(ARGUMENTS) == code
-        assert capsys.readouterr().err == error

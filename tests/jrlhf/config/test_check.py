@@ -18,6 +18,8 @@ REFUSED = """
 mesh.tensor=3
     mesh data=1, fsdp=-1, tensor=3 does not fit 4 device(s): choose sizes whose product is 4 (its divisors are 1, 2,
     4), or set device.simulated=3 to simulate that many on the CPU
+mesh.tensor=-1
+    mesh data=1, fsdp=-1, tensor=-1: only one axis may be -1
 mesh.fsdp=8
     mesh data=1, fsdp=8, tensor=1 does not fit 4 device(s)
 model.kv_heads=3
@@ -30,6 +32,8 @@ mesh.tensor=4 ; model.heads=6
     model.heads=6 does not divide over mesh.tensor=4
 mesh.tensor=4 ; model.heads=12 ; model.kv_heads=6
     model.kv_heads=6 does not divide over mesh.tensor=4
+mesh.tensor=4 ; model.mlp=30
+    model.mlp=30 does not divide over mesh.tensor=4
 sft.batch=30
     sft.batch=30 does not divide over 4 device(s): choose a multiple of 4, such as 28 or 32
 ppo.rollout_batch=24 ; ppo.algorithm.minibatches=2 ; ppo.algorithm.micro_batches=2
@@ -47,6 +51,8 @@ stages=[reward_model, sft]
     reward_model, ppo
 sampling.min_new_tokens=25
     sampling.min_new_tokens=25 exceeds data.max_response=24: lower it
+sampling.top_k=2000
+    sampling.top_k=2000 exceeds the vocabulary of 1024: lower it, or null
 stages=[reward_model, ppo]
     stages=[reward_model, ppo]: reward_model would start from random weights, name sft before it or give model.path
 rewards=[{name: a, function: exact_match}, {name: a, function: exact_match}]
@@ -68,6 +74,14 @@ sampling.batch=8
     sampling.batch=8 has no effect with ppo.rollout_batch: leave it out
 stages=[sft, dpo] ; rewards=[{name: a, function: exact_match}]
     rewards have no effect with stages=[sft, dpo]: leave them out, or name an algorithm, such as ppo
+stages=[sft, reward_model] ; reward_model.weight=2
+    reward_model.weight=2.0 has no effect with stages=[sft, reward_model]: leave it out
+stages=[sft] ; compute.shared_passes=true
+    compute.shared_passes=True has no effect with stages=[sft]
+stages=[sft] ; roles.reference=x
+    roles.reference=x has no effect with stages=[sft]: leave it out
+ppo.algorithm.kl_horizon=2000
+    ppo.algorithm.kl_horizon=2000.0 has no effect with ppo.algorithm.kl_target=null: leave it out
 stages=[sft, dpo] ; validation.every=2
     validation.every=2 has no effect with stages=[sft, dpo]: leave
 stages=[sft, dpo] ; roles.critic=x

@@ -199,12 +199,17 @@ FILES: list[tuple[str, str | bytes, str]] = [  # file, content, sentence
     ("a.csv", "prompt,answer\na,1\nb\n", "a.csv line 3 has 1 cells for 2 columns"),
     ("a.csv", 'prompt,answer\na,1\n"b,2\n', "a.csv is not CSV after line 2 .*repair it there"),
     ("a.csv", "prompt,prompt\na,1\n", "a.csv has two columns of one name in its first line \\(prompt, prompt\\)"),
+    ("a.csv", b"prompt\n\xff\n", "a.csv is not UTF-8 text"),
+    ("a.jsonl", '{"prompt": "a"}\n{"prompt": " "}\n', "line 2: prompt is empty"),
     ("a.parquet", b"PAR1 no", "a.parquet cannot be read as Parquet"),
     ("a.txt", "a", "a.txt is none of .jsonl, .ndjson, .json, .csv, .parquet"),
 ]
 ROWS: list[tuple[dict, str]] = [  # row, sentence
     ({"prompt": []}, "row 1: prompt has no messages"),
     ({"prompt": 3}, "row 1: prompt is a int, neither text nor a list of messages"),
+    ({"prompt": ["hi"]}, "message 1 of prompt is a str, not an object with role and content"),
+    ({"messages": "hi"}, "messages is text, not a list of messages"),
+    ({"text": [user("hi")]}, "text is a list of messages, not text"),
     ({"prompt": [{"role": "human", "content": "a"}]}, "message 1 of prompt has the role 'human', which is none of"),
     ({"prompt": [user("hi"), {"role": "user"}]}, "message 2 of prompt has no content"),
     ({"prompt": [{"role": "user", "content": 3}]}, "the content of message 1 of prompt is a int, not text"),

@@ -51,6 +51,7 @@ HANGS = {
     "catching everything": "stubborn()",
 }
 CRASHES = {
+    "os._exit(0)": "left with exit code 0",
     "os._exit(3)": "left with exit code 3",
     "faulthandler._sigsegv()": "ended by SIGSEGV, at <string>:1",
     "os.kill(os.getpid(), signal.SIGKILL)": "ended by SIGKILL",
