@@ -35,64 +35,26 @@ def test_published_configs(tmp_path):
         assert preset is not None and differences(read.model, preset) == set(), name
 
 
-def test_what_the_published_configs_say(tmp_path):
+def test_what_the_published_configs_say_beside_the_model(tmp_path):
     def read(name):
         entry = PUBLISHED[name]
         return read_config(write(tmp_path / name, entry["config"], entry.get("generation_config")))
 
-    llama = read("meta-llama/Llama-3.1-8B-Instruct")
-    assert llama.model.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
+    llama, qwen = read("meta-llama/Llama-3.1-8B-Instruct"), read("Qwen/Qwen2.5-0.5B-Instruct")
     assert (llama.eos_ids, llama.bos_id, llama.pad_id) == ((128001, 128008, 128009), 128000, None)
     assert llama.dtype == "bfloat16" and read("meta-llama/Llama-2-7b-hf").dtype == "float16"
-    qwen = read("Qwen/Qwen2.5-0.5B-Instruct")
     assert (qwen.eos_ids, qwen.pad_id) == ((151645, 151643), 151643)  # of generation_config.json
-    assert qwen.model.window is None and qwen.model.head_dim == 64 and not qwen.model.output_bias
-    assert read("mistralai/Mistral-7B-v0.1").model.window == 4096
-    assert read("mistralai/Mistral-7B-v0.3").model.window is None
-    gemma = read("google/gemma-2-2b-it").model
-    assert (gemma.window, gemma.softcap, gemma.attention_softcap) == (4096, 30.0, 50.0)
-    assert gemma.local_layers[:3] == (True, False, True) and gemma.embed_scale == 2304**0.5
-    gemma = read("google/gemma-3-1b-it")
-    assert (gemma.model.rope_theta, gemma.model.local_rope_theta) == (1e6, 1e4)
-    assert [i for i, local in enumerate(gemma.model.local_layers) if not local] == [5, 11, 17, 23]
+    gemma, gpt2 = read("google/gemma-3-1b-it"), read("openai-community/gpt2")
     assert (gemma.eos_ids, gemma.pad_id) == ((1, 106), 0)
-    gpt2 = read("openai-community/gpt2")
-    assert (gpt2.eos_ids, gpt2.dtype, gpt2.model.mlp) == ((50256,), "float32", 3072)
+    assert (gpt2.eos_ids, gpt2.dtype) == ((50256,), "float32")
 
 
 def test_version_5_keys(tmp_path):
-    def both(name, moved, **new):
-        old = PUBLISHED[name]["config"]
-        config = {key: value for key, value in old.items() if key not in ("torch_dtype", *moved)}
-        config |= {"dtype": old.get("torch_dtype", "float32"), **new}
-        return read_config(write(tmp_path / "4", old)), read_config(write(tmp_path / "5", config))
-
-    rope = {"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    four, five = both(
-        "meta-llama/Llama-3.1-8B-Instruct",
-        ("rope_theta", "rope_scaling"),
-        rope_parameters=rope | {"original_max_position_embeddings": 8192},
-    )
-    assert four == five
-    four, five = both(
-        "Qwen/Qwen2.5-0.5B-Instruct",
-        ("rope_theta",),
-        rope_parameters={"rope_theta": 1e6, "rope_type": "default"},
-        sliding_window=None,
-        layer_types=["full_attention"] * 24,
-    )
-    assert four == five
-    types = ["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(26)]
-    four, five = both(
-        "google/gemma-3-1b-it",
-        ("rope_theta", "rope_local_base_freq", "rope_scaling", "sliding_window_pattern"),
-        rope_parameters={
-            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        },
-        layer_types=types,
-    )
-    assert four == five
+    old = PUBLISHED["meta-llama/Llama-3.1-8B-Instruct"]["config"]
+    moved = {key: old[key] for key in ("torch_dtype", "rope_theta", "rope_scaling")}
+    new = {"dtype": "bfloat16", "rope_parameters": {"rope_theta": 5e5} | moved["rope_scaling"]}
+    new |= {key: value for key, value in old.items() if key not in moved}
+    assert read_config(write(tmp_path / "4", old)) == read_config(write(tmp_path / "5", new))
 
 
 def test_our_numbers_survive_a_config(tmp_path, configs):
@@ -203,19 +165,14 @@ def test_what_we_do_not_compute_is_refused_by_name(tmp_path):
         ({"model_type": "mixtral"}, "model_type 'mixtral' is not supported: choose a model of gemma2,"),
         ({}, "model_type None is not supported"),
         (LLAMA | {"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\) is not supported"),
-        (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn' is not supported"),
         (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type 'dynamic' is not supported"),
         (LLAMA | {"rope_parameters": {"rope_type": "longrope"}}, "rope_type 'longrope' is not supported"),
         (LLAMA | {"rope_scaling": {"rope_type": "linear"}}, "rope_type linear needs a factor"),
         (LLAMA | {"rope_scaling": "linear"}, "rope_scaling 'linear' must be an object"),
         (LLAMA | {"rope_parameters": {"full_attention": {}}}, "for full_attention are not supported in a llama"),
         (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not supported"),
-        (
-            GEMMA3 | {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}},
-            "rope_type 'yarn' is not supported in the local layers",
-        ),
-        (LLAMA | {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported: known are silu"),
-        (LLAMA | {"hidden_act": None}, "hidden_act None is not supported"),
+        (GEMMA3 | {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "yarn.* in the local layers"),
+        (LLAMA | {"hidden_act": None}, "hidden_act None is not supported: known are silu"),
         (LLAMA | {"hidden_size": "4096"}, "hidden_size '4096' must be an integer"),
         (LLAMA | {"rms_norm_eps": "1e-6"}, "rms_norm_eps '1e-6' must be a number"),
         (LLAMA | {"tie_word_embeddings": "yes"}, "tie_word_embeddings 'yes' must be true or false"),
@@ -223,16 +180,11 @@ def test_what_we_do_not_compute_is_refused_by_name(tmp_path):
         (LLAMA | {"num_key_value_heads": 3}, "kv_heads=3 must divide heads=4"),
         (LLAMA | {"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is unknown"),
         (LLAMA | {"eos_token_id": "</s>"}, "eos_token_id '</s>' must be an integer"),
-        (
-            LLAMA | {"architectures": ["LlamaForTokenClassification"]},
-            "LlamaForTokenClassification'.* are not supported",
-        ),
-        (LLAMA | {"architectures": [["x"]]}, r"architectures \[\['x'\]\] are not supported: known are Llama"),
-        (LLAMA | {"architectures": 5}, "architectures 5 are not supported"),
+        (LLAMA | {"architectures": ["LlamaForTokenClassification"]}, "TokenClassification'.* are not supported"),
+        (LLAMA | {"architectures": 5}, "architectures 5 are not supported: known are Llama"),
         (LLAMA | {"id2label": 5}, "id2label 5 must be an object"),
         (LLAMA | {"rms_norm_eps": 10**400}, r"rms_norm_eps 1000000000... \(401 digits\) is too large for a number"),
         (LLAMA | {"hidden_size": 10**400}, r"hidden_size 1000000000... \(401 digits\) is no size of a model"),
-        (LLAMA | {"num_hidden_layers": 2**30}, "num_hidden_layers 1073741824 is no size of a model"),
         (LLAMA | {"vocab_size": 2**31}, "vocab_size 2147483648 is no size of a model"),
         (GEMMA3 | {"rope_parameters": {"sliding_attention": 5}}, "sliding_attention 5 must be an object"),
         (LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, "num_labels 2 is not supported"),
@@ -241,29 +193,13 @@ def test_what_we_do_not_compute_is_refused_by_name(tmp_path):
         (GEMMA3 | {"layer_types": ["full_attention"]}, "must list one type for each of the 2 layers"),
         (GEMMA3 | {"sliding_window": None}, "2 layers are local, but there is no sliding_window"),
         (GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported: .* with .* null"),
-        (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention True is not .*null or false"),
         (GEMMA3 | {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar 0.0 must be positive"),
         ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True is"),
-        (LLAMA | {"is_causal": None}, "is_causal None is not supported: choose a model with is_causal true"),
-        (LLAMA | {"is_causal": 0}, "is_causal 0 is not supported"),
+        (LLAMA | {"is_causal": 0}, "is_causal 0 is not supported: choose a model with is_causal true"),
         (LLAMA | {"text_config": {"vocab_size": 5}}, "text_config {'vocab_size': 5} is not supported"),
-        (
-            LLAMA | {"per_layer_config": {"1": {"head_dim": 4}}},
-            "per_layer_config {'head_dim': 4} is not supported: all",
-        ),
-        (
-            QWEN2 | {"use_sliding_window": True, "sliding_window": None},
-            "1 layers are local, but there is no sliding_wi",
-        ),
+        (LLAMA | {"per_layer_config": {"1": {"head_dim": 4}}}, "per_layer_config {'head_dim': 4} is not .*: all"),
         (QWEN2 | {"use_sliding_window": False}, "1 layers are local, but there is no sliding_window"),
-        (
-            GEMMA3 | {"rope_scaling": {"rope_type": "default"}, "rope_parameters": {"rope_type": "default"}},
-            "rope_scaling .* each with its rope_type",
-        ),
-        (
-            GEMMA3 | {"rope_parameters": {"rope_theta": 5.0}, "layer_types": TYPES},
-            "rope_parameters .* each with its rope_type",
-        ),
+        (GEMMA3 | {"rope_parameters": {"rope_theta": 5.0}, "layer_types": TYPES}, "rope_parameters .* each with its"),
         (GEMMA3 | {"rope_scaling": {"type": "linear", "factor": 2.0}, "layer_types": TYPES}, "each with its rope_type"),
         ({"model_type": "gpt2", "n_embd": 30}, "n_embd 30 cannot be divided by n_head 12"),
     )

@@ -223,9 +223,7 @@ def test_only_an_exports_own_files_are_replaced(reference, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
 
 
-@pytest.mark.parametrize(
-    "storage", ["stacked", *(pytest.param(name, marks=pytest.mark.full) for name in ("int8", "listed"))]
-)
+@pytest.mark.parametrize("storage", ["stacked", pytest.param("int8", marks=pytest.mark.full)])
 def test_an_adapter_is_merged_layer_by_layer(reference, tmp_path, storage):
     """The files of `merge`'s weights, while no layer's merged weights outlive it."""
     config, lora = ModelConfig(**{**vars(LLAMA), "layers": 5}), LoRAConfig(rank=2, alpha=6.0)
