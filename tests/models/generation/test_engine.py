@@ -32,11 +32,11 @@ from jrlhf.models.generation.chunks import Programs, _Rollout
 from jrlhf.models.generation.decoding import Decoder
 from jrlhf.models.generation.occupancy import LastRows
 from jrlhf.planning.fusion.last_rows import Rollouts, decode
-from tests.models.shared import FAMILIES
+from tests.models.shared import SHALLOW
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-# One layer: `full` schedules the families, which have three.
+# One layer: `full` schedules families of two.
 CONFIG = ModelConfig(
     vocab_size=150, embed=32, layers=1, heads=4, kv_heads=2, head_dim=8, mlp=48, max_positions=64, qk_norm=True
 )
@@ -44,6 +44,7 @@ LORA = LoRAConfig(rank=2, alpha=8.0)
 U, P, R = 16, 6, 24
 # Stop tokens are common, so that lengths differ: from 2, by min_new_tokens, to the limit.
 SAMPLING = SamplingConfig(R, temperature=0.9, min_new_tokens=2, stop_ids=tuple(range(0, 150, 12)))
+FREE: Any = {"scoring": (), "step": lambda *_: 1.0, "prefill": lambda _: 0.0, "move": lambda *_: 0.0}
 
 
 class Setting:
@@ -91,58 +92,24 @@ def assert_same(actual, expected):
 
 @pytest.fixture(scope="module")
 def alone():
-    setting = Setting((1, 1, 1))
+    setting = Setting((1, 1, 1), samples=2)
     return setting, setting.plain()
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        Schedule(chunk=5, buckets=3, lengths=1),
-        Schedule(chunk=5, buckets=1, lengths=3, prefill=3),
-        Schedule(slots=4, chunk=3, buckets=2, lengths=2, prefill=2),
-    ],
-    ids=["compaction", "growing caches", "refill"],
-)
-def test_tokens_do_not_depend_on_the_schedule(alone, schedule, monkeypatch):
+def test_tokens_do_not_depend_on_compaction_and_growing_caches(alone, monkeypatch):
     setting, expected = alone
     assert len(set(expected.response_lengths.tolist())) > 5 and expected.response_lengths.max() == R
-    done = {name: 0 for name in ("admit", "_release", "take", "grow")}
+    done = Counter()
 
     def counted(name, call):
-        def counting(*arguments):
-            done[name] += 1
-            return call(*arguments)
+        return lambda *arguments: done.update([name]) or call(*arguments)
 
-        return counting
-
-    for name in done:
-        owner = _Rollout if name == "_release" else Programs
-        monkeypatch.setattr(owner, name, counted(name, getattr(owner, name)))
+    for name in ("take", "grow"):
+        monkeypatch.setattr(Programs, name, counted(name, getattr(Programs, name)))
     monkeypatch.setattr(_Rollout, "warm", lambda self: None)
-    assert_same(setting.scheduled(schedule), expected)
-    waves = schedule.waves(U, schedule.slots or U, P)
-    assert done["_release"] >= R // schedule.chunk and done["admit"] >= U / waves[-1]
-    assert (done["take"] > 0) == (schedule.buckets > 1) and (done["grow"] > 0) == (schedule.lengths > 1)
-
-
-def test_rows_that_are_told_to_be_done_have_all_their_tokens(alone, monkeypatch):
-    setting, expected = alone
-    monkeypatch.setattr(_Rollout, "warm", lambda self: None)
-    engine, looks = Engine(CONFIG, setting.mesh, SAMPLING, Schedule(slots=8, chunk=4, buckets=2, lengths=1)), []
-
-    def watch(done, assemble, mesh):
-        drawn = jax.device_get(assemble())
-        for name in ("tokens", "response_lengths", "finished"):
-            np.testing.assert_array_equal(getattr(drawn, name)[done], getattr(expected, name)[done])
-        looks.append(done)
-
-    setting.call(partial(engine, watch=watch), setting.prompts, setting.keys)
-    assert all((later >= earlier).all() for earlier, later in pairwise(looks))
-    # Rows 8 and up wait for a slot at first. The last look, at which all are done, is the end of the call.
-    assert not looks[0][8:].any() and looks[0].sum() == (expected.response_lengths[:8] <= 4).sum()
-    assert looks[-1].any() and not looks[-1].all()
+    assert_same(setting.scheduled(Schedule(chunk=5, buckets=3, lengths=3, prefill=3)), expected)
+    assert done["take"] > 0 and done["grow"] > 0
 
 
 @pytest.mark.full
@@ -150,13 +117,11 @@ def test_rows_that_are_told_to_be_done_have_all_their_tokens(alone, monkeypatch)
     ("sizes", "changes"),
     [
         # In slots that others had before, and in caches that are longer or shorter than those of one program.
-        ((1, 1, 1), {"config": FAMILIES["gemma"]}),
-        ((1, 1, 1), {"config": FAMILIES["gpt2"]}),
+        ((1, 2, 4), {"config": SHALLOW["gemma"]}),
+        ((2, 2, 2), {"config": SHALLOW["gpt2"]}),
         ((1, 1, 1), {"lora": LORA, "int8": True}),
-        ((2, 2, 2), {}),
-        ((1, 2, 4), {}),
     ],
-    ids=["windows", "learned positions", "adapter on int8", "2-2-2", "1-2-4"],
+    ids=["windows", "learned positions", "adapter on int8"],
 )
 def test_every_kind_of_model_and_every_mesh_is_scheduled_alike(sizes, changes, monkeypatch):
     """Groups of devices refill and compact together; windows and positions count from a row's own start."""
@@ -176,21 +141,6 @@ def test_tokens_do_not_depend_on_how_keys_are_stored(alone, monkeypatch):
     assert_same(setting.plain(), expected)
 
 
-def test_samples_share_a_prefill_and_a_prompt(monkeypatch):
-    setting = Setting((1, 1, 1), samples=3)
-    expected, prefill = setting.plain(), Decoder.prefill
-
-    def counting(decoder, params, prompts, size):
-        seen.add(len(prompts))
-        return prefill(decoder, params, prompts, size)
-
-    monkeypatch.setattr(Decoder, "prefill", counting)
-    monkeypatch.setattr(_Rollout, "warm", lambda self: None)
-    seen = set()
-    assert_same(setting.scheduled(Schedule(slots=7, chunk=6, lengths=1)), expected)
-    assert seen == {1, 2}
-
-
 @pytest.fixture
 def compiled():
     """How often XLA has compiled a program of each name."""
@@ -205,36 +155,56 @@ def compiled():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def test_nothing_compiles_after_the_first_call(alone, compiled):
+def test_the_engine_draws_the_tokens_of_one_program_and_compiles_nothing_after_the_first_call(
+    alone, compiled, monkeypatch
+):
+    """Samples share a prefill and a prompt, and rows that are told to be done have all their tokens."""
     setting, expected = alone
     schedule = Schedule(slots=8, chunk=6, buckets=2, lengths=2)
-    engine = Engine(CONFIG, setting.mesh, SAMPLING, schedule)
-    assert len(schedule.waves(U, 8, P)) == 2
-    others = [jax.device_put(jax.random.split(jax.random.key(seed), U), setting.keys.sharding) for seed in range(3)]
+    engine = Engine(CONFIG, setting.mesh, SAMPLING, schedule, samples=2)
+    prefill, prefilled = Decoder.prefill, set()
+
+    def counting(decoder, params, prompts, size):
+        prefilled.add(len(prompts))
+        return prefill(decoder, params, prompts, size)
+
+    monkeypatch.setattr(Decoder, "prefill", counting)
+    others = [jax.device_put(jax.random.split(jax.random.key(seed), 2 * U), setting.keys.sharding) for seed in range(3)]
     compiled.clear()
     assert_same(setting.call(engine, setting.prompts, setting.keys), expected)
     holding_the_model = {"_run_chunk": 2 * 2, "_prefilled": 2}
     rows = {"_filled_rows": 2, "_taken_rows": 1, "_all_done": 2, "_assembled": 1}
     caches = {"_filled_cache": 2 * 2, "_taken": 2, "empty_cache": 2}
     compiled.pop("grown_cache", None)  # one that the engines of a process share
-    assert compiled == holding_the_model | rows | caches
+    assert compiled == holding_the_model | rows | caches and prefilled == set(schedule.waves(U, 4, P)) == {1, 4}
     compiled.clear()
     for keys in others:  # other lengths, so other moments at which rows come and go
         setting.call(engine, setting.prompts, keys)
+    looks = []
+
+    def watch(done, assemble, mesh):
+        drawn = jax.device_get(assemble())
+        for name in ("tokens", "response_lengths", "finished"):
+            np.testing.assert_array_equal(getattr(drawn, name)[done], getattr(expected, name)[done])
+        looks.append(done)
+
+    setting.call(partial(engine, watch=watch), setting.prompts, setting.keys)
     assert not compiled
+    assert all((later >= earlier).all() for earlier, later in pairwise(looks))
+    # Rows 8 and up wait for a slot at first. The last look, at which all are done, is the end of the call.
+    assert not looks[0][8:].any() and looks[0].sum() == (expected.response_lengths[:8] <= 6).sum()
+    assert looks[-1].any() and not looks[-1].all()
 
 
 @pytest.mark.parametrize(
     ("sizes", "groups", "rows", "changes"),
-    [
-        ((4, 1, 1), 1, 6, {"samples": 2}),
-        pytest.param((2, 2, 2), 2, None, {"lora": LORA, "config": replace(CONFIG, layers=2)}, marks=pytest.mark.full),
-        pytest.param((1, 4, 2), 1, None, {"lora": LORA, "int8": True}, marks=pytest.mark.proof("families")),
-    ],
+    [((4, 1, 1), 1, 6, {"samples": 2}), pytest.param((2, 2, 2), 2, None, {"lora": LORA}, marks=pytest.mark.full)],
 )
 def test_the_last_rows_move_to_fewer_devices_and_keep_their_bits(sizes, groups, rows, changes, compiled):
-    """They move at the first look at which few enough are left and fit; a call may say other numbers."""
-    setting, schedule = Setting(sizes, **changes), Schedule(chunk=1, buckets=1, lengths=2)
+    """They move at the first look at which few enough are left and fit; a call may say that they stay: then the looks
+    are those of the simulator."""
+    setting = Setting(sizes, **changes)
+    schedule = Schedule(chunk=1, buckets=1, lengths=1 if setting.lora is None else 2)  # or they grow before and after
     options = {"samples": setting.samples, "lora": setting.lora}
     settings = replace(schedule, last_groups=groups, last_rows=rows)
     engine, looks = Engine(setting.config, setting.mesh, SAMPLING, settings, **options), []
@@ -243,35 +213,34 @@ def test_the_last_rows_move_to_fewer_devices_and_keep_their_bits(sizes, groups, 
         assert all(leaf.sharding.mesh == mesh for leaf in jax.tree.leaves(assemble()))
         looks.append((~done, [*mesh.devices.flat]))
 
-    stayed, every = setting.scheduled(schedule), [*setting.mesh.devices.flat]
-    slots = U * setting.samples // (len(every) // sizes[2])
-
-    def check(moved, groups, rows):
-        for name in ("tokens", "logprobs", "response_lengths", "finished"):
-            np.testing.assert_array_equal(getattr(moved, name), getattr(stayed, name), err_msg=name)
-        fewer = every[: groups * sizes[2]]
-        few = [np.sum(left) <= (rows or len(left)) for left, _ in looks]
-        fit = [left.reshape(groups, -1).sum(axis=1).max() <= slots for left, _ in looks]
-        first = 1 + np.flatnonzero(np.logical_and(few, fit))[0]  # the first chunk that ends elsewhere
-        assert 1 < first < len(looks)
-        assert [devices for _, devices in looks] == [every] * first + [fewer] * (len(looks) - first)
-        looks.clear()
-
-    check(setting.call(partial(engine, watch=watch), setting.prompts, setting.keys), groups, rows)
-    if sizes == (4, 1, 1):
-        call = partial(engine, watch=watch, last=LastRows(2, 12))
-        check(setting.call(call, setting.prompts, setting.keys), 2, 12)
+    every = [*setting.mesh.devices.flat]
+    whole = partial(engine, watch=watch, last=LastRows(len(every) // sizes[2]))  # groups: all of them
+    stayed = setting.call(whole, setting.prompts, setting.keys)
+    places = Slice(0, len(every)), sizes[2]
+    chunks = decode(Rollouts(schedule, U, setting.samples, P, R, *places, tile=2, **FREE), stayed.response_lengths)
+    np.testing.assert_array_equal([~chunk.done for chunk in chunks[:-1]], [left for left, _ in looks])
+    looks.clear()
+    moved = setting.call(partial(engine, watch=watch), setting.prompts, setting.keys)
+    for name in ("tokens", "logprobs", "response_lengths", "finished"):
+        np.testing.assert_array_equal(getattr(moved, name), getattr(stayed, name), err_msg=name)
+    slots, fewer = U * setting.samples // (len(every) // sizes[2]), every[: groups * sizes[2]]
+    few = [np.sum(left) <= (rows or len(left)) for left, _ in looks]
+    fit = [left.reshape(groups, -1).sum(axis=1).max() <= slots for left, _ in looks]
+    first = 1 + np.flatnonzero(np.logical_and(few, fit))[0]  # the first chunk that ends elsewhere
+    assert 1 < first < len(looks)
+    assert [devices for _, devices in looks] == [every] * first + [fewer] * (len(looks) - first)
     others = jax.device_put(jax.random.split(jax.random.key(1), U * setting.samples), setting.keys.sharding)
     compiled.clear()
     setting.call(engine, setting.prompts, others)
     assert not compiled
 
 
-@pytest.mark.parametrize("schedule", [Schedule(16, 2, 2, 2, 2), Schedule(None, 4, 3, 1)], ids=["refill", "compaction"])
-def test_the_simulator_of_the_last_rows_has_the_looks_of_the_engine(schedule, monkeypatch):
+@pytest.mark.full
+def test_the_simulator_of_the_last_rows_has_the_looks_of_the_engine(monkeypatch):
     """The same rows are done at each look, of groups of two devices, in slots that others had before; and the chunks
     have the same slots and caches."""
     setting, looks, sizes, simulated = Setting((2, 1, 2), samples=2), [], [], []
+    schedule = Schedule(16, 2, 2, 2, 2)
     release = _Rollout._release
 
     def sized(self, rows):
@@ -283,17 +252,12 @@ def test_the_simulator_of_the_last_rows_has_the_looks_of_the_engine(schedule, mo
     engine = Engine(CONFIG, setting.mesh, SAMPLING, schedule, samples=2)
     watch = partial(engine, watch=lambda done, *_: looks.append(done))
     lengths = setting.call(watch, setting.prompts, setting.keys).response_lengths
-    free = {
-        "scoring": (),
-        "step": lambda *size: simulated.append(size) or 1.0,
-        "prefill": lambda _: 0.0,
-        "move": lambda *_: 0.0,
-    }
-    chunks = decode(Rollouts(schedule, U, 2, P, R, Slice(0, 4), 2, tile=2, **free), lengths)
+    priced = Rollouts(schedule, U, 2, P, R, Slice(0, 4), 2, tile=2, **FREE)
+    chunks = decode(replace(priced, step=lambda *size: simulated.append(size) or 1.0), lengths)
     (slots, positions), expected = zip(*sizes, strict=True), zip(*simulated, strict=True)
     assert slots == next(expected)
     assert np.all(np.array(positions) <= next(expected))  # the simulator takes all prompts for the longest
-    assert len(looks) > 8 or schedule.slots is None
+    assert len(looks) > 8
     np.testing.assert_array_equal([chunk.done for chunk in chunks[:-1]], looks)
     assert chunks[-1].done.all()
 

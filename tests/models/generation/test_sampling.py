@@ -53,16 +53,7 @@ LOGITS = np.random.default_rng(0).normal(size=V) * 1.5
 
 
 def test_draws_follow_the_restricted_softmax():
-    limits = (
-        (None, None),
-        (1, None),
-        (4, None),
-        (100, None),
-        (None, 0.01),
-        (None, 0.95),
-        (5, 0.8),
-        (5, 1.0),
-    )
+    limits = (None, None), (None, 0.01), (5, 0.8), (100, 0.95)
     temperature = 0.5
     for top_k, top_p in limits:
         tokens, logprobs = draw(LOGITS, SamplingConfig(1, temperature=temperature, top_k=top_k, top_p=top_p))
@@ -102,7 +93,7 @@ def test_stop_tokens_are_not_drawn_before_they_may_be():
 
 def test_vocabulary_padding_is_never_drawn_and_has_no_probability():
     padded = np.concatenate([LOGITS, np.full(4, 50.0)])
-    for config in (SamplingConfig(1), SamplingConfig(1, top_k=3), SamplingConfig(1, temperature=0.0)):
+    for config in (SamplingConfig(1, top_k=3), SamplingConfig(1, temperature=0.0)):
         tokens, logprobs = draw(padded, config, rows=500)
         assert tokens.max() < V
         np.testing.assert_allclose(logprobs, np.log(softmax(LOGITS))[tokens], atol=1e-5)
@@ -117,10 +108,9 @@ def test_ids_beyond_the_token_limit_are_never_drawn_and_keep_their_probability()
         tokens, logprobs = draw(likely, config, rows=500, may_stop=False)
         assert tokens.max() < 9
         np.testing.assert_allclose(logprobs, np.log(softmax(likely))[tokens], atol=1e-5)
-        # A limit at the vocabulary's end is none.
-        same = draw(likely, SamplingConfig(2, token_limit=V, stop_ids=(3,), **options), rows=500)
-        free = draw(likely, SamplingConfig(2, stop_ids=(3,), **options), rows=500)
-        np.testing.assert_array_equal(same[0], free[0])
+    # A limit at the vocabulary's end is none.
+    same, free = (draw(likely, SamplingConfig(2, token_limit=limit), rows=500)[0] for limit in (V, None))
+    np.testing.assert_array_equal(same, free)
 
 
 def test_a_rows_draw_depends_on_its_key_only():
@@ -143,7 +133,7 @@ def test_a_nucleus_ends_where_more_likely_tokens_have_its_mass():
     """Many tokens, some of them alike and some impossible; both signs of logits, and zeros."""
     logits = np.round(np.random.default_rng(1).normal(size=(6, 400)) * np.geomspace(0.1, 1.5, 6)[:, None], 1)
     logits[:, 390:] = -np.inf
-    for top_k, top_p in ((None, 0.05), (None, 0.9), (None, 0.9999999), (37, 0.05), (37, 0.9)):
+    for top_k, top_p in ((None, 0.05), (None, 0.9999999), (37, 0.9)):
         result = np.asarray(jax.jit(restrict, static_argnums=(1, 2))(logits.astype(np.float32), top_k, top_p))
         for row, restricted in zip(logits, result, strict=True):
             best = np.sort(row)[::-1][:top_k]
@@ -156,16 +146,12 @@ def test_numbers_out_of_range_are_refused():
         ({"max_new_tokens": 0}, "max_new_tokens=0 must be an integer of at least 1"),
         ({"max_new_tokens": 2.5}, "max_new_tokens=2.5 must be an integer"),
         ({"min_new_tokens": 5}, "min_new_tokens=5 must be an integer between 0 and max_new_tokens=4"),
-        ({"min_new_tokens": -1}, "min_new_tokens=-1 must be an integer between"),
         ({"min_new_tokens": 1.5}, "min_new_tokens=1.5 must be an integer between"),
         ({"temperature": -0.1}, "temperature=-0.1 must be 0"),
-        ({"temperature": float("nan")}, "temperature=nan must be 0"),
         ({"temperature": float("inf")}, "temperature=inf must be 0 .greedy. or positive and finite"),
         ({"top_k": 0}, "top_k=0 must be an integer of at least 1"),
-        ({"top_k": True}, "top_k=True must be an integer"),
         ({"top_p": 0.0}, "top_p=0.0 must be above 0"),
         ({"top_p": 1.5}, "top_p=1.5 must be above 0 and at most 1"),
-        ({"token_limit": 0}, "token_limit=0 must be an integer of at least 1"),
         ({"token_limit": 8.0}, "token_limit=8.0 must be an integer"),
         ({"token_limit": 5, "stop_ids": (2, 5)}, "stop id 5 is never drawn: it must be below token_limit=5"),
     ):
@@ -181,13 +167,13 @@ def test_noise_is_that_of_jax():
         return jax.vmap(lambda key: jax.random.gumbel(key, (size,)))(keys)
 
     noise, plain = (jax.jit(function, static_argnums=1) for function in (gumbel, draw))
-    for keys in (jax.random.split(jax.random.key(3), 5), jax.random.split(jax.random.PRNGKey(4), 5)):
-        for size in (1, 7, 4096):
-            expected = plain(keys, size)
-            np.testing.assert_allclose(noise(keys, size), expected, rtol=2e-6, atol=1e-6)
+    threefry, raw, rbg = jax.random.key(3), jax.random.PRNGKey(4), jax.random.key(3, impl="rbg")
+    for key, size in ((threefry, 7), (threefry, 4096), (raw, 7)):
+        keys = jax.random.split(key, 5)
+        np.testing.assert_allclose(noise(keys, size), plain(keys, size), rtol=2e-6, atol=1e-6)
     # Other generators keep their own noise.
-    keys = jax.random.split(jax.random.key(3, impl="rbg"), 5)
-    np.testing.assert_array_equal(noise(keys, 9), plain(keys, 9))
+    keys = jax.random.split(rbg, 5)
+    np.testing.assert_array_equal(noise(keys, 7), plain(keys, 7))
 
 
 def test_largest_is_argmax():

@@ -228,6 +228,7 @@ def test_what_we_do_not_compute_is_refused_by_name(written, tmp_path):
 def test_target_patterns_and_missing_task_types_are_read(written, tmp_path):
     """The file tells what is adapted, where the settings hold a pattern; dropout is training's business."""
     changes = {"target_modules": ".*_proj", "task_type": None, "lora_dropout": 0.1, "init_lora_weights": "gaussian"}
+    changes["exclude_modules"] = ["lm_head"]
     lora, _ = load_adapter(
         change(written / "lm", tmp_path / "changed", changes), CONFIG, make_mesh(devices=jax.devices()[:1])
     )

@@ -222,15 +222,11 @@ def test_headers_that_lie(whole, mesh):
     cases: Any = (
         (lambda h: h[NORM].update(data_offsets=[0, 10**12]), "is cut short: 'model.norm.weight' ends at byte 10000000"),
         (lambda h: h[NORM].update(data_offsets=[-128, 0]), "bytes -128 to 0, which cannot be"),
-        (lambda h: h[NORM].update(data_offsets=[0, 128.0]), "which cannot be"),
         (lambda h: h[NORM].update(shape=[33]), r"gives 'model.norm.weight', F32 of shape \(33,\), 128 bytes"),
-        (lambda h: h[NORM].update(shape=[True, 32]), "which cannot be"),
         (lambda h: h[NORM].update(shape=[-1, -32]), "which cannot be"),
         (lambda h: h[NORM].update(dtype="F4"), "in dtype 'F4', which is unknown"),
-        (lambda h: h[NORM].update(dtype=["F32"]), "which is unknown"),
         (lambda h: h[NORM].update(data_offsets=h[NEXT]["data_offsets"]), "where the tensor before it ends at"),
         (lambda h: h[NORM].pop("shape"), "has no dtype, shape and data_offsets for 'model.norm.weight'"),
-        (lambda h: h.update({NORM: 3}), "has no dtype, shape and data_offsets for"),
         (lambda h: h.pop(NORM), "tensor before it ends at|belong to no tensor"),
     )
     for change, message in cases:
