@@ -33,7 +33,7 @@ def normal(*shape) -> Any:
 
 def test_bfloat16_activations_are_turned_by_exact_angles():
     x = jnp.ones((1, 2, 1, H), jnp.bfloat16)
-    turned = rotate(x, rotation(jnp.array([[256, 257]]), H, 10000.0))
+    turned = jax.jit(lambda x: rotate(x, rotation(jnp.array([[256, 257]]), H, 10000.0)))(x)
     assert turned.dtype == jnp.bfloat16
     angles = np.array([256.0, 257.0])[:, None] * 10000.0 ** (-np.arange(0, H, 2) / H)[None, :]
     expected = np.concatenate([np.cos(angles) - np.sin(angles), np.cos(angles) + np.sin(angles)], -1)
@@ -86,10 +86,9 @@ def by_loops(query, key, value, *, scale, softcap, window):
     return out
 
 
-SWITCHES = [(None, None, 3), (None, None, 1), (0.7, 1.5, None), (0.7, 1.5, 3), (None, 1.5, T), (0.2, None, None)]
-
-
-@pytest.mark.parametrize(("scale", "softcap", "window"), SWITCHES)
+@pytest.mark.parametrize(
+    ("scale", "softcap", "window"), [(None, None, 1), (0.7, 1.5, 3), (None, 1.5, T), (0.2, None, None)]
+)
 def test_scale_softcap_and_window(scale, softcap, window):
     """Attends over whole rows and over a cache. A flag, traced or not, turns a layer's window on."""
     query, key, value = normal(B, T, N, H), normal(B, T, K, H), normal(B, T, K, H + 1)[..., :H]

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jrlhf.meshes import make_mesh
 from jrlhf.models.collectives import lookup, total
@@ -11,10 +10,9 @@ from jrlhf.models.collectives import lookup, total
 TIMES = 5000
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_a_token_that_comes_often_has_its_whole_gradient_in_bfloat16(tensor):
+def test_a_token_that_comes_often_has_its_whole_gradient_in_bfloat16():
     """Added up in bfloat16, ones would stay at 256."""
-    mesh = make_mesh(1, 1, tensor, devices=jax.devices()[:tensor])
+    mesh = make_mesh(1, 1, 2, devices=jax.devices()[:2])
     with jax.set_mesh(mesh):
         table = jax.device_put(jnp.ones((8, 4), jnp.bfloat16), jax.NamedSharding(mesh, jax.P("tensor")))
         tokens = jax.device_put(np.full((1, TIMES), 3, np.int32), jax.NamedSharding(mesh, jax.P()))

@@ -67,11 +67,6 @@ def test_gemma_3_has_its_names_on_the_hub():
     assert names == {f"google/gemma-3-{end}" for end in ("270m", "270m-it", "1b-pt", "1b-it")}
 
 
-def test_tiny_has_about_a_million_parameters():
-    shapes = jax.eval_shape(lambda key: init_lm(ModelConfig.tiny(1024), key), jax.random.key(0))
-    assert 0.8e6 < sum(leaf.size for leaf in jax.tree.leaves(shapes)) < 1.2e6
-
-
 def test_the_vocabulary_is_padded_to_a_multiple_of_128():
     for vocabulary, rows in ((1, 128), (128, 128), (129, 256), (151936, 151936)):
         assert ModelConfig.tiny(vocabulary).padded_vocab == rows
@@ -80,17 +75,11 @@ def test_the_vocabulary_is_padded_to_a_multiple_of_128():
 def test_numbers_out_of_range_are_refused():
     cases: Any = (
         ({"layers": 0}, "model layers=0 must be a positive integer"),
-        ({"embed": 12.0}, "model embed=12.0 must be a positive integer"),
         ({"vocab_size": True}, "model vocab_size=True must be a positive integer"),
         ({"kv_heads": 3}, "model kv_heads=3 must divide heads=4"),
         ({"head_dim": 7}, "model head_dim=7 must be even"),
-        ({"norm_eps": 0.0}, "model norm_eps=0.0 must be positive"),
-        ({"rope_theta": -1.0}, "model rope_theta=-1.0 must be positive"),
-        ({"initializer_range": float("nan")}, "model initializer_range=nan must be positive"),
         ({"softcap": 0.0}, "model softcap=0.0 must be positive"),
         ({"rope_theta": float("inf")}, "model rope_theta=inf must be positive"),
-        ({"attention_softcap": -1.0}, "model attention_softcap=-1.0 must be positive"),
-        ({"query_scale": 0.0}, "model query_scale=0.0 must be positive"),
         ({"embed_scale": float("nan")}, "model embed_scale=nan must be positive"),
         ({"activation": "relu"}, "model activation='relu': known are silu, gelu_tanh"),
         ({"norm": "batch"}, "model norm='batch': known are rms, layer"),
@@ -98,10 +87,8 @@ def test_numbers_out_of_range_are_refused():
         ({"norm": "layer", "norm_offset": True}, "norm_offset=True needs norm='rms'"),
         ({"window": 0}, "model window=0 must be a positive integer"),
         ({"window": 4, "local_layers": (True, False)}, "local_layers has 2 flags for layers=4"),
-        ({"window": 4, "local_layers": [True] * 4}, r"local_layers=\[True, .* must be a tuple of booleans"),
         ({"window": 4, "local_layers": (1, 0, 1, 0)}, "must be a tuple of booleans"),
         ({"local_layers": (True,) * 4}, "need a window: without one no layer is local"),
-        ({"local_rope_theta": 10.0}, "need a window: without one no layer is local"),
         ({"positions": "learned", "rope_scaling": RopeScaling("linear", 2.0)}, "need positions='rotary'"),
     )
     for change, message in cases:
@@ -115,8 +102,6 @@ def test_rope_scalings_out_of_range_are_refused():
         (("linear", 0.0), "rope_scaling factor=0.0 must be positive"),
         (("linear", 2.0, 1.0), "low_freq_factor=1.0 must be null: linear scaling has no bands"),
         (("llama3", 8.0, 1.0, 4.0), "original_max_positions=None must be positive: llama3 scaling needs it"),
-        (("llama3", 8.0, 1.0, 4.0, 1.5), "original_max_positions=1.5 must be a positive integer"),
-        (("linear", 10**400), "must be positive"),
         (("llama3", 8.0, 4.0, 4.0, 8192), "low_freq_factor=4.0 must be below high_freq_factor=4.0"),
     )
     for numbers, message in cases:

@@ -1,7 +1,7 @@
 """Counted operations and bytes: against the compiler's count of the same functions, and against plain loops."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -41,54 +41,32 @@ def whole_square(config: ModelConfig, factor: float) -> float:
     return factor * (full - attention_operations(config, LENGTHS))
 
 
-def setting(head: str, lora: LoRAConfig | None):
-    """(function of (trained, tokens, *frozen), its arguments as shapes)."""
+@pytest.mark.parametrize(("head", "span", "lora"), [("lm", 8, None), ("scalar", None, LORA)])
+def test_forward_and_training_are_what_the_compiler_counts(head, span, lora):
+    """A language model's head is counted for what is predicted."""
     mesh = make_mesh(1, 1, 1, devices=jax.devices()[:1], axis_type=jax.sharding.AxisType.Auto)
-    make: Any = make_logprobs if head == "lm" else make_values
-    options: Any = {"implementation": "reference"} if head == "lm" else {}
+    make, init = cast(Any, (make_logprobs, init_lm) if head == "lm" else (make_values, init_scalar))
+    options: Any = {"implementation": "reference", "span": span} if head == "lm" else {}
+    function = make(ONE, mesh, SCORE if lora is None else GENERATE, remat="gather", lora=lora, **options)
     key, tokens = jax.random.key(0), jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
-    init: Any = init_lm if head == "lm" else init_scalar
     params: Any = jax.eval_shape(lambda: init(ONE, key))
     if lora is None:
-        return make(ONE, mesh, SCORE, remat="gather", **options), (params, tokens)
-    layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"])
-    adapter = jax.eval_shape(lambda: init_lora(ONE, lora, key, head))  # pyright: ignore[reportArgumentType]
-    base = params | {"layers": [layer]}
-    return make(ONE, mesh, GENERATE, lora=lora, remat="gather", **options), (adapter, tokens, base)
-
-
-@pytest.mark.parametrize(
-    ("head", "lora"),
-    [
-        ("lm", None),
-        ("scalar", LORA),
-        *(pytest.param(*x, marks=pytest.mark.full) for x in (("lm", LORA), ("scalar", None))),
-    ],
-)
-def test_forward_and_training_are_what_the_compiler_counts(head, lora):
-    function, arguments = setting(head, lora)
-    expected = forward_operations(ONE, LENGTHS, head, lora) + whole_square(ONE, 1)
-    assert compiled_operations(function, *arguments) == pytest.approx(expected, rel=0.04)
+        arguments = params, tokens, jax.ShapeDtypeStruct((ROWS,), jnp.int32)
+    else:
+        layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"])
+        arguments = jax.eval_shape(lambda: init_lora(ONE, lora, key, head)), tokens, params | {"layers": [layer]}
+    predicted = None if span is None else np.full(ROWS, span)
+    if lora is None:
+        expected = forward_operations(ONE, LENGTHS, head, predicted=predicted) + whole_square(ONE, 1)
+        assert compiled_operations(function, *arguments) == pytest.approx(expected, rel=0.04)
 
     def loss(*inputs):
         return jnp.sum(jax.tree.leaves(function(*inputs))[0])
 
-    expected = training_operations(ONE, LENGTHS, head, lora) + whole_square(ONE, 3)
+    expected = training_operations(ONE, LENGTHS, head, lora, predicted=predicted) + whole_square(ONE, 3)
     if lora is not None:  # nothing is trained before the first layer: its projections pass no gradient to their input
         expected -= 2.0 * ONE.embed * ONE.head_dim * (ONE.heads + 2 * ONE.kv_heads) * LENGTHS.sum()
     assert compiled_operations(jax.grad(loss), *arguments) == pytest.approx(expected, rel=0.06)
-
-
-def test_a_head_is_counted_for_what_is_predicted():
-    span, mesh = 8, make_mesh(1, 1, 1, devices=jax.devices()[:1], axis_type=jax.sharding.AxisType.Auto)
-    function = make_logprobs(ONE, mesh, SCORE, remat="gather", implementation="reference", span=span)
-    _, (params, tokens, *_) = setting("lm", None)
-    starts, predicted = jax.ShapeDtypeStruct((ROWS,), jnp.int32), np.full(ROWS, span)
-    expected = forward_operations(ONE, LENGTHS, predicted=predicted) + whole_square(ONE, 1)
-    assert compiled_operations(function, params, tokens, starts) == pytest.approx(expected, rel=0.04)
-    gradient = jax.grad(lambda *inputs: jnp.sum(function(*inputs)[0]))
-    expected = training_operations(ONE, LENGTHS, predicted=predicted) + whole_square(ONE, 3)
-    assert compiled_operations(gradient, params, tokens, starts) == pytest.approx(expected, rel=0.06)
 
 
 def test_layers_add_up_and_a_table_that_is_only_looked_up_costs_nothing():
@@ -99,6 +77,9 @@ def test_layers_add_up_and_a_table_that_is_only_looked_up_costs_nothing():
     assert three - head == 3 * (one - head)
     untied = replace(ONE, tie_embeddings=False)
     assert forward_operations(untied, lengths) == forward_operations(ONE, lengths)
+    logits = 2 * ONE.embed * ONE.padded_vocab
+    none = forward_operations(ONE, lengths, predicted=np.zeros(3, int))
+    assert forward_operations(ONE, lengths) - none == logits * (lengths - 1).sum()
     assert weight_bytes(untied, 2) == weight_bytes(ONE, 2)
 
 

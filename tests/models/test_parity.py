@@ -12,19 +12,23 @@ hub holds: v4's keys and v5's, with and without what a family's defaults give.
 import json
 import os
 import zlib
+from dataclasses import fields
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
-from jrlhf.meshes import GENERATE, SCORE, TRAIN, TRAIN_TP, make_mesh
-from jrlhf.models import SamplingConfig, export_hf, make_generate, make_logprobs, make_scores
+from jrlhf.meshes import GENERATE, TRAIN, TRAIN_TP, make_mesh
+from jrlhf.models import SamplingConfig, export_hf, make_generate
 from jrlhf.models.forward import ForwardOptions, ShardedForward
+from jrlhf.models.hf.config import FAMILIES
 from jrlhf.models.hf.load import load_hf
+from tests.models.shared import fast_jit
 
 GOLDEN = Path(__file__).with_name("parity.json")
 B, T, R, V, LAYERS = 8, 14, 6, 97, 2
@@ -71,14 +75,13 @@ CONFIGS = {
     "gpt2": {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new"}
     | {"vocab_size": V, "n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 64, "n_ctx": 64},
 }
-# How each family is computed: (mesh of the forward passes, layout of the language model, mesh of generation).
+# How each family is computed: (mesh of the forward pass, layout of the language model, mesh of generation).
 DEFAULT = (2, 2, 2), TRAIN, (2, 2, 2)
 MESHES = {
     "llama_linear": ((1, 1, 1), TRAIN, (1, 1, 1)),
     "llama3": ((2, 2, 2), TRAIN_TP, (2, 1, 4)),
     "gpt2": ((1, 4, 2), TRAIN_TP, (1, 2, 4)),
 }
-fast_jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def tensor(name, shape, model_type):
@@ -127,25 +130,24 @@ def batch():
 
 
 def ours(family, lm, reward):
-    """Logits [B, T, V], log-probabilities [B, T] and scores [B]."""
+    """Logits [B, T, V], log-probabilities [B, T] and scores [B], from the states of one forward pass."""
     sizes, layout, _ = MESHES.get(family, DEFAULT)
     tokens, lengths = batch()
     mesh = make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)])
     read, params = load_hf(lm, mesh, layout=layout)
     forward = ShardedForward(read.model, mesh, layout, "lm", ForwardOptions())
-    hidden = forward.shard(forward.hidden)
-    logprobs = make_logprobs(read.model, mesh, layout)
     with jax.set_mesh(mesh):
-        states, (chosen, _) = jax.device_get(
-            fast_jit(lambda params, tokens: (hidden(params, tokens), logprobs(params, tokens)))(params, tokens)
-        )
-        logits = states @ jax.device_get(params.get("unembedding", params["embedding"]))[:V].T
-        if read.model.softcap is not None:
-            logits = read.model.softcap * np.tanh(logits / read.model.softcap)
-        classifier, params = load_hf(reward, mesh, layout=SCORE, head="scalar")
-        assert (classifier.head, classifier.model) == ("scalar", read.model)
-        scores = jax.device_get(fast_jit(make_scores(read.model, mesh, SCORE))(params, tokens, lengths))
-    return SimpleNamespace(logits=logits, logprobs=chosen, scores=scores)
+        states = jax.device_get(fast_jit(forward.shard(forward.hidden))(params, tokens))
+    params = jax.device_get(params)
+    logits = states @ params.get("unembedding", params["embedding"])[:V].T
+    if read.model.softcap is not None:
+        logits = read.model.softcap * np.tanh(logits / read.model.softcap)
+    classifier, reward_params = load_hf(reward, mesh, layout=layout, head="scalar")
+    assert (classifier.head, classifier.model) == ("scalar", read.model)
+    head = jax.device_get(reward_params.pop("value_head"))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(reward_params), {x: params[x] for x in reward_params})
+    scores = states[np.arange(B), lengths - 1] @ head["kernel"] + head["bias"]
+    return SimpleNamespace(logits=logits, logprobs=chosen(logits), scores=scores)
 
 
 def greedy(family, lm):
@@ -206,17 +208,13 @@ def first_layer_shapes(family, directory):
     """The shapes that `write` needs, of the directory that transformers would write."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**without_architectures(CONFIGS[family])))
+    left_out = ("architectures", "torch_dtype", "dtype")
+    config = {key: value for key, value in CONFIGS[family].items() if key not in left_out}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     model.save_pretrained(directory)
-    from safetensors.numpy import load_file
-
     tensors = load_file(directory / "model.safetensors")
     later = [f".{kind}.{layer}." for kind in ("layers", "h") for layer in range(1, LAYERS)]
     return {name: list(x.shape) for name, x in tensors.items() if not any(part in name for part in later)}
-
-
-def without_architectures(config):
-    return {key: value for key, value in config.items() if key not in ("architectures", "torch_dtype", "dtype")}
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +242,7 @@ REPEATED = ("llama_linear", "mistral", "qwen2", "qwen2_windows", "qwen3")
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=[pytest.mark.full] if name in REPEATED else []) for name in CONFIGS],
+    params=[pytest.param(name, marks=[pytest.mark.proof("families")] if name in REPEATED else []) for name in CONFIGS],
 )
 def case(request, goldens, tmp_path_factory):
     """One family: what is known of it, its directories, and what we compute from them."""
@@ -308,3 +306,44 @@ def test_what_transformers_reads_is_the_same_after_an_export(case, head, tmp_pat
     tokens = torch.tensor(batch()[0][:2], dtype=torch.long)
     with torch.no_grad():
         assert torch.equal(theirs(tokens).logits, ours(tokens).logits)
+
+
+# Keys that models of transformers ask their config for beside those of our tables: most change no logit.
+OTHER_KEYS = set(
+    """
+    _name_or_path _sliding_window_pattern architectures attention_chunk_size attention_dropout
+    attn_implementation attn_pdrop auto_map bos_token_id cache_implementation chunk_size_feed_forward
+    default_rope_type default_theta dtype embd_pdrop eos_token_id fusion_config gradient_checkpointing id2label
+    initializer_range is_decoder is_encoder_decoder kv_sharing_modes label2id max_position_embeddings
+    mlp_layer_types model_type mtp_layer_types n_ctx n_positions name_or_path num_beams num_heads num_labels
+    original_max_position_embeddings output_attentions output_cross_attentions output_hidden_states pad_token_id
+    per_layer_config pretraining_tp problem_type quantization_config reorder_and_upcast_attn repetition_penalty
+    resid_pdrop return_dict rope_parameters rope_scaling scale_attn_weights summary_activation
+    summary_first_dropout summary_proj_to_labels summary_type summary_use_proj temperature text_encoder
+    tie_last_hidden_states top_k top_p torch_dtype transformers_version use_cache vision_aspect_ratio
+    vision_feature_layer vision_feature_select_strategy
+    """.split()
+)
+
+
+@pytest.mark.proof("families")
+def test_every_key_that_transformers_reads_is_known(case, monkeypatch):
+    """Records what a model asks its config for, from the file to the last logit."""
+    torch = pytest.importorskip("torch", reason="transformers computes with torch")
+    transformers = pytest.importorskip("transformers", reason="it reads the directories")
+    kind, reads = type(transformers.AutoConfig.from_pretrained(case.lm)), set()
+    original: Any = kind.__getattribute__
+
+    def recorded(self, key):
+        reads.add(key)
+        return original(self, key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "__getattribute__", recorded)
+        model = transformers.AutoModelForCausalLM.from_pretrained(case.lm, attn_implementation="eager")
+        model.generate(torch.tensor(batch()[0][:1], dtype=torch.long), max_new_tokens=2)
+    own = {field.name for field in fields(kind)}
+    table_keys = {*OTHER_KEYS, *vars(transformers.GenerationConfig())}
+    for table in FAMILIES.values():
+        table_keys |= {*table.keys.values(), *table.defaults, *table.neutral, *table.aliases}
+    assert not {key for key in reads - table_keys if key[0] != "_" and (key in own or not hasattr(kind, key))}
