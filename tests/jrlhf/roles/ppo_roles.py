@@ -9,14 +9,13 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jrlhf.algorithms.on_policy import on_policy
 from jrlhf.algorithms.ppo import ppo as run_ppo
 from jrlhf.config.schema import SleepConfig
 from jrlhf.data.batches import Batch, key_for, put_rows, row_keys
 from jrlhf.models import ModelConfig, SamplingConfig, init_sharded
 from jrlhf.ppo import PPOConfig
 from jrlhf.roles.actor import Actor, Reference
-from jrlhf.roles.critic import Critic, FusedUpdate, Reward
+from jrlhf.roles.critic import Critic, Reward
 from jrlhf.roles.experience import ExperienceMaker
 from jrlhf.roles.initial import stored
 from jrlhf.roles.model import Architecture, Compute, Model
@@ -26,11 +25,10 @@ from jrlhf.roles.role import Offloader, Site
 from jrlhf.run.clock import Clock
 
 MODEL = ModelConfig(
-    vocab_size=100, embed=16, layers=2, heads=2, kv_heads=1, head_dim=8, mlp=32, max_positions=16, initializer_range=0.3
+    vocab_size=100, embed=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp=32, max_positions=16, initializer_range=0.3
 )
 ROWS, PROMPT, RESPONSE = 16, 6, 8
 PPO = PPOConfig(epochs=2, minibatches=2, truncation="bootstrap")
-SINGLE = PPOConfig(truncation="bootstrap")
 OPTIMIZER = optax.adamw(1e-2)
 
 
@@ -94,16 +92,14 @@ class Setup:
         self.states = {"actor": self.actor.create(policy.params), "critic": self.critic.create(value.params)}
         arithmetic = None if isinstance(placement, Mesh) else at("arithmetic")
         self.estimator = ExperienceMaker(ppo, self.clock if arithmetic else Clock(), arithmetic)
-        self.learner = None
-        if isinstance(placement, Mesh):
-            self.learner = FusedUpdate(self.actor, self.critic, site("learner"), algorithm=SINGLE, **lengths)
+        self._apart = not isinstance(placement, Mesh)
 
     @property
     def policy(self) -> Model:
         """The actor's model with its present weights."""
         return self.actor.bind(self.states["actor"]).model
 
-    def iterate(self, step: int, *, shared_passes: bool = False) -> Any:
+    def iterate(self, step: int) -> Any:
         """One iteration of PPO: the experience and the metrics."""
         rng = np.random.default_rng(step)
         tokens = rng.integers(2, self._model.vocab_size, (ROWS, PROMPT)).astype(np.int32)
@@ -111,20 +107,14 @@ class Setup:
         tokens[np.arange(PROMPT)[None, :] >= lengths[:, None]] = 0
         roles: dict[str, Any] = {"actor": self.actor.bind(self.states["actor"])}
         roles |= {"critic": self.critic.bind(self.states["critic"]), "reference": self.reference}
-        learner = None if self.learner is None else self.learner.bind(self.states)
         if self._prefetch is not None:
-            self._prefetch.bind(roles | {"learner": learner, "reward": self.reward})
+            self._prefetch.bind(roles | {"reward": self.reward})
         mesh, rewards = self.actor.placement["generate"].mesh, cast(Any, Scored(self.reward))
-        if self.learner is not None:  # on one mesh the scores are made at once
+        if not self._apart:  # on one mesh the scores are made at once
             rewards = cast(Any, SimpleNamespace(score=lambda rollout, _: self.reward.score(rollout)))
         with jax.set_mesh(mesh):
             prompts = (*put_rows((tokens, lengths), mesh), row_keys(key_for(0, "test", step), ROWS, mesh))
             batch = Batch(prompts, (), (), step)
-            if shared_passes:
-                assert learner is not None
-                result = on_policy(roles["actor"], learner, self.reference, rewards, batch, 0.1)
-                self.states = dict(learner.states)
-            else:
-                result = run_ppo(**roles, reward=rewards, estimator=self.estimator, prompts=batch, kl_coef=0.1)
-                self.states = {name: roles[name].state for name in ("actor", "critic")}
+            result = run_ppo(**roles, reward=rewards, estimator=self.estimator, prompts=batch, kl_coef=0.1)
+            self.states = {name: roles[name].state for name in ("actor", "critic")}
         return result

@@ -14,10 +14,10 @@ from jrlhf.roles.initial import adamw
 def rates(config: OptimizerConfig, updates: int) -> list[float]:
     """The learning rates that a run uses: with one weight and a constant gradient, AdamW moves by just the rate."""
     optimizer = adamw(config, updates=updates)
-    weight = jnp.zeros(())
-    state, moved = optimizer.init(weight), []
+    weight, step = jnp.zeros(()), jax.jit(optimizer.update)
+    state, moved = jax.jit(optimizer.init)(weight), []
     for _ in range(updates):
-        update, state = optimizer.update(jnp.ones(()), state, weight)
+        update, state = step(jnp.ones(()), state, weight)
         moved.append(-np.asarray(update).item())
     return moved
 
@@ -30,11 +30,6 @@ def test_the_rate_rises_to_its_peak_and_falls_to_its_final_share():
     np.testing.assert_allclose(schedule[4:], cosine, rtol=1e-4)
 
 
-def test_a_constant_rate_without_warmup():
-    config = OptimizerConfig(learning_rate=0.1, warmup=0, final=1.0, weight_decay=0.0, max_grad_norm=None)
-    np.testing.assert_allclose(rates(config, 5), 0.1, rtol=1e-4)
-
-
 def test_a_warmup_as_long_as_the_run_takes_a_tenth_of_it():
     config = OptimizerConfig(learning_rate=0.1, warmup=20, final=1.0, weight_decay=0.0, max_grad_norm=None)
     np.testing.assert_allclose(rates(config, 20), [0.05] + [0.1] * 19, rtol=1e-4)
@@ -44,9 +39,9 @@ def test_a_warmup_as_long_as_the_run_takes_a_tenth_of_it():
 def test_gradients_are_clipped_by_their_global_norm():
     config = OptimizerConfig(learning_rate=1.0, warmup=0, final=1.0, weight_decay=0.0, max_grad_norm=0.5)
     params = {"a": jnp.zeros(3), "b": jnp.zeros(4)}
-    large = jax.tree.map(lambda x: jnp.full_like(x, 10.0), params)
-    state = adamw(config, updates=2).init(params)
-    _, state = adamw(config, updates=2).update(large, state, params)
+    large = {"a": np.full(3, 10.0, np.float32), "b": np.full(4, 10.0, np.float32)}
+    optimizer = adamw(config, updates=2)
+    _, state = jax.jit(lambda params: optimizer.update(large, optimizer.init(params), params))(params)
     first_moment = optax.tree_utils.tree_get(state, "mu")
     np.testing.assert_allclose(optax.tree.norm(first_moment), 0.1 * 0.5, rtol=1e-5)
 

@@ -45,17 +45,13 @@ def mesh_on(start: int, *sizes: int) -> Mesh:
 PAIRS = {
     "same devices": ((0, 1, 4, 2), (0, 2, 2, 2)),
     "subset": ((0, 1, 4, 2), (2, 1, 2, 1)),
-    "superset": ((2, 1, 2, 1), (0, 1, 4, 2)),
     "disjoint": ((0, 1, 2, 2), (4, 1, 4, 1)),
     "more": ((0, 1, 2, 1), (2, 1, 2, 2)),
-    "fewer": ((0, 1, 2, 2), (6, 1, 1, 2)),
 }
 
 
 @pytest.mark.parametrize(
-    ("head", "pairs"),
-    [(LM, ("same devices", "disjoint")), *(pytest.param(head, PAIRS, marks=pytest.mark.full) for head in (LM, SCALAR))],
-    ids=["some", LM, SCALAR],
+    ("head", "pairs"), [(LM, ["disjoint"]), pytest.param(SCALAR, PAIRS, marks=pytest.mark.full)], ids=["some", "all"]
 )
 def test_weights_are_brought_to_a_call_bit_for_bit(head, pairs):
     for pair in pairs:
@@ -148,7 +144,7 @@ def half():
     return Placed(FIRST, FIRST, FIRST, FIRST).end()
 
 
-@pytest.mark.full
+@pytest.mark.proof("runs")
 def test_equal_meshes_on_other_devices_give_the_same_bits(half):
     setup = Placed(FIRST, FIRST, SECOND, FIRST)
     jax.tree.map(np.testing.assert_array_equal, setup.end(), half)
@@ -224,8 +220,7 @@ def meeting(critic, actor, rows):
     return critic.update(old), actor.update(values)
 
 
-@pytest.mark.parametrize("rows_on", ["critic", "actor"])
-def test_calls_on_disjoint_slices_run_at_the_same_time(rows_on):
+def test_calls_on_disjoint_slices_run_at_the_same_time():
     """A slice of several devices and one of a single one: of larger ones a simulated CPU runs one at a time. Every call
     waits for the other role's: were they not handed over before, or what they read not sent on before, none would end.
     """
@@ -236,7 +231,7 @@ def test_calls_on_disjoint_slices_run_at_the_same_time(rows_on):
         name: Meeting(RolePlacement(CallPlacement(mesh), {}, {"values": both}, courier), clock, met)
         for name, mesh in (("critic", several), ("actor", one))
     }
-    rows = put_rows(np.zeros((8, 2), np.float32), roles[rows_on].placement.home.mesh)
+    rows = put_rows(np.zeros((8, 2), np.float32), roles["critic"].placement.home.mesh)
     for mesh in both:
         courier.bring(rows, mesh, Clock(blocking=True))
     results = meeting(**roles, rows=rows)

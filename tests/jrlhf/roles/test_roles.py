@@ -22,7 +22,6 @@ from jrlhf.config import Config
 from jrlhf.config.schema import SleepConfig
 from jrlhf.data.batches import put_rows
 from jrlhf.meshes import GENERATE, make_mesh
-from jrlhf.meshes.transfer import is_on_host
 from jrlhf.models import (
     LoRAConfig,
     SamplingConfig,
@@ -43,7 +42,7 @@ from jrlhf.roles.role import Site
 from jrlhf.run.checkpoints import fingerprint_of
 from jrlhf.run.clock import Clock
 from jrlhf.run.profiler import CompilationWatch
-from tests.jrlhf.roles.ppo_roles import MODEL, OPTIMIZER, PPO, PROMPT, RESPONSE, ROWS, SINGLE, Setup
+from tests.jrlhf.roles.ppo_roles import MODEL, OPTIMIZER, PPO, PROMPT, RESPONSE, ROWS, Setup
 from tests.support.live import bytes_by_kind, live_bytes
 
 ALL = SleepConfig(optimizer="host", actor="host", critic="host", reference="host", reward="host")
@@ -56,6 +55,7 @@ EVENTS |= {"actor.update": "update_actor"}
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
+@pytest.mark.full
 def test_an_iteration_keeps_the_invariants(awake):
     first, second = awake.iterations[:2]
     assert first.figures()["objective/kl"] == 0.0 != second.figures()["objective/kl"]
@@ -86,17 +86,7 @@ def test_two_critics_are_timed_apart(monkeypatch):
         assert set(critic.clock.take()) == {f"timing_s/{timed}", f"timing_s/update_{name}", "timing_s/step"}
 
 
-@pytest.mark.proof("runs")
-def test_a_single_update_may_share_the_passes_that_made_its_experience():
-    ends = []
-    for shared_passes in (False, True):
-        setup = Setup(make_mesh(1, 2, 2, devices=jax.devices()[:4]), ppo=SINGLE)
-        experience, metrics = setup.iterate(0, shared_passes=shared_passes)
-        ends.append(jax.device_get((experience, metrics, setup.states)))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), *ends)
-    assert "timing_s/update" in setup.clock.take()
-
-
+@pytest.mark.full
 def test_the_generation_copy_lives_only_while_generating(sleepers, awake):
     if sleepers.config != SleepConfig():
         sleepers.begin(SleepConfig())
@@ -248,12 +238,12 @@ class Sleepers:
         watch.log.clear()
         return watch, asleep
 
-    def iterate(self, *steps: int, shared_passes: bool = False) -> list[str]:
+    def iterate(self, *steps: int) -> list[str]:
         """One digest of all that each iteration makes."""
         assert self.setup is not None
         words = []
         for step in steps:
-            experience, metrics = self.setup.iterate(step, shared_passes=shared_passes)
+            experience, metrics = self.setup.iterate(step)
             words.append(fingerprint_of((experience, metrics, list(self.setup.states.values()))))
             del experience, metrics
             gc.collect()  # arrays in cycles of objects would count in the next iteration
@@ -278,40 +268,16 @@ def awake(sleepers):
     return SimpleNamespace(iterations=iterations, words=words, clock=watch, calls=watch.calls(), made=dict(watch.made))
 
 
-def awake_only(patch: pytest.MonkeyPatch, setup: Setup) -> Counter[str]:
-    """Counts the roles' compiled as they are called: with arrays on devices, or an accelerator could not run them."""
-    computed: Counter[str] = Counter()
-
-    def checked(name, program):
-        def run(*arguments, **named):
-            assert not is_on_host(arguments), name
-            computed[name] += 1
-            return program(*arguments, **named)
-
-        return run
-
-    scores = CompiledModel.score_sequences
-    patch.setattr(CompiledModel, "score_sequences", lambda model: checked("Reward.score", scores(model)))
-    for role in (setup.actor, setup.critic, setup.reference):
-        for name in ("_logprobs", "_values", "_update"):
-            if hasattr(role, name):
-                patch.setattr(role, name, checked(f"{type(role).__name__}.{name}", getattr(role, name)))
-    engines = setup.actor._engines
-    patch.setitem(engines, "generate", checked("Actor.generate", engines["generate"]))
-    return computed
-
-
-@pytest.mark.full
-def test_three_iterations_asleep_are_those_awake_and_every_byte_is_in_its_place(sleepers, awake, monkeypatch):
+@pytest.mark.proof("memory")
+def test_three_iterations_asleep_are_those_awake_and_every_byte_is_in_its_place(sleepers, awake):
     watch, size = sleepers.begin(ALL)
     total = sum(size.values())
-    computed = awake_only(monkeypatch, sleepers.setup)
     assert all(size.values()) and bytes_by_kind()["pinned_host"] == total
     outputs = sleepers.iterate(0, 1)
     with CompilationWatch() as compilations:
         outputs += sleepers.iterate(2)
         assert compilations.take()[0] == []
-    assert outputs == awake.words and len(computed) == 7 and set(computed.values()) == {3}
+    assert outputs == awake.words
 
     states = {name: size[name] + size[f"{name} optimizer"] for name in ("actor", "critic")}
     # Between two calls everything sleeps, and also when those have ended that bring what they need and let it go. Else:
@@ -377,14 +343,3 @@ def test_what_the_next_call_needs_is_on_its_way_while_one_runs(sleepers, awake):
     for (name, before, _), (_, now, _) in zip(awake.calls, watch.calls(), strict=False):
         if name in here:
             assert before["device"] - now["device"] == sum(size.values()) - here[name], name
-
-
-@pytest.mark.proof("memory")
-def test_shared_passes_asleep_are_those_awake(sleepers):
-    results = []
-    for config in (SleepConfig(), ALL):
-        watch, size = sleepers.begin(config)
-        results.append(sleepers.iterate(0, 1, 2, shared_passes=True))
-        assert bytes_by_kind()["pinned_host"] == sum(size.values())
-        assert ("sleep" in watch.made) == (config == ALL)
-    assert results[0] == results[1]

@@ -56,13 +56,12 @@ def real(x, lengths):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("lora", [None, ADAPTER])
 @pytest.mark.parametrize(
-    ("program", "head", "options"),
+    ("program", "head", "options", "lora"),
     [
-        (CompiledModel.score_logprobs, "lm", {"temperature": 0.7}),
-        (CompiledModel.score_values, "scalar", {}),
-        (CompiledModel.score_sequences, "scalar", {}),
+        (CompiledModel.score_logprobs, "lm", {"temperature": 0.7}, None),
+        (CompiledModel.score_values, "scalar", {}, ADAPTER),
+        (CompiledModel.score_sequences, "scalar", {}, None),
     ],
 )
 def test_scores_are_those_of_the_whole_batch(mesh, rows, program, head, options, lora):
@@ -96,7 +95,7 @@ def responses_in(lengths):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("lora", "responses"), [(None, RESPONSE), (None, None), (ADAPTER, RESPONSE)])
+@pytest.mark.parametrize(("lora", "responses"), [(None, None), (ADAPTER, RESPONSE)])
 def test_an_update_is_that_of_the_whole_minibatch(mesh, rows, lora, responses):
     tokens, lengths = rows
     architecture, params, base = model_of(mesh, "lm", lora)

@@ -52,10 +52,7 @@ def test_a_run_leaves_what_is_promised(finished, user):
     shown = (path / "report.html").read_text()
     assert "Implicit rewards" in shown and "Log-probability" in shown and "the policy prefers the better of" in shown
 
-
-@pytest.mark.full
-def test_the_first_step_finds_the_policy_at_the_reference(finished):
-    first, *_, last = read_metrics(finished[0])
+    first, *_, last = records
     assert math.isclose(first["dpo/loss"], math.log(2), rel_tol=1e-6)
     # Score and training layouts sum in another order, so rewards are 0 but for rounding.
     assert abs(first["rewards/chosen"]) < 1e-4 and abs(first["rewards/rejected"]) < 1e-4
@@ -143,7 +140,7 @@ def test_bad_input_is_one_sentence(settings):
         assert "\n" not in str(error.value), sections
 
 
-@pytest.mark.full
+@pytest.mark.proof("runs")
 def test_a_run_on_sampled_pairs_is_resumed_in_the_same_bits(tmp_path):
     """On the built-in task: the annotator's pairs are sampled again from the same frozen policy."""
     stage = ["dpo.steps=4", "dpo.batch=8", "dpo.eval_every=2", "dpo.save_every=2", "dpo.learning_rate=1e-3"]

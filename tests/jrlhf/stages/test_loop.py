@@ -137,9 +137,10 @@ def test_an_update_without_a_row_whose_score_is_finite_is_one_that_is_not_finite
     """And one that is applied begins the count of those in a row again, whatever was skipped with it."""
     config, warnings = Config(stop_after_skipped=3), []
     optimizer = adamw(config.rl.actor, updates=config.rl.updates)
+    update = jax.jit(optimizer.update)
     states = [TrainState.create({"w": jnp.ones(2)}, optimizer)]
     for _ in range(3):
-        updates, opt_state = optimizer.update({"w": jnp.ones(2)}, states[-1].opt_state, states[-1].params)
+        updates, opt_state = update({"w": jnp.ones(2)}, states[-1].opt_state, states[-1].params)
         states.append(TrainState(optax.apply_updates(states[-1].params, updates), opt_state, states[-1].step))
     state = [SimpleNamespace(trained={"actor": state}) for state in states]
     learning, step = Learning(config, "ppo", state[0], warnings.append), 0
@@ -205,7 +206,7 @@ def test_updates_that_nothing_is_learned_from_are_told_and_counted_and_end_the_r
                 break
         try:
             with jax.set_mesh(MESH):
-                run_stage(here, "sft", len(kinds), init, advance, save_every=3, meta={})
+                run_stage(here, "sft", len(kinds), init, advance, save_every=100, meta={})
             assert end > len(kinds)
             ends["done"] += 1
         except RunFailure as error:

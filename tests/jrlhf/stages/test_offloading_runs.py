@@ -1,7 +1,6 @@
 """Whole runs whose roles sleep leave what runs leave whose roles do not, also when they are killed and resumed."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,8 +16,6 @@ from tests.support.runs import resumed, stage_of, timeless
 pytestmark = [pytest.mark.proof("memory"), pytest.mark.usefixtures("quick_compilation")]
 
 ASLEEP = dict.fromkeys(("optimizer", "actor", "critic", "reference", "reward"), "host")
-GRPO: Any = {"iterations": 3, "rollout_batch": 32, "save_every": 1, "algorithm": {"samples": 4}}
-GRPO |= {"actor": {"learning_rate": 0.01, "warmup": 0}}
 
 
 def cases(user: Path) -> dict[str, dict]:
@@ -26,24 +23,18 @@ def cases(user: Path) -> dict[str, dict]:
     text = {"name": "preference", "model": str(user / "reward"), "batch": 8}
     every = {"stages": ["sft", "reward_model", "ppo"], "evaluation": {"every": 2}, "ppo": {"iterations": 3}}
     critic = {"critic": str(user / "critic")}
-    plain = {name: place for name, place in ASLEEP.items() if name != "critic"}
     return {
         "ppo": every | {"roles": critic, "rewards": [text], "sleep": ASLEEP | {"ahead": True}},
         "lora": every | {"lora": {"rank": 2}, "sleep": ASLEEP},
         "shared_passes": every | {"compute": {"shared_passes": True}, "sleep": ASLEEP | {"ahead": True}},
-        "grpo": {"stages": ["grpo"], "rewards": [text], "grpo": GRPO, "sleep": plain | {"ahead": True}},
     }
 
 
-@pytest.mark.parametrize("name", ["ppo", "lora", "shared_passes", "grpo"])
+@pytest.mark.parametrize("name", ["ppo", "lora", "shared_passes"])
 def test_a_run_asleep_is_a_run_awake_also_when_it_is_resumed(name, user, settings, tmp_path, monkeypatch):
-    sections = cases(user)[name]
-    if name == "grpo":
-        sections = {"ppo": {}, **sections}
-    paths = []
+    sections, paths = cases(user)[name], []
     for asleep in (False, True):
         config = settings(**sections, name="asleep" if asleep else "awake", run_dir=str(tmp_path))
-        config = {key: value for key, value in config.items() if key != ("ppo" if name == "grpo" else None)}
         if not asleep:
             del config["sleep"]
         paths.append(tmp_path / config["name"])
