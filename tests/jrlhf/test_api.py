@@ -152,8 +152,9 @@ def test_a_plan_is_what_the_command_prints(capsys, tmp_path):
 
 
 @pytest.mark.usefixtures("quick_compilation")
-def test_a_policy_answers_and_scores(user, capsys, monkeypatch):
-    policy = load(user / "actor")
+def test_a_policy_answers_and_scores(make_model, tmp_path, capsys, monkeypatch):
+    model = make_model(tmp_path / "actor", qkv_bias=True, layers=1)
+    policy = load(model)
     question = "What is 1 plus 2?"
     turn = {"role": "user", "content": question}
     answer, same = policy.generate([question, [turn]], temperature=0.0, max_new_tokens=8)
@@ -171,7 +172,7 @@ def test_a_policy_answers_and_scores(user, capsys, monkeypatch):
         assert sentence in refused(policy.generate, prompts, **{"max_new_tokens": 8, **settings}), sentence
     assert "texts[0] has no value" in refused(policy.logprobs, None)
     assert "temperature=0.0: it must be above 0" in refused(policy.logprobs, "a", temperature=0.0)
-    assert repr(policy) == f"Policy('{user / 'actor'}')"
+    assert repr(policy) == f"Policy('{model}')"
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{question}\n\n"))
     policy.chat(temperature=0.0, max_new_tokens=8)
     assert f"{clean(answer)}\n" in capsys.readouterr().out

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jrlhf.tasks.docstrings.corpus import Corpus, Example, load_corpus
-from jrlhf.tasks.docstrings.rubric import WEIGHTS, Rubric, is_imperative, related, stem, words
+from jrlhf.tasks.docstrings.rubric import WEIGHTS, Rubric, is_imperative, stem
 
 SIGNATURE = "def Mailbox.remove_folder(folder, force=False):"
 LINES = [
@@ -111,23 +111,6 @@ def test_commands_are_imperative_and_descriptions_are_not():
     )
     assert [line for line in commands.split("|") if not is_imperative(line)] == []
     assert [line for line in descriptions.split("|") if is_imperative(line)] == []
-
-
-def test_words_are_parts_of_identifiers_and_inflections_share_a_stem():
-    assert words("HTTPServer.handle_request2(IMAP4)") == ["http", "server", "handle", "request", "imap"]
-    assert words("Don't re-use X's file.") == ["don", "t", "re", "use", "x", "s", "file"]
-    families = (
-        "file files filing filed|parse parses parsed parser parsing|class classes|address addresses addressed"
-        "|entry entries|set sets setting setter|delete deletion deleting|represent represents representation"
-        "|add adds added adding"
-    )
-    assert {len({stem(word) for word in family.split()}) for family in families.split("|")} == {1}
-    different = "file filter name number mode module key keep list listen set send".split()
-    assert len({stem(word) for word in different}) == len(different)
-    related_pairs = "folder-folders parser-parsing dir-directory msg-message cmd-command readline-line"
-    other_pairs = "file-filter msg-command fd-folder readline-in folder-value"
-    assert all(related(*pair.split("-")) for pair in related_pairs.split())
-    assert not any(related(*pair.split("-")) for pair in other_pairs.split())
 
 
 def test_score_is_the_weighted_mean_of_the_items():
