@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -53,17 +52,14 @@ def resumed(config: Any, *steps: int) -> None:
 
 
 class Training:
-    """`python -m jrlhf.train` in a process of its own. programs: a folder for compiled programs, kept between runs.
+    """`python -m jrlhf.train` in a process of its own. programs: a folder for compiled programs, kept between runs."""
 
-    module: what runs instead, with the same arguments.
-    """
-
-    def __init__(self, *arguments: str | Path, log: Path, programs: Path | None = None, module: str = "jrlhf.train"):
+    def __init__(self, *arguments: str | Path, log: Path, programs: Path | None = None):
         environment = dict(os.environ)
         if programs is not None:
             environment |= {"JAX_COMPILATION_CACHE_DIR": str(programs)}
             environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        command = [sys.executable, "-m", module, *map(str, arguments)]
+        command = [sys.executable, "-m", "jrlhf.train", *map(str, arguments)]
         self._log = log
         with open(log, "a") as output:
             self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
@@ -74,15 +70,6 @@ class Training:
         text = self._log.read_text()
         assert code == expected, text
         return text
-
-    def reach(self, run: Path, records: int) -> bool:
-        """Waits until metrics.jsonl has this number of records. False if the process ends before."""
-        metrics = run / "metrics.jsonl"
-        while not metrics.exists() or metrics.read_bytes().count(b"\n") < records:
-            if self.process.poll() is not None:
-                return False
-            time.sleep(0.01)
-        return True
 
     def stop(self, signal: int) -> None:
         self.process.send_signal(signal)

@@ -113,16 +113,10 @@ def undisturbed(tmp_path_factory):
     return path
 
 
-CASES = [
-    pytest.param("local", "keep_cache", (), marks=pytest.mark.proof("processes")),
-    pytest.param("local", "prefill_again", ADAPTER, marks=pytest.mark.proof("processes")),
-    pytest.param("local", "finish", (), marks=pytest.mark.proof("processes")),
-    pytest.param("ray", "keep_cache", (), marks=pytest.mark.proof("processes")),
-    pytest.param("ray", "prefill_again", ADAPTER, marks=pytest.mark.proof("processes")),
-    pytest.param("ray", "finish", (), marks=pytest.mark.proof("processes")),
-]
+CASES = ("local", "keep_cache", ()), ("local", "finish", ()), ("ray", "prefill_again", ADAPTER)
 
 
+@pytest.mark.proof("processes")
 @pytest.mark.parametrize("engine, on_new_weights, adapter", CASES)
 def test_bits_do_not_depend_on_faults_stops_workers_nor_transfers(
     engine, on_new_weights, adapter, tmp_path, monkeypatch, request, undisturbed, capsys

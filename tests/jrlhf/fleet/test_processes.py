@@ -2,10 +2,8 @@
 
 import os
 import pickle
-import random
 import signal
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrlhf.config import config_yaml
 from jrlhf.config.stages import FleetSection
 from jrlhf.errors import RunFailure, UserError
 from jrlhf.fleet import worker
@@ -25,8 +22,8 @@ from jrlhf.fleet.shared import SharedArrays, delta, patched, read
 from jrlhf.run.child import Worker
 from jrlhf.run.files import decode, encode
 from tests.jrlhf.fleet.test_runs import ADAPTER, config, run
-from tests.support.processes import alive, children, gone
-from tests.support.runs import Training, timeless
+from tests.support.processes import alive, gone
+from tests.support.runs import timeless
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -66,14 +63,14 @@ def integers(arrays):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float32, np.int8])
-def test_200_updates_by_their_changes_have_the_same_bits(dtype, monkeypatch):
+def test_updates_by_their_changes_have_the_same_bits(dtype, monkeypatch):
     """Also where NaNs change their payload and zeros their sign, and over gaps that no byte and no short can count."""
     monkeypatch.setattr("jrlhf.fleet.shared.BLOCK", 2**17)
     rng, size = np.random.default_rng(0), np.dtype(dtype).itemsize
     shapes = (3, 70_001), (7,), (), (0, 2)
     trained = [rng.integers(0, 256, (*shape, size), np.uint8).view(dtype)[..., 0] for shape in shapes]
     present, shares = [array.copy() for array in trained], []
-    for update in range(200):
+    for update in range(30):
         new = [array.copy() for array in trained]
         for bits in integers(new):
             chosen = rng.random(bits.size) < rng.choice([0, 1e-5, 1e-3, 0.02, 0.9])
@@ -249,16 +246,6 @@ def test_processes_end_with_their_parent(process):
     assert gone(pid)
 
 
-@pytest.mark.proof("kills")
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-def test_bits_do_not_depend_on_processes(algorithm, tmp_path):
-    options: dict[str, Any] = {"staleness": 2, "update_steps": 3, "logical_workers": 2}
-    expected = bits(run(config(tmp_path, "one", algorithm, **options)))
-    for workers in (1, 2):
-        path = run(config(tmp_path, f"with-{workers}", algorithm, [f"fleet.workers={workers}"], **options))
-        assert bits(path) == expected
-
-
 # An update this small has shorter changes than weights, in float32, too.
 DELTA, SLOWLY = ("fleet.workers=2", "fleet.transfer=delta", "fleet.anchor_every=3"), ["grpo.actor.learning_rate=1e-4"]
 
@@ -289,33 +276,10 @@ def test_bits_with_an_adapter_do_not_depend_on_processes(tmp_path, monkeypatch):
     assert len(kills) > 1 and max(sizes) < 1.5 * adapter.stat().st_size < whole.stat().st_size
 
 
-@pytest.mark.proof("kills")
-def test_bits_do_not_depend_on_kills_of_the_run(tmp_path):
-    """The run is killed at random moments of its rollouts and resumed; nothing of it lives on."""
-    options = {"staleness": 2, "update_steps": 3, "logical_workers": 2}
-    for name, workers in (("one", SLOWLY), ("killed", [*SLOWLY, *DELTA])):
-        (tmp_path / f"{name}.yaml").write_text(config_yaml(config(tmp_path, name, "grpo", workers, **options)))
-    Training("--config", tmp_path / "one.yaml", log=tmp_path / "log", programs=tmp_path / "programs").wait()
-    path, rng, kills = tmp_path / "killed", random.Random(0), 0
-    while True:
-        arguments = ["--config", tmp_path / "killed.yaml", *(["--resume"] if path.exists() else [])]
-        training = Training(*arguments, log=tmp_path / "log", programs=tmp_path / "programs")
-        if kills == 6 or not training.reach(path, 3 + kills // 2):  # records: two of sft, four of grpo
-            training.wait()
-            break
-        time.sleep(rng.random())
-        workers = children(training.process.pid)
-        training.stop(signal.SIGKILL)
-        assert all(gone(pid) for pid in workers)
-        kills += 1
-    assert kills >= 3 and bits(path) == bits(tmp_path / "one")
-
-
 @pytest.mark.parametrize(
     "address, cause, sentence",
     [
         ("127.0.0.1:1", "", r"see that it runs at RAY_ADDRESS=127.0.0.1:1, which must be HOST:PORT \(.*refused"),
-        ("local", "", "RAY_ADDRESS=local, which must be HOST:PORT"),
         ("ray://127.0.0.1:1", "", r"or set RAY_ADDRESS to the address of another one \(no cluster\)"),
         ("auto", "", r"start it with ray start --head, or .* \(no cluster\)"),
         (None, "AuthenticationError", r"set RAY_AUTH_MODE=token \(the cluster asks for a token\)"),
@@ -362,8 +326,7 @@ def test_a_process_that_starts_while_it_is_closed_ends(process):
 
 
 @pytest.mark.proof("kills")
-@pytest.mark.parametrize("clock", [{"update_steps": 3}, {"clock": "wall"}], ids=str)
-def test_an_update_that_does_not_arrive_ends_the_run(clock, tmp_path, monkeypatch):
+def test_an_update_that_does_not_arrive_ends_the_run(tmp_path, monkeypatch):
     put, handles = ProcessWorkers.put, []
 
     def stale(self, weights):
@@ -372,4 +335,4 @@ def test_an_update_that_does_not_arrive_ends_the_run(clock, tmp_path, monkeypatc
 
     monkeypatch.setattr(ProcessWorkers, "put", stale)
     with pytest.raises(RunFailure, match="the rollouts' weights of version 1 are not the trainer's"):
-        run(config(tmp_path, "stale", "grpo", ["fleet.workers=1"], staleness=1, **clock))
+        run(config(tmp_path, "stale", "grpo", ["fleet.workers=1"], staleness=1, clock="wall"))

@@ -59,16 +59,8 @@ def run(config: Any) -> Path:
     return Path(config.run_dir) / config.name
 
 
-def proven(*names: Any) -> list[Any]:
-    """The first one among the full tests, the others in `.ci/full kills`."""
-    marks = [pytest.mark.full] + [pytest.mark.proof("kills")] * (len(names) - 1)
-    return [pytest.param(name, marks=mark) for name, mark in zip(names, marks, strict=True)]
-
-
-SYNCHRONOUS = ["grpo"], ["dapo"], ["ppo"], ["reinforce_pp"], ["grpo", *ADAPTER], ["ppo", *ADAPTER]
-
-
-@pytest.mark.parametrize("case", proven(*SYNCHRONOUS), ids=str)
+@pytest.mark.proof("kills")
+@pytest.mark.parametrize("case", [["grpo"], ["dapo"], ["ppo"], ["ppo", *ADAPTER]], ids=str)
 def test_with_staleness_0_the_run_is_the_synchronous_one_bit_for_bit(case, tmp_path):
     """In one process, and where another one draws. With more logical workers log-probabilities round otherwise.
 
@@ -89,7 +81,7 @@ def test_with_staleness_0_the_run_is_the_synchronous_one_bit_for_bit(case, tmp_p
         assert weights[0] == weights[1]
 
 
-@pytest.mark.full
+@pytest.mark.proof("runs")
 def test_reward_models_score_an_asynchronous_run_as_the_synchronous_one(tmp_path, settings, user):
     """RLOO with a reward model that the run trains, one that reads text, and a function, which differ between rows."""
     make = maker(tmp_path, settings, user)
@@ -107,10 +99,8 @@ def test_reward_models_score_an_asynchronous_run_as_the_synchronous_one(tmp_path
         assert all(record[f"rewards/{name}/std"] > 0 for name in ("reward_model", "judge", "short"))
 
 
-MODES = "keep_cache", "prefill_again", "finish"
-
-
-@pytest.mark.parametrize("case", proven(*([mode] for mode in MODES), *([mode, *ADAPTER] for mode in MODES)), ids=str)
+@pytest.mark.proof("kills")
+@pytest.mark.parametrize("case", [["keep_cache"], ["prefill_again", *ADAPTER], ["finish"]], ids=str)
 def test_a_run_that_goes_on_from_any_step_has_the_same_bits(case, tmp_path):
     on_new_weights, *settings = case
     options = {"staleness": 2, "update_steps": 3, "on_new_weights": on_new_weights}

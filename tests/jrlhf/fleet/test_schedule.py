@@ -42,7 +42,7 @@ def test_tokens_within_the_bound_are_fresh():
     np.testing.assert_array_equal(fresh(versions, np.array([[7], [5]]), 1), [[False, True, True], [False, True, True]])
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 4, 9])
+@pytest.mark.parametrize("staleness", [1, 9])
 def test_the_loss_learns_from_the_tokens_that_are_fresh(staleness):
     """`without_older` of the trainer and `fresh` of the simulator are one rule. Fresh tokens keep their weights."""
     rng, step = np.random.default_rng(0), 7

