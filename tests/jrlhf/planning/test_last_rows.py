@@ -147,9 +147,8 @@ def by_token(rollouts: Rollouts, lengths: np.ndarray, last: LastRows | None) -> 
     return max(clock, *busy.values())
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_random_rollouts_take_the_time_that_counting_tokens_gives(seed):
-    draw, moved = np.random.default_rng(seed), 0
+def test_random_rollouts_take_the_time_that_counting_tokens_gives():
+    draw, moved = np.random.default_rng(0), 0
     for _ in range(20):
         slices = [Slice(*map(int, pair)) for pair in zip(draw.integers(0, 6, 3), draw.integers(1, 5, 3), strict=True)]
         rollouts = Rollouts(

@@ -20,12 +20,6 @@ from jrlhf.planning.time import Price
 from tests.jrlhf.planning.synthetic import PPO, assert_runs, problem
 
 
-def in_full_or_proof(count: int) -> list:
-    """The first one among the full tests, the others in `.ci/full memory`."""
-    marks = [pytest.mark.full] + [pytest.mark.proof("memory")] * (count - 1)
-    return [pytest.param(number, marks=mark) for number, mark in enumerate(marks)]
-
-
 def space(prices, keep=lambda placement: True, *, lockstep=False):
     evaluator = Simulator(PPO, prices, prices.workload.models, lockstep=lockstep)
     options = candidates(prices)
@@ -59,8 +53,7 @@ class Rough:
         return 0.02 * self._draw(source, target) * (source.devices != target.devices)
 
 
-@pytest.mark.parametrize("lockstep", [False, True])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("seed", "lockstep"), [(0, False), (1, True)])
 def test_branch_and_bound_finds_what_trying_everything_finds(seed, lockstep):
     prices = Rough(seed, capacity=9.0)
     evaluator = Simulator(PPO, prices, ("actor", "critic", "reference", "reward"), lockstep=lockstep)
@@ -97,17 +90,17 @@ def test_7b_and_7b_on_8_devices_come_within_a_hundredth_of_the_optimum(rows):
 
 def test_within_what_branch_and_bound_can_prove_on_4_devices():
     prices = problem(4, rows=32, minibatches=2, memory=160e9)
-    result = search(prices, proposals=8_000, seed=1, lockstep=False)
+    result = search(prices, proposals=3_000, seed=1, lockstep=False)
     evaluator, choices = space(prices, lambda placement: placement.micro_batches == 1)
     assert optimum(evaluator, choices, below=0.99 * result.best.simulation.seconds).choice is None
 
 
 def test_a_search_is_a_function_of_its_seed_and_gets_no_worse_with_time():
     prices = problem(16, rows=128)
-    one, two, other = (search(prices, proposals=1_000, seed=seed) for seed in (3, 3, 4))
+    one, two, other = (search(prices, proposals=300, seed=seed) for seed in (3, 3, 4))
     assert (one.best, one.trace, one.runners_up) == (two.best, two.trace, two.runners_up)
     assert one.trace != other.trace
-    longer = search(prices, proposals=2_000, seed=3)
+    longer = search(prices, proposals=600, seed=3)
     assert longer.trace[: len(one.trace)] == one.trace
     assert [seconds for _, seconds in longer.trace] == sorted((seconds for _, seconds in longer.trace), reverse=True)
     assert longer.best.simulation.seconds == pytest.approx(longer.trace[-1][1], rel=1e-12)
@@ -116,7 +109,7 @@ def test_a_search_is_a_function_of_its_seed_and_gets_no_worse_with_time():
 def test_the_best_beats_every_rule_and_runs():
     prices = problem(16, rows=128)
     reports = []
-    result = search(prices, proposals=3_000, progress=lambda *report: reports.append(report))
+    result = search(prices, proposals=1_000, progress=lambda *report: reports.append(report))
     assert result.rules.keys() == {"heuristic", "colocate", "split", "standalone"}
     for proposal in [*result.rules.values(), *result.runners_up]:
         assert_runs(proposal.plan, prices)
@@ -140,7 +133,7 @@ def test_no_best_plan_exceeds_the_memory():
     """Where memory is scarce: each model fits alone, and few combinations do."""
     for memory in (50e9, 64e9):
         prices = problem(8, rows=64, memory=memory)
-        result = search(prices, proposals=1_500, seed=0)
+        result = search(prices, proposals=500, seed=0)
         for proposal in [result.best, *result.runners_up, *result.rules.values()]:
             assert proposal.simulation.peak <= memory
         assert_runs(result.best.plan, prices)
@@ -165,20 +158,14 @@ def scarce(number: int):
     raise AssertionError("every plan fits")
 
 
-@pytest.mark.parametrize("number", in_full_or_proof(20))
+@pytest.mark.proof("memory")
+@pytest.mark.parametrize("number", range(12))
 def test_where_memory_is_scarce_six_seeds_come_within_a_hundredth_of_the_optimum(number):
     prices = scarce(number)
     seconds = [search(prices, proposals=8_000, seed=seed).best.simulation.seconds for seed in range(6)]
     evaluator, choices = space(prices, lockstep=True)
     assert math.prod(map(len, choices)) > 1e8
     assert optimum(evaluator, choices, below=0.99 * max(seconds)).choice is None, seconds
-
-
-def test_pipelines_are_proposed_only_when_asked_for():
-    prices = problem(8, rows=64)
-    for hypothetical in (False, True):
-        options = candidates(prices, hypothetical=hypothetical)["actor.generate"]
-        assert any(option.placement.pipeline > 1 for option in options) == hypothetical
 
 
 def test_the_heuristic_is_symmetric():
@@ -229,10 +216,9 @@ def test_hybridflow_divides_sets_and_devices_by_its_stages():
     assert kinds["split"].plan["actor.update"].devices.count == kinds["split"].plan["critic.update"].devices.count == 8
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_rule_plans_have_room_for_the_copies_of_weights_that_they_need(seed):
+def test_rule_plans_have_room_for_the_copies_of_weights_that_they_need():
     """Where memory is scarce; and there is one set of devices wherever states that are divided most leave room."""
-    draw = random.Random(seed)
+    draw = random.Random(0)
     for _ in range(2):
         memory = draw.uniform(34e9, 70e9)
         prices = problem(16, draw.choice(("7b", "34b")), rows=draw.choice((64, 128)), memory=memory)
@@ -260,7 +246,7 @@ def test_colocation_is_best_on_few_devices_and_loses_its_lead_on_many():
     """HybridFlow's finding for PPO on A100s, with these prices: to 64 devices one set is best; the lead over two halves
     shrinks with the devices; and at 96, which do not divide the rows, a split wins."""
     leads = []
-    for devices in (32, 64, 128, 96):
+    for devices in (32, 64, 96):
         prices = problem(devices, rows=1024, hardware="a100")
         results = divisions(prices, candidates(prices))
         kinds = named_divisions(results)
@@ -274,7 +260,7 @@ def test_colocation_is_best_on_few_devices_and_loses_its_lead_on_many():
 @pytest.mark.full
 def test_a_thousand_devices_are_planned_for():
     prices = problem(1024, "70b", "70b", rows=8192)
-    result = search(prices, proposals=50_000, seed=0)
+    result = search(prices, proposals=10_000, seed=0)
     assert_runs(result.best.plan, prices)
     assert result.best.simulation.seconds < 0.98 * result.rules["heuristic"].simulation.seconds
     assert result.best.simulation.seconds <= min(rule.simulation.seconds for rule in result.rules.values())

@@ -51,7 +51,6 @@ def on(device: Any) -> float:
     return sum(size for (number, _), size in live_bytes().items() if number == device.id)
 
 
-@pytest.mark.full
 @pytest.mark.proof("memory")
 @pytest.mark.parametrize("schedule, remat", [("1f1b", "full"), ("gpipe", "full"), ("zb-h1", "products")])
 def test_memory_of_stages_is_as_predicted(schedule: Any, remat: Any, monkeypatch):
@@ -75,7 +74,6 @@ def test_memory_of_stages_is_as_predicted(schedule: Any, remat: Any, monkeypatch
     assert expected == pytest.approx(max(measured.values()), rel=0.1), measured
 
 
-@pytest.mark.full
 @pytest.mark.proof("memory")
 @pytest.mark.parametrize("head, tied, parts", [("lm", False, 8), ("lm", True, 4), ("scalar", True, 4)])
 def test_memory_of_scores_in_stages_is_as_predicted(head, tied, parts, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -32,8 +33,7 @@ from jrlhf.planning.moves import (
 )
 from jrlhf.planning.time import CallTime, CostModel
 
-SMALL, LARGE = PRESETS["meta-llama/Meta-Llama-3-8B"], PRESETS["meta-llama/Meta-Llama-3-70B"]
-THIRTEEN = ModelConfig(32000, 5120, 40, 40, 40, 128, 13824, 4096, tie_embeddings=False)
+SMALL = PRESETS["meta-llama/Meta-Llama-3-8B"]
 LAYERS, TABLES = SMALL.layers * 218_103_808, 2 * 128256 * 4096  # weights in the matrices of SMALL
 H100 = cluster("16xh100")
 # A device that reaches all that its maker says, and launches for nothing; with links so fast that they do not count.
@@ -180,13 +180,6 @@ def test_collectives_of_a_call():
         assert time.parts[part] == pytest.approx(moved / LINK, rel=1e-6), (call, placement)
 
 
-def test_a_pipeline_waits_for_its_first_and_last_part():
-    for parts in (2, 8):
-        time = priced(place("train_tp", data=4, pipeline=4, micro_batches=parts))
-        working = sum(seconds for name, seconds in time.parts.items() if name not in ("bubble", "optimizer", "gathers"))
-        assert time.parts["bubble"] == pytest.approx((4 - 1) / parts * working)
-
-
 def test_an_update_in_stages_copies_weights_and_gradients_in_float32():
     """Each of four stages stores a quarter of its own layers and table. Interleaved stages send twice."""
     placed = place("train", fsdp=2, pipeline=4, micro_batches=8)
@@ -246,35 +239,36 @@ class Rows(NamedTuple):
     tokens: Any
 
 
-def test_a_split_backward_operation_computes_nearly_all_of_it_twice():
+@pytest.mark.parametrize("remat", ["full", pytest.param("products", marks=pytest.mark.proof("memory"))])
+def test_a_split_backward_operation_computes_nearly_all_of_it_twice(remat):
     """XLA counts the operations of a middle stage."""
     model = ModelConfig(64, 64, 6, heads=4, kv_heads=4, head_dim=16, mlp=192, max_positions=64)
     widths = {"prompt": 16, "response": 16, "mean_prompt": 16.0, "mean_response": 16.0, "rows": 24, "minibatches": 1}
     fast = Cluster(replace(IDEAL.hardware, bandwidth=1e30), 3)
-    for remat in ("full", "products"):
-        work = published.workload(model, **widths, remat=remat, recomputed_stages=True)
-        split, joint = (
-            sum(CostModel(work, fast).stage_seconds(work.graph["critic.update"], replace(placed, schedule=schedule)))
-            for placed in [place("train", pipeline=3, micro_batches=3)]
-            for schedule in ("zb-h1", "1f1b")
+    work = published.workload(model, **widths, remat=remat, recomputed_stages=True)
+    split, joint = (
+        sum(CostModel(work, fast).stage_seconds(work.graph["critic.update"], replace(placed, schedule=schedule)))
+        for placed in [place("train", pipeline=3, micro_batches=3)]
+        for schedule in ("zb-h1", "1f1b")
+    )
+    groups = tuple(make_mesh(1, 1, 1, devices=[device]) for device in jax.devices()[:3])
+    stages, mesh = pipeline.Stages(model, groups, TRAIN, ForwardOptions(remat=remat)), groups[1]
+    shapes = jax.eval_shape(partial(init_lm, stages.part(1)), jax.random.key(0))["layers"]
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+    weights = {"layers": jax.device_put(zeros, param_shardings(stages.part(1), mesh, TRAIN)["layers"])}
+    rows = Rows(jax.device_put(np.zeros((3, 8, 32), np.int32), NamedSharding(mesh, P())))
+    hidden = jax.device_put(np.zeros((8, 32, 64), np.float32), NamedSharding(mesh, P(AXES)))
+    function = pipeline._stage(stages, 1)
+    with jax.set_mesh(mesh):
+        given = weights, {"hidden": hidden}, rows, 0, ()
+        programs = (
+            pipeline._forward.lower(function, *given),
+            pipeline._gradient_of_input.lower(function, *given, hidden),
+            pipeline._gradients.lower(function, pipeline._zeros(weights), *given, hidden),
         )
-        groups = tuple(make_mesh(1, 1, 1, devices=[device]) for device in jax.devices()[:3])
-        stages, mesh = pipeline.Stages(model, groups, TRAIN, ForwardOptions(remat=remat)), groups[1]
-        shardings = param_shardings(stages.part(1), mesh, TRAIN)["layers"]
-        weights = {"layers": jax.device_put(init_lm(stages.part(1), jax.random.key(0))["layers"], shardings)}
-        rows = Rows(jax.device_put(np.zeros((3, 8, 32), np.int32), NamedSharding(mesh, P())))
-        hidden = jax.device_put(np.zeros((8, 32, 64), np.float32), NamedSharding(mesh, P(AXES)))
-        function = pipeline._stage(stages, 1)
-        with jax.set_mesh(mesh):
-            given = weights, {"hidden": hidden}, rows, 0, ()
-            programs = (
-                pipeline._forward.lower(function, *given),
-                pipeline._gradient_of_input.lower(function, *given, hidden),
-                pipeline._gradients.lower(function, pipeline._zeros(weights), *given, hidden),
-            )
-        counts: Any = [program.compile().cost_analysis() for program in programs]
-        forward, half, whole = (count["flops"] for count in counts)
-        assert split / joint == pytest.approx((forward + half + whole) / (forward + whole), rel=0.03)
+    counts: Any = [program.compile().cost_analysis() for program in programs]
+    forward, half, whole = (count["flops"] for count in counts)
+    assert split / joint == pytest.approx((forward + half + whole) / (forward + whole), rel=0.03)
 
 
 def test_epochs_and_minibatches():
@@ -288,25 +282,6 @@ def test_epochs_and_minibatches():
 
 
 # ---- what holds of any sizes
-
-
-def test_sizes_scale_the_time():
-    """Twice the devices is nearly half the time; twice the rows nearly twice, but in decoding; models by their size."""
-    for call, layout, low, high in (
-        ("actor.update", "train", 1.7, 2.0),
-        ("reference.logprobs", "score", 1.9, 2.0),
-        ("actor.generate", "generate", 1.1, 1.9),
-    ):
-        one = priced(place(layout, data=16), call).seconds
-        assert low * one < priced(place(layout, data=16), call, rows=1024).seconds <= high * one * 1.001
-        if layout != "generate":
-            half = priced(place(layout, data=2, fsdp=8), call).seconds
-            whole = priced(place(layout, data=4, fsdp=8), call, Cluster(H100.hardware, 32)).seconds
-            assert 0.5 * half < whole < 0.65 * half
-    placed, on = place("train", data=2, fsdp=64), Cluster(H100.hardware, 128)
-    small = priced(placed, on=on).parts["operations"]
-    for model, numbers in ((THIRTEEN, 12.7e9), (LARGE, 69.5e9)):
-        assert priced(placed, on=on, model=model).parts["operations"] / small == pytest.approx(numbers / 7.5e9, rel=0.1)
 
 
 def test_tensor_parallelism_between_nodes_is_slower_than_within():
@@ -358,13 +333,6 @@ def test_an_adapter_trains_without_its_bases_gradient():
     # It is stored as generation needs it, whole on the devices of an fsdp axis, and each updates all of it.
     divided = CostModel(adapted, H100).time(call, place("generate", data=2, fsdp=8))
     assert divided.parts["optimizer"] == small.parts["optimizer"]
-
-
-def test_faster_hardware_is_faster():
-    order = ["8xa100", "8xh100", "8xh200", "8xb200"]
-    for call, layout in (("actor.update", "train"), ("actor.generate", "generate")):
-        seconds = [priced(place(layout, data=8), call, cluster(name)).seconds for name in order]
-        assert seconds == sorted(seconds, reverse=True)
 
 
 # ---- moves
