@@ -6,13 +6,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import sides
 from benchmarks.compare import OURS, SMALL, alternate
 from benchmarks.peers import common
-from benchmarks.peers.common import Job
+from benchmarks.peers.common import Job, Repetitions
 from benchmarks.sides import CompareError, Side, environment
 from tests.support.processes import gone
 
@@ -33,6 +34,24 @@ def test_what_others_take_is_what_is_busy_less_our_own(monkeypatch: pytest.Monke
 
     monkeypatch.setattr("builtins.open", missing)  # without /proc nothing is dropped
     assert common.others() == 0
+
+
+def test_repetitions_are_what_lies_between_turns_after_the_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    clock = [0.0, 0.0]  # time, and what others computed until then
+    monkeypatch.setattr(common, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(common, "others", lambda: clock[1])
+
+    def others_compute():
+        clock[:] = clock[0] + 100, clock[1] + 200
+
+    monkeypatch.setattr(common, "wait_for_turn", others_compute)
+    repetitions = Repetitions(job(tmp_path, in_turn=True))  # one does not count, two do
+    for seconds, disturbed in ((9, 5), (1, 0), (2, 0.5)):
+        repetitions.next()
+        clock[:] = clock[0] + seconds, clock[1] + disturbed
+    repetitions.next()
+    assert repetitions.result() == {"seconds": [1, 2], "others": [0, 0.5]}
+    assert clock == [412.0, 805.5]  # four turns were waited for
 
 
 @pytest.fixture
@@ -62,6 +81,11 @@ def test_what_would_tune_a_process_is_not_inherited(fake, tmp_path: Path, monkey
     assert {name: tuned[name] for name in tuned if name not in bare} == thresholds
 
 
+def test_a_process_that_fails_is_one_sentence(fake, tmp_path: Path):
+    with pytest.raises(CompareError, match="fake ppo gc failed with exit code 1: RuntimeError: no such cache"):
+        fake("raise RuntimeError('no such cache')").run(job(tmp_path, case="ppo", variant="gc"))
+
+
 def test_a_process_that_hangs_is_ended_with_all_that_it_started(fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     hang = f"""
 import pathlib, subprocess, sys, time
@@ -78,6 +102,7 @@ time.sleep(600)
 TAKES_TURNS = """
 import contextlib, io, json, os, sys, time
 from pathlib import Path
+from types import SimpleNamespace
 from benchmarks.peers.common import Job, timed
 
 job = Job.from_json(sys.argv[1])

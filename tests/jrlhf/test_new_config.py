@@ -160,13 +160,3 @@ def test_a_config_fits_the_model_and_the_rows_on_this_machine(user, make_model, 
     ):
         with pytest.raises(UserError, match=re.escape(sentence)):
             complete(given | more, None)
-
-
-@pytest.mark.full
-def test_a_written_config_trains(user, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    command = ["init", "--model", f"{user}/actor", "--data", f"{user}/qa.jsonl", "--devices", "8xcpu"]
-    assert jrlhf.__main__.cli(command) == 0
-    assert train.cli(["--config", "mine.yaml", "run_dir=runs", "grpo.iterations=2", "evaluation.prompts=8"]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "runs/mine/metrics.jsonl").read_text().splitlines()]
-    assert len(rows) == 2 and all(0 <= row["critic/score/mean"] <= 1 for row in rows)
