@@ -269,29 +269,3 @@ def test_calls_on_separate_devices_overlap_and_copies_wait_for_what_they_copy(no
         ("reader", "0", 6.0, 8.0, False),
         ("update", "0", 8.0, 9.0, False),
     ]
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_of_simulated_devices_only_single_ones_compute_at_the_same_time(size):
-    """Real programs of equal length on two slices, timed by default: XLA's CPU client overlaps those on one device."""
-    meshes = [mesh_on(index * size, size) for index in range(2)]
-    turn = jnp.eye(64) / 2
-
-    def work(x: jax.Array) -> jax.Array:
-        def body(x: jax.Array) -> jax.Array:
-            looped = jax.lax.fori_loop(0, 4000, lambda _, y: jnp.sin(y @ turn), jnp.ones((64, 64)) * x[0])
-            return jax.lax.psum(looped.sum(), "fsdp")[None]
-
-        return jax.shard_map(body, in_specs=jax.P("fsdp"), out_specs=jax.P(), check_vma=False)(x)
-
-    program, clock = jax.jit(work), Clock()
-    for _ in range(2):  # the first time they compile
-        clock.start()
-        for mesh in meshes:
-            with jax.set_mesh(mesh):
-                rows = jax.device_put(jnp.ones(size), jax.NamedSharding(mesh, jax.P("fsdp")))
-                clock.run("work", program, rows)
-        clock.take()
-    first, second = clock.spans()
-    overlap = min(first.end, second.end) - max(first.start, second.start)
-    assert overlap > 0 if size == 1 else overlap <= 0

@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from jrlhf.config import load_config
 from jrlhf.config.schema import DistributedConfig
 from jrlhf.errors import UserError
 from jrlhf.run.processes import start
-from tests.support.launched import LAYOUTS, SMALL, TINY, launch, train
+from tests.support.launched import LAYOUTS, TINY, launch
 from tests.support.processes import free_port
 
 AGREE = """
@@ -69,7 +68,7 @@ parts = {name: make_mesh(1, -1, 1, devices=own) for name, own in {
     "first": devices[:2], "second": devices[2:], "middle": devices[1:3], "last": devices[3:]}.items()} | {"all": mesh}
 rows = {name: to_devices(host, {"x": NamedSharding(part, P("fsdp")), "n": NamedSharding(part, P())}) for name, part in
     parts.items() if name in ("first", "second", "all")}
-loop = jax.jit(lambda x: jax.lax.fori_loop(0, 100_000_000, lambda _, x: x * 0.999 + 1, x))
+loop = jax.jit(lambda x: jax.lax.fori_loop(0, 20_000_000, lambda _, x: x * 0.999 + 1, x))
 loop = loop.lower(rows["second"]["x"]).compile()
 to_all_hosts(rows["first"])  # compiled, too
 from_main(lambda: None)  # all processes are here
@@ -82,7 +81,7 @@ flags = to_devices(np.arange(6) % 3 == 0, NamedSharding(parts["first"], P("fsdp"
 some = to_all_hosts({"x": rows["first"]["x"], "done": flags}, np.isin(np.arange(6), [1, 3]))
 results["some"] = [some["x"][[1, 3]].tolist(), some["done"][[1, 3]].tolist()]
 results["slices"] = {}
-for pair in ("first second", "all second", "second all", "middle second", "last first", "first last", "all last"):
+for pair in ("first second", "all last", "middle second"):
     source, target = (parts[name] for name in pair.split())
     given = to_devices(host, {"x": NamedSharding(source, P(None, "fsdp")), "n": NamedSharding(source, P())})
     moved = reshard(given, {"x": NamedSharding(target, P("fsdp", "tensor")), "n": NamedSharding(target, P())})
@@ -124,31 +123,6 @@ def test_processes_agree_and_share_arrays(tmp_path: Path):
     assert first["plan"]["calls"] == placed
 
 
-@pytest.mark.parametrize(
-    "loss, lost",
-    [
-        pytest.param("SIGSTOP", 0, marks=pytest.mark.full),
-        *(
-            pytest.param(*case, marks=pytest.mark.proof("processes"))
-            for case in (("SIGSTOP", 1), ("SIGKILL", 0), ("SIGKILL", 1))
-        ),
-    ],
-)
-def test_a_process_that_is_lost_ends_the_others(tmp_path: Path, loss: str, lost: int):
-    endless = ("stages=[sft]", "sft.steps=1000000", "sft.save_every=1000000", "distributed.heartbeat=10")
-    launched = train(2, tmp_path, f"lost{lost}", *SMALL, *endless)
-    metrics = tmp_path / f"lost{lost}" / "metrics.jsonl"
-    launched.wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 5, 200)
-    launched.processes[lost].send_signal(signal.Signals[loss])
-    code = launched.processes[1 - lost].wait(60)
-    launched.processes[lost].kill()
-    launched.processes[lost].wait()
-    output = launched.text(1 - lost)
-    sentences = re.findall(r"^error: .*", output, re.M)
-    assert code == 1 and "Traceback" not in output, output
-    assert len(sentences) == 1 and f"process {lost} of 2" in sentences[0], output
-
-
 @pytest.fixture
 def no_cluster(monkeypatch):
     for name in list(os.environ):
@@ -177,7 +151,8 @@ def test_an_address_is_complete_or_absent(no_cluster, monkeypatch):
         load_config(TINY, ["distributed.coordinator=host"])
 
 
-@pytest.mark.parametrize("source", ["config", pytest.param("slurm", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("source", ["config", pytest.param("slurm", marks=pytest.mark.proof("processes"))])
 def test_a_coordinator_that_does_not_answer_is_named(tmp_path: Path, source: str):
     address = f"127.0.0.1:{free_port()}"
     keys = [f"distributed.coordinator={address}", "distributed.processes=2", "distributed.process=1"]

@@ -112,19 +112,21 @@ with PreemptionGuard() as guard, guard.iterating():
 """
 
 
+@pytest.mark.full
 def test_a_hang_up_stops_the_run_after_an_iteration_although_nobody_reads_any_more(tmp_path):
+    pipe, processes = subprocess.PIPE, []
     for ignored in (False, True):  # as nohup has it
-        command = [sys.executable, "-c", _HANGS_UP, str(tmp_path / "end")]
+        command = [sys.executable, "-c", _HANGS_UP, str(tmp_path / str(ignored))]
         before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
-        pipe = subprocess.PIPE
-        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe)
+        processes.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe))
         signal.signal(signal.SIGHUP, before)
+    for ignored, process in zip((False, True), processes, strict=True):
         assert process.stdin and process.stdout and process.stderr and process.stdout.readline() == b"begun\n"
         process.stdout.close()
         process.stderr.close()
         process.stdin.write(b"\n")
         process.stdin.close()
-        assert process.wait(60) == 0 and (tmp_path / "end").read_text() == str(not ignored)
+        assert process.wait(60) == 0 and (tmp_path / str(ignored)).read_text() == str(not ignored)
 
 
 def test_devices_that_cannot_be_had_are_refused(monkeypatch):
@@ -172,6 +174,7 @@ print(before, int(keeps), faults())
 """
 
 
+@pytest.mark.full
 def test_freed_memory_is_kept_and_comes_without_page_faults():
     output = subprocess.run([sys.executable, "-c", _TWICE], capture_output=True, text=True, check=True).stdout
     before, keeps, after = map(int, output.split())

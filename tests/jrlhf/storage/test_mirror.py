@@ -77,7 +77,7 @@ def step(path: Path, number: int, *, keep: int = 2) -> None:
 
 
 def test_a_store_that_lost_its_run_after_any_write_holds_one_that_can_be_resumed(memory, config, monkeypatch):
-    """Every state of the store during five checkpoints, one of them resumed, is opened as a resume would."""
+    """Every state of the store during four checkpoints, one of them resumed, is opened as a resume would."""
     states = list[dict[str, bytes]]()
     for name in ("write", "upload", "delete"):
         method = getattr(Store, name)
@@ -89,20 +89,21 @@ def test_a_store_that_lost_its_run_after_any_write_holds_one_that_can_be_resumed
 
         monkeypatch.setattr(Store, name, recorded)
     monkeypatch.setattr(module, "_LOOK", 1e6)
-    for first in (1, 4):
+    for first in (1, 3):
         mirror = Mirror(config, print)
         mirror.open(first > 1)
         mirror.begin()
         with open_run(config, resume=first > 1) as run:
             mirror.start(run)
-            for number in (first, first + 1, first + 2):
+            for number in (first, first + 1):
                 step(run.path, number)
                 mirror._checkpoints()
             (run.path / "model").mkdir(exist_ok=True)
             (run.path / "model" / "config.json").write_text("{}")
         mirror.close()
     monkeypatch.undo()
-    assert len(states) > 60 and "model/config.json" in states[-1]
+    assert len(states) > 40 and "model/config.json" in states[-1]
+    monkeypatch.setattr(module, "refuse_other", lambda *_: None)  # most of a resume's time is YAML
     newest = 0
     for state in states:
         put(memory, {name: data for name, data in state.items() if name != ".mirror/claim.json"})
@@ -123,9 +124,9 @@ def test_a_store_that_lost_its_run_after_any_write_holds_one_that_can_be_resumed
         assert sum(steps.values()) >= newest  # what was whole in the store stays so
         newest = sum(steps.values())
         mirror.close()
-    assert newest == 12
+    assert newest == 8
     left = {name.split("/")[2] for name in states[-1] if name.startswith("checkpoints/")}
-    assert left == {"5", "6"} and ".mirror/claim.json" not in states[-1]
+    assert left == {"3", "4"} and ".mirror/claim.json" not in states[-1]
 
 
 @pytest.mark.full
@@ -151,7 +152,7 @@ def test_a_run_at_an_address_and_its_resume_elsewhere_are_those_of_a_directory(m
     assert markers == {f".mirror/checkpoints/sft/{step}.json" for step in (3, 4)}
 
 
-@pytest.mark.full
+@pytest.mark.proof("kills")
 def test_a_checkpoint_whose_arrays_are_damaged_is_passed_over_and_written_again(memory, config, tmp_path, capsys):
     """Its files are as the store was given them, but they are not what the run had."""
     main(config)
@@ -418,16 +419,3 @@ def test_an_address_needs_its_package(config, monkeypatch):
     monkeypatch.setattr(store_module.importlib, "import_module", missing)
     with pytest.raises(UserError, match=r"s3://bucket/runs needs s3fs: install it with pip install 'jrlhf\[storage\]'"):
         Store("s3://bucket/runs", config.storage)
-
-
-def test_a_claim_is_no_secret(memory, config):
-    """Its object says who holds the address, for those who wonder."""
-    with copied(config, resume=False, tell=print) as mirror:
-        mirror.begin()
-        assert json.loads(objects(memory)[".mirror/claim.json"]).keys() == {
-            "token",
-            "process",
-            "machine",
-            "lease",
-            "sign",
-        }

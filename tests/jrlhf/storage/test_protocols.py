@@ -11,10 +11,6 @@ from pathlib import Path
 import pytest
 
 from jrlhf.config.places import StorageConfig
-from jrlhf.errors import UserError
-from jrlhf.roles.pretrained import architecture, locate
-from jrlhf.run.directory import read_summary
-from jrlhf.storage.models import fetch_run
 from jrlhf.storage.store import Store, StoreError
 from tests.jrlhf.storage.test_mirror import CONFIG
 from tests.support.object_stores import Faults, gcs, s3
@@ -22,6 +18,7 @@ from tests.support.processes import free_port
 from tests.support.runs import Training, digest, timeless
 
 SEED = int(os.environ.get("PROOF_SEED", "0"))
+KILLS = 8
 pytestmark = pytest.mark.filterwarnings("ignore")  # the clients leave sockets to the garbage collector
 
 
@@ -76,43 +73,8 @@ def test_objects_are_whole_and_errors_are_sentences(scheme, faults, tmp_path):
             store.read("d/e/empty")
 
 
-@pytest.mark.full
-def test_a_model_is_fetched_once_and_again_when_it_changes(scheme, tmp_path, faults, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    store, address = Store(f"{scheme}://bucket/runs/x", StorageConfig()), f"{scheme}://bucket/runs/x"
-    config = Path(__file__).parents[1] / "tokenizers" / "qwen" / "config.json"
-    with pytest.raises(UserError, match=f"model.path={address} holds no config.json and no model/config.json"):
-        locate(address, "model.path")
-    store.write("config.yaml", b"")
-    with pytest.raises(UserError, match=f"model.path={address} is a run that has not finished"):
-        locate(address, "model.path")
-    for name in ("config.json", "model.safetensors", "merges.txt", "code.py", "deep/config.json"):
-        store.write(f"model/{name}", config.read_bytes() if config.exists() else b"{}")
-    first = locate(address, "model.path")
-    assert {file.name for file in first.iterdir()} == {"config.json", "merges.txt"}
-    assert locate(address, "model.path", weights=True) == first
-    assert (first / "model.safetensors").exists() and not (first / "code.py").exists()
-    count = len(faults.requests)
-    assert locate(address, "model.path") == first
-    assert not [request for request in faults.requests[count:] if "merges.txt" in request]  # only the list is new
-    store.write("model/config.json", b'{"model_type": "none"}')
-    assert locate(address, "model.path") != first
-    store.write("summary.json", b'{"chat": true}')
-    assert read_summary(fetch_run(address, "--model")) == {"chat": True}
-    with pytest.raises(UserError, match=f"model.path={address}"):
-        architecture(address, "model.path")
-
-
-@pytest.mark.parametrize(
-    "scheme, kills",
-    [
-        pytest.param("s3", 1, marks=pytest.mark.full),
-        pytest.param("s3", 8, marks=pytest.mark.proof("failures")),
-        pytest.param("gs", 8, marks=pytest.mark.proof("failures")),
-    ],
-    indirect=["scheme"],
-)
-def test_a_run_that_is_killed_goes_on_from_its_store_to_the_same_bits(scheme, faults, tmp_path, kills):
+@pytest.mark.proof("failures")
+def test_a_run_that_is_killed_goes_on_from_its_store_to_the_same_bits(scheme, faults, tmp_path):
     """At a random request, on three machines in turn, while a tenth of all requests is answered with 503."""
     config = tmp_path / "given.yaml"
     config.write_text("".join(f"{key}: {value}\n" for key, value in CONFIG.items()))
@@ -121,13 +83,13 @@ def test_a_run_that_is_killed_goes_on_from_its_store_to_the_same_bits(scheme, fa
     Training(*command, "name=run", f"run_dir={tmp_path}", log=tmp_path / "log", programs=tmp_path / "programs").wait()
     command += [f"run_dir={scheme}://bucket/runs", "storage.lease=2", "storage.timeout=20"]
     local, outcomes = tmp_path / "run", list[str]()
-    for kill in range(kills + 1):
+    for kill in range(KILLS + 1):
         name = f"run{outcomes.count('done')}"
         store, scratch = Store(f"{scheme}://bucket/runs/{name}", StorageConfig()), tmp_path / str(draw.randrange(3))
         options = [f"name={name}", f"storage.scratch={scratch}"]
         options += ["--resume"] * (store.read("config.yaml") is not None)
         faults.choose = lambda method, path: "503" if draw.random() < 0.1 else None
-        limit = math.inf if kill == kills else len(faults.requests) + draw.randrange(5, 200)
+        limit = math.inf if kill == KILLS else len(faults.requests) + draw.randrange(5, 200)
         training = Training(*command, *options, log=tmp_path / f"log-{kill}", programs=tmp_path / "programs")
         while training.process.poll() is None and len(faults.requests) < limit:
             time.sleep(0.002)
