@@ -10,7 +10,6 @@ import pytest
 
 from jrlhf.ppo import (
     GRPOConfig,
-    GSPOConfig,
     MultiplierState,
     PPOConfig,
     ReinforcePPConfig,
@@ -76,11 +75,11 @@ def check(experience, rows):
         assert not np.any(np.delete(got, np.r_[span]))
 
 
-@pytest.mark.parametrize("config", [GRPOConfig(samples=4), GRPOConfig(samples=4, truncation="mask")], ids=str)
-def test_grpo_compares_scores_and_takes_the_kl_to_the_loss(config):
+def test_grpo_compares_scores_and_takes_the_kl_to_the_loss():
+    config = GRPOConfig(samples=4, truncation="mask")
     rollout, scores, _, old, ref, *_ = inputs()
     experience = group_experience(rollout, scores, old, ref, config=config, kl_coef=jnp.float32(KL_COEF))
-    counted = (COUNTS > 0) & (FINISHED | (config.truncation != "mask"))
+    counted = (COUNTS > 0) & FINISHED
     expected = []
     for row in range(ROWS):
         group = [i for i in range(row // 4 * 4, row // 4 * 4 + 4) if counted[i]]
@@ -94,21 +93,15 @@ def test_grpo_compares_scores_and_takes_the_kl_to_the_loss(config):
     np.testing.assert_allclose(experience.rewards.sum(1), sums, rtol=1e-6)  # no KL in them
 
 
-@pytest.mark.parametrize("whiten", [False, True])
-def test_reinforce_pp_and_remax_take_what_follows(whiten):
+def test_reinforce_pp_and_remax_take_what_follows():
     rollout, scores, greedy, old, ref, *_ = inputs(3)
     rewards = rewards_of(np.asarray(scores), old, ref)
 
     def returns(discount):
         return [np.array([sum(discount**k * x for k, x in enumerate(r[i:])) for i in range(len(r))]) for r in rewards]
 
-    plus = ReinforcePPConfig(discount=0.9, whiten_advantages=whiten)
-    rows = returns(0.9)
-    flat = np.concatenate(rows)
-    expected = [(r - flat.mean()) / flat.std(ddof=1) for r in rows] if whiten else rows
-    check(return_experience(rollout, scores, old, ref, config=plus, kl_coef=KL_COEF), expected)
-    if whiten:
-        return
+    plus = ReinforcePPConfig(discount=0.9, whiten_advantages=False)
+    check(return_experience(rollout, scores, old, ref, config=plus, kl_coef=KL_COEF), returns(0.9))
     config = ReMaxConfig()
     experience = return_experience(rollout, scores, old, ref, greedy, config=config, kl_coef=KL_COEF)
     check(experience, [r - float(greedy[row]) for row, r in enumerate(returns(1.0))])
@@ -116,17 +109,17 @@ def test_reinforce_pp_and_remax_take_what_follows(whiten):
         return_experience(rollout, scores, old, ref, config=config, kl_coef=KL_COEF)
 
 
-def gae_of(rewards, values, discount, lam):
+def gae_of(rewards, values, discount, lam, following=0.0):
     """The definition, backwards."""
-    advantages, after, following = np.zeros(len(rewards)), 0.0, 0.0
+    advantages, after = np.zeros(len(rewards)), 0.0
     for t in reversed(range(len(rewards))):
         after = rewards[t] + discount * following - values[t] + discount * lam * after
         advantages[t], following = after, values[t]
     return advantages
 
 
-@pytest.mark.parametrize("multiplier", [0.7, pytest.param(0.0, marks=pytest.mark.full)])
-def test_safe_rlhf_combines_two_streams_and_the_kl_weighs_the_same_for_any_multiplier(multiplier):
+def test_safe_rlhf_combines_two_streams_and_the_kl_weighs_the_same_for_any_multiplier():
+    multiplier = 0.7
     rollout, scores, costs, old, ref, values, cost_values = inputs(4)
     config = SafeRLHFConfig(truncation="zero", whiten_advantages=False, discount=0.95, gae_lambda=0.9)
     build = partial(safe_experience, config=config, kl_coef=KL_COEF, multiplier=jnp.float32(multiplier))
@@ -151,20 +144,19 @@ def test_safe_rlhf_combines_two_streams_and_the_kl_weighs_the_same_for_any_multi
 def test_safe_rlhf_whitens_the_combination_and_bootstraps_both():
     rollout, scores, costs, old, ref, values, cost_values = inputs(4)
     build = partial(safe_experience, rollout, scores, costs, old, ref, values, cost_values)
-    config, after = SafeRLHFConfig(truncation="bootstrap"), jnp.linspace(-1, 1, ROWS)
+    config, after = SafeRLHFConfig(truncation="bootstrap", gae_lambda=0.9), np.linspace(-1, 1, ROWS, dtype=np.float32)
     more = {"bootstrap_values": after, "cost_bootstrap_values": -after, "kl_coef": KL_COEF, "multiplier": 0.5}
-    raw, raw_cost = build(config=replace(config, whiten_advantages=False), **more)
-    white, cost = build(config=config, **more)
-    selection = np.asarray(raw.advantages, np.float64)[np.asarray(raw.response_mask)]
-    expected = (selection - selection.mean()) / selection.std(ddof=1)
-    np.testing.assert_allclose(
-        np.asarray(white.advantages)[np.asarray(raw.response_mask)], expected, rtol=1e-4, atol=1e-5
-    )
-    np.testing.assert_array_equal(cost.advantages, raw_cost.advantages)
-    ppo = PPOConfig(truncation="bootstrap")
-    of_reward = ppo_experience(rollout, scores, old, ref, values, config=ppo, kl_coef=KL_COEF, bootstrap_values=after)
-    assert white.returns is not None and of_reward.returns is not None
-    np.testing.assert_allclose(white.returns, of_reward.returns, rtol=1e-6)
+    streams = []
+    for given, sign, baseline, following in ((scores, -1.0, values, after), (costs, 1.0, cost_values, -after)):
+        rewards = rewards_of(np.where(FINISHED, given, 0), old, ref, sign)  # a value replaces what was cut off
+        values_of = [np.asarray(baseline)[row, SPANS[row]] for row in range(ROWS)]
+        ends = np.where(FINISHED, 0, following)
+        streams.append([gae_of(r, v, 1.0, 0.9, end) for r, v, end in zip(rewards, values_of, ends, strict=True)])
+    combined = [(r - 0.5 * c) / 1.5 for r, c in zip(*streams, strict=True)]
+    flat = np.concatenate(combined)
+    reward, cost = build(config=config, **more)
+    check(reward, [(row - flat.mean()) / flat.std(ddof=1) for row in combined])
+    check(cost, streams[1])
     with pytest.raises(ValueError, match="needs cost_bootstrap_values"):
         build(config=config, **{**more, "cost_bootstrap_values": None})
 
@@ -188,11 +180,9 @@ def test_a_row_that_cannot_teach_is_left_out_wherever_its_bad_number_is():
         same(actual, expected)
     remax = partial(return_experience, config=ReMaxConfig(whiten_advantages=True), kl_coef=KL_COEF)
     same(remax(rollout, scores, old, ref, costs.at[4].set(jnp.nan)), remax(without, scores, old, ref, costs))
-    group = partial(group_experience, config=GRPOConfig(samples=4), kl_coef=KL_COEF)
-    same(group(rollout, bad, old, ref), group(without, scores, old, ref))
 
 
-def test_the_multiplier_follows_its_formula_over_a_window():
+def test_the_multiplier_follows_its_formula_over_a_window_up_to_its_maximum():
     config = SafeRLHFConfig(window=5, cost_limit=0.3, multiplier=2.0, multiplier_rate=0.5, multiplier_max=4.0)
     state, seen, log = MultiplierState.create(config), [], np.log(2.0)
     update = jax.jit(partial(update_multiplier, config=config))
@@ -207,49 +197,9 @@ def test_the_multiplier_follows_its_formula_over_a_window():
         np.testing.assert_allclose(state.mean_cost, np.mean(seen[-5:]), rtol=1e-5)
     assert state.count == len(seen)
     assert 0 < state.value < 2  # it fell while costs were below the limit
-
-
-def test_the_multiplier_rises_above_the_limit_up_to_its_maximum_and_stays_without_costs():
-    config = SafeRLHFConfig()
-    start, update = MultiplierState.create(config), jax.jit(partial(update_multiplier, config=config))
-    above, below, without, far = (float(update(start, jnp.array([cost])).value) for cost in (1.0, -1.0, jnp.nan, 1e6))
-    assert below < start.value == without < above
-    np.testing.assert_allclose(far, 5.0, rtol=1e-6)
-
-
-@pytest.mark.parametrize("level", ["token", pytest.param("sequence", marks=pytest.mark.full)])
-def test_importance_is_the_truncated_ratio_to_the_rollout(level):
-    rollout, scores, _, old, ref, *_ = inputs(6)
-    config = GSPOConfig(samples=4, importance=level, importance_cap=1.2)
-    experience = group_experience(rollout, scores, old, None, config=config, kl_coef=0.0)
-    assert experience.importance is not None
-    weights = []
-    for row, span in enumerate(SPANS):
-        gap = np.asarray(old, np.float64)[row, span] - np.asarray(rollout.logprobs, np.float64)[row, span]
-        gap = gap if level == "token" else np.full(len(gap), gap.sum())
-        weights.append(np.minimum(np.exp(gap), 1.2))
-        np.testing.assert_allclose(experience.importance[row, span], weights[-1], rtol=1e-4)
-    assert not np.any(np.asarray(experience.importance)[~np.asarray(experience.response_mask)])
-    metrics, flat = (
-        jax.jit(experience_metrics, static_argnames="samples")(experience, samples=4),
-        np.concatenate(weights),
-    )
-    d = np.concatenate([np.asarray(old - rollout.logprobs, np.float64)[row, span] for row, span in enumerate(SPANS)])
-    expected = {
-        "rollout_corr/rollout_is_mean": flat.mean(),
-        "rollout_corr/rollout_is_std": flat.std(ddof=1),
-        "rollout_corr/rollout_is_max": flat.max(),
-        "rollout_corr/rollout_is_min": flat.min(),
-        "rollout_corr/rollout_is_eff_sample_size": flat.mean() ** 2 / (flat**2).mean(),
-        "rollout_corr/kl": -d.mean(),
-        "rollout_corr/k3_kl": (np.exp(d) - 1 - d).mean(),
-        "group/zero_std": 0.0,
-        "group/score_std": np.mean([np.asarray(scores, np.float64)[rows].std(ddof=1) for rows in GROUPS]),
-    }
-    for name, value in expected.items():
-        np.testing.assert_allclose(metrics[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
-    assert not {"objective/kl", "critic/values/mean", "critic/returns/mean"} & metrics.keys()
-    assert all(np.isfinite(x) for x in metrics.values())
+    start = MultiplierState.create(config)
+    assert update(start, jnp.full(5, jnp.nan)).value == start.value
+    np.testing.assert_allclose(update(state, jnp.full(5, 1e6)).value, 4.0, rtol=1e-6)
 
 
 def test_groups_of_equal_scores_are_counted():

@@ -15,7 +15,7 @@ GOLDENS = {name: (arrays, result) for name, arrays, result in read()}
 # Each repeats a function and branches of other checks with other options.
 REPEATED = """
 verl: gae/1.0-0.95 gae/1.0-1.0 gae/0.99-0.0 whiten/True grpo/pairs grpo/no-std rloo_vectorized/plain tokens/1.0
-verl: reinforce_plus_plus/1.0 importance/token importance/sequence masks/token masks/all value/None policy/cispo
+verl: reinforce_plus_plus/1.0 importance/sequence masks/token masks/all value/None policy/cispo
 verl: policy/token-mean policy/seq-mean-token-sum policy/seq-mean-token-mean policy/constant policy/entropy policy/gspo
 trl: policy/grpo policy/grpo-kl policy/gspo policy/bnpo policy/dapo policy/cispo policy/dr_grpo grpo-advantages/no-std
 trl: rloo-advantages/2 rloo-advantages/4 dpo/sharp dpo/sigmoid

@@ -1,8 +1,6 @@
-"""Invariants: of PPO (with a critic) and GRPO (groups, the KL in the loss) in one program of experience and update; of
-the other algorithms' experience, whose updates are the same."""
+"""Invariants: of PPO in one program of experience and update; of other algorithms' experience."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -17,11 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from jrlhf.meshes import make_mesh
 from jrlhf.ppo import (
-    DAPOConfig,
-    GRPOConfig,
     PPOConfig,
     ReinforcePPConfig,
-    ReMaxConfig,
     RLOOConfig,
     Rollout,
     SafeRLHFConfig,
@@ -38,11 +33,7 @@ from tests.support.tabular import compiled
 
 ROWS, TIME, BETA = 32, 9, 0.2
 OPTIMIZER = optax.sgd(0.5)
-CONFIGS = {
-    "ppo": PPOConfig(kl_coef=BETA, minibatches=2, dual_clip=1.5, entropy_coef=0.05, whiten_rewards=True),
-    "grpo": GRPOConfig(kl_coef=BETA, minibatches=2),
-}
-each_algorithm = pytest.mark.parametrize("name", CONFIGS)
+CONFIG = PPOConfig(kl_coef=BETA, minibatches=2, dual_clip=1.5, entropy_coef=0.05, whiten_rewards=True)
 
 
 def batch(toy, start="apart"):
@@ -64,42 +55,38 @@ def batch(toy, start="apart"):
 
 def algorithm(toy, config) -> Callable[..., Any]:
     """data -> (experience, weights after, metrics), compiled."""
-    actor_step = make_actor_step(toy.logprobs, OPTIMIZER, config)
+    actor_step, critic_step = (
+        make_actor_step(toy.logprobs, OPTIMIZER, config),
+        make_critic_step(toy.values, OPTIMIZER, config),
+    )
 
     def run(actor, critic, reference, rollout, scores):
         old, ref = (toy.logprobs(params, rollout.tokens)[0] for params in (actor, reference))
-        if isinstance(config, PPOConfig):
-            values = toy.values(critic, rollout.tokens)
-            experience = make_experience(rollout, scores, old, ref, values, config=config, kl_coef=BETA)
-            critic_step = make_critic_step(toy.values, OPTIMIZER, config)
-            critic_state, metrics = critic_step(TrainState.create(critic, OPTIMIZER), experience)
-            critic, metrics = critic_state.params, metrics | experience_metrics(experience)
-        else:
-            experience = make_group_experience(rollout, scores, old, ref, config=config, kl_coef=BETA)
-            metrics = experience_metrics(experience, config.samples)
+        values = toy.values(critic, rollout.tokens)
+        experience = make_experience(rollout, scores, old, ref, values, config=config, kl_coef=BETA)
+        critic_state, metrics = critic_step(TrainState.create(critic, OPTIMIZER), experience)
         state, actor_metrics = actor_step(TrainState.create(actor, OPTIMIZER), experience)
-        return experience, (state.params, critic), metrics | actor_metrics
+        return experience, (state.params, critic_state.params), metrics | experience_metrics(experience) | actor_metrics
 
     return compiled(run)
 
 
 @pytest.fixture(scope="module")
 def plain(toy):
-    """The results of an algorithm for the batch, undivided on one device. Computed once."""
-    programs = lru_cache(lambda name: algorithm(toy, CONFIGS[name]))
-    return lru_cache(lambda name, start: jax.device_get(programs(name)(**batch(toy, start))))
+    """The results for the batch, undivided on one device. Computed once."""
+    program = algorithm(toy, CONFIG)
+    return lru_cache(lambda start: jax.device_get(program(**batch(toy, start))))
 
 
-@each_algorithm
-def test_at_step_0_the_ratio_is_one_and_the_kl_zero(plain, name):
-    experience, _, metrics = plain(name, "reference")
+def test_at_step_0_the_ratio_is_one_and_the_kl_zero(plain):
+    experience, _, metrics = plain("reference")
     assert metrics["actor/initial_ratio_gap"] < 1e-6
     assert metrics["objective/kl"] == metrics["actor/skipped_updates"] == 0
     np.testing.assert_array_equal(experience.old_logprobs, experience.ref_logprobs)
 
 
-def divided(toy, program, axis_type, padding, sizes=(2, 2, 2)):
-    """A program's results for the same batch, wider, with anything in the padding, on eight devices or one."""
+def divided(toy, program, axis_type, padding, sizes):
+    """A program's results for the same batch, wider, with anything in the padding, on eight devices."""
     data: dict[str, Any] = batch(toy)
     rollout = data["rollout"]
 
@@ -113,18 +100,14 @@ def divided(toy, program, axis_type, padding, sizes=(2, 2, 2)):
         tokens=jnp.asarray(np.where(outside, noise, wide(rollout.tokens)), jnp.int32),
         logprobs=jnp.asarray(np.where(outside, np.nan, wide(rollout.logprobs))),
     )
-    context = nullcontext()
-    if axis_type is not None:
-        mesh = make_mesh(*sizes, axis_type=axis_type)
-        context = jax.set_mesh(mesh)
+    mesh = make_mesh(*sizes, axis_type=axis_type)
 
-        def place(x):
-            rows = np.ndim(x) and x.shape[0] == ROWS
-            return jax.device_put(x, NamedSharding(mesh, P(mesh.axis_names) if rows else P()))
+    def place(x):
+        rows = np.ndim(x) and x.shape[0] == ROWS
+        return jax.device_put(x, NamedSharding(mesh, P(mesh.axis_names) if rows else P()))
 
-        data = jax.tree.map(place, data)
-    with context:
-        return jax.device_get(program(**data))
+    with jax.set_mesh(mesh):
+        return jax.device_get(program(**jax.tree.map(place, data)))
 
 
 def assert_same(actual, expected):
@@ -140,27 +123,18 @@ def assert_same(actual, expected):
     jax.tree.map_with_path(same, actual, expected)
 
 
-@each_algorithm
-def test_micro_batches_padding_and_the_mesh_change_nothing(toy, plain, name):
+@pytest.mark.parametrize(
+    ("axis_type", "sizes", "micro_batches", "padding"),
+    [
+        (AxisType.Explicit, (2, 2, 2), 2, 3),
+        pytest.param(AxisType.Auto, (2, 2, 2), 1, 0, marks=pytest.mark.full),
+        pytest.param(AxisType.Explicit, (1, 2, 4), 2, 0, marks=pytest.mark.full),
+    ],
+)
+def test_micro_batches_padding_and_the_mesh_change_nothing(toy, plain, axis_type, sizes, micro_batches, padding):
     """Masks come from lengths: here the padding holds any token and NaN, there it holds the one that ends responses."""
-    program = algorithm(toy, replace(CONFIGS[name], micro_batches=2))
-    assert_same(divided(toy, program, AxisType.Explicit, padding=3), plain(name, "apart"))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("axis_type", "micro_batches"), [(AxisType.Auto, 1), (None, 8)], ids=["auto", "one device"])
-@each_algorithm
-def test_other_divisions_change_nothing(toy, plain, name, axis_type, micro_batches):
-    program = algorithm(toy, replace(CONFIGS[name], micro_batches=micro_batches))
-    assert_same(divided(toy, program, axis_type, padding=0), plain(name, "apart"))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 2, 4)], ids=str)
-@each_algorithm
-def test_axes_of_one_device_change_nothing(toy, plain, name, sizes):
-    program = algorithm(toy, replace(CONFIGS[name], micro_batches=2))
-    assert_same(divided(toy, program, AxisType.Explicit, padding=0, sizes=sizes), plain(name, "apart"))
+    program = algorithm(toy, replace(CONFIG, micro_batches=micro_batches))
+    assert_same(divided(toy, program, axis_type, padding, sizes), plain("apart"))
 
 
 def test_no_other_algorithms_experience_depends_on_padding_or_the_mesh(toy):
@@ -173,12 +147,10 @@ def test_no_other_algorithms_experience_depends_on_padding_or_the_mesh(toy):
         streams = rollout, scores, jnp.sin(scores), old, ref, values, 2 * values
         return {
             "rloo": make_group_experience(*given, config=RLOOConfig(samples=4), **beta),
-            "dapo": make_group_experience(*given, config=DAPOConfig(samples=4, kl_coef=BETA), **beta),
             "reinforce_pp": make_return_experience(*given, config=ReinforcePPConfig(discount=0.9), **beta),
-            "remax": make_return_experience(*given, jnp.sin(scores), config=ReMaxConfig(), **beta),
             "safe_rlhf": make_safe_experience(*streams, config=safe, multiplier=0.5, **beta),
         }
 
     expected = jax.device_get(experiences(**batch(toy)))
     assert all(np.any(x.advantages) for x in [*list(expected.values())[:-1], *expected["safe_rlhf"]])
-    assert_same(divided(toy, experiences, AxisType.Explicit, padding=3), expected)
+    assert_same(divided(toy, experiences, AxisType.Explicit, padding=3, sizes=(2, 2, 2)), expected)

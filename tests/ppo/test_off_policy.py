@@ -1,4 +1,4 @@
-"""Tokens that older weights drew: bounds of their age, weights, masks, interpolated log-probs and CISPO."""
+"""Tokens that older weights drew: bounds of their age, and weights. Goldens have masks and CISPO."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -13,16 +13,12 @@ import pytest
 from jrlhf.ppo import (
     GRPOConfig,
     PolicyConfig,
-    PPOConfig,
     TrainState,
     age_metrics,
-    cispo_loss,
+    experience_metrics,
     importance_weights,
     make_actor_step,
-    make_experience,
     make_group_experience,
-    policy_loss,
-    proximal_logprobs,
 )
 from jrlhf.ppo.off_policy import weight_shares
 
@@ -60,46 +56,15 @@ def gradient(config, experience, logprobs):
     return np.asarray(state.opt_state), metrics
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "ppo": {},
-    "cispo": {"surrogate": "cispo", "aggregation": "seq-mean-token-sum"},
-    "sequence-mean": {"ratio": "sequence-mean", "aggregation": "seq-mean-token-mean", "clip_high": 5.0},
-    "interpolate": {"old_logprobs": "interpolate", "importance": "token"},
-    "sequence": {
-        **{"ratio": "sequence", "aggregation": "seq-mean-token-mean", "clip_high": 5.0},
-        **{"old_logprobs": "interpolate", "importance": "token", "mask_token": (0.0, 5.0)},
-    },
-}
-
-
-FULL = [pytest.param(name, marks=pytest.mark.full) for name in ("cispo", "sequence-mean", "interpolate")]
-
-
-@pytest.mark.parametrize("name", ["ppo", "sequence", *FULL])
-def test_an_old_token_has_no_part_in_the_policy_loss(toy, name):
-    experience, logprobs = drawn_by_many(toy)
-    config = PolicyConfig(kl_coef=0.0, staleness=2, **OPTIONS[name])
-    mask, old = np.asarray(experience.response_mask), STEP - np.asarray(experience.versions) > 2
-    first, metrics = gradient(config, experience, logprobs)
-    assert not first[old].any() and np.count_nonzero(first[mask]) > 5
-    changed = {
-        name: jnp.where(old, 1.5 * getattr(experience, name), getattr(experience, name))
-        for name in ("advantages", "old_logprobs")
-    }
-    second, _ = gradient(config, replace(experience, **changed), jnp.where(old, 1.1 * logprobs, logprobs))
-    np.testing.assert_array_equal(second, first)
-    if not config.corrections:  # whose masks count, too
-        masked = (mask & old).sum() / mask.sum(), (mask & old).any(1).sum() / mask.any(1).sum()
-        for which, share in zip(("masked_fraction", "seq_masked_fraction"), masked, strict=True):
-            np.testing.assert_allclose(metrics[f"rollout_corr/rollout_rs_{which}"], share, rtol=1e-6)
-
-
-def test_a_token_of_weight_0_counts_in_the_denominator(toy):
+def test_an_old_token_has_no_part_in_the_policy_loss_but_in_its_denominator(toy):
     experience, logprobs = drawn_by_many(toy)
     mask, fresh = np.asarray(experience.response_mask), STEP - np.asarray(experience.versions) <= 2
     plain, _ = gradient(PolicyConfig(kl_coef=0.0), experience, logprobs)
-    bounded, _ = gradient(PolicyConfig(kl_coef=0.0, staleness=2), experience, logprobs)
+    bounded, metrics = gradient(PolicyConfig(kl_coef=0.0, staleness=2), experience, logprobs)
     np.testing.assert_array_equal(bounded, np.where(fresh, plain, 0))
+    masked = (mask & ~fresh).sum() / mask.sum(), (mask & ~fresh).any(1).sum() / mask.any(1).sum()
+    for which, share in zip(("masked_fraction", "seq_masked_fraction"), masked, strict=True):
+        np.testing.assert_allclose(metrics[f"rollout_corr/rollout_rs_{which}"], share, rtol=1e-6)
     fewer = replace(experience, response_mask=jnp.asarray(mask & fresh))
     removed, _ = gradient(PolicyConfig(kl_coef=0.0), fewer, logprobs)  # as verl does it
     np.testing.assert_allclose(removed * (mask & fresh).sum() / mask.sum(), bounded, rtol=1e-5, atol=1e-9)
@@ -127,75 +92,25 @@ def test_full_weight_by_quartile_of_length(cap):
         np.testing.assert_allclose(metrics[f"rollout_corr/full_weight/quartile_{part}"], expected, rtol=1e-5)
 
 
-def test_without_a_gap_every_correction_is_plain_ppo(toy):
-    """A bound above all ages; weights of tokens that the present weights drew; and tokens of age 1 at the most."""
-    experience, logprobs = drawn_by_many(toy)
-    plain, _ = gradient(PolicyConfig(kl_coef=0.0), experience, logprobs)
-    np.testing.assert_array_equal(gradient(PolicyConfig(kl_coef=0.0, staleness=STEP), experience, logprobs)[0], plain)
-    gap = jnp.zeros((ROWS, TIME))
+def test_without_a_gap_every_weight_is_1(toy):
+    mask = toy.experience(ROWS, TIME).response_mask
     for config in EVERYTHING:
-        weights = weights_of(gap, experience.response_mask, config)
-        np.testing.assert_array_equal(weights, experience.response_mask)
-    decoupled = PolicyConfig(kl_coef=0.0, importance="token", mask_token=(0.5, 2))
-    weighed = replace(experience, importance=weights_of(gap, experience.response_mask, decoupled))
-    np.testing.assert_array_equal(gradient(decoupled, weighed, logprobs)[0], plain)
-    fresh = replace(experience, versions=STEP - jnp.minimum(experience.versions, 1))
-    interpolated = PolicyConfig(kl_coef=0.0, old_logprobs="interpolate", importance="token", staleness=1)
-    np.testing.assert_array_equal(gradient(interpolated, fresh, logprobs)[0], plain)
-
-
-def test_k3_is_of_the_ratio_and_not_of_its_inverse():
-    """A mean of rho - 1 - log rho: e - 2 = 0.72 where all log-ratios are 1, 1 / e = 0.37 where they are -1."""
-    gap, mask = jnp.array([[1.0, 1.0, 9.0], [-1.0, -1.0, 9.0]]), jnp.array([[True, True, False]] * 2)
-    for bound, rows in ((0.36, (0, 0)), (0.38, (0, 1)), (0.71, (0, 1)), (0.73, (1, 1))):
-        weights = weights_of(gap, mask, PolicyConfig(mask_k3=bound))
-        np.testing.assert_array_equal(weights, np.outer(rows, [1, 1, 0]))
+        np.testing.assert_array_equal(weights_of(jnp.zeros((ROWS, TIME)), mask, config), mask)
 
 
 def test_masks_and_weights_move_no_advantage(toy):
     e = toy.experience(ROWS, TIME)
     old = e.logprobs + jnp.sin(jnp.arange(TIME, dtype=jnp.float32))[None]
     options: Any = {"kl_coef": 0.0, "importance": "token", "mask_token": (0.7, 1.5), "mask_k3": 0.3}
-    cases: Any = (
-        (PPOConfig(kl_coef=0.0), by_config(make_experience), (e.values,)),
-        (GRPOConfig(kl_coef=0.0, samples=4), by_config(make_group_experience), ()),
-    )
-    for plain, make, values in cases:
-        masked = replace(plain, **options)
-        one, other = (make(e, e.scores, old, None, *values, config=c, kl_coef=0.0) for c in (plain, masked))
-        weights = np.asarray(other.importance)[np.asarray(e.response_mask)]
-        assert one.importance is None and 0.1 < (weights == 0).mean() < 0.9
-        for name in ("advantages", "returns", "rewards", "response_mask"):
-            if getattr(one, name) is not None:
-                np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
-
-
-def test_cispos_gradient_is_its_closed_form_and_on_policy_that_of_ppo():
-    rng = np.random.default_rng(0)
-    logprobs, log_ratio, advantages = (jnp.asarray(x, jnp.float32) for x in rng.normal(size=(3, 50)))
-
-    @jax.jit
-    @jax.grad
-    def slope(x, old):
-        return jnp.sum(cispo_loss(x, x - old, advantages, clip_low=0.4, clip_high=0.9).loss)
-
-    got = slope(logprobs, logprobs - log_ratio)
-    ratio = np.exp(np.asarray(log_ratio, np.float64))
-    np.testing.assert_allclose(got, -np.clip(ratio, 0.6, 1.9) * np.asarray(advantages), rtol=1e-5)
-    assert (ratio < 0.6).any() and (ratio > 1.9).any()
-    ppo = jax.jit(jax.grad(lambda x, old: jnp.sum(policy_loss(x, old, advantages).loss)))(logprobs, logprobs)
-    np.testing.assert_array_equal(slope(logprobs, logprobs), ppo)
-
-
-def test_proximal_logprobs_lie_between_the_versions():
-    rng = np.random.default_rng(1)
-    now, then = (jnp.asarray(x, jnp.float32) for x in rng.normal(size=(2, 30)))
-    versions = rng.integers(0, STEP + 1, 30)
-    got, pull = jax.vjp(lambda x: proximal_logprobs(x, then, jnp.asarray(STEP - versions)), now)
-    assert not np.any(pull(jnp.ones(30))[0])
-    for x, a, b, version in zip(got, now, then, versions, strict=True):
-        line = np.interp(STEP - 1, [version, STEP], [b, a]) if version < STEP else b  # a line through both versions
-        np.testing.assert_allclose(x, line, rtol=1e-5)
+    plain, make = GRPOConfig(kl_coef=0.0, samples=4), by_config(make_group_experience)
+    masked = replace(plain, **options)
+    one, other = (make(e, e.scores, old, None, config=c, kl_coef=0.0) for c in (plain, masked))
+    weights = np.asarray(other.importance)[np.asarray(e.response_mask)]
+    assert one.importance is None and 0.1 < (weights == 0).mean() < 0.9
+    for name in ("advantages", "rewards", "response_mask"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
+    metrics = jax.jit(experience_metrics)(other)
+    np.testing.assert_allclose(metrics["rollout_corr/rollout_is_std"], weights.std(ddof=1), rtol=1e-5)
 
 
 def test_ages_are_counted_a_row_at_a_time(toy):

@@ -1,7 +1,6 @@
 """Minibatches, micro-batches and micro-batches by length: their rows, on any mesh, by one program."""
 
 import math
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,14 +18,10 @@ from jrlhf.meshes.by_length import ByLength, bucket_widths, fold_by_length, map_
 from jrlhf.meshes.rows import check_divisible, draw_minibatch, split_rows
 from jrlhf.ppo import (
     DPOConfig,
-    PairBatch,
     PPOConfig,
-    PPOState,
     PreferenceBatch,
-    SFTBatch,
     TrainState,
-    make_dpo_step,
-    make_ppo_step,
+    make_actor_step,
     make_preference_step,
     make_sft_step,
 )
@@ -47,8 +42,6 @@ LENGTHS = {
 
 def placed(place):
     """(over how many devices rows are divided, a function that puts a tree there, a context)"""
-    if place == "alone":
-        return 1, lambda tree: jax.tree.map(jnp.asarray, tree), nullcontext()
     axes = ("data", "fsdp") if "some" in place else ("data", "fsdp", "tensor")
     mesh = make_mesh(data=2, fsdp=2, tensor=2, axis_type=AxisType.Auto if "auto" in place else AxisType.Explicit)
 
@@ -63,13 +56,7 @@ def placed(place):
 
 
 full = pytest.mark.full
-PLACES = (
-    "alone",
-    "all axes",
-    pytest.param("some axes", marks=full),
-    pytest.param("auto", marks=full),
-    "auto, some axes",
-)
+PLACES = ("all axes", "auto, some axes", pytest.param("some axes", marks=full))
 
 
 def numbered(lengths):
@@ -114,7 +101,7 @@ def test_every_row_counts_once_whatever_the_lengths_and_the_program_is_one(place
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_mapped_function_gives_each_row_its_results_in_its_place(place):
-    devices, put, context = placed(place)
+    _, put, context = placed(place)
     seen = []
 
     def function(micro):
@@ -136,11 +123,10 @@ def test_a_mapped_function_gives_each_row_its_results_in_its_place(place):
             np.testing.assert_array_equal(np.where(real, got["sums"], 0), np.where(real, sums, 0))
             np.testing.assert_array_equal(np.where(real, got["pairs"][..., 1], 0), np.where(real, -sums, 0))
             np.testing.assert_array_equal(np.where(lengths > 0, got["last"], 0), np.where(lengths > 0, sums[:, -1], 0))
-            if devices > 1:
-                assert not any(x.is_fully_replicated for x in jax.tree.leaves(got))
+            assert not any(x.is_fully_replicated for x in jax.tree.leaves(got))
         assert mapped._cache_size() == 1
     assert len(seen) >= len(WIDTHS)
-    assert devices == 1 or not any(sharding.is_fully_replicated for sharding in seen)
+    assert not any(sharding.is_fully_replicated for sharding in seen)
 
 
 def test_rows_travel_once_and_not_inside_the_loops():
@@ -176,95 +162,41 @@ def test_the_end_of_a_row_is_past_its_last_token_that_counts():
     np.testing.assert_array_equal(row_ends(mask), [4, 0, 5])
 
 
-def state_of(toy, optimizer):
-    return PPOState.create(*(TrainState.create(params, optimizer) for params in toy.params()), kl_coef=0.1)
-
-
-@pytest.fixture(scope="module")
-def whole_minibatches(toy):
-    """The results of a step with whole minibatches, for some distributions of lengths."""
-    optimizer, results = optax.sgd(0.5), {}
-    step = make_ppo_step(toy.logprobs, toy.values, optimizer, optimizer, CONFIG)
-    for name in ("mixed", "one long", "some empty", "empty"):
-        lengths = LENGTHS[name]
-        results[name] = jax.device_get(step(state_of(toy, optimizer), experience_of(toy, lengths)))
-    return results
+SHORT = 32  # of two widths
 
 
 def experience_of(toy, lengths):
-    """Made-up experience with rows of these lengths; the first two tokens are the prompt."""
-    experience = toy.experience(ROWS, TIME)
-    clock = jnp.arange(TIME)[None]
+    """Made-up experience with rows of half these lengths; the first two tokens are the prompt."""
+    experience = toy.experience(ROWS, SHORT)
+    clock, lengths = np.arange(SHORT)[None], lengths // 2
     mask = (clock >= 2) & (clock < lengths[:, None])
     # Numbers that are not zero also where nothing is to be learnt.
-    noise = jnp.asarray(np.random.default_rng(5).normal(size=(3, ROWS, TIME)), jnp.float32)
-    return replace(experience, response_mask=mask, advantages=noise[0], returns=noise[1], values=noise[2])
+    noise = jnp.asarray(np.random.default_rng(5).normal(size=(3, ROWS, SHORT)), jnp.float32)
+    return replace(experience, response_mask=jnp.asarray(mask), advantages=noise[0], returns=noise[1], values=noise[2])
 
 
-@pytest.mark.parametrize(
-    "place", ["alone", *(pytest.param(place, marks=full) for place in ("all axes", "auto, some axes"))]
-)
-def test_weights_and_metrics_are_those_of_whole_minibatches(toy, place, whole_minibatches):
-    _, put, context = placed(place)
+def test_weights_and_metrics_are_those_of_whole_minibatches(toy):
     optimizer = optax.sgd(0.5)
-    budget = replace(CONFIG, micro_batch_tokens=BUDGET)
-    step = make_ppo_step(toy.logprobs, toy.values, optimizer, optimizer, budget)
-    with context:
-        for name, (expected, expected_metrics) in whole_minibatches.items():
-            state, metrics = step(put(state_of(toy, optimizer)), put(experience_of(toy, LENGTHS[name])))
-            assert metrics.keys() == expected_metrics.keys()
-            for key in metrics:
-                np.testing.assert_allclose(
-                    metrics[key], expected_metrics[key], rtol=1e-5, atol=1e-6, err_msg=f"{name} {key}"
-                )
-            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state, expected)
-        assert step._cache_size() == 1
+    configs = CONFIG, replace(CONFIG, micro_batch_tokens=BUDGET // 2)
+    whole, parts = (make_actor_step(toy.logprobs, optimizer, config) for config in configs)
+    for name in ("mixed", "one long", "some empty", "empty"):
+        experience = experience_of(toy, LENGTHS[name])
+        expected, actual = (step(TrainState.create(toy.params()[0], optimizer), experience) for step in (whole, parts))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), actual, expected)
+    assert parts._cache_size() == 1
 
 
-@full
-def test_imitation_too(toy):
-    rng, (params, _), optimizer = np.random.default_rng(0), toy.params(), optax.sgd(0.5)
-    tokens = jnp.asarray(rng.integers(0, toy.vocab, (ROWS, TIME)), jnp.int32)
-    batch = SFTBatch(tokens, jnp.arange(TIME)[None] < LENGTHS["mixed"][:, None])
-    copy = jax.tree.map(jnp.copy, params)
-    whole = make_sft_step(toy.logprobs, optimizer)(TrainState.create(copy, optimizer), batch)
-    parts = make_sft_step(toy.logprobs, optimizer, micro_batch_tokens=BUDGET)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-        parts(TrainState.create(params, optimizer), batch),
-        whole,
-    )
-
-
-@pytest.mark.parametrize(
-    ("kind", "place"),
-    [
-        ("preferences", "all axes"),
-        pytest.param("sigmoid", "all axes", marks=full),
-        pytest.param("ipo", "alone", marks=full),
-    ],
-)
-def test_pairs_too(toy, place, kind):
-    _, put, context = placed(place)
+def test_pairs_too(toy):
+    _, put, context = placed("all axes")
     rng, optimizer = np.random.default_rng(0), optax.sgd(0.5)
-    chosen, rejected = rng.integers(0, toy.vocab, (2, ROWS, TIME)).astype(np.int32)
-    lengths, others = (
-        np.maximum(row_lengths, 2).astype(np.int32) for row_lengths in (LENGTHS["mixed"], LENGTHS["sorted"])
-    )
-    if kind == "preferences":
-        batch = PreferenceBatch(*map(jnp.asarray, (chosen, lengths, rejected, others)))
-        params, makes = toy.params()[1], partial(make_preference_step, toy.scores, optimizer, centre=0.1)
-        steps = makes(), makes(micro_batch_tokens=2 * BUDGET)
-    else:
-        refs = rng.normal(-9, 1, (2, ROWS)).astype(np.float32)
-        batch: Any = PairBatch(*map(jnp.asarray, (chosen, lengths, rejected, others, np.ones(ROWS, np.int32), *refs)))
-        params, config = toy.params()[0], DPOConfig(loss=kind)
-        configs = config, replace(config, micro_batch_tokens=2 * BUDGET)
-        steps = [make_dpo_step(toy.logprobs, optimizer, variant) for variant in configs]
+    chosen, rejected = rng.integers(0, toy.vocab, (2, ROWS, SHORT)).astype(np.int32)
+    lengths, others = (np.maximum(LENGTHS[name] // 2, 2).astype(np.int32) for name in ("mixed", "sorted"))
+    batch = PreferenceBatch(*map(jnp.asarray, (chosen, lengths, rejected, others)))
+    make = partial(make_preference_step, toy.scores, optimizer, centre=0.1)
     with context:
         expected, got = (
-            jax.device_get(step(put(TrainState.create(jax.tree.map(jnp.copy, params), optimizer)), put(batch)))
-            for step in steps
+            jax.device_get(step(put(TrainState.create(toy.params()[1], optimizer)), put(batch)))
+            for step in (make(), make(micro_batch_tokens=BUDGET))
         )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, expected)
 
