@@ -56,9 +56,8 @@ def test_forward_and_training_are_what_the_compiler_counts(head, span, lora):
         layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"])
         arguments = jax.eval_shape(lambda: init_lora(ONE, lora, key, head)), tokens, params | {"layers": [layer]}
     predicted = None if span is None else np.full(ROWS, span)
-    if lora is None:
-        expected = forward_operations(ONE, LENGTHS, head, predicted=predicted) + whole_square(ONE, 1)
-        assert compiled_operations(function, *arguments) == pytest.approx(expected, rel=0.04)
+    expected = forward_operations(ONE, LENGTHS, head, lora, predicted=predicted) + whole_square(ONE, 1)
+    assert compiled_operations(function, *arguments) == pytest.approx(expected, rel=0.04)
 
     def loss(*inputs):
         return jnp.sum(jax.tree.leaves(function(*inputs))[0])
