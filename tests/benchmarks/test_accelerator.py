@@ -52,12 +52,18 @@ def test_the_roofline_of_an_iteration_is_that_of_its_calls():
     assert least["gen"] == pytest.approx(prefill + decode, rel=0.01)
 
 
-@pytest.mark.full
-def test_it_runs_at_tiny_shapes(capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param(("switch", "logprob", "score"), marks=pytest.mark.full),
+        pytest.param(("decode", "train", "iteration"), marks=pytest.mark.proof("runs")),
+    ],
+)
+def test_it_runs_at_tiny_shapes(capsys, monkeypatch, chosen):
     """Runs the first row of each part: the others differ in their shapes or the policy of remat."""
     monkeypatch.setattr(accelerator, "plan", lambda *sizes: {part.name: part for part in plan(*sizes)[::-1]}.values())
-    rows = main(SMALL, PARTS, 1e9, None)
-    assert {row["part"] for row in rows} == set(PARTS)
+    rows = main(SMALL, chosen, 1e9, None)
+    assert {row["part"] for row in rows} == set(chosen)
     assert not [row for row in rows if "error" in row]
     printed = capsys.readouterr().out
     # Of decoding, the difference of two: on a busy machine it may even be negative.

@@ -95,7 +95,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Job:
 run = Side.run
 
 
-@pytest.mark.full
+@pytest.mark.proof("families")
 def test_transformers_computes_the_same_and_a_changed_weight_is_seen(exported: Job, tmp_path: Path, monkeypatch):
     pytest.importorskip("transformers")
     pytest.importorskip("torch")

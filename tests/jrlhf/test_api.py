@@ -213,9 +213,6 @@ def test_an_interrupted_run_is_usable_and_a_thread_resumes_it(tmp_path):
     gc.collect()
     assert len(jax.live_arrays()) == before
 
-    with pytest.raises(Preempted):  # a scheduler's signal ends the program
-        interrupted(tmp_path, signal.SIGTERM, len(run.column("critic/score/mean")), resume=True)
-
     message = refused(train, TINY, run_dir=tmp_path)
     assert "already holds this run: resume it (--resume, resume=True in Python)" in message
     with ThreadPoolExecutor(1) as threads:
@@ -227,6 +224,14 @@ def test_an_interrupted_run_is_usable_and_a_thread_resumes_it(tmp_path):
     (answer,) = resumed.actor.generate("1+2=", temperature=0.0)
     resumed.export(tmp_path / "end")
     assert load(tmp_path / "end" / "model").generate("1+2=", temperature=0.0, max_new_tokens=3) == [answer]
+
+
+@pytest.mark.proof("runs")
+@pytest.mark.usefixtures("quick_compilation")
+def test_a_preempted_run_ends_and_one_that_goes_on_has_its_newest_policy(tmp_path):
+    with pytest.raises(Preempted):  # a scheduler's signal ends the program
+        interrupted(tmp_path, signal.SIGTERM)
+    assert train(TINY, run_dir=tmp_path, resume=True).summary != {}
     longer = interrupted(tmp_path, after=ITERATIONS, resume=True, **{"grpo.iterations": 99})
     longer.export(tmp_path / "newest")
     newest, model = load(tmp_path / "newest" / "model").logprobs("1+2=")[0], load(longer.path).logprobs("1+2=")[0]

@@ -144,6 +144,19 @@ def test_several_answers_to_a_prompt_differ_and_do_not_depend_on_the_batch(ask, 
     assert rows(ask, tmp_path, "-n", "3", "--seed", "1", "--batch", "16", prompts=4) == answers
 
 
+def test_the_seed_decides(ask, monkeypatch):
+    keys = []
+
+    def answer(self, encoded, key):
+        keys.append(jax.random.key_data(key).tolist())
+        return iter([Response((), "4", True)])
+
+    monkeypatch.setattr(Generator, "answer", answer)
+    for seed in "112":
+        assert ask("--prompt", QUESTION, "--seed", seed)[0] == 0
+    assert keys[0] == keys[1] != keys[2]
+
+
 def test_prompts_on_the_command_line_are_answered_in_order(ask, asked):
     code, printed, error = ask("--prompt", QUESTION, "--prompt", "Why?", "--temperature", "0")
     assert (code, error) == (0, "")

@@ -69,13 +69,8 @@ def refuse(word):
     raise AssertionError(f"{word} is not JSON")
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param("huge", marks=pytest.mark.full),
-        *(pytest.param(kind, marks=pytest.mark.proof("kills")) for kind in KINDS if kind != "huge"),
-    ],
-)
+@pytest.mark.proof("kills")
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_number_that_float32_cannot_bear(kind, tmp_path, settings, user, capsys):
     draw = random.Random(f"{SEED} {kind}")
     sections, codes, words = injection(draw, kind, tmp_path, user)

@@ -26,6 +26,11 @@ def test_a_plan_is_printed_saved_drawn_and_priced_again(tmp_path, capsys):
     assert plan.devices <= 8 and drawn.read_text().startswith("<?xml")
     assert cli([*ARGUMENTS, "--plan", str(saved)]) == 0
     assert output.startswith(capsys.readouterr().out)
+    # Where a budget of tokens divides the rows, a run would refuse micro-batches, and none are saved.
+    assert {plan[name].micro_batches for name in calls} != {1}
+    assert cli([*ARGUMENTS, "--proposals", "1", "--save", str(saved), "compute.score_tokens=8192"]) == 0
+    budgeted = plan_of(yaml.safe_load(saved.read_text()))
+    assert {budgeted[name].micro_batches for name in calls} == {1}
 
 
 def test_stages_are_priced_and_drawn(tmp_path, capsys):

@@ -85,10 +85,15 @@ def write(text: str, folder: Path) -> None:
         (folder / name).write_text(content)
 
 
-@pytest.mark.full
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize("peer", PEERS)
-def test_the_run_beside_a_peers_is_checked_by_its_dry_run(peer: str, tmp_path: Path, monkeypatch, user: Path, capsys):
+@pytest.mark.parametrize(
+    "peer, trained",
+    [
+        *(pytest.param(peer, False, marks=pytest.mark.full) for peer in PEERS),
+        pytest.param("trl", True, marks=pytest.mark.proof("notebooks")),  # one is enough: they are the same program
+    ],
+)
+def test_the_run_beside_a_peers_is_checked_by_its_dry_run(peer, trained, tmp_path: Path, monkeypatch, user, capsys):
     monkeypatch.chdir(tmp_path)
     text = page(f"from-{peer}")
     write(text, tmp_path)
@@ -112,7 +117,7 @@ def test_the_run_beside_a_peers_is_checked_by_its_dry_run(peer: str, tmp_path: P
         tiny += ["data.heldout_rows=4"]
     dry, trains = commands(text)
     assert train.cli([*dry[3:], *HERE, *tiny]) == 0, capsys.readouterr().err
-    if peer == "trl":  # one is enough: they are the same program
+    if trained:
         assert train.cli([*trains[3:], *HERE, *tiny]) == 0, capsys.readouterr().err
         record = json.loads((tmp_path / "runs/gsm8k/metrics.jsonl").read_text().splitlines()[0])
         assert record["rewards/correct/failures"] == record["rewards/brief/failures"] == 0
