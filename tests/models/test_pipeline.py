@@ -22,8 +22,7 @@ from jrlhf.models import (
     make_values,
     param_shardings,
 )
-from jrlhf.models.pipeline import Stages, Task, run
-from jrlhf.planning.fusion import Model, fuse, search
+from jrlhf.models.pipeline import Stages
 from jrlhf.ppo import (
     DPOConfig,
     Experience,
@@ -197,44 +196,6 @@ def test_gradients_of_stages_are_those_of_the_whole_model(reference, case):
     for name, value in expected[0].items():
         np.testing.assert_allclose(actual[0][name], value, rtol=1e-5, atol=1e-6, err_msg=name)
     same_gradients(actual[1], expected[1])
-
-
-@pytest.mark.full
-def test_two_models_in_one_table_are_trained_as_one_after_the_other(reference):
-    """The actor's pipeline goes up the devices and the critic's two down, each with half of its micro-batches."""
-    config, devices = replace(FAMILIES["llama"], layers=4), jax.devices()[:4]
-    groups, home = tuple(make_mesh(devices=[device]) for device in devices), make_mesh(1, 4, 1, devices=devices)
-    table = search(fuse(Model(4, PARTS, 2.0, 4.0), Model(2, PARTS // 2, 1.0, 2.0)), effort=0.01).table
-
-    def task(number, devices):
-        scalar = number > 0
-        stages = Stages(config, tuple(groups[device] for device in devices), TRAIN)
-        last = stages.part(stages.last), stages.meshes[-1], TRAIN
-        outputs = make_values(*last) if scalar else make_logprobs(*last)
-
-        def loss(params, rows, scale):
-            result: Any = outputs(params, rows.tokens)
-            result = result[:, 1:] if scalar else result[0]
-            return scale * jnp.sum(result * rows.loss_mask), {"sum": jnp.sum(result)}
-
-        host = reference.random_params(config, "scalar" if scalar else "lm")
-        params = jax.device_put(host, param_shardings(config, home, TRAIN, "scalar" if scalar else "lm"))
-        given = arrays(config)
-        rows = given["tokens"][0], given["mask"]
-        if scalar:
-            rows = tuple(np.split(x, 2)[number - 1] for x in rows)
-        count = PARTS // 2 if scalar else PARTS
-        parts = SFTBatch(*(x.reshape(count, -1, LENGTH) for x in rows))
-        parts = jax.device_put(parts, jax.NamedSharding(stages.meshes[-1], jax.P()))
-        return Task(stages, loss, params, parts, (np.float32(0.5),))
-
-    tasks = [task(number, pipeline.devices) for number, pipeline in enumerate(table.pipelines)]
-    assert len(tasks) == 3
-    alone = [one.stages.gradients(one.loss, one.params, one.rows, one.others, ()) for one in tasks]
-    together_all = jax.device_get(run(table, dict(enumerate(tasks))))
-    for together, apart in zip(together_all.values(), jax.device_get(alone), strict=True):
-        same_gradients(together.gradients, apart.gradients)
-        np.testing.assert_allclose(together.loss, apart.loss, rtol=1e-5)
 
 
 def test_stages_share_the_memory_of_a_base(reference):
