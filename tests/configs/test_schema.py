@@ -135,7 +135,7 @@ def test_the_schema_takes_what_the_reader_takes_of_every_setting():
     for path, kind, classes in every:
         right, wrong = candidates(kind, rules_of(classes[-1]).get(str(path[-1]), {}))
         if (setting := (classes[-1], path[-1])) in seen:  # in another section: one value of either kind
-            right, wrong = [value for value in right if understood(config_with(path, classes, value))][:1], wrong[:1]
+            right, wrong = [next(x for x in right if understood(config_with(path, classes, x)))], wrong[:1]
         seen.add(setting)
         configs = [config_with(path, classes, value) for value in right]
         taken = [config for config in configs if understood(config)]
