@@ -2,6 +2,8 @@
 
 import asyncio
 import importlib
+import inspect
+import json
 import os
 import random
 import re
@@ -91,10 +93,11 @@ def test_a_digest_is_of_what_a_function_computes_with():
     digests = [digest_of(source) for source in SOURCES]
     assert len(set(digests)) == len(SOURCES)
     assert digests == [digest_of(f"\n\nother = 1\n{source}", "b.py") for source in SOURCES]
-    command = "from tests.jrlhf.rewards.test_python_code import *\nfor source in SOURCES: print(digest_of(source))"
+    head = "import json, sys\nfrom typing import Any\nfrom jrlhf.rewards.python_code import PythonCode"
+    command = f"{head}\n{inspect.getsource(digest_of)}\nfor source in json.load(sys.stdin): print(digest_of(source))"
     environment = os.environ | {"PYTHONHASHSEED": "7", "JAX_PLATFORMS": "cpu"}
-    root = Path(__file__).parents[3]
-    run = subprocess.run([sys.executable, "-c", command], cwd=root, env=environment, capture_output=True, text=True)
+    options: Any = {"cwd": Path(__file__).parents[3], "env": environment, "capture_output": True, "text": True}
+    run = subprocess.run([sys.executable, "-c", command], input=json.dumps(SOURCES), **options)
     assert run.stdout.split() == digests, run.stderr
 
 
