@@ -17,6 +17,8 @@ from jrlhf.meshes import GENERATE, TRAIN, make_mesh, reshard
 from jrlhf.models import LoRAConfig, ModelConfig, init_lm, init_lora, lora_shardings, param_shardings
 from jrlhf.models.generation.continuous import Progress, Prompt
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 CONFIG = ModelConfig(
     vocab_size=30, embed=16, layers=3, heads=2, kv_heads=2, head_dim=8, mlp=16, max_positions=8, tie_embeddings=False
 )

@@ -135,6 +135,7 @@ def test_devices_at_hand_as_hardware():
 # ---- the programs that are measured are what they are called
 
 
+@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_every_program_that_is_measured_runs(count):
     """One of each kind; on one device those that no other test runs: embeddings and heads."""

@@ -16,6 +16,8 @@ from jrlhf.ppo import Experience, PPOConfig, TrainState
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.model import Architecture, Compute
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 MODEL = ModelConfig(
     vocab_size=50, embed=16, layers=2, heads=2, kv_heads=1, head_dim=8, mlp=16, max_positions=20, initializer_range=0.3
 )

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -96,21 +95,6 @@ def test_two_processes_do_what_one_does_and_write_files_once(runs: Path):
     assert len(list((runs / "two" / "tensorboard" / "ppo").iterdir())) == 1
     output = (runs / "name=two.1.log").read_text()
     assert "ppo" not in output and "ppo 3/3" in (runs / "name=two.0.log").read_text()
-
-
-@pytest.mark.proof("processes")
-def test_a_run_that_one_process_is_asked_to_stop_goes_on_to_the_same_bits(runs: Path):
-    launched = train(2, runs, "stopped", *SMALL)
-    metrics = runs / "stopped" / "metrics.jsonl"
-    launched.wait_until(lambda: metrics.exists() and '"stage": "ppo"' in metrics.read_text(), 400)
-    launched.processes[1].send_signal(signal.SIGTERM)
-    launched.assert_codes(100, 75, 75)
-    assert "its state is saved; go on with --resume" in launched.text(0)
-    assert records(runs / "stopped")[-1]["step"] < 3
-    train(2, runs, "stopped", *SMALL, "--resume").assert_codes(400, 0, 0)
-    assert records(runs / "stopped") == records(runs / "two")
-    weights, expected = (load_file(runs / name / "model" / "model.safetensors") for name in ("stopped", "two"))
-    assert all(np.array_equal(weights[name], expected[name]) for name in expected)
 
 
 def kill_second(launched: Launched, run: Path, iterations: int) -> None:

@@ -130,6 +130,7 @@ def test_a_store_that_lost_its_run_after_any_write_holds_one_that_can_be_resumed
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("quick_compilation")
 def test_a_run_at_an_address_and_its_resume_elsewhere_are_those_of_a_directory(memory, config, tmp_path):
     main(load_config(str(tmp_path / "given.yaml"), [f"run_dir={tmp_path}", "name=local"]))
     main(config)
