@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,15 @@ class Training:
         text = self._log.read_text()
         assert code == expected, text
         return text
+
+    def reach(self, run: Path, records: int) -> bool:
+        """Waits until metrics.jsonl has this number of records. False if the process ends before."""
+        metrics = run / "metrics.jsonl"
+        while not metrics.exists() or metrics.read_bytes().count(b"\n") < records:
+            if self.process.poll() is not None:
+                return False
+            time.sleep(0.01)
+        return True
 
     def stop(self, signal: int) -> None:
         self.process.send_signal(signal)

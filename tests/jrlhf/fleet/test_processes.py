@@ -2,8 +2,10 @@
 
 import os
 import pickle
+import random
 import signal
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jrlhf.config import config_yaml
 from jrlhf.config.stages import FleetSection
 from jrlhf.errors import RunFailure, UserError
 from jrlhf.fleet import worker
@@ -22,8 +25,8 @@ from jrlhf.fleet.shared import SharedArrays, delta, patched, read
 from jrlhf.run.child import Worker
 from jrlhf.run.files import decode, encode
 from tests.jrlhf.fleet.test_runs import ADAPTER, config, run
-from tests.support.processes import alive, gone
-from tests.support.runs import timeless
+from tests.support.processes import alive, children, gone
+from tests.support.runs import Training, timeless
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -274,6 +277,28 @@ def test_bits_with_an_adapter_do_not_depend_on_processes(tmp_path, monkeypatch):
     assert bits(path) == bits(one)
     adapter, whole = (one / file for file in ("adapter/adapter_model.safetensors", "model/model.safetensors"))
     assert len(kills) > 1 and max(sizes) < 1.5 * adapter.stat().st_size < whole.stat().st_size
+
+
+@pytest.mark.proof("kills")
+def test_bits_do_not_depend_on_kills_of_the_run(tmp_path):
+    """The run is killed at random moments of its rollouts and resumed; nothing of it lives on."""
+    options = {"staleness": 2, "update_steps": 3, "logical_workers": 2}
+    for name, workers in (("one", SLOWLY), ("killed", [*SLOWLY, *DELTA])):
+        (tmp_path / f"{name}.yaml").write_text(config_yaml(config(tmp_path, name, "grpo", workers, **options)))
+    Training("--config", tmp_path / "one.yaml", log=tmp_path / "log", programs=tmp_path / "programs").wait()
+    path, rng, kills = tmp_path / "killed", random.Random(0), 0
+    while True:
+        arguments = ["--config", tmp_path / "killed.yaml", *(["--resume"] if path.exists() else [])]
+        training = Training(*arguments, log=tmp_path / "log", programs=tmp_path / "programs")
+        if kills == 6 or not training.reach(path, 3 + kills // 2):  # records: two of sft, four of grpo
+            training.wait()
+            break
+        time.sleep(rng.random())
+        workers = children(training.process.pid)
+        training.stop(signal.SIGKILL)
+        assert all(gone(pid) for pid in workers)
+        kills += 1
+    assert kills >= 3 and bits(path) == bits(tmp_path / "one")
 
 
 @pytest.mark.parametrize(
