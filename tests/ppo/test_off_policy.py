@@ -98,6 +98,14 @@ def test_without_a_gap_every_weight_is_1(toy):
         np.testing.assert_array_equal(weights_of(jnp.zeros((ROWS, TIME)), mask, config), mask)
 
 
+def test_k3_is_of_the_ratio_and_not_of_its_inverse():
+    """A mean of rho - 1 - log rho: e - 2 = 0.72 where all log-ratios are 1, 1 / e = 0.37 where they are -1."""
+    gap, mask = jnp.array([[1.0, 1.0, 9.0], [-1.0, -1.0, 9.0]]), jnp.array([[True, True, False]] * 2)
+    for bound, rows in ((0.36, (0, 0)), (0.38, (0, 1)), (0.71, (0, 1)), (0.73, (1, 1))):
+        weights = weights_of(gap, mask, PolicyConfig(mask_k3=bound))
+        np.testing.assert_array_equal(weights, np.outer(rows, [1, 1, 0]))
+
+
 def test_masks_and_weights_move_no_advantage(toy):
     e = toy.experience(ROWS, TIME)
     old = e.logprobs + jnp.sin(jnp.arange(TIME, dtype=jnp.float32))[None]
