@@ -12,11 +12,9 @@ hub holds: v4's keys and v5's, with and without what a family's defaults give.
 import json
 import os
 import zlib
-from dataclasses import fields
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import jax
 import numpy as np
@@ -26,7 +24,6 @@ from safetensors.numpy import load_file, save_file
 from jrlhf.meshes import GENERATE, TRAIN, TRAIN_TP, make_mesh
 from jrlhf.models import SamplingConfig, export_hf, make_generate
 from jrlhf.models.forward import ForwardOptions, ShardedForward
-from jrlhf.models.hf.config import FAMILIES
 from jrlhf.models.hf.load import load_hf
 from tests.models.shared import fast_jit
 
@@ -306,44 +303,3 @@ def test_what_transformers_reads_is_the_same_after_an_export(case, head, tmp_pat
     tokens = torch.tensor(batch()[0][:2], dtype=torch.long)
     with torch.no_grad():
         assert torch.equal(theirs(tokens).logits, ours(tokens).logits)
-
-
-# Keys that models of transformers ask their config for beside those of our tables: most change no logit.
-OTHER_KEYS = set(
-    """
-    _name_or_path _sliding_window_pattern architectures attention_chunk_size attention_dropout
-    attn_implementation attn_pdrop auto_map bos_token_id cache_implementation chunk_size_feed_forward
-    default_rope_type default_theta dtype embd_pdrop eos_token_id fusion_config gradient_checkpointing id2label
-    initializer_range is_decoder is_encoder_decoder kv_sharing_modes label2id max_position_embeddings
-    mlp_layer_types model_type mtp_layer_types n_ctx n_positions name_or_path num_beams num_heads num_labels
-    original_max_position_embeddings output_attentions output_cross_attentions output_hidden_states pad_token_id
-    per_layer_config pretraining_tp problem_type quantization_config reorder_and_upcast_attn repetition_penalty
-    resid_pdrop return_dict rope_parameters rope_scaling scale_attn_weights summary_activation
-    summary_first_dropout summary_proj_to_labels summary_type summary_use_proj temperature text_encoder
-    tie_last_hidden_states top_k top_p torch_dtype transformers_version use_cache vision_aspect_ratio
-    vision_feature_layer vision_feature_select_strategy
-    """.split()
-)
-
-
-@pytest.mark.proof("families")
-def test_every_key_that_transformers_reads_is_known(case, monkeypatch):
-    """Records what a model asks its config for, from the file to the last logit."""
-    torch = pytest.importorskip("torch", reason="transformers computes with torch")
-    transformers = pytest.importorskip("transformers", reason="it reads the directories")
-    kind, reads = type(transformers.AutoConfig.from_pretrained(case.lm)), set()
-    original: Any = kind.__getattribute__
-
-    def recorded(self, key):
-        reads.add(key)
-        return original(self, key)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(kind, "__getattribute__", recorded)
-        model = transformers.AutoModelForCausalLM.from_pretrained(case.lm, attn_implementation="eager")
-        model.generate(torch.tensor(batch()[0][:1], dtype=torch.long), max_new_tokens=2)
-    own = {field.name for field in fields(kind)}
-    table_keys = {*OTHER_KEYS, *vars(transformers.GenerationConfig())}
-    for table in FAMILIES.values():
-        table_keys |= {*table.keys.values(), *table.defaults, *table.neutral, *table.aliases}
-    assert not {key for key in reads - table_keys if key[0] != "_" and (key in own or not hasattr(kind, key))}
