@@ -255,11 +255,21 @@ def none(self, weights, prompt_of):
 
 READ = (
     "one layer is late",
+    "only the first layers arrive",
+    "only the layers arrive",
     "all but the layers arrives",
     "two layers are swapped",
+    "the layers are reversed",
+    "a layer comes twice",
     "a square matrix is transposed",
+    "two matrices of one shape are exchanged",
+    "two heads are exchanged",
+    "rows are shifted by one",
+    "a matrix is zero",
+    "a sign is lost",
     "norm scales are ones",
     "matrices were rounded to float8 on the way",
+    "the embedding serves as unembedding",
 )
 CHANGED = {
     **{name: with_weights(WEIGHTS[name]) for name in READ},
@@ -272,14 +282,18 @@ CHANGED = {
 }
 CACHES = {
     "caches of other rows": with_caches(lambda n, c: c.map(lambda x, axis: other_rows(x))),
+    "caches are empty": with_caches(lambda n, c: c.map(lambda x, axis: jnp.zeros_like(x))),
     "caches are shifted by a position": with_caches(lambda n, c: c.map(lambda x, axis: jnp.roll(x, 1, axis))),
     "caches are rounded to float8": with_caches(
         lambda n, c: c.map(lambda x, axis: x.astype(jnp.float8_e4m3fn).astype(x.dtype))
     ),
     "one layer's cache is empty": with_caches(lambda n, c: c.map(lambda x, axis: x * (n != 1))),
+    "heads of caches are exchanged": with_caches(lambda n, c: c.map(lambda x, axis: x[:, ::-1])),
 }
 REPORTS = {
     "log-probabilities are shifted": reporting(lambda tokens, logprobs: (tokens, np.roll(logprobs, 1))),
+    "log-probabilities are reversed": reporting(lambda tokens, logprobs: (tokens, logprobs[::-1])),
+    "log-probabilities are 0": reporting(lambda tokens, logprobs: (tokens, 0 * logprobs)),
     "log-probabilities are NaN": reporting(lambda tokens, logprobs: (tokens, logprobs + np.nan)),
     "log-probabilities are in float8": reporting(
         lambda tokens, logprobs: (tokens, np.asarray(jnp.asarray(logprobs, jnp.float8_e4m3fn), np.float32))
@@ -289,9 +303,12 @@ REPORTS = {
 PROGRAMS = {
     "programs compute in bfloat16": running_with(dtype=jnp.dtype(jnp.bfloat16)),
     "the window is ignored": running_with(config=replace(CONFIG, window=None, local_layers=())),
+    "all layers are local": running_with(config=replace(CONFIG, local_layers=(True, True, True))),
     "the softcap is ignored": running_with(config=replace(CONFIG, softcap=None)),
     "the rotation has another base": running_with(config=replace(CONFIG, rope_theta=5e3)),
+    "norms have another epsilon": running_with(config=replace(CONFIG, norm_eps=1e-2)),
     "the temperature is ignored": running_with(sampling=replace(SAMPLING, temperature=1.0)),
+    "scores have another scale": running_with(config=replace(CONFIG, query_scale=0.3)),
 }
 
 
@@ -310,6 +327,7 @@ AGAIN = {
 ADAPTERS = {
     "the adapter is not applied": with_adapter(lambda old, new: 0 * new),
     "the adapter is an older one": with_adapter(lambda old, new: old),
+    "the adapter is applied twice": with_adapter(lambda old, new: 2**0.5 * new),
     "the adapter is on another base": fault(
         used=lambda self, weights: (
             jax.tree.map(lambda x: 1.1 * x, weights[0]) if self.wrong else weights[0],

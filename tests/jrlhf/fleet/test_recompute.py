@@ -234,10 +234,11 @@ def test_a_run_may_cease_to_compare_and_begin_again():
 
 
 @pytest.mark.proof("kills")
+@pytest.mark.parametrize("mode", ["keep_cache", "prefill_again"])
 @pytest.mark.parametrize(
-    ("dtype", "config", "peak", "mode"),
-    [(FLOAT, CONFIG, 1.0, "prefill_again"), (BFLOAT, replace(CONFIG, softcap=None), 4.0, "keep_cache")],
-    ids=["float32", "peaked"],
+    ("dtype", "config", "peak"),
+    [(FLOAT, CONFIG, 1.0), (BFLOAT, CONFIG, 1.0), (BFLOAT, replace(CONFIG, softcap=None), 4.0)],
+    ids=["float32", "bfloat16", "peaked"],
 )
 def test_a_thousand_clean_updates_raise_no_alarm(dtype, config, peak, mode):
     """Peaked: half a nat per token. There rounding has a heavy tail."""
