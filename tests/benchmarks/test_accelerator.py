@@ -1,12 +1,17 @@
 """The accelerator benchmark: its rows, its order under a budget, and that it runs."""
 
+import json
+from functools import partial
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
 
 from benchmarks import accelerator, parts
-from benchmarks.accelerator import FULL, PARTS, SMALL, Part, main, plan
+from benchmarks.accelerator import FULL, NO_TIME, PARTS, SMALL, Part, attempt, line, main, plan
 from benchmarks.parts import Ceilings
+from benchmarks.records import provenance
 from jrlhf.meshes import make_mesh
 from jrlhf.meshes.hardware import PEAKS
 
@@ -30,6 +35,18 @@ def test_everything_that_is_promised_is_planned_and_the_most_important_comes_fir
     assert {"1.7B x 16 x 1024 full", "1.7B x 8 x 2048 full", "1.7B x 8 x 2048 gather"} <= shapes
 
 
+def test_a_part_that_fails_or_would_not_end_in_time_is_a_row():
+    def fails(message: str) -> Any:
+        raise RuntimeError(message)
+
+    part = partial(Part, "train", "tiny", 10.0)
+    assert attempt(part(lambda: {"seconds": 1 / 3}), 11.0) == {"part": "train", "shape": "tiny", "seconds": 0.33333}
+    assert attempt(part(lambda: fails("never")), 9.0)["error"] == NO_TIME
+    assert attempt(part(lambda: fails("RESOURCE_EXHAUSTED: 1 GB")), 11.0)["error"] == "out of memory"
+    row = attempt(part(lambda: fails("something\nelse")), 11.0)
+    assert row["error"] == "RuntimeError: something else" and row["error"] in line(row)
+
+
 def test_rates_are_shares_of_both_ceilings():
     assert TOP.moving(2.4e12, 1.0) == {"tb_s": 2.4, "of_nominal": 0.5, "of_measured": 0.6}
     assert TOP.computing(4e14, 1.0) == {"tflops": 400.0, "of_nominal": 400 / 989, "of_measured": 0.5}
@@ -50,6 +67,30 @@ def test_the_roofline_of_an_iteration_is_that_of_its_calls():
     prefill = (forward - head * tokens / 989e12) / 2
     decode = 512 * (2 * weights + 256 * 768 * 114688) / 4.8e12
     assert least["gen"] == pytest.approx(prefill + decode, rel=0.01)
+
+
+def test_rows_are_written_one_after_the_other_and_join_those_of_an_earlier_run(tmp_path, monkeypatch):
+    path, now = tmp_path / "found.json", provenance("jax", "flax")
+    old_row = {"part": "score", "shape": "b", "seconds": 1.0, "date": "2026-01-02"}
+    switch, old_form = {"part": "switch", "shape": "a", "seconds": 9.0}, {"part": "train", "model": "old form"}
+    once: list[Any] = [old_row, switch, old_form]
+    path.write_text(json.dumps({"results": once}))
+
+    def measure() -> dict[str, float]:
+        written.append(json.loads(path.read_text())["results"])
+        return {"seconds": 2.0}
+
+    written: list[Any] = []
+    first_parts = [Part("switch", "a", 0, measure), Part("train", "c", 0, measure), Part("score", "b", 1e9, measure)]
+    monkeypatch.setattr(accelerator, "plan", lambda *_: [*first_parts, Part("score", "d", 1e9, measure)])
+    monkeypatch.setattr(accelerator, "line", str)
+    rows = main(SMALL, PARTS, 100.0, path)
+    assert [row.get("error") for row in rows] == [None, None, NO_TIME, NO_TIME]
+    replaced = {"part": "switch", "shape": "a", "seconds": 2.0, **now}
+    added = {"part": "train", "shape": "c", "seconds": 2.0, **now}
+    late = {"part": "score", "shape": "d", "error": NO_TIME, **now}
+    assert written == [once, [old_row, replaced]]
+    assert json.loads(path.read_text())["results"] == [old_row, replaced, added, late]
 
 
 @pytest.mark.parametrize(
