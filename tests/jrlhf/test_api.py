@@ -197,7 +197,7 @@ def test_logprobs_are_those_of_transformers(user):
         np.testing.assert_allclose(ours, expected, atol=1e-4)
 
 
-@pytest.mark.full
+@pytest.mark.proof("runs")
 @pytest.mark.usefixtures("quick_compilation")
 def test_an_interrupted_run_is_usable_and_a_thread_resumes_it(tmp_path):
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]

@@ -232,7 +232,7 @@ def test_a_run_with_lost_processes_learns_from_each_group_once_and_resumes(tmp_p
 
 
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.full
+@pytest.mark.proof("kills")
 def test_a_run_on_slices_learns_from_each_group_once_and_resumes(tmp_path, batches, capsys):
     whole = config(tmp_path, "wall", **OPTIONS)
     path = run(whole)
