@@ -141,8 +141,10 @@ CONFIGS = "llama3-8b-ppo", "llama3-70b-ppo", "qwen3-8b-lora"
 CLUSTERS = ("{}xh100", "{}xa100", "{}xh200")
 
 
-@pytest.mark.proof("memory")
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(seed, marks=pytest.mark.full if seed == 1 else pytest.mark.proof("memory")) for seed in range(12)],
+)
 def test_who_follows_the_remedy_has_a_plan(seed, capsys):
     """One sentence suffices: with what it names the same command finds a plan, or prices the given one as it fits."""
     draw, followed = random.Random(seed), 0
