@@ -189,14 +189,14 @@ def test_devices_that_the_last_rows_leave_score_with_the_bits_of_a_later_time(ma
     while_others_decode = run(make("early", "ppo", plan, **settings))
     assert {size for size, results in early} == {2, 8} and all(results == 0 for size, results in early if size == 8)
     assert max(results for _, results in early) > 0
-    # The run chooses: if scoring costs much and a move nothing, all rollouts have one but the first, and that after a
-    # resume, too.
+    # The run chooses: if scores on devices that the last rows leave cost much and a move nothing, all rollouts have one
+    # but the first, and that after a resume, too.
     costly = {"step": lambda *_: 1.0, "prefill": lambda _: 0.0, "move": lambda *_: 0.0}
     of_prices, before, choices = setup.rollouts_of, Moves.before, list[LastRows | None]()
 
     def rollouts_of(*arguments: Any) -> dict[str, Rollouts]:
         return {
-            name: replace(one, scoring=[replace(call, seconds=3.0) for call in one.scoring], **costly)
+            name: replace(one, scoring=[replace(x, seconds=3.0 * (x.devices.start > 0)) for x in one.scoring], **costly)
             for name, one in of_prices(*arguments).items()
         }
 
