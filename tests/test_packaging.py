@@ -22,9 +22,16 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("configs", "kernels", "meshes", "models", "ppo")
 
 
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
 @pytest.fixture(scope="module")
 def setuptools() -> dict[str, Any]:
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    return PROJECT["tool"]["setuptools"]
+
+
+def test_a_build_installs_setuptools_alone():
+    assert [name.partition(">")[0] for name in PROJECT["build-system"]["requires"]] == ["setuptools"]
 
 
 def packages_in_tree() -> dict[str, str]:
