@@ -29,15 +29,16 @@ RESULTS = ROOT / "benchmarks" / "results" / "proofs"
 PARTS = {
     "oracle": "values and gradients against verl and TRL",
     "memory": "predicted against compiled memory, all programs of the matrix; roles and runs whose models sleep; "
-    "searches where memory is scarce, against optima",
+    "searches where memory is scarce, against optima; remedies that plans name; the host's memory while weights load",
     "kills": "runs killed at random moments and resumed to the same bits; every file of a checkpoint damaged; "
-    "runs with numbers that float32 cannot bear",
+    "runs with numbers that float32 cannot bear; faults of the weights and caches that draw, and clean updates",
     "failures": "random kills, hangs, signals, full disks and changed files: the same bits, or refused in a sentence",
-    "families": "all families against transformers and PEFT, through whole runs and through pipelines",
+    "families": "all families against transformers and PEFT, through whole runs and through pipelines; "
+    "random config.json files",
     "runs": "whole runs of every algorithm, plan and option, killed and resumed to the same bits",
     "processes": "runs of two processes against runs of one; rollout processes, killed and stopped at random",
-    "notebooks": "all notebooks and the tutorial on rewards from top to bottom; the installation of notebooks beside "
-    "an old and a fitting JAX",
+    "notebooks": "all notebooks and the tutorials on rewards and from TRL from top to bottom; the installation of "
+    "notebooks beside an old and a fitting JAX",
     "inputs": "5,400 malformed inputs, read in one process, and 120 commands: one sentence and exit code 2, or a run; "
     "every combination of answers to `jrlhf init`",
 }

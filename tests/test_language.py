@@ -14,7 +14,7 @@ SUSPECT = re.compile(rf"""["'\\]\s*(?:{"|".join(NO_BEGINNINGS)})""")  # parsing 
 
 
 def violations(source: str) -> Iterator[str]:
-    """Yields the scope and the name of each variable and parameter, and the first line of each docstring, at fault."""
+    """Yields the faults: scope and name of a variable or parameter, or line and text of a docstring."""
     tables = [symtable.symtable(source, "source", "exec")]
     for table in tables:
         tables += table.get_children()

@@ -51,7 +51,7 @@ def ask(model, capsys):
 
 @pytest.fixture
 def asked(monkeypatch) -> list[Any]:
-    """Answers prompts with "4", and typed lines with "4" and then "42", without a model; returns the token ids."""
+    """Answers prompts with "4" and typed lines with "42", in two pieces, without a model; returns the token ids."""
     prompts: list[Any] = []
 
     def answer(self, encoded, key):

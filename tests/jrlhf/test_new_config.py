@@ -33,7 +33,7 @@ def sensible(model: str, data: str, algorithm: str, reward: str) -> bool:
     return reward != ("numeric_answer" if data == "docstrings" else "learned")  # answers, preferences
 
 
-def test_every_combination_is_a_right_config_or_refused(tmp_path):
+def test_combinations_of_answers_are_a_right_config_or_refused(tmp_path):
     for number, algorithm in enumerate((*ALGORITHMS, "dpo")):
         rewards = REWARDS if algorithm in ("grpo", "dpo") else REWARDS[:3]
         check_combinations(algorithm, tmp_path / algorithm, [[*DEVICES][number % len(DEVICES)]], rewards)

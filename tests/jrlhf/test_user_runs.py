@@ -27,8 +27,8 @@ from tests.support.hub import serving
 from tests.support.runs import ROOT, assert_same_run, digest, stage_of, timeless
 
 WEIGHTS = {"reward_model": 0.5, "preference": 0.7, "short": 2.0, "graded": 0.3, "watched": 0.0}
-
 USED = {f"perf/{name}" for name in ("mfu/actor", "mfu/critic", "mfu/actor_infer", "mfu/ref", "roofline/gen")}
+
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("quick_compilation")]
 
 
@@ -97,6 +97,7 @@ def test_training_keeps_its_invariants(everything):
         assert math.isclose(record["critic/rewards/mean"], shaped, abs_tol=1e-4)
         assert record["rewards/short/failures"] == 0 and record["rollout/logprob_gap_max"] < 1e-4
         assert {name for name in record if "/mfu" in name or "/roofline" in name} == USED
+        assert all(record[name] > 0 for name in USED)
     assert len({record["rewards/preference/mean"] for record in iterations}) == 4
     # A reward model with its own tokenizer may compile a width that is new, always a power of two; nothing else does.
     for stage in ("sft", "reward_model", "ppo"):

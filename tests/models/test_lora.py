@@ -28,7 +28,7 @@ from jrlhf.models import (
 from jrlhf.models.lora import base_on
 from tests.models.shared import QUICK, assert_stored, batch, fast_jit, same_gradient, unstacked, weighted_sum
 
-# One layer. Biases, head norms, a softcap, 2 key-value heads for up to 8 devices, no multiple of 128 as vocabulary.
+# One layer. Biases, head norms, a softcap, 2 key-value heads for up to 8 devices, 300 words: no multiple of 128.
 EVERYTHING = ModelConfig(300, 32, 1, 8, 2, 8, mlp=48, max_positions=64, qk_norm=True, qkv_bias=True, softcap=20.0)
 # Gemma's switches: local and global layers, a norm after each contribution, scaled embeddings.
 LOCAL = replace(

@@ -74,6 +74,9 @@ def test_a_seed_gives_the_numbers_that_it_always_gave(initial):
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(initial))
 
 
+BIASES = {"bq", "bk", "bv", "bo", "up_bias", "down_bias", "bias"}
+
+
 def initial_vectors(changes) -> dict[str, list[Any]]:
     """Name -> all new weights of that name, but matrices of layers, which take long to draw."""
     config = ModelConfig(**{**vars(CONFIG), **changes})
@@ -86,9 +89,6 @@ def initial_vectors(changes) -> dict[str, list[Any]]:
         return vectors
 
     return jax.device_get(fast_jit(init)(jax.random.key(0)))
-
-
-BIASES = {"bq", "bk", "bv", "bo", "up_bias", "down_bias", "bias"}
 
 
 def test_biases_begin_at_zero_and_offset_scales_too():

@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jrlhf.meshes import GENERATE, TRAIN, TRAIN_TP, make_mesh
-from jrlhf.models import SamplingConfig, export_hf, make_generate
+from jrlhf.meshes import GENERATE, SCORE, TRAIN, TRAIN_TP, make_mesh
+from jrlhf.models import SamplingConfig, export_hf, make_generate, make_logprobs, make_scores
 from jrlhf.models.forward import ForwardOptions, ShardedForward
 from jrlhf.models.hf.load import load_hf
 from tests.models.shared import fast_jit
@@ -72,7 +72,7 @@ CONFIGS = {
     "gpt2": {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new"}
     | {"vocab_size": V, "n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 64, "n_ctx": 64},
 }
-# How each family is computed: (mesh of the forward pass, layout of the language model, mesh of generation).
+# How each family is computed: (mesh of the forward passes, layout of the language model, mesh of generation).
 DEFAULT = (2, 2, 2), TRAIN, (2, 2, 2)
 MESHES = {
     "llama_linear": ((1, 1, 1), TRAIN, (1, 1, 1)),
@@ -127,24 +127,25 @@ def batch():
 
 
 def ours(family, lm, reward):
-    """Logits [B, T, V], log-probabilities [B, T] and scores [B], from the states of one forward pass."""
+    """Logits [B, T, V], log-probabilities [B, T] and scores [B]."""
     sizes, layout, _ = MESHES.get(family, DEFAULT)
     tokens, lengths = batch()
     mesh = make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)])
     read, params = load_hf(lm, mesh, layout=layout)
     forward = ShardedForward(read.model, mesh, layout, "lm", ForwardOptions())
+    hidden = forward.shard(forward.hidden)
+    logprobs = make_logprobs(read.model, mesh, layout)
     with jax.set_mesh(mesh):
-        states = jax.device_get(fast_jit(forward.shard(forward.hidden))(params, tokens))
-    params = jax.device_get(params)
-    logits = states @ params.get("unembedding", params["embedding"])[:V].T
-    if read.model.softcap is not None:
-        logits = read.model.softcap * np.tanh(logits / read.model.softcap)
-    classifier, reward_params = load_hf(reward, mesh, layout=layout, head="scalar")
-    assert (classifier.head, classifier.model) == ("scalar", read.model)
-    head = jax.device_get(reward_params.pop("value_head"))
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(reward_params), {x: params[x] for x in reward_params})
-    scores = states[np.arange(B), lengths - 1] @ head["kernel"] + head["bias"]
-    return SimpleNamespace(logits=logits, logprobs=chosen(logits), scores=scores)
+        states, (chosen, _) = jax.device_get(
+            fast_jit(lambda params, tokens: (hidden(params, tokens), logprobs(params, tokens)))(params, tokens)
+        )
+        logits = states @ jax.device_get(params.get("unembedding", params["embedding"]))[:V].T
+        if read.model.softcap is not None:
+            logits = read.model.softcap * np.tanh(logits / read.model.softcap)
+        classifier, params = load_hf(reward, mesh, layout=SCORE, head="scalar")
+        assert (classifier.head, classifier.model) == ("scalar", read.model)
+        scores = jax.device_get(fast_jit(make_scores(read.model, mesh, SCORE))(params, tokens, lengths))
+    return SimpleNamespace(logits=logits, logprobs=chosen, scores=scores)
 
 
 def greedy(family, lm):

@@ -84,7 +84,7 @@ def test_layers_of_both_kinds_keep_no_weights():
 
 @pytest.mark.full
 def test_layers_that_are_not_scanned_follow_the_policy(mesh):
-    """Compiled only: what is kept is not computed again. (The test of adapters compares gradients.)"""
+    """Compiled only: what is kept is not computed again. `test_pipeline.py` compares gradients under `products`."""
     lora, flops = LoRAConfig(rank=2, alpha=4.0), {}
     base = shapes_on(CONFIG, mesh, shardings=param_shardings(CONFIG, mesh, GENERATE))
     adapter = shapes_on(

@@ -26,21 +26,32 @@ ROWS, TIME, KL_COEF, STEP = 16, 9, 0.3, 5  # STEP: the version of the weights th
 OPTIMIZER = optax.sgd(1.0)  # the gradient is the difference of the weights
 
 
-RATIOS = GSPOConfig(
-    **{"kl_coef": 0.0, "clip_low": 0.1, "clip_high": 0.1, "old_logprobs": "interpolate", "importance": "sequence"},
-    **{"mask_token": (0, 1.5), "mask_sequence": (0.4, 2), "mask_sequence_mean": (0.8, 1.3), "mask_k3": 0.08},
-    staleness=4,
-)
-TOKENS = PolicyConfig(
-    **{"kl_coef": 0.0, "old_logprobs": "interpolate", "importance": "token", "importance_cap": 1.2},
-    **{"mask_token": (0.7, 2), "staleness": 4, "ptx_coef": 0.7, "entropy_coef": 0.1},
-)
 # What no golden has.
 CONFIGS = {
     "rollout": GRPOConfig(old_logprobs="rollout", importance_cap=1.1, clip_high=0.3),
     "stale, sequence": RLOOConfig(kl_coef=0.0, aggregation="seq-mean-token-mean", staleness=2),
-    "interpolate": TOKENS,
-    "interpolate, rows": RATIOS,
+    "interpolate": PolicyConfig(
+        kl_coef=0.0,
+        old_logprobs="interpolate",
+        importance="token",
+        importance_cap=1.2,
+        mask_token=(0.7, 2),
+        staleness=4,
+        ptx_coef=0.7,
+        entropy_coef=0.1,
+    ),
+    "interpolate, rows": GSPOConfig(
+        kl_coef=0.0,
+        clip_low=0.1,
+        clip_high=0.1,
+        old_logprobs="interpolate",
+        importance="sequence",
+        mask_token=(0, 1.5),
+        mask_sequence=(0.4, 2),
+        mask_sequence_mean=(0.8, 1.3),
+        mask_k3=0.08,
+        staleness=4,
+    ),
 }
 FAST = ("rollout", "stale, sequence", "interpolate")
 

@@ -26,10 +26,10 @@ def step(toy):
     return make_ppo_step(toy.logprobs, toy.values, OPTIMIZER, OPTIMIZER, CONFIG)
 
 
-def fresh_state(toy, optimizer=OPTIMIZER):
+def fresh_state(toy):
     actor, critic = toy.params()
     return PPOState.create(
-        TrainState.create(actor, optimizer), TrainState.create(critic, optimizer), kl_coef=CONFIG.kl_coef
+        TrainState.create(actor, OPTIMIZER), TrainState.create(critic, OPTIMIZER), kl_coef=CONFIG.kl_coef
     )
 
 

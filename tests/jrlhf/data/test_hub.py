@@ -37,7 +37,7 @@ Call = tuple[str | None, str, list[Any], dict[str, Any]]  # token, function of j
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory) -> Iterator[tuple[Hub, subprocess.Popen[str]]]:
-    """A hub, and a process that uses it: each test has the hub to itself, and all have the process."""
+    """One hub and one process for all tests; the fixture `hub` empties the hub before each."""
     with serving() as hub, program(hub, tmp_path_factory.mktemp("home")) as process:
         yield hub, process
 
@@ -108,7 +108,7 @@ def test_an_export_is_uploaded_bit_for_bit_in_one_commit(hub: Hub, call, exporte
     assert first.branches == {"main": contents(shards) | {"notes.txt": b"mine"}} and first.commits == 2
 
 
-def test_weights_that_are_not_of_an_export_stay(hub: Hub, call, exported: Path, tmp_path: Path):
+def test_weights_that_are_not_of_an_export_stay(hub: Hub, call, exported: Path):
     files = {name: b"theirs" for name in ("config.json", "merges.txt", "model-00001-of-00002.safetensors")}
     trials = {"bare": files, "card": files | {"README.md": b"# Theirs"}, "weights": {"pytorch_model.bin": b"theirs"}}
     for name, content in trials.items():
@@ -126,7 +126,7 @@ def test_weights_that_are_not_of_an_export_stay(hub: Hub, call, exported: Path, 
     assert not branch.startswith("error") and new == f"{hub.address}/someone/new"
 
 
-def test_a_commit_of_someone_else_in_between_stays(hub: Hub, call, exported: Path, tmp_path: Path):
+def test_a_commit_of_someone_else_in_between_stays(hub: Hub, call, exported: Path):
     repository = hub.repositories["models/someone/mine"] = Repository()
     hub.between = {"config.json": b"theirs"}
     (sentence,) = call([push(exported, "someone/mine")])
@@ -151,7 +151,7 @@ def test_what_fails_in_passing_is_tried_again_and_nothing_is_half_committed(
     assert hub.failures == {("PUT", "/objects"): [], commit: []}
 
 
-def test_what_cannot_be_uploaded_is_one_sentence(hub: Hub, call, exported: Path, tmp_path: Path):
+def test_what_cannot_be_uploaded_is_one_sentence(hub: Hub, call, exported: Path):
     hub.repositories["models/someone/public"] = Repository()
     cases: dict[str, Call] = {
         "there is no token for the hub: `hf auth login`, or set HF_TOKEN": (None, "account_name", ["mine"], {}),

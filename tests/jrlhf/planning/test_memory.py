@@ -177,11 +177,6 @@ def everywhere(workload: Workload, fsdp: int = 8, tensor: int = 1, parts: int = 
     return Plan("colocate", {call.name: place(call.kind) for call in workload.graph if workload.has_model(call)})
 
 
-def needs(workload: Workload, call: str, backend: Backend = GPU, **sizes) -> float:
-    plan = everywhere(workload, **sizes)
-    return sum(call_bytes(workload, workload.graph[call], plan[call], backend).active.values())
-
-
 def test_the_cache_is_that_of_all_slots():
     """2 x layers x kv-heads x head_dim numbers a token, of 2 bytes."""
     workload = ppo(slots=128)
@@ -192,8 +187,8 @@ def test_the_cache_is_that_of_all_slots():
     assert active["generation weights"] == pytest.approx(2 * 8.030261248e9 / 4, rel=1e-3)
     # Prompts are read in waves next to it: an eighth of the slots, or as many as are asked for. Samples share a prompt.
     whole, waves, chunks, shared = (
-        needs(ppo(**settings), "actor.generate", CPU)
-        for settings in ({}, {"chunk": 64}, {"chunk": 64, "prefill": 16}, {"samples": 8})
+        sum(call_bytes(work, call, everywhere(work)[call.name], CPU).active.values())
+        for work in (ppo(), ppo(chunk=64), ppo(chunk=64, prefill=16), ppo(samples=8))
     )
     rows, position = 256 // 8, 2 * 32 * 8 * 128 * 2
     assert whole > waves and chunks > waves and whole > shared > position * rows * 2048

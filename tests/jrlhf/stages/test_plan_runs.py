@@ -189,8 +189,8 @@ def test_devices_that_the_last_rows_leave_score_with_the_bits_of_a_later_time(ma
     while_others_decode = run(make("early", "ppo", plan, **settings))
     assert {size for size, results in early} == {2, 8} and all(results == 0 for size, results in early if size == 8)
     assert max(results for _, results in early) > 0
-    # The run chooses: if scores on devices that the last rows leave cost much and a move nothing, all rollouts have one
-    # but the first, and that after a resume, too.
+    # The run chooses. Where scoring on the devices that the last rows leave is slow and a move is free, the last rows
+    # move in every rollout but the first. A resume does the same.
     costly = {"step": lambda *_: 1.0, "prefill": lambda _: 0.0, "move": lambda *_: 0.0}
     of_prices, before, choices = setup.rollouts_of, Moves.before, list[LastRows | None]()
 

@@ -36,7 +36,7 @@ from tests.models.shared import SHALLOW
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-# One layer: `full` schedules families of two.
+# One layer; the test of every kind of model has two.
 CONFIG = ModelConfig(
     vocab_size=150, embed=32, layers=1, heads=4, kv_heads=2, head_dim=8, mlp=48, max_positions=64, qk_norm=True
 )
@@ -204,7 +204,7 @@ def test_the_last_rows_move_to_fewer_devices_and_keep_their_bits(sizes, groups, 
     """They move at the first look at which few enough are left and fit; a call may say that they stay: then the looks
     are those of the simulator."""
     setting = Setting(sizes, **changes)
-    schedule = Schedule(chunk=1, buckets=1, lengths=1 if setting.lora is None else 2)  # or they grow before and after
+    schedule = Schedule(chunk=1, buckets=1, lengths=1 if setting.lora is None else 2)  # 2: caches grow
     options = {"samples": setting.samples, "lora": setting.lora}
     settings = replace(schedule, last_groups=groups, last_rows=rows)
     engine, looks = Engine(setting.config, setting.mesh, SAMPLING, settings, **options), []
