@@ -67,7 +67,7 @@ class Sizes:
 
 FULL = Sizes(
     models=MODELS,
-    decode=((128, 64, 256), (512, 512)),
+    decode=((128, 256, 64), (512, 512)),
     train=((16, 1024), (8, 2048)),
     score=(32, 1024),
     logprob=(16384, 4096, 151936),
@@ -111,7 +111,7 @@ def plan(sizes: Sizes, mesh: Mesh, top: Ceilings, device: Device) -> list[Part]:
         return Part("logprob", f"{' x '.join(map(str, sizes.logprob))} {implementation}", 12, measure)
 
     batch, prompt, response, _ = sizes.iteration
-    whole = partial(parts.iteration, small[1], mesh, top, *sizes.iteration)
+    whole = partial(parts.iteration, small[1], mesh, top, *sizes.iteration, "products")
     score = partial(parts.score, small[1], mesh, top, *sizes.score)
     middle, *others = sizes.decode[0]
     main_shape, *more_shapes = sizes.train
@@ -119,7 +119,8 @@ def plan(sizes: Sizes, mesh: Mesh, top: Ceilings, device: Device) -> list[Part]:
     return [
         decode(small, middle, 25),
         train(*main_shape, "full"),
-        Part("iteration", f"{small[0]} x {batch} x {prompt} + {response}", 120, whole),
+        train(*main_shape, "products"),
+        Part("iteration", f"{small[0]} x {batch} x {prompt} + {response} products", 120, whole),
         *(logprob(name) for name in implementations(device)),
         decode(large, middle, 45),
         *(train(*shape, "full") for shape in more_shapes),
@@ -127,7 +128,8 @@ def plan(sizes: Sizes, mesh: Mesh, top: Ceilings, device: Device) -> list[Part]:
         *(decode(large, batch, 50) for batch in others),
         Part("score", f"{small[0]} x {' x '.join(map(str, sizes.score))}", 15, score),
         Part("switch", small[0], 10, partial(parts.switch, small[1], mesh, top)),
-        *(train(*shape, policy) for shape in sizes.train for policy in policies),
+        *(train(*main_shape, policy) for policy in policies if policy != "products"),
+        *(train(*shape, policy) for shape in more_shapes for policy in policies),
     ]
 
 

@@ -80,6 +80,12 @@ def shrunk(config: ModelConfig) -> ModelConfig:
     return replace(config, vocab_size=1024, embed=64, layers=2, heads=4, kv_heads=2, head_dim=16, mlp=128)
 
 
+def without_hub(model: Path, rows: Path, run_dir: Path | str) -> list[str]:
+    """Settings of a run on this model and these rows, which is not validated."""
+    paths = [f"model.path={model}", f"data.prompts.path={rows}", f"run_dir={run_dir}"]
+    return [*paths, "validation.every=null", "validation.temperature=null"]
+
+
 def train(name: str, overrides: Sequence[str], run: Path, iterations: int) -> None:
     """`jrlhf.train` until its metrics hold so many iterations: then it is asked to stop, saves and leaves."""
     process = subprocess.Popen([sys.executable, "-m", "jrlhf.train", "--config", name, *overrides], env=FIRST_RUN)
@@ -150,10 +156,8 @@ def main(name: str, given: Sequence[str], iterations: int, small: bool) -> None:
         writer.join()
         if writer.exitcode != 0:
             raise SystemExit(f"writing the model ended with exit code {writer.exitcode}")
-        overrides = [f"model.path={directory}", f"data.prompts.path={rows}", f"run_dir={temporary}"]
-        overrides += ["evaluation.every=null", "evaluation.temperature=null"]  # no validation
         run = Path(temporary) / load_config(name, own).name
-        train(name, [*own, *overrides], run, iterations)
+        train(name, [*own, *without_hub(directory, rows, temporary)], run, iterations)
         metrics = read_metrics(run)[:iterations]
     result = {
         "name": run.name,

@@ -255,7 +255,14 @@ def logprob(top: Ceilings, implementation: Implementation, tokens: int, embed: i
 
 
 def iteration(
-    config: ModelConfig, mesh: Mesh, top: Ceilings, batch: int, prompt: int, response: int, micro_batches: int
+    config: ModelConfig,
+    mesh: Mesh,
+    top: Ceilings,
+    batch: int,
+    prompt: int,
+    response: int,
+    micro_batches: int,
+    remat: Remat,
 ) -> Row:
     """One PPO iteration of four models of one shape, through the roles of a run: the mean of two after one that warms.
 
@@ -263,7 +270,7 @@ def iteration(
     model are frozen in bfloat16; no row stops before its limit. `roofline`: the least seconds of all calls together,
     by the nominal ceilings, or the measured ones where those are not known; `over_roofline`: how often that was taken.
     """
-    compute, clock, optimizer = Compute(jnp.dtype(jnp.bfloat16)), Clock(), optax.adamw(1e-6)
+    compute, clock, optimizer = Compute(jnp.dtype(jnp.bfloat16), remat=remat), Clock(), optax.adamw(1e-6)
     ppo = PPOConfig(micro_batches=micro_batches)
     sampling = SamplingConfig(max_new_tokens=response)
     architecture, site = Architecture(config), Site(mesh, compute, clock)

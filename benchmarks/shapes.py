@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jrlhf.config.stages import OptimizerConfig
@@ -40,7 +40,7 @@ def adapter_weights(model: ModelConfig, mesh: Mesh, lora: LoRAConfig, head: Head
     return placed(shapes, lora_shardings(model, mesh, lora, head))
 
 
-def generation_copy(model: ModelConfig, mesh: Mesh, dtype: Any) -> Shapes:
+def generation_copy(model: ModelConfig, mesh: Mesh | AbstractMesh, dtype: Any) -> Shapes:
     """The tree of GENERATE: "layers" as a list of one tree a layer; matrices in `dtype`."""
     shapes = jax.eval_shape(partial(init_lm, model), _key())
     cast = jax.eval_shape(partial(cast_matrices, dtype=dtype), shapes)

@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int
 
+from jrlhf.kernels.decode_attention import decode_attention
 from jrlhf.kernels.logprob.common import target_platform
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.config.rope import RopeScaling, scaled
@@ -189,25 +190,45 @@ def cached_attention(
     softcap: float | None = None,
     window: int | None = None,
     local: bool = True,
+    implementation: AttentionImplementation | None = None,
 ) -> Float[Array, "B 1 N H"]:
     """One new token's attention over the first `lengths` positions of each row's cache; the softmax is in float32.
 
     The keywords are those of `attention`: a local layer sees only the last `window` of these positions.
+
+    implementation: "xla" reads the whole cache. Others read only filled positions, where `reads_filled_positions`.
     """
     batch, _, heads, head_dim = query.shape
     kv_heads, size = cache.value.shape[1:3]
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, head_dim)
+    factor = head_dim**-0.5 if scale is None else scale
+    if window is not None and (window >= size or not local):
+        window = None
+    if implementation != "xla" and reads_filled_positions(target_platform(), cache):
+        attend = partial(decode_attention, scale=factor, softcap=softcap, window=window)
+        return attend(grouped, cache.key, cache.value, lengths).reshape(query.shape)
     product = "bkgh,bkhs->bkgs" if cache.transposed else "bkgh,bksh->bkgs"
     scores = jnp.einsum(product, grouped, cache.key, preferred_element_type=jnp.float32)
     position = jnp.arange(size)[None, :]
     seen = position < lengths[:, None]
-    if window is not None and window < size and local:
+    if window is not None:
         seen = seen & (position >= lengths[:, None] - window)
-    scores = scores * (head_dim**-0.5 if scale is None else scale)
+    scores = scores * factor
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     weights = jax.nn.softmax(jnp.where(seen[:, None, None, :], scores, -jnp.inf), axis=-1).astype(query.dtype)
     return jnp.einsum("bkgs,bksh->bkgh", weights, cache.value).reshape(query.shape)
+
+
+def reads_filled_positions(platform: str, cache: LayerCache) -> bool:
+    """True where `cached_attention` is a kernel that reads only the filled positions of a cache.
+
+    Triton's blocks have powers of two as sizes, and its offsets 32 bits. Which GPUs have the shared memory, and
+    bfloat16, is as for cuDNN.
+    """
+    head_dim, dtype = cache.value.shape[3], cache.value.dtype
+    sized = head_dim >= 16 and head_dim.bit_count() == 1 and cache.value.size < 2**31
+    return platform == "gpu" and dtype in (jnp.bfloat16, jnp.float16) and sized and computes("cudnn", head_dim, None)
 
 
 def transposes_keys(mesh: Mesh | AbstractMesh) -> bool:

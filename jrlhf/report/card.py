@@ -14,6 +14,7 @@ from typing import Any, get_args, get_origin
 import yaml
 from huggingface_hub.repocard import metadata_load
 
+from jrlhf import __version__
 from jrlhf.config import Config, config_yaml
 from jrlhf.config.parse import classes_of, kinds_of
 from jrlhf.config.schema import DatasetsData, RewardConfig
@@ -89,7 +90,7 @@ def card(facts: Facts, *, plot: str = "") -> str:
         *_rewards(facts),
         *_use(facts),
         "## Versions",
-        f"jrlhf {version('jrlhf')}, jax {version('jax')}, flax {version('flax')}, "
+        f"jrlhf {__version__}, jax {version('jax')}, flax {version('flax')}, "
         f"Python {platform.python_version()}; format of the weights: Hugging Face, safetensors.",
     ]
     return "\n\n".join(sections) + "\n"

@@ -257,7 +257,8 @@ class Decoder:
 
             def attend(query, key, value, cache=cache, local=local):
                 appended = append(cache, key, value, positions)
-                return cached_attention(query, appended, positions + 1, **self.config.scores, local=local), appended
+                scores = {**self.config.scores, "local": local, "implementation": self.attention}
+                return cached_attention(query, appended, positions + 1, **scores), appended
 
             x, cache = layer(x, rotation, attend)
             longer.append(cache)

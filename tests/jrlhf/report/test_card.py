@@ -5,6 +5,7 @@ import random
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import yaml
 
+import jrlhf
 from jrlhf.config import Config, config_yaml
 from jrlhf.config.parse import build, classes_of, kinds_of
 from jrlhf.config.schema import DatasetsData, RewardConfig
@@ -209,6 +211,18 @@ def test_the_recipe_can_be_read_back(tmp_path: Path):
     assert config.name != "mine" and "samples: 4" in recipe[1] and "max_grad_norm: null" in recipe[1]
     refused, line = changes(tmp_path, config_yaml(build(Config, given)), config)
     assert refused == [] and line.startswith("with ")
+
+
+def test_versions_need_no_installed_package(monkeypatch):
+    """A run from a checkout, whose package has no metadata, exports its model, too."""
+
+    def version(name: str) -> str:
+        if name == "jrlhf":
+            raise PackageNotFoundError(name)
+        return f"{name}'s"
+
+    monkeypatch.setattr("jrlhf.report.card.version", version)
+    assert f"jrlhf {jrlhf.__version__}, jax jax's, flax flax's" in card(facts())
 
 
 def test_equal_runs_have_equal_cards():
