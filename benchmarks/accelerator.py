@@ -44,10 +44,11 @@ PARTS = ("decode", "train", "iteration", "logprob", "score", "switch")
 
 @dataclass(frozen=True)
 class Part:
-    """A row to be measured. shape: what it is called. expected: seconds on an H200, compilation included."""
+    """A row to be measured. shape: its name. sizes: its numbers. expected: seconds on an H200, compilation included."""
 
     name: str
     shape: str
+    sizes: Row
     expected: float
     measure: Callable[[], Row]
 
@@ -100,35 +101,40 @@ def plan(sizes: Sizes, mesh: Mesh, top: Ceilings, device: Device) -> list[Part]:
         name, config = model
         prompt, response = sizes.decode[1]
         measure = partial(parts.decode, config, mesh, top, batch, prompt, response)
-        return Part("decode", f"{name} x {batch} x {prompt} + {response}", expected, measure)
+        numbers = {"model": name, "batch": batch, "prompt": prompt, "response": response}
+        return Part("decode", f"{name} x {batch} x {prompt} + {response}", numbers, expected, measure)
 
     def train(batch: int, length: int, remat: Remat) -> Part:
         measure = partial(parts.train, small[1], mesh, top, batch, length, remat)
-        return Part("train", f"{small[0]} x {batch} x {length} {remat}", 25, measure)
+        numbers = {"model": small[0], "batch": batch, "length": length, "remat": remat}
+        return Part("train", f"{small[0]} x {batch} x {length} {remat}", numbers, 25, measure)
 
     def logprob(implementation: Implementation) -> Part:
         measure = partial(parts.logprob, top, implementation, *sizes.logprob)
-        return Part("logprob", f"{' x '.join(map(str, sizes.logprob))} {implementation}", 12, measure)
+        return Part("logprob", f"{' x '.join(map(str, sizes.logprob))} {implementation}", {}, 12, measure)
 
     batch, prompt, response, _ = sizes.iteration
-    whole = partial(parts.iteration, small[1], mesh, top, *sizes.iteration, "products")
+    remat: Remat = "products"
+    whole = partial(parts.iteration, small[1], mesh, top, *sizes.iteration, remat)
+    numbers = {"model": small[0], "batch": batch, "prompt": prompt, "response": response, "remat": remat}
     score = partial(parts.score, small[1], mesh, top, *sizes.score)
+    scored = {"model": small[0], "batch": sizes.score[0], "length": sizes.score[1]}
     middle, *others = sizes.decode[0]
     main_shape, *more_shapes = sizes.train
     policies: list[Remat] = [remat for remat in REMATS if remat != "full"]
     return [
         decode(small, middle, 25),
         train(*main_shape, "full"),
-        train(*main_shape, "products"),
-        Part("iteration", f"{small[0]} x {batch} x {prompt} + {response} products", 120, whole),
+        train(*main_shape, remat),
+        Part("iteration", f"{small[0]} x {batch} x {prompt} + {response} {remat}", numbers, 120, whole),
         *(logprob(name) for name in implementations(device)),
         decode(large, middle, 45),
         *(train(*shape, "full") for shape in more_shapes),
         *(decode(small, batch, 30) for batch in others),
         *(decode(large, batch, 50) for batch in others),
-        Part("score", f"{small[0]} x {' x '.join(map(str, sizes.score))}", 15, score),
-        Part("switch", small[0], 10, partial(parts.switch, small[1], mesh, top)),
-        *(train(*main_shape, policy) for policy in policies if policy != "products"),
+        Part("score", f"{small[0]} x {' x '.join(map(str, sizes.score))}", scored, 15, score),
+        Part("switch", small[0], {"model": small[0]}, 10, partial(parts.switch, small[1], mesh, top)),
+        *(train(*main_shape, policy) for policy in policies if policy != remat),
         *(train(*shape, policy) for shape in more_shapes for policy in policies),
     ]
 
@@ -142,7 +148,7 @@ def implementations(device: Device) -> list[Implementation]:
 
 def attempt(part: Part, seconds_left: float) -> Row:
     """The part's row, or one that says why there is none: every other part is still measured."""
-    row = {"part": part.name, "shape": part.shape}
+    row = {"part": part.name, "shape": part.shape, **part.sizes}
     if part.expected > seconds_left:
         return row | {"error": NO_TIME}
     try:

@@ -135,7 +135,7 @@ def prefill_price() -> float:
     """Decode steps that the prefill of one token takes: 8B, 128 rows, as measured on an H200."""
     record = json.loads((RESULTS / "accelerator-nvidia-h200.json").read_text())
     (row,) = (row for row in record["results"] if (row["part"], row.get("model"), row.get("batch")) == PRICED)
-    return row["prefill"] / (row["batch"] * row["prompt"]) / row["step"]
+    return row["prefill"] / (row["batch"] * row["prompt"]) / row["seconds"]
 
 
 PRICED = ("decode", "8B", 128)

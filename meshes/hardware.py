@@ -116,11 +116,11 @@ def _gpu(name: str, memory: float, link: float, network: float, host: float) -> 
 
     The fractions and `launch` were measured with this program on an H200 (benchmarks/NOTES.md): products ran at 771 of
     989 TFLOP/s in training, a copy at 4.17 of 4.8 TB/s; decode steps fit 15 us per layer plus the necessary bytes at
-    0.6 of the bandwidth. Other GPUs are assumed to have the same fractions. Collectives are assumed to reach three
+    0.72 of the bandwidth. Other GPUs are assumed to have the same fractions. Collectives are assumed to reach three
     quarters of the link, as NCCL's bus bandwidth does with large messages; 20 us is the time of its small all-reduces
     in a node.
     """
-    fractions: Any = {"infer": 0.78, "train": 0.78, "decode": 0.6}
+    fractions: Any = {"infer": 0.78, "train": 0.78, "decode": 0.72}
     return Hardware(name, memory, *_rates(name), 8, link, network, host, **fractions, launch=15e-6, latency=20e-6)
 
 

@@ -30,7 +30,7 @@ def test_everything_that_is_promised_is_planned_and_the_most_important_comes_fir
     assert {part.shape for part in all_parts if part.name == "decode"} == {
         f"{name} x {batch} x 512 + 512" for name in ("1.7B", "8B") for batch in (64, 128, 256)
     }
-    assert [part.name for part in all_parts[:3]] == ["decode", "train", "iteration"]
+    assert [part.name for part in all_parts[:4]] == ["decode", "train", "train", "iteration"]
     shapes = {part.shape for part in all_parts if part.name == "train"}
     assert {"1.7B x 16 x 1024 full", "1.7B x 8 x 2048 full", "1.7B x 8 x 2048 gather"} <= shapes
 
@@ -39,8 +39,9 @@ def test_a_part_that_fails_or_would_not_end_in_time_is_a_row():
     def fails(message: str) -> Any:
         raise RuntimeError(message)
 
-    part = partial(Part, "train", "tiny", 10.0)
-    assert attempt(part(lambda: {"seconds": 1 / 3}), 11.0) == {"part": "train", "shape": "tiny", "seconds": 0.33333}
+    part = partial(Part, "train", "tiny", {"batch": 2}, 10.0)
+    row = {"part": "train", "shape": "tiny", "batch": 2, "seconds": 0.33333}
+    assert attempt(part(lambda: {"seconds": 1 / 3}), 11.0) == row
     assert attempt(part(lambda: fails("never")), 9.0)["error"] == NO_TIME
     assert attempt(part(lambda: fails("RESOURCE_EXHAUSTED: 1 GB")), 11.0)["error"] == "out of memory"
     row = attempt(part(lambda: fails("something\nelse")), 11.0)
@@ -81,8 +82,9 @@ def test_rows_are_written_one_after_the_other_and_join_those_of_an_earlier_run(t
         return {"seconds": 2.0}
 
     written: list[Any] = []
-    first_parts = [Part("switch", "a", 0, measure), Part("train", "c", 0, measure), Part("score", "b", 1e9, measure)]
-    monkeypatch.setattr(accelerator, "plan", lambda *_: [*first_parts, Part("score", "d", 1e9, measure)])
+    planned = (("switch", "a", 0), ("train", "c", 0), ("score", "b", 1e9), ("score", "d", 1e9))
+    planned_parts = [Part(name, shape, {}, expected, measure) for name, shape, expected in planned]
+    monkeypatch.setattr(accelerator, "plan", lambda *_: planned_parts)
     monkeypatch.setattr(accelerator, "line", str)
     rows = main(SMALL, PARTS, 100.0, path)
     assert [row.get("error") for row in rows] == [None, None, NO_TIME, NO_TIME]
