@@ -151,7 +151,8 @@ class ComputeConfig(Section):
     # With a single update per batch, the forward passes of the update also make the experience. Then all trained models
     # are in memory at the same time, and the loss is not fused, because the advantages are not known yet.
     shared_passes: bool = False
-    attention: Literal["xla", "cudnn", "splash"] | None = None  # for whole sequences; null: the platform's default
+    # Implementation for whole sequences; null: the platform's default. On GPUs, xla also reads whole caches to decode.
+    attention: Literal["xla", "cudnn", "splash"] | None = None
     # Tokens that a device scores at a time, rows of similar length together; null: the whole batch with its padding.
     # Compiles each scoring model up to four times.
     score_tokens: int | None = count(None)
