@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from jrlhf.kernels.decode_attention import decode_attention
 from jrlhf.kernels.logprob.common import target_platform
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.config.rope import RopeScaling, scaled
-from jrlhf.models.flash import LANES, AttentionImplementation, computes, splash_attention
+from jrlhf.models.flash import LANES, AttentionImplementation, computes, reads_filled_positions, splash_attention
 from jrlhf.models.remat import named
 
 Rotation = tuple[Float[Array, "B T H//2"], Float[Array, "B T H//2"]]
@@ -196,7 +195,7 @@ def cached_attention(
 
     The keywords are those of `attention`: a local layer sees only the last `window` of these positions.
 
-    implementation: "xla" reads the whole cache. Others read only filled positions, where `reads_filled_positions`.
+    implementation: "xla" reads the whole cache; others only filled positions, where `reads_filled_positions` on GPUs.
     """
     batch, _, heads, head_dim = query.shape
     kv_heads, size = cache.value.shape[1:3]
@@ -204,7 +203,7 @@ def cached_attention(
     factor = head_dim**-0.5 if scale is None else scale
     if window is not None and (window >= size or not local):
         window = None
-    if implementation != "xla" and reads_filled_positions(target_platform(), cache):
+    if implementation != "xla" and target_platform() == "gpu" and reads_filled_positions(cache.value):
         attend = partial(decode_attention, scale=factor, softcap=softcap, window=window)
         return attend(grouped, cache.key, cache.value, lengths).reshape(query.shape)
     product = "bkgh,bkhs->bkgs" if cache.transposed else "bkgh,bksh->bkgs"
@@ -220,30 +219,10 @@ def cached_attention(
     return jnp.einsum("bkgs,bksh->bkgh", weights, cache.value).reshape(query.shape)
 
 
-def reads_filled_positions(platform: str, cache: LayerCache) -> bool:
-    """True where `cached_attention` is a kernel that reads only the filled positions of a cache.
-
-    Triton's blocks have powers of two as sizes, and its offsets 32 bits. Which GPUs have the shared memory, and
-    bfloat16, is as for cuDNN.
-    """
-    head_dim, dtype = cache.value.shape[3], cache.value.dtype
-    sized = head_dim >= 16 and head_dim.bit_count() == 1 and cache.value.size < 2**31
-    return platform == "gpu" and dtype in (jnp.bfloat16, jnp.float16) and sized and computes("cudnn", head_dim, None)
-
-
 def transposes_keys(mesh: Mesh | AbstractMesh) -> bool:
     """True if caches on this mesh are `transposed`."""
     device = mesh.abstract_mesh.abstract_device
     return (jax.default_backend() if device is None else device.platform) == "cpu"
-
-
-def empty_cache(
-    rows: int, kv_heads: int, size: int, head_dim: int, dtype: Any, *, transposed: bool = False
-) -> LayerCache:
-    """A cache of `size` positions, all zeros."""
-    length, dimension = (head_dim, size) if transposed else (size, head_dim)
-    key = jnp.zeros((rows, kv_heads, length, dimension), dtype)
-    return LayerCache(key, jnp.zeros((rows, kv_heads, size, head_dim), dtype), transposed)
 
 
 def prefilled_cache(
@@ -263,19 +242,6 @@ def grown_cache(cache: LayerCache, size: int) -> LayerCache:
         return jnp.pad(x, [(0, size - cache.size if at == axis else 0) for at in range(x.ndim)])
 
     return cache.map(padded)
-
-
-def filled_cache(cache: LayerCache, slots: Int[Array, "m"], other: LayerCache, rows: Int[Array, "m"]) -> LayerCache:
-    """Copies `rows` of the cache `other` into `slots`, padded with zeros. Slots past the end are ignored.
-
-    Later positions have attention weight 0, but without the zeros 0 times a NaN of a slot's former row would be NaN.
-    """
-
-    def fill(x, axis, y):
-        rest = [(0, x.shape[axis] - y.shape[axis] if at == axis else 0) for at in range(x.ndim)]
-        return x.at[slots].set(jnp.pad(y[rows], rest), mode="drop")
-
-    return cache.map(fill, other)
 
 
 def append(

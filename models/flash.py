@@ -31,6 +31,17 @@ def computes(implementation: AttentionImplementation, head_dim: int, softcap: fl
     return implementation == "xla" or _splash_supports(head_dim)
 
 
+def reads_filled_positions(cache: Float[Array, "B K S H"]) -> bool:
+    """True if GPUs have a decode kernel, which reads only the filled positions, for such keys and values.
+
+    Triton's blocks have powers of two as sizes, and its offsets 32 bits. Which GPUs have the shared memory, and
+    bfloat16, is as for cuDNN.
+    """
+    head_dim = cache.shape[3]
+    sized = head_dim >= 16 and head_dim.bit_count() == 1 and cache.size < 2**31
+    return sized and cache.dtype in (jnp.bfloat16, jnp.float16) and computes("cudnn", head_dim, None)
+
+
 def _largest_cudnn_head() -> int:
     """The largest head dimension of cuDNN's flash attention on the GPUs of this process: 256 from Hopper on, 128 on
     Ampere and Ada, 0 where it does not exist, as on AMD. Without a GPU here, the program is for Hopper.

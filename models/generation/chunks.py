@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from jrlhf.meshes import AXES, GENERATE, to_devices, to_host, transfer
-from jrlhf.models.attention import LayerCache, empty_cache, filled_cache, grown_cache, transposes_keys
+from jrlhf.models.attention import LayerCache, grown_cache, transposes_keys
 from jrlhf.models.collectives import TENSOR, all_rows, check_rows, own_rows
 from jrlhf.models.generation.decoding import OWN, SHARED, Decoder, Generation, Results, Rows, assemble, first_rows
 from jrlhf.models.generation.occupancy import EMPTY, Admission, LastRows, Occupancy
@@ -74,6 +74,28 @@ class Slots:
 
     caches: list[LayerCache]
     rows: Rows
+
+
+def empty_cache(
+    rows: int, kv_heads: int, size: int, head_dim: int, dtype: Any, *, transposed: bool = False
+) -> LayerCache:
+    """A cache of `size` positions, all zeros."""
+    length, dimension = (head_dim, size) if transposed else (size, head_dim)
+    key = jnp.zeros((rows, kv_heads, length, dimension), dtype)
+    return LayerCache(key, jnp.zeros((rows, kv_heads, size, head_dim), dtype), transposed)
+
+
+def filled_cache(cache: LayerCache, slots: Int[Array, "m"], other: LayerCache, rows: Int[Array, "m"]) -> LayerCache:
+    """Copies `rows` of the cache `other` into `slots`, padded with zeros. Slots past the end are ignored.
+
+    Later positions have attention weight 0, but without the zeros 0 times a NaN of a slot's former row would be NaN.
+    """
+
+    def fill(x, axis, y):
+        rest = [(0, x.shape[axis] - y.shape[axis] if at == axis else 0) for at in range(x.ndim)]
+        return x.at[slots].set(jnp.pad(y[rows], rest), mode="drop")
+
+    return cache.map(fill, other)
 
 
 class Programs:

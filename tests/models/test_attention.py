@@ -15,14 +15,14 @@ from jrlhf.models.attention import (
     attention,
     cached_attention,
     default_attention,
-    empty_cache,
-    filled_cache,
     grown_cache,
     prefilled_cache,
     rotate,
     rotation,
 )
 from jrlhf.models.config.rope import scaled
+from jrlhf.models.flash import reads_filled_positions
+from jrlhf.models.generation.chunks import empty_cache, filled_cache
 
 B, T, N, K, H = 3, 7, 4, 2, 8
 
@@ -177,7 +177,7 @@ def test_kernels_are_chosen_where_they_can_run():
         assert short == ("xla" if expected == "splash" else expected)
 
 
-def test_cudnn_is_not_chosen_where_it_lacks_the_head(monkeypatch):
+def test_gpus_kernels_are_not_chosen_where_they_lack_the_head(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     for version, capability, largest in (
         ("PJRT C API\ncuda 12090", "9.0", 256),
@@ -191,3 +191,4 @@ def test_cudnn_is_not_chosen_where_it_lacks_the_head(monkeypatch):
         for head_dim in (64, 128, 256):
             chosen = default_attention("gpu", jnp.dtype(jnp.bfloat16), head_dim, None, 1024)
             assert chosen == ("cudnn" if head_dim <= largest else "xla")
+            assert reads_filled_positions(jnp.zeros((1, 1, 1, head_dim), jnp.bfloat16)) == (head_dim <= largest)
