@@ -28,6 +28,7 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray
 from jrlhf.meshes import AXES, GENERATE, to_devices, to_host, transfer
 from jrlhf.models.attention import LayerCache, grown_cache, transposes_keys
 from jrlhf.models.collectives import TENSOR, all_rows, check_rows, own_rows
+from jrlhf.models.flash import reads_filled_positions
 from jrlhf.models.generation.decoding import OWN, SHARED, Decoder, Generation, Results, Rows, assemble, first_rows
 from jrlhf.models.generation.occupancy import EMPTY, Admission, LastRows, Occupancy
 from jrlhf.models.generation.schedule import Schedule
@@ -241,12 +242,22 @@ def _done(prompts: Prompts, count: int) -> Rows:
     return Rows(keys=prompts.keys[zeros], prompt_lengths=zeros + 1, lengths=zeros, last=zeros, finished=zeros == 0)
 
 
+def with_lengths(schedule: Schedule, decoder: Decoder, platform: str) -> Schedule:
+    """Returns the schedule with one cache length, if it gives none and decoding reads only filled positions.
+
+    Then longer caches cost no time, and every length less is a program less to compile for each number of slots.
+    """
+    cache: Any = jax.ShapeDtypeStruct((1, 1, 1, decoder.config.head_dim), decoder.dtype)
+    filled = platform == "gpu" and decoder.attention != "xla" and reads_filled_positions(cache)
+    return replace(schedule, lengths=1) if filled and schedule.lengths is None else schedule
+
+
 class ChunkedRollouts:
     """Calls of an engine whose schedule needs more than one program."""
 
     def __init__(self, decoder: Decoder, mesh: Mesh, schedule: Schedule):
         self._programs = Programs(decoder, mesh, min(schedule.chunk, decoder.sampling.max_new_tokens))
-        self._schedule = schedule
+        self._schedule = with_lengths(schedule, decoder, mesh.devices.flat[0].platform)
         self._on_fewer: dict[int, Programs] = {}  # number of groups -> their programs
         self._warm: set[tuple[int | None, ...]] = set()
 

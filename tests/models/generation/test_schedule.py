@@ -1,12 +1,20 @@
 """The bookkeeping of decode slots: every row gets one slot once, in an order that does not depend on luck."""
 
+from dataclasses import replace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 
+from jrlhf.meshes import AXES
+from jrlhf.models import SamplingConfig
+from jrlhf.models.generation.chunks import with_lengths
+from jrlhf.models.generation.decoding import Decoder
 from jrlhf.models.generation.occupancy import EMPTY, Table, fitting
 from jrlhf.models.generation.schedule import Schedule
+from tests.models.shared import FAMILIES
 
 
 def test_slots_are_halved_as_long_as_every_device_keeps_a_share():
@@ -22,6 +30,22 @@ def test_caches_grow_to_the_longest_row_and_always_hold_a_chunk():
     assert Schedule(chunk=900, lengths=4).cache_lengths(512, 512) == (1024,)
     assert Schedule(chunk=4, lengths=3).cache_lengths(6, 32) == (17, 28, 38)
     assert fitting((17, 28, 38), 18) == 28
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "attention", "lengths"),
+    [
+        ("gpu", jnp.bfloat16, None, (1024,)),
+        ("gpu", jnp.bfloat16, "xla", (683, 854, 1024)),
+        ("gpu", jnp.float32, None, (683, 854, 1024)),
+        ("cpu", jnp.bfloat16, None, (683, 854, 1024)),
+    ],
+)
+def test_caches_do_not_grow_where_decoding_reads_only_filled_positions(platform, dtype, attention, lengths):
+    config, mesh = replace(FAMILIES["llama"], head_dim=64), AbstractMesh((1, 1, 1), AXES)
+    decoder = Decoder(config, mesh, SamplingConfig(8), dtype=dtype, attention=attention)
+    assert with_lengths(Schedule(), decoder, platform).cache_lengths(512, 512) == lengths
+    assert with_lengths(Schedule(lengths=2), decoder, platform).cache_lengths(512, 512) == (768, 1024)
 
 
 def test_prompts_are_prefilled_in_waves():
