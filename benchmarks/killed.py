@@ -6,7 +6,7 @@
 Both runs share the device. Each begins with fresh weights, imitates worked answers for a while, and then learns to add
 four numbers from a reward, in bfloat16. After `KILLED` iterations it is killed by SIGKILL, and started again with
 --resume, which goes on from its newest complete checkpoint. Iterations that are computed twice must have equal metrics,
-but for their seconds. Writes benchmarks/results/killed-DEVICE.json, with the scores of all iterations.
+but for their seconds. Writes benchmarks/results/killed-DEVICE.json, and the scores of all iterations as an SVG.
 """
 
 import argparse
@@ -136,6 +136,24 @@ def row(
     }
 
 
+def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draws the score of every iteration, and where the runs were killed."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams |= {"svg.hashsalt": "killed", "svg.fonttype": "none"}
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 2.8), layout="constrained")
+    for result in rows:
+        axes.plot(result["iterations"], result["scores"], label=result["algorithm"].upper(), linewidth=1.5)
+    axes.axvline(rows[0]["killed_after"], color="black", linestyle="--", linewidth=1, label="killed")
+    axes.set(xlabel="iteration", ylabel="mean score of 512 responses")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, facecolor="white", metadata={"Date": None})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Runs of a billion weights, killed and resumed.")
     parser.add_argument("--small", action="store_true", help="tiny models, for a CPU; writes nothing")
@@ -152,7 +170,9 @@ def main() -> None:
 
     device = jax.devices()[0]
     record = {"benchmark": "killed", "hardware": hardware(device), **provenance("jax", "flax"), "model": MODEL}
-    write(path_for("killed", device), {**record, "results": rows})
+    path = path_for("killed", device)
+    write(path, {**record, "results": rows})
+    plot(rows, path.with_suffix(".svg"))
 
 
 if __name__ == "__main__":
