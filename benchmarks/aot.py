@@ -17,9 +17,9 @@ XLA_PYTHON_CLIENT_MEM_FRACTION tells it otherwise.
 The mesh is the config's where it has as many devices as the target; else `tensor` stays as far as it divides them,
 `fsdp` takes the rest, and there are as many micro-batches as every device has rows for.
 
-For GPUs, attention is XLA's, for cuDNN cannot be compiled without one: `scores` is what one layer's take in float32,
-of which `temp` holds a few, and would hold none with an attention that does not store them. For TPUs it is the
-config's, or the default. Register spills and speed are not known.
+For GPUs, attention is XLA's, also when decoding, for cuDNN cannot be compiled without one: `scores` is what one layer's
+take in float32, of which `temp` holds a few, and would hold none with an attention that does not store them. For TPUs
+it is the config's, or the default. Register spills and speed are not known.
 """
 
 import argparse

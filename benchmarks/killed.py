@@ -3,10 +3,11 @@
     python -m benchmarks.killed            # minutes on an H200, with 80 GB of disk for checkpoints
     python -m benchmarks.killed --small    # tiny models, for a CPU; writes nothing
 
-Both runs share the device. Each begins with fresh weights, imitates worked answers for a while, and then learns to add
-four numbers from a reward, in bfloat16. After `KILLED` iterations it is killed by SIGKILL, and started again with
---resume, which goes on from its newest complete checkpoint. Iterations that are computed twice must have equal metrics,
-but for their seconds. Writes benchmarks/results/killed-DEVICE.json, and the scores of all iterations as an SVG.
+Both runs share the device. Each begins with fresh weights, imitates worked sums for a while, and then learns from a
+reward, in bfloat16. They are too short to learn to add: a constant answer reaches the same score. After `KILLED`
+iterations a run is killed by SIGKILL, and started again with --resume, which goes on from its newest complete
+checkpoint. Iterations that are computed twice must have equal metrics, but for their seconds, or the benchmark fails.
+Writes benchmarks/results/killed-DEVICE.json, and the scores of all iterations as an SVG.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import jax
 import yaml
 
 from benchmarks.records import hardware, path_for, provenance, write
@@ -96,13 +98,19 @@ def killed_and_resumed(name: str, directory: Path, small: bool) -> dict[str, Any
     path, run = directory / f"{name}.yaml", directory / name
     path.write_text(yaml.safe_dump(config(name, directory, small)))
     process = start(path, SHARES[name])
-    while process.poll() is None and len(iterations(run)) < KILLED:
-        time.sleep(0.2)
-    process.send_signal(signal.SIGKILL)
+    try:
+        while process.poll() is None and len(iterations(run)) < KILLED:
+            time.sleep(0.2)
+    finally:
+        process.kill()
     if process.wait() != -signal.SIGKILL:
         raise SystemExit(f"{name} ended with exit code {process.returncode} before it was killed")
-    first = iterations(run)
-    if code := start(path, SHARES[name], "--resume").wait():
+    first, process = iterations(run), start(path, SHARES[name], "--resume")
+    try:
+        code = process.wait()
+    finally:
+        process.kill()
+    if code:
         raise SystemExit(f"{name} ended with exit code {code} after it was killed")
     return row(name, first, iterations(run), read_summary(run))
 
@@ -162,13 +170,13 @@ def main() -> None:
         jobs = [pool.submit(killed_and_resumed, name, Path(temporary), small) for name in ALGORITHMS]
         rows = [job.result() for job in jobs]
     for result in rows:
+        if not result["again"] or result["unequal"]:
+            raise SystemExit(f"{result['algorithm']}: of iterations {result['again']}, {result['unequal']} differ")
         print(json.dumps({key: value for key, value in result.items() if key != "iterations"}))
     if small:
         print("tiny models: nothing is written")
         return
-    import jax  # not before: it would take the memory that the runs need
-
-    device = jax.devices()[0]
+    device = jax.devices()[0]  # not before: it would take the memory that the runs need
     record = {"benchmark": "killed", "hardware": hardware(device), **provenance("jax", "flax"), "model": MODEL}
     path = path_for("killed", device)
     write(path, {**record, "results": rows})

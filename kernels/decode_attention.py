@@ -18,8 +18,10 @@ from jaxtyping import Array, Float, Int
 from jrlhf.kernels.logprob.common import varying
 
 Ref = Any  # a reference to memory of the device
-# Positions of a block, warps of a program and blocks in flight: the fastest of eight choices on an H200.
-BLOCK, WARPS, STAGES = 32, 2, 4
+BLOCK, WARPS = (
+    32,
+    2,
+)  # positions of a block, warps of a program: with four stages the fastest of eight choices on an H200
 LEAST_HEADS = 16  # rows of a matrix product in Triton: fewer query heads are padded, which moves no more bytes
 
 
@@ -34,7 +36,7 @@ def decode_attention(
     window: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B K G H"]:
-    """Attention of the G query heads of each key-value head over the first `lengths` positions, of 1 to S.
+    """Attention of the G query heads of each key-value head over the first `lengths` positions, which are at least one.
 
     Scores, softmax and sums are float32. Inputs have 16 bits; H is a power of two and at least 16.
 
@@ -43,8 +45,9 @@ def decode_attention(
     """
     rows, heads, group, width = query.shape
     size = key.shape[2]
-    # Rows that are done are fed on, past the end of the cache; their results are not used, but must not read there.
+    # Rows that are done are fed on, past the end of the cache. Nothing may be read there; their results are not used.
     query, key, value, lengths = varying(query, key, value, jnp.minimum(lengths, size))
+    stages = 4 if width <= 128 else 2  # blocks in flight; some GPUs have 99 KiB of shared memory
     padded = max(LEAST_HEADS, pl.next_power_of_2(group))
     of_group, of_cache = (pl.BlockSpec((None, None, count, width), _of_head) for count in (padded, size))
     return pl.pallas_call(
@@ -53,7 +56,7 @@ def decode_attention(
         grid=(rows, heads),
         in_specs=[of_group, of_cache, of_cache, pl.BlockSpec((None,), lambda row, head: (row,))],
         out_specs=of_group,
-        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=STAGES),
+        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=stages),
         interpret=interpret,
         name="decode_attention",
     )(query, key, value, lengths)

@@ -195,7 +195,7 @@ def cached_attention(
 
     The keywords are those of `attention`: a local layer sees only the last `window` of these positions.
 
-    implementation: "xla" reads the whole cache; others only filled positions, where `reads_filled_positions` on GPUs.
+    implementation: "xla" reads the whole cache. Others have a kernel on GPUs, where `reads_filled_positions` says so.
     """
     batch, _, heads, head_dim = query.shape
     kv_heads, size = cache.value.shape[1:3]

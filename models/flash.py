@@ -22,6 +22,7 @@ AttentionImplementation = Literal["xla", "cudnn", "splash"]
 Interpret = bool | pltpu.InterpretParams
 LANES = 128
 _BLOCK = 512
+_MULTIPROCESSORS = 128  # of a large GPU: an A100 has 108, an H100 132
 
 
 def computes(implementation: AttentionImplementation, head_dim: int, softcap: float | None) -> bool:
@@ -32,14 +33,16 @@ def computes(implementation: AttentionImplementation, head_dim: int, softcap: fl
 
 
 def reads_filled_positions(cache: Float[Array, "B K S H"]) -> bool:
-    """True if GPUs have a decode kernel, which reads only the filled positions, for such keys and values.
+    """True if GPUs have a decode kernel, which reads only the filled positions, for such keys and values of a device.
 
-    Triton's blocks have powers of two as sizes, and its offsets 32 bits. Which GPUs have the shared memory, and
-    bfloat16, is as for cuDNN.
+    Triton's blocks have powers of two as sizes, and its offsets 32 bits. A program reads one head of one row: fewer
+    programs than a GPU has multiprocessors would leave bandwidth unused. GPUs that cuDNN's kernels support have
+    bfloat16 and enough shared memory. Pallas needs "NVIDIA" in their names.
     """
-    head_dim = cache.shape[3]
-    sized = head_dim >= 16 and head_dim.bit_count() == 1 and cache.size < 2**31
-    return sized and cache.dtype in (jnp.bfloat16, jnp.float16) and computes("cudnn", head_dim, None)
+    rows, heads, _, head_dim = cache.shape
+    sized = head_dim >= 16 and head_dim.bit_count() == 1 and cache.size < 2**31 and rows * heads >= _MULTIPROCESSORS
+    by_nvidia = jax.default_backend() != "gpu" or "NVIDIA" in jax.local_devices()[0].device_kind
+    return sized and by_nvidia and cache.dtype in (jnp.bfloat16, jnp.float16) and computes("cudnn", head_dim, None)
 
 
 def _largest_cudnn_head() -> int:

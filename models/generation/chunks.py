@@ -242,13 +242,20 @@ def _done(prompts: Prompts, count: int) -> Rows:
     return Rows(keys=prompts.keys[zeros], prompt_lengths=zeros + 1, lengths=zeros, last=zeros, finished=zeros == 0)
 
 
-def with_lengths(schedule: Schedule, decoder: Decoder, platform: str) -> Schedule:
+def with_lengths(schedule: Schedule, decoder: Decoder, slots: int, positions: int, mesh: Any) -> Schedule:
     """Returns the schedule with one cache length, if it gives none and decoding reads only filled positions.
 
     Then longer caches cost no time, and every length less is a program less to compile for each number of slots.
+
+    slots: of a group of devices, before they are halved. positions: of the longest possible row.
     """
-    cache: Any = jax.ShapeDtypeStruct((1, 1, 1, decoder.config.head_dim), decoder.dtype)
-    filled = platform == "gpu" and decoder.attention != "xla" and reads_filled_positions(cache)
+    tensor, config = mesh.shape[TENSOR], decoder.config
+    heads = max(config.kv_heads, tensor) // tensor
+    fewest = schedule.slot_counts(slots, tensor)[-1], heads, positions, config.head_dim
+    cache: Any = jax.ShapeDtypeStruct(fewest, decoder.dtype)
+    largest: Any = jax.ShapeDtypeStruct((slots, *fewest[1:]), decoder.dtype)
+    on_gpu = mesh.devices.flat[0].platform == "gpu" and decoder.attention != "xla"
+    filled = on_gpu and reads_filled_positions(cache) and reads_filled_positions(largest)
     return replace(schedule, lengths=1) if filled and schedule.lengths is None else schedule
 
 
@@ -257,7 +264,7 @@ class ChunkedRollouts:
 
     def __init__(self, decoder: Decoder, mesh: Mesh, schedule: Schedule):
         self._programs = Programs(decoder, mesh, min(schedule.chunk, decoder.sampling.max_new_tokens))
-        self._schedule = with_lengths(schedule, decoder, mesh.devices.flat[0].platform)
+        self._schedule = schedule
         self._on_fewer: dict[int, Programs] = {}  # number of groups -> their programs
         self._warm: set[tuple[int | None, ...]] = set()
 
@@ -269,8 +276,10 @@ class ChunkedRollouts:
         decoder.check(prompts, len(row_keys))
         (count, width), limit = prompts.shape, decoder.sampling.max_new_tokens
         sizes = {"groups": programs.groups, "tensor": programs.tensor, "width": width, "limit": limit}
-        check_rows(min(self._schedule.slots or len(row_keys), len(row_keys)), programs.mesh, AXES, "decode slots")
-        occupancy = Occupancy.empty(self._schedule, count, programs.samples, **sizes)
+        slots = min(self._schedule.slots or len(row_keys), len(row_keys))
+        check_rows(slots, programs.mesh, AXES, "decode slots")
+        schedule = with_lengths(self._schedule, decoder, slots // programs.groups, width + limit, programs.mesh)
+        occupancy = Occupancy.empty(schedule, count, programs.samples, **sizes)
         slots = occupancy.counts[0]
         if slots < programs.samples:
             least = math.ceil(programs.samples * programs.groups / programs.mesh.size) * programs.mesh.size

@@ -13,10 +13,11 @@ from benchmarks.shapes import generation_copy
 from jrlhf.kernels.decode_attention import BLOCK, decode_attention
 from jrlhf.meshes import AXES
 from jrlhf.models import SamplingConfig, make_generate
+from jrlhf.models import attention as attention_module
 from jrlhf.models.attention import LayerCache, cached_attention
 from tests.models.shared import FAMILIES
 
-# jax 0.12 warns of what a later one leaves out.
+# Newer releases of JAX warn of what a later one leaves out.
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 
 H200 = AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
@@ -54,6 +55,25 @@ def test_only_filled_positions_are_read(group, softcap, window):
     np.testing.assert_allclose(actual, by_loops(query, key, value, lengths, **options), atol=2e-6)
 
 
+@pytest.mark.parametrize("options", [{}, {"scale": 0.7, "softcap": 1.5, "window": 20}, {"window": 20, "local": False}])
+def test_a_cache_is_read_as_xla_reads_it(monkeypatch, options):
+    """On the way to the kernel: its scale and window, keys and values, and the grouping of heads."""
+    random, size = np.random.default_rng(1), BLOCK + 8
+    query = random.normal(size=(3, 1, 6, 16)).astype(np.float32)
+    key, value = random.normal(size=(2, 3, 2, size, 16)).astype(np.float32)
+    lengths = jnp.asarray([1, BLOCK, size], jnp.int32)
+
+    def attend(implementation):
+        cache = LayerCache(jnp.asarray(key), jnp.asarray(value))
+        return jax.jit(partial(cached_attention, implementation=implementation, **options))(query, cache, lengths)
+
+    expected = attend("xla")
+    monkeypatch.setattr(attention_module, "target_platform", lambda: "gpu")
+    monkeypatch.setattr(attention_module, "reads_filled_positions", lambda cache: True)
+    monkeypatch.setattr(attention_module, "decode_attention", partial(decode_attention, interpret=True))
+    np.testing.assert_allclose(attend(None), expected, atol=2e-6)
+
+
 def text_on_gpus(f, *arguments, mesh=None):
     mesh = mesh or AbstractMesh((1,), ("x",), (AxisType.Explicit,), abstract_device=H200)
     with jax.sharding.use_abstract_mesh(mesh), jax.numpy_dtype_promotion("standard"):
@@ -63,11 +83,13 @@ def text_on_gpus(f, *arguments, mesh=None):
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "rows", "implementation", "kernels"),
     [
-        (jnp.bfloat16, 128, 4, None, 1),
-        (jnp.float16, 64, 4, "cudnn", 1),
-        (jnp.bfloat16, 128, 4, "xla", 0),
-        (jnp.float32, 128, 4, None, 0),
-        (jnp.bfloat16, 80, 4, None, 0),
+        (jnp.bfloat16, 128, 64, None, 1),
+        (jnp.float16, 64, 64, "cudnn", 1),
+        (jnp.bfloat16, 128, 64, "xla", 0),
+        (jnp.float32, 128, 64, None, 0),
+        (jnp.bfloat16, 80, 64, None, 0),
+        (jnp.bfloat16, 8, 64, None, 0),
+        (jnp.bfloat16, 128, 63, None, 0),  # 126 programs
         (jnp.bfloat16, 128, 2**18, None, 0),  # 2^32 numbers, which 32 bits do not count
     ],
 )
@@ -85,7 +107,7 @@ def test_generation_on_gpus_has_one_kernel_a_layer(attention):
     config = replace(FAMILIES["gemma"], head_dim=64)  # softcap, windows, and layers of both kinds
     mesh = AbstractMesh((2, 2, 2), AXES, axis_types=(AxisType.Explicit,) * 3, abstract_device=H200)
     key = jax.eval_shape(lambda: jax.random.key(0)).dtype
-    rows = [jax.ShapeDtypeStruct(*one) for one in (((8, 6), jnp.int32), ((8,), jnp.int32), ((8,), key))]
+    rows = [jax.ShapeDtypeStruct(*one) for one in (((512, 6), jnp.int32), ((512,), jnp.int32), ((512,), key))]
     generate = make_generate(config, mesh, SamplingConfig(max_new_tokens=4), dtype=jnp.bfloat16, attention=attention)
     assert text_on_gpus(generate, generation_copy(config, mesh, jnp.bfloat16), *rows, mesh=mesh).count(TRITON) == (
         config.layers if attention is None else 0

@@ -186,9 +186,10 @@ def test_gpus_kernels_are_not_chosen_where_they_lack_the_head(monkeypatch):
         ("PJRT C API\ncuda 12090", "7.5", 0),
         ("rocm 60300", "gfx942", 0),
     ):
-        device = SimpleNamespace(client=SimpleNamespace(platform_version=version), compute_capability=capability)
+        client, kind = SimpleNamespace(platform_version=version), "NVIDIA H100" if "cuda" in version else "MI300X"
+        device = SimpleNamespace(client=client, compute_capability=capability, device_kind=kind)
         monkeypatch.setattr(jax, "local_devices", lambda device=device: [device])
         for head_dim in (64, 128, 256):
             chosen = default_attention("gpu", jnp.dtype(jnp.bfloat16), head_dim, None, 1024)
             assert chosen == ("cudnn" if head_dim <= largest else "xla")
-            assert reads_filled_positions(jnp.zeros((1, 1, 1, head_dim), jnp.bfloat16)) == (head_dim <= largest)
+            assert reads_filled_positions(jnp.zeros((128, 1, 1, head_dim), jnp.bfloat16)) == (head_dim <= largest)

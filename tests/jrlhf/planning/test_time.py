@@ -107,7 +107,7 @@ def test_one_h200_as_measured():
         time = priced(at, call, cluster("1xh200"), model=models[row["model"]], **settings)
         errors[name, row["shape"]] = abs(time.seconds / seconds - 1)
 
-    for row in record["results"]:
+    for row in (row for row in record["results"] if "error" not in row):
         seconds = row["seconds"]
         if row["part"] == "iteration":
             for name in row["least"].keys() & CALLS.keys():
@@ -118,7 +118,8 @@ def test_one_h200_as_measured():
                 seconds = row["prefill"] + row["response"] * row["seconds"]
             # These steps predicted every token.
             compare(row["part"], row, seconds, spanned=(), fused_loss=row["date"] > "2026-11-20")
-    assert len(errors) == 17 and np.mean(list(errors.values())) <= 0.10 and max(errors.values()) <= 0.20, errors
+    assert len(errors) >= 17 and np.mean(list(errors.values())) <= 0.10 and max(errors.values()) <= 0.20, errors
+    assert max(error for (name, _), error in errors.items() if name in ("decode", "gen")) <= 0.08, errors
 
 
 # ---- closed forms

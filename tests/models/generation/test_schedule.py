@@ -1,14 +1,13 @@
 """The bookkeeping of decode slots: every row gets one slot once, in an order that does not depend on luck."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh
 
-from jrlhf.meshes import AXES
 from jrlhf.models import SamplingConfig
 from jrlhf.models.generation.chunks import with_lengths
 from jrlhf.models.generation.decoding import Decoder
@@ -33,19 +32,22 @@ def test_caches_grow_to_the_longest_row_and_always_hold_a_chunk():
 
 
 @pytest.mark.parametrize(
-    ("platform", "dtype", "attention", "lengths"),
+    ("platform", "dtype", "attention", "slots", "lengths"),
     [
-        ("gpu", jnp.bfloat16, None, (1024,)),
-        ("gpu", jnp.bfloat16, "xla", (683, 854, 1024)),
-        ("gpu", jnp.float32, None, (683, 854, 1024)),
-        ("cpu", jnp.bfloat16, None, (683, 854, 1024)),
+        ("gpu", jnp.bfloat16, None, 512, (1024,)),  # down to 128 slots of one key-value head of a device
+        ("gpu", jnp.bfloat16, None, 256, (683, 854, 1024)),
+        ("gpu", jnp.bfloat16, None, 2**15, (683, 854, 1024)),  # 2^31 numbers
+        ("gpu", jnp.bfloat16, "xla", 512, (683, 854, 1024)),
+        ("gpu", jnp.float32, None, 512, (683, 854, 1024)),
+        ("cpu", jnp.bfloat16, None, 512, (683, 854, 1024)),
     ],
 )
-def test_caches_do_not_grow_where_decoding_reads_only_filled_positions(platform, dtype, attention, lengths):
-    config, mesh = replace(FAMILIES["llama"], head_dim=64), AbstractMesh((1, 1, 1), AXES)
+def test_caches_do_not_grow_where_decoding_reads_only_filled_positions(platform, dtype, attention, slots, lengths):
+    config, shape = replace(FAMILIES["llama"], head_dim=64), {"tensor": 2}
+    mesh: Any = SimpleNamespace(shape=shape, devices=np.array([SimpleNamespace(platform=platform)]))
     decoder = Decoder(config, mesh, SamplingConfig(8), dtype=dtype, attention=attention)
-    assert with_lengths(Schedule(), decoder, platform).cache_lengths(512, 512) == lengths
-    assert with_lengths(Schedule(lengths=2), decoder, platform).cache_lengths(512, 512) == (768, 1024)
+    assert with_lengths(Schedule(), decoder, slots, 1024, mesh).cache_lengths(512, 512) == lengths
+    assert with_lengths(Schedule(lengths=2), decoder, slots, 1024, mesh).cache_lengths(512, 512) == (768, 1024)
 
 
 def test_prompts_are_prefilled_in_waves():
