@@ -10,6 +10,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
+from jrlhf.kernels.logprob.common import target_platform
+from jrlhf.kernels.row_sums import row_sums
 from jrlhf.meshes import AXES
 
 TENSOR = AXES[-1]
@@ -72,7 +74,11 @@ def _rows_forward(table: Array, index: Array) -> tuple[Array, tuple[Array, Array
 
 def _rows_backward(residuals: tuple[Array, Array], cotangent: Array) -> tuple[Array, None]:
     table, index = residuals
-    total = jnp.zeros_like(table, jnp.float32).at[index].add(cotangent.astype(jnp.float32), mode="drop")
+    cotangent = cotangent.astype(jnp.float32)
+    if target_platform() == "gpu":
+        total = row_sums(cotangent.reshape(-1, table.shape[1]), index.reshape(-1), table.shape[0])
+    else:
+        total = jnp.zeros_like(table, jnp.float32).at[index].add(cotangent, mode="drop")
     return total.astype(table.dtype), None
 
 
