@@ -10,7 +10,6 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from jrlhf.kernels.decode_attention import decode_attention
 from jrlhf.kernels.logprob.common import target_platform
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.config.rope import RopeScaling, scaled
@@ -204,6 +203,10 @@ def cached_attention(
     if window is not None and (window >= size or not local):
         window = None
     if implementation != "xla" and target_platform() == "gpu" and reads_filled_positions(cache.value):
+        from jrlhf.kernels.decode_attention import (
+            decode_attention,  # Pallas takes long to import: only where it is used
+        )
+
         attend = partial(decode_attention, scale=factor, softcap=softcap, window=window)
         return attend(grouped, cache.key, cache.value, lengths).reshape(query.shape)
     product = "bkgh,bkhs->bkgs" if cache.transposed else "bkgh,bksh->bkgs"

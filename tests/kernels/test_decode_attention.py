@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from benchmarks.shapes import generation_copy
+from jrlhf.kernels import decode_attention as kernel_module
 from jrlhf.kernels.decode_attention import BLOCK, decode_attention
 from jrlhf.meshes import AXES
 from jrlhf.models import SamplingConfig, make_generate
@@ -70,7 +71,7 @@ def test_a_cache_is_read_as_xla_reads_it(monkeypatch, options):
     expected = attend("xla")
     monkeypatch.setattr(attention_module, "target_platform", lambda: "gpu")
     monkeypatch.setattr(attention_module, "reads_filled_positions", lambda cache: True)
-    monkeypatch.setattr(attention_module, "decode_attention", partial(decode_attention, interpret=True))
+    monkeypatch.setattr(kernel_module, "decode_attention", partial(decode_attention, interpret=True))
     np.testing.assert_allclose(attend(None), expected, atol=2e-6)
 
 
