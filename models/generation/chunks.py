@@ -243,7 +243,7 @@ def _done(prompts: Prompts, count: int) -> Rows:
 
 
 def with_lengths(schedule: Schedule, decoder: Decoder, slots: int, positions: int, mesh: Any) -> Schedule:
-    """Returns the schedule with one cache length, if it gives none and decoding reads only filled positions.
+    """Returns the schedule with one cache length, if decoding reads only filled positions.
 
     Then longer caches cost no time, and every length less is a program less to compile for each number of slots.
 
@@ -256,7 +256,7 @@ def with_lengths(schedule: Schedule, decoder: Decoder, slots: int, positions: in
     largest: Any = jax.ShapeDtypeStruct((slots, *fewest[1:]), decoder.dtype)
     on_gpu = mesh.devices.flat[0].platform == "gpu" and decoder.attention != "xla"
     filled = on_gpu and reads_filled_positions(cache) and reads_filled_positions(largest)
-    return replace(schedule, lengths=1) if filled and schedule.lengths is None else schedule
+    return replace(schedule, lengths=1) if filled else schedule
 
 
 class ChunkedRollouts:

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-LENGTHS = 3  # possible cache lengths by default
 FILLING = 2048  # tokens of a prefill; fewer would not keep an accelerator busy
 
 
@@ -16,8 +15,8 @@ class Schedule:
     chunk: decode steps between two checks for finished rows.
     buckets: number of possible numbers of slots. They are halved as rows finish, once no prompt waits.
     lengths: number of possible cache lengths, evenly spaced up to the longest possible row. Caches grow with the
-        longest row, because attention reads a whole cache, however much of it is filled. None: 3, or 1 on GPUs where
-        decoding reads only what is filled.
+        longest row, because attention reads a whole cache, however much of it is filled. On GPUs where decoding reads
+        only what is filled there is one length, and no program for others.
     prefill: number of prompts that a group of devices prefills at a time. None: all of them, in one program with the
         decoding, if every row has a slot and responses fit a chunk; otherwise an eighth of what the slots hold, or
         2048 tokens while that many wait and have room.
@@ -32,7 +31,7 @@ class Schedule:
     slots: int | None = None
     chunk: int = 64
     buckets: int = 3
-    lengths: int | None = None
+    lengths: int = 3
     prefill: int | None = None
     last_groups: int | Literal["auto"] | None = None
     last_rows: int | None = None
@@ -63,6 +62,5 @@ class Schedule:
     def cache_lengths(self, prompt: int, response: int) -> tuple[int, ...]:
         """The possible cache lengths in positions, ascending; the smallest holds a prompt and a chunk."""
         longest = prompt + response
-        count = self.lengths or LENGTHS
-        spaced = {prompt + -(-response * part // count) for part in range(1, count + 1)}
+        spaced = {prompt + -(-response * part // self.lengths) for part in range(1, self.lengths + 1)}
         return tuple(sorted(size for size in spaced if size >= min(prompt + self.chunk, longest)))
