@@ -18,10 +18,8 @@ from jaxtyping import Array, Float, Int
 from jrlhf.kernels.logprob.common import varying
 
 Ref = Any  # a reference to memory of the device
-BLOCK, WARPS = (
-    32,
-    2,
-)  # positions of a block, warps of a program: with four stages the fastest of eight choices on an H200
+# Positions of a block and warps of a program; with four stages, the fastest of eight choices on an H200.
+BLOCK, WARPS = 32, 2
 LEAST_HEADS = 16  # rows of a matrix product in Triton: fewer query heads are padded, which moves no more bytes
 
 

@@ -24,9 +24,10 @@ def row_sums(values: Float[Array, "N D"], index: Int[Array, "N"], rows: int) -> 
     first, last = index[:, 0], index[:, -1]
     earlier = jnp.tril(first[:, None] == last[None, :], -1)
     carried = jnp.einsum("bc,cd->bd", earlier.astype(values.dtype), sums[:, -1], precision=lax.Precision.HIGHEST)
-    sums = sums + jnp.where(index == first[:, None], 1, 0)[:, :, None] * carried[:, None, :]
+    sums = sums + jnp.where((index == first[:, None])[:, :, None], carried[:, None, :], 0.0)
     # The sum is at the last token of an index. All others get indices past the table, no two of which are equal.
     index, sums = index.reshape(-1), sums.reshape(-1, values.shape[2])
-    ends = jnp.concatenate([index[1:] != index[:-1], index[:1] == index[:1]])
+    end = index[-1:] >= index[-1:]  # True; a constant would not vary over mesh axes as the others do
+    ends = jnp.concatenate([index[1:] != index[:-1], end])
     at = jnp.where(ends & (index >= 0), index, rows + 1 + jnp.arange(len(index)))
     return jnp.zeros((rows, sums.shape[1]), sums.dtype).at[at].set(sums, mode="drop", unique_indices=True)

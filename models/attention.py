@@ -203,9 +203,8 @@ def cached_attention(
     if window is not None and (window >= size or not local):
         window = None
     if implementation != "xla" and target_platform() == "gpu" and reads_filled_positions(cache.value):
-        from jrlhf.kernels.decode_attention import (
-            decode_attention,  # Pallas takes long to import: only where it is used
-        )
+        # Pallas takes long to import: only where it is used.
+        from jrlhf.kernels.decode_attention import decode_attention
 
         attend = partial(decode_attention, scale=factor, softcap=softcap, window=window)
         return attend(grouped, cache.key, cache.value, lengths).reshape(query.shape)
