@@ -4,9 +4,10 @@ import hashlib
 import html
 import math
 import os
+import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -109,11 +110,25 @@ def verl_figures(metrics: Mapping[str, float], rows: int, devices: int) -> Metri
     }
 
 
+@contextmanager
+def _not_installed(package: str) -> Iterator[None]:
+    """Makes imports of a package that is not imported yet fail, as if it was not installed."""
+    if package in sys.modules:
+        yield
+        return
+    sys.modules[package] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[package]
+
+
 class TensorBoardEvents(Closing):
     """A TensorBoard file. tensorboardX's own `SummaryWriter` writes in a thread, which hangs the run on a full disk."""
 
     def __init__(self, folder: Path, step: int):
-        from tensorboardX.event_file_writer import EventsWriter  # takes half a second to import
+        with _not_installed("torch"):  # tensorboardX imports it where it can, which takes seconds
+            from tensorboardX.event_file_writer import EventsWriter
 
         folder.mkdir(parents=True, exist_ok=True)
         # The suffix avoids overwriting an earlier process's file, whose name is the same within a second.

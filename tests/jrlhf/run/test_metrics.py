@@ -3,23 +3,26 @@
 import gc
 import json
 import struct
+import sys
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
 from jrlhf.errors import UserError
 from jrlhf.run.files import append_jsonl, read_jsonl
-from jrlhf.run.metrics import MetricsLog, StageRecords, read_metrics, verl_figures
+from jrlhf.run.metrics import MetricsLog, StageRecords, TensorBoardEvents, read_metrics, verl_figures
 
 STAGES = ("sft", "reward_model", "ppo")
 
 
-def events(directory) -> list[Event]:
+def events(directory) -> list[Any]:
     """Every event of every file below a directory, in the order of writing."""
+    from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+
     result = []
     for path in sorted(directory.rglob("events.*"), key=lambda path: path.stat().st_mtime_ns):
         data = path.read_bytes()
@@ -99,6 +102,16 @@ def test_device_arrays_are_fetched_in_one_transfer(tmp_path, monkeypatch):
     with MetricsLog(tmp_path) as log, jax.transfer_guard_device_to_host("disallow"):
         log.log("sft", 1, {f"m{index}": jnp.float32(index) for index in range(20)})
     assert calls == [20]
+
+
+def test_tensorboard_is_written_without_torch(tmp_path, monkeypatch):
+    """tensorboardX imports torch where it is installed, which takes seconds of every run."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("tensorboardX", "torch")]:
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "torch.py").write_text("raise AssertionError('torch is imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    TensorBoardEvents(tmp_path / "sft", 1).close()
+    assert "torch" not in sys.modules and "tensorboardX.writer" in sys.modules
 
 
 def test_tensorboard_gets_the_same_numbers_and_purges_what_a_resume_repeats(tmp_path):
