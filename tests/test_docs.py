@@ -46,15 +46,20 @@ EXAMPLES = {  # page with Python code -> the tests that run it; tests/jrlhf/test
 README, ALGORITHMS, METRICS, RESULTS = (
     DOCUMENTS[ROOT / name] for name in ("README.md", "docs/algorithms.md", "docs/metrics.md", "docs/results.md")
 )
-COMMANDS = sorted(
-    {
-        command
-        for path, text in DOCUMENTS.items()
-        if path.parent.name != "tutorials"  # whose configs are in the pages: tests/jrlhf/test_tutorials.py runs them
-        for command in re.findall(r"^    (?:.*&& )?(python -m .*?)(?:  +#.*)?$", text, re.M)
-        + re.findall(r"`(python -m [^`]+)`", text)
-    }
-)
+
+
+def commands_of(text: str) -> set[str]:
+    """The commands that a page shows, on lines of their own or within a sentence."""
+    lines = re.findall(r"^    (?:.*&& )?(python -m .*?)(?:  +#.*)?$", text, re.M)
+    return {*lines, *re.findall(r"`(python -m [^`]+)`", text)}
+
+
+IN_README = commands_of(README)
+# The configs of tutorials are in the pages: tests/jrlhf/test_tutorials.py runs their commands.
+IN_PAGES = {
+    command for path, text in DOCUMENTS.items() if path.parent.name != "tutorials" for command in commands_of(text)
+}
+COMMANDS = sorted(IN_README | IN_PAGES)
 
 
 def test_every_page_is_in_the_navigation():
@@ -171,14 +176,15 @@ def test_settings_of_a_part_are_understood(name: str, tmp_path):
 
 
 @pytest.mark.full
-def test_commands_run(capsys, tmp_path, monkeypatch):
+@pytest.mark.parametrize("shown", [IN_README, pytest.param(IN_PAGES - IN_README, marks=pytest.mark.proof("inputs"))])
+def test_commands_run(shown, capsys, tmp_path, monkeypatch):
     """Trainings of configs that need no download are validated by their own --dry-run, plans are made as shown."""
     monkeypatch.chdir(tmp_path)
     (own,) = re.findall(r"```python\n(.*?)```", ALGORITHMS, re.DOTALL)
     (tmp_path / "median.py").write_text(own)
     (tmp_path / "mine.yaml").write_text((ROOT / "configs" / "llama3-8b-ppo.yaml").read_text(encoding="utf-8"))
     here = ["--dry-run", "device.simulated=8", "mesh={fsdp: 8}"]  # the devices of this process
-    for command in COMMANDS:
+    for command in sorted(shown):
         _, _, module, *arguments = shlex.split(command.partition("#")[0])
         if module == "jrlhf.train" and "".join(arguments[1:2]).startswith(("quickstart", "arithmetic")):
             code = train.cli([word for word in arguments if word not in ("--resume", "--dry-run")] + here)

@@ -90,7 +90,7 @@ def test_scores_of_attention(setup: aot.Setup):
     assert aot.attention_scores("train_actor", setup) == 4 * 2 * 2 * 16 * 16
 
 
-@pytest.mark.full
+@pytest.mark.proof("memory")
 def test_every_program_compiles(setup: aot.Setup):
     for name in aot.PROGRAMS:
         measurement = aot.measured(name, setup, memory=2**40)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 import jsonschema
+import pytest
 import yaml
 
 from benchmarks.config_schema import config_schema
@@ -128,6 +129,7 @@ def test_every_default_is_valid():
         assert list(SCHEMA.iter_errors(yaml.safe_load(written))) == [], config
 
 
+@pytest.mark.full
 def test_the_schema_takes_what_the_reader_takes_of_every_setting():
     """A value that the reader takes is valid, a wrong one is neither; each setting has values of both kinds."""
     every, seen = list(settings()), set()

@@ -137,6 +137,7 @@ def test_prompts_are_read_from_the_column_that_is_named(ask, asked, tmp_path):
     assert [answer["prompt"][0]["content"] for answer in read_jsonl(out)] == [QUESTION]
 
 
+@pytest.mark.full
 def test_several_answers_to_a_prompt_differ_and_do_not_depend_on_the_batch(ask, tmp_path):
     answers = rows(ask, tmp_path, "-n", "3", "--seed", "1", prompts=4)  # in two batches of 8
     assert len(answers) == 12 and len({row["completion"] for row in answers}) > 6

@@ -50,6 +50,7 @@ def test_stages_are_priced_and_drawn(tmp_path, capsys):
     assert f"critic.values: bubble {100 * 1 / 9:.0f} %" in picture
 
 
+@pytest.mark.full
 def test_the_move_of_the_last_rows_is_predicted(tmp_path, capsys):
     """It gains where lengths differ and calls have devices that the last rows leave."""
     file, lengths = tmp_path / "plan.yaml", ("--mean-response", "150", "--sigma", "1")
@@ -88,6 +89,7 @@ def test_tiles_on_several_hosts_are_predicted(capsys):
     assert last.endswith(" s if calls score whole batches after the last row: leave compute.score_rows out")
 
 
+@pytest.mark.full
 def test_asynchronous_settings_are_predicted(tmp_path, capsys):
     """A saved plan gives the same table again; with a fleet of processes the search finds the trainer's plan."""
     lengths = "--mean-response", "300", "--sigma", "0.5"

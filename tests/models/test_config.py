@@ -54,6 +54,7 @@ def count(config):
     return sum(leaf.size for leaf in jax.tree.leaves(shapes)) - padding
 
 
+@pytest.mark.full
 def test_presets_have_the_published_number_of_parameters():
     counts = {config: count(config) for config in set(PRESETS.values())}
     assert {name: counts[PRESETS[name]] for name in PUBLISHED} == PUBLISHED

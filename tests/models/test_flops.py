@@ -41,7 +41,9 @@ def whole_square(config: ModelConfig, factor: float) -> float:
     return factor * (full - attention_operations(config, LENGTHS))
 
 
-@pytest.mark.parametrize(("head", "span", "lora"), [("lm", 8, None), ("scalar", None, LORA)])
+@pytest.mark.parametrize(
+    ("head", "span", "lora"), [pytest.param("lm", 8, None, marks=pytest.mark.full), ("scalar", None, LORA)]
+)
 def test_forward_and_training_are_what_the_compiler_counts(head, span, lora):
     """A language model's head is counted for what is predicted."""
     mesh = make_mesh(1, 1, 1, devices=jax.devices()[:1], axis_type=jax.sharding.AxisType.Auto)

@@ -64,11 +64,16 @@ def expected(reference):
     ("case", "sizes", "layout", "remat", "axis_type"),
     [
         ("values", (2, 2, 2), TRAIN, "full", AxisType.Explicit),
-        ("gemma", (1, 2, 2), TRAIN_TP, "gather", AxisType.Auto),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
+                ("gemma", (1, 2, 2), TRAIN_TP, "gather", AxisType.Auto),
                 ("gpt2", (1, 2, 4), TRAIN, "full", AxisType.Auto),
+            )
+        ),
+        *(
+            pytest.param(*case, marks=pytest.mark.proof("families"))
+            for case in (
                 ("scores", (1, 1, 8), TRAIN_TP, "gather", AxisType.Explicit),
                 ("llama", (2, 1, 4), TRAIN_TP, "gather", AxisType.Explicit),
             )

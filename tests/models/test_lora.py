@@ -151,6 +151,7 @@ def test_outputs_and_gradients_are_those_of_the_dense_sum(expected, config, lora
     jax.tree.map_with_path(same_gradient, jax.device_get(actual_gradients), gradients)
 
 
+@pytest.mark.full
 def test_one_pass_scores_an_adapter_and_its_base_as_two_do(expected):
     config, lora, mesh = EVERYTHING, FULL, make_mesh(1, 2, 2, devices=jax.devices()[:4])
     base, (adapter, _), _ = expected(config, lora)

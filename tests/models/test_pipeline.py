@@ -174,12 +174,11 @@ CASES: dict[str, Any] = {
     "lora critic": ("critic", "llama", "zb-h1", GENERATE, "products", LORA, (1, 2, 2), (1, 1, 2)),
     "lora dpo": ("dpo", "gemma", "interleaved", GENERATE, "attention", LORA, (1, 2, 1), (1, 1, 1)),
 }
-OFTEN = "critic", "lora"
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "case", [x if x in OFTEN else pytest.param(x, marks=pytest.mark.proof("families")) for x in CASES]
+    "case", [x if x == "critic" else pytest.param(x, marks=pytest.mark.proof("families")) for x in CASES]
 )
 def test_gradients_of_stages_are_those_of_the_whole_model(reference, case):
     """Three layers are cut into stages of 1 and 2, and five into four stages."""

@@ -83,7 +83,8 @@ def test_the_error_is_measured(base):
     assert all(2 / 127 / 12**0.5 < error < 3 / 127 / 12**0.5 for error in errors.values())
 
 
-@pytest.mark.parametrize("generates", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("generates", [False, True])
 def test_int8_computes_as_the_floats_that_it_stands_for(base, generates):
     """Log-probs and an adapter's gradient, or generation, on a mesh, against the dequantised weights'. One layer."""
     config = replace(CONFIG, layers=1)

@@ -82,7 +82,7 @@ def test_layers_of_both_kinds_keep_no_weights():
     assert not {math.prod(shape) for shape in shapes} & matrices  # in whatever shape
 
 
-@pytest.mark.full
+@pytest.mark.proof("memory")
 def test_layers_that_are_not_scanned_follow_the_policy(mesh):
     """Compiled only: what is kept is not computed again. `test_pipeline.py` compares gradients under `products`."""
     lora, flops = LoRAConfig(rank=2, alpha=4.0), {}

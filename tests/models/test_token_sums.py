@@ -52,11 +52,12 @@ def gradients(function, *arguments):
     return jax.device_get(fast_jit(jax.value_and_grad(function, has_aux=True))(*arguments))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("sizes", "layout", "axis_type", "span"),
     [
         ((1, 2, 2), TRAIN_TP, AxisType.Explicit, 4),
-        pytest.param((2, 2, 2), TRAIN, AxisType.Auto, 2, marks=pytest.mark.full),
+        pytest.param((2, 2, 2), TRAIN, AxisType.Auto, 2, marks=pytest.mark.proof("families")),
     ],
     ids=lambda x: getattr(x, "name", None) or str(x),
 )

@@ -37,6 +37,7 @@ def above_the_mean(experience, config):
     return (rewards - jnp.mean(sorted_rewards, axis=1, keepdims=True)).reshape(-1)
 
 
+@pytest.mark.full
 def test_a_function_of_rows_gives_what_the_group_estimator_gives():
     """On a mesh with explicit axes, where the advantages lie as the rows do."""
     mesh, config = make_mesh(1, 4, 2), replace(CONFIG, whiten_advantages=True)

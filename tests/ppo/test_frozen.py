@@ -67,10 +67,8 @@ def cases(toy):
     }
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["sums", *(pytest.param(name, marks=pytest.mark.full) for name in ("sft", "preferences"))],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["sums", "sft", "preferences"])
 def test_differences_train_as_the_tables_do(toy, name):
     plain, split, batch = cases(toy)[name]
     tables = toy.params()[1 if name == "preferences" else 0]

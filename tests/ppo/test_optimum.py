@@ -64,6 +64,7 @@ def test_grpo_reaches_another_fixed_point():
     assert total_variation(policy, fixed) < 0.02  # far less than the distance of the optimum
 
 
+@pytest.mark.full
 def test_the_kl_controller_settles_where_the_optimums_kl_is_its_target():
     """KL(pi*, ref) falls with beta: so the target names one beta, at which the controller rests, and one optimum.
 

@@ -215,6 +215,7 @@ def values_of(logits, rewards, beta):
     return values
 
 
+@pytest.mark.full
 def test_ppo_is_unbiased_with_any_critic_at_lambda_1_and_with_the_true_one_at_any():
     logits, params, tables, rollout = population()
     exact = values_of(logits, PAIRS.rewards, BETA)

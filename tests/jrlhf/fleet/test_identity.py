@@ -125,6 +125,7 @@ def test_every_fault_is_seen(versions):
     assert len(seen) >= 20 and [name for name, wrong in seen.items() if not wrong] == []
 
 
+@pytest.mark.full
 def test_faults_of_adapters_are_seen(versions):
     """And what is right is right: the trainer's base, with an adapter of the trainer's."""
     _, (other, base) = versions

@@ -41,6 +41,7 @@ def work(config: Config) -> Workload:
     return workload_of(config, graph_of(config), architectures(config))
 
 
+@pytest.mark.full
 def test_what_is_found_runs():
     for overrides in (
         ("ppo.rollout_batch=64", "ppo.algorithm.minibatches=1", "compute.shared_passes=true"),

@@ -207,6 +207,7 @@ def searched(**links: Any) -> tuple[auto.Setting, Result]:
     return setting, setting.search(proposals=250)
 
 
+@pytest.mark.full
 def test_a_search_fuses_updates_where_links_are_slow():
     setting, result = searched(node=1, network=5e9)
     best, serial, workload, prices = result.best, result.serial, setting.workload, setting.prices

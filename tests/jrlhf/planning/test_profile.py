@@ -136,7 +136,7 @@ def test_devices_at_hand_as_hardware():
 
 
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.proof("memory"))])
 def test_every_program_that_is_measured_runs(count):
     """One of each kind; on one device those that no other test runs: embeddings and heads."""
     tiny = ModelConfig(16, 16, 1, heads=2, kv_heads=2, head_dim=8, mlp=16, max_positions=16)

@@ -242,6 +242,7 @@ def _needs(option):
     return option.resident, option.active + option.moved
 
 
+@pytest.mark.full
 def test_colocation_is_best_on_few_devices_and_loses_its_lead_on_many():
     """HybridFlow's finding for PPO on A100s, with these prices: to 64 devices one set is best; the lead over two halves
     shrinks with the devices; and at 96, which do not divide the rows, a split wins."""

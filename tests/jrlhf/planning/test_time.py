@@ -257,7 +257,8 @@ class Rows(NamedTuple):
     tokens: Any
 
 
-@pytest.mark.parametrize("remat", ["full", pytest.param("products", marks=pytest.mark.proof("memory"))])
+@pytest.mark.proof("memory")
+@pytest.mark.parametrize("remat", ["full", "products"])
 def test_a_split_backward_operation_computes_nearly_all_of_it_twice(remat):
     """XLA counts the operations of a middle stage."""
     model = ModelConfig(64, 64, 6, heads=4, kv_heads=4, head_dim=16, mlp=192, max_positions=64)

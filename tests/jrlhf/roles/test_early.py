@@ -106,6 +106,7 @@ def test_results_of_tiles_are_those_of_all_rows_in_their_order(devices):
     assert seen == ([True] * 4 if 0 in devices else [False] * 3 + [True])  # not on devices that decode
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("quick_compilation")
 def test_a_model_that_reads_text_scores_tiles_while_others_decode(user: Path):
     """Each text gets the score of the text alone, though each tile is padded to its longest text."""

@@ -99,8 +99,8 @@ CASES: dict[str, tuple[Placement, Placement, dict[str, Any], bool]] = {
 }
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("case", [DEEP_ACTOR, pytest.param(DEEP_CRITIC, marks=pytest.mark.proof("families"))])
+@pytest.mark.proof("families")
+@pytest.mark.parametrize("case", [DEEP_ACTOR, DEEP_CRITIC])
 def test_joint_updates_are_those_of_one_after_the_other(case):
     """In the first case the actor stops before the critic, which skips the minibatch whose returns are not numbers."""
     actor, critic, settings, unsound = CASES[case]

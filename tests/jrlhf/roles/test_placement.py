@@ -50,9 +50,8 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("head", "pairs"), [(LM, ["disjoint"]), pytest.param(SCALAR, PAIRS, marks=pytest.mark.full)], ids=["some", "all"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("head", "pairs"), [(LM, ["disjoint"]), (SCALAR, PAIRS)], ids=["some", "all"])
 def test_weights_are_brought_to_a_call_bit_for_bit(head, pairs):
     for pair in pairs:
         assert_brought(head, *(mesh_on(*shape) for shape in PAIRS[pair]))

@@ -33,11 +33,12 @@ CASES: dict[str, tuple[str, dict[str, Any], str, Layout, LoRAConfig | None, Any,
     "critic's adapter": ("score_values", {}, "llama", GENERATE, LORA, jnp.float32, 4, (2, 1, 1)),
     "adapter and base": ("score_logprobs_with_base", SPANNED, "llama", GENERATE, LORA, jnp.float32, 2, (1, 2, 2)),
 }
+OFTEN = "tied", "adapter and base"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    "case",
-    [case if case == "tied" else pytest.param(case, marks=pytest.mark.full) for case in CASES],
+    "case", [x if x in OFTEN else pytest.param(x, marks=pytest.mark.proof("families")) for x in CASES]
 )
 def test_scores_of_stages_are_those_of_the_whole_model(case):
     """Three layers are cut into stages of 1 and 2, five into four stages. Both calls compute the same rows together."""

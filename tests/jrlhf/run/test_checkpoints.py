@@ -445,6 +445,7 @@ def check_newest(directory: Path, first: int, last: int) -> int:
     return step
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stride", [15, pytest.param(1, marks=pytest.mark.proof("kills"))])
 def test_a_kill_at_any_write_of_a_save_leaves_a_good_checkpoint(tmp_path, stride):
     """SIGKILL before each write by Python: directories, metadata, the rename that commits, the removal of old steps."""

@@ -96,6 +96,7 @@ print(json.dumps(results))
 """
 
 
+@pytest.mark.full
 def test_processes_agree_and_share_arrays(tmp_path: Path):
     placed = {name: {"layout": layout, "devices": "0-3", "fsdp": 4} for name, layout in LAYOUTS.items()}
     (tmp_path / "0.yaml").write_text(yaml.safe_dump({"calls": placed}))  # process 1 has none

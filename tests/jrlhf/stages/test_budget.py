@@ -97,7 +97,9 @@ def responses_in(lengths):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("lora", "responses"), [(None, None), (ADAPTER, RESPONSE)])
+@pytest.mark.parametrize(
+    ("lora", "responses"), [pytest.param(None, None, marks=pytest.mark.proof("runs")), (ADAPTER, RESPONSE)]
+)
 def test_an_update_is_that_of_the_whole_minibatch(mesh, rows, lora, responses):
     tokens, lengths = rows
     architecture, params, base = model_of(mesh, "lm", lora)

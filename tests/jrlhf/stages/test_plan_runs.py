@@ -35,8 +35,7 @@ from jrlhf.stages.setup import architectures
 from jrlhf.train import main
 from tests.support.runs import resumed, timeless
 
-pytestmark = [pytest.mark.full, pytest.mark.usefixtures("quick_compilation")]
-RUN = pytest.mark.proof("runs")
+pytestmark = [pytest.mark.proof("runs"), pytest.mark.usefixtures("quick_compilation")]
 
 FIRST = {"devices": "0-3", "fsdp": 2, "tensor": 2}
 SECOND = {"devices": "4-7", "fsdp": 2, "tensor": 2}
@@ -132,7 +131,6 @@ STAGES: dict[str, dict[str, Any]] = {
 }
 
 
-@RUN
 @pytest.mark.parametrize("stage", ["ppo", "safe_rlhf"])
 def test_a_split_run_is_the_run_of_half_the_devices(stage, make, tmp_path):
     half = run(
@@ -148,7 +146,6 @@ def test_a_split_run_is_the_run_of_half_the_devices(stage, make, tmp_path):
     assert not any("timing_s/transfer" in record for record in read_metrics(half))
 
 
-@RUN
 @pytest.mark.parametrize("stage", ["ppo", "dapo"])
 def test_rows_that_are_scored_while_others_decode_have_the_bits_of_a_later_time(stage, make, monkeypatch):
     hand_out, early = OpenRollout._hand_out, []
@@ -168,7 +165,6 @@ def test_rows_that_are_scored_while_others_decode_have_the_bits_of_a_later_time(
     assert_same_bits(while_others_decode, run(make("late", stage, "split", **settings)))
 
 
-@RUN
 def test_devices_that_the_last_rows_leave_score_with_the_bits_of_a_later_time(make, tmp_path, monkeypatch):
     """Generation on all four groups of devices; the last rows move to one, and a scoring call has two of the others."""
     sampling: Any = Context.sampling.fget  # type: ignore[attr-defined]
@@ -220,7 +216,6 @@ def test_devices_that_the_last_rows_leave_score_with_the_bits_of_a_later_time(ma
     assert_same_bits(while_others_decode, run(make("late", "ppo", plan, **settings)))
 
 
-@RUN
 def test_a_run_that_chooses_its_tiles_is_resumed_with_them(make, monkeypatch):
     """Only calls on the second half cost much, which do not decode: tiles gain. The resume asks for no prices."""
     of_prices = tiles.rollouts_of
@@ -264,7 +259,6 @@ def test_a_run_in_stages_is_the_colocated_one_and_resumes_without_them(make, col
     assert_close(timeless(path), expected, **STEPPED)
 
 
-@RUN
 def test_a_run_that_scores_in_stages_is_the_run_without(make, tmp_path):
     """Stages of a half of the devices and of all, with reward models of tokens and of text. The same rows are drawn, so
     the first update is the same up to rounding."""
@@ -285,7 +279,6 @@ def test_a_run_that_scores_in_stages_is_the_run_without(make, tmp_path):
     assert timeless(path) == records and (path / "model" / "model.safetensors").read_bytes() == whole_run
 
 
-@RUN
 def test_adapters_in_stages_train_as_on_one_mesh_and_resume_there(make, tmp_path):
     """Actor and critic adapt one base, which is the reference, too; killed after an iteration, in and out of stages."""
     section = {"ppo": {"algorithm": {"epochs": 1, "minibatches": 1}}, "lora": {"rank": 2}}
@@ -308,7 +301,6 @@ def test_adapters_in_stages_train_as_on_one_mesh_and_resume_there(make, tmp_path
     assert_close(timeless(path), expected, **STEPPED)
 
 
-@RUN
 def test_the_reward_model_of_adapters_is_exported_from_its_slice(make):
     """It is trained on all devices, and moves to those of its calls; the base that it is merged into does not."""
     before = {"before": ("reward_model",), "lora": {"rank": 2}}
@@ -317,7 +309,6 @@ def test_the_reward_model_of_adapters_is_exported_from_its_slice(make):
     assert first == second
 
 
-@RUN
 def test_a_run_with_fused_updates_is_the_one_in_stages(make, tmp_path):
     """With sleeping models of other roles, two minibatches, and between both updates that of a third model."""
     given = STAGES["safe_rlhf"] | {"safe_rlhf": {"algorithm": {"epochs": 1, "minibatches": 2}}}
@@ -338,7 +329,6 @@ def test_a_run_with_fused_updates_is_the_one_in_stages(make, tmp_path):
     assert_close(timeless(ends[1]), fused, **ROUNDED)
 
 
-@RUN
 def test_a_plan_with_pipelines_that_a_search_proposes_runs(tmp_path):
     """For devices whose links are so slow that no two of them should share a layer. PPO's updates are fused."""
     sizes = {"embed": 16, "layers": 8, "heads": 2, "kv_heads": 1, "head_dim": 8, "mlp": 512, "max_positions": 32}
@@ -371,7 +361,6 @@ def test_a_run_goes_on_under_another_plan_from_the_same_bits(make, colocated, tm
     assert read_plan(tmp_path / "moved" / "plan.yaml").name == "split"
 
 
-@RUN
 def test_a_split_run_asleep_is_the_one_awake_and_keeps_its_own_reward_model_once(make, monkeypatch):
     starts = RoleFactory.models
     places = []

@@ -22,7 +22,7 @@ def records(run: Path) -> dict[tuple[str, int], dict[str, float]]:
     }
 
 
-@pytest.mark.full
+@pytest.mark.proof("runs")
 def test_a_run_of_an_older_version_resumes(tmp_path: Path):
     with tarfile.open(STORED) as archive:
         archive.extractall(tmp_path, filter="data")

@@ -62,6 +62,7 @@ class Setting:
         return np.concatenate([self.tokens[prompt, : self.lengths[prompt]], tokens])
 
 
+@pytest.mark.full
 def test_arrays_of_the_host_are_replaced_and_not_written_to():
     """A checkpoint may still be writing them: on CPUs an array on a device may share the memory of the host's."""
     setting = Setting((1, 1, 1), versions=1)

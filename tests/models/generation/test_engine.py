@@ -118,7 +118,7 @@ def test_tokens_do_not_depend_on_compaction_and_growing_caches(alone, monkeypatc
     [
         # In slots that others had before, and in caches that are longer or shorter than those of one program.
         ((1, 2, 4), {"config": SHALLOW["gemma"]}),
-        ((2, 2, 2), {"config": SHALLOW["gpt2"]}),
+        pytest.param((2, 2, 2), {"config": SHALLOW["gpt2"]}, marks=pytest.mark.proof("families")),
         ((1, 1, 1), {"lora": LORA, "int8": True}),
     ],
     ids=["windows", "learned positions", "adapter on int8"],
@@ -196,9 +196,13 @@ def test_the_engine_draws_the_tokens_of_one_program_and_compiles_nothing_after_t
     assert looks[-1].any() and not looks[-1].all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("sizes", "groups", "rows", "changes"),
-    [((4, 1, 1), 1, 6, {"samples": 2}), pytest.param((2, 2, 2), 2, None, {"lora": LORA}, marks=pytest.mark.full)],
+    [
+        ((4, 1, 1), 1, 6, {"samples": 2}),
+        pytest.param((2, 2, 2), 2, None, {"lora": LORA}, marks=pytest.mark.proof("families")),
+    ],
 )
 def test_the_last_rows_move_to_fewer_devices_and_keep_their_bits(sizes, groups, rows, changes, compiled):
     """They move at the first look at which few enough are left and fit; a call may say that they stay: then the looks
