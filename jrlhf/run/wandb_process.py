@@ -1,13 +1,18 @@
 """The process that sends a run's metrics to Weights & Biases, so that the network can neither stop nor slow the run.
 
-It reads JSON lines from stdin: the arguments of `wandb.init`, then `{"stage", "step", "metrics"}`. It ends when stdin
-ends, at the latest with the run's process. It imports only the standard library and wandb, so that it starts fast.
+It reads JSON lines from stdin: the arguments of `wandb.init`, then `{"stage", "step", "metrics"}`. stdin ends at the
+latest with the run's process; this one ends within `LONGEST` seconds after that. It imports only the standard library
+and wandb, so that it starts fast.
 """
 
 import json
+import os
 import sys
+import time
 from queue import SimpleQueue
 from threading import Thread
+
+LONGEST = 60.0  # the run itself waits less; if it was killed, nobody else ends a process that hangs
 
 
 def main() -> None:
@@ -17,6 +22,8 @@ def main() -> None:
         for line in sys.stdin:
             lines.put(line)
         lines.put("")
+        time.sleep(LONGEST)
+        os._exit(1)
 
     # A thread reads also while wandb is slow; otherwise the pipe would fill up, and the run would end this process.
     Thread(target=read, daemon=True).start()

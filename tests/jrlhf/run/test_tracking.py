@@ -107,6 +107,16 @@ def test_what_fails_is_told_once_and_the_run_goes_on(tmp_path, stand_in, monkeyp
         assert warnings == [f"nothing more is sent to wandb, and the run goes on ({reason}): see {log}"]
 
 
+def test_the_process_ends_after_a_killed_run_even_if_the_server_hangs(tmp_path, stand_in, monkeypatch):
+    stand_in("time.sleep(600)")
+    script = tmp_path / "sender.py"
+    script.write_text(re.sub("LONGEST = .*", "LONGEST = 0.1", tracking.SCRIPT.read_text()))
+    monkeypatch.setattr(tracking, "SCRIPT", script)
+    wandb = Wandb({}, tmp_path / "log", print)
+    wandb._stdin.close()  # as the system does when the run is killed
+    assert wandb._process.wait(60) == 1
+
+
 def test_what_is_missing_is_said_before_anything_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(tracking, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"wandb.project=sums needs its extra, pip install 'jrlhf\[wandb\]'"):
