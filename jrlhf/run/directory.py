@@ -26,6 +26,7 @@ from jrlhf.run.resume import changes
 CONFIG, PLAN, ENVIRONMENT, SAMPLES = "config.yaml", "plan.yaml", "environment.txt", "samples.jsonl"
 SUMMARY, TOKENIZER, SEEDS, HUB = "summary.json", "tokenizer.json", "seeds", "hub.txt"
 PREFERENCES = "preferences.jsonl"
+EXPORTS = "model", "adapter", "reward_model", "reward_adapter"
 _LOCK = ".lock"
 _FULL = {errno.ENOSPC: "No space left on device", errno.EDQUOT: "quota exceeded", errno.EFBIG: "File too large"}
 
@@ -277,9 +278,10 @@ def _open(run: Run, config: Config, resume: bool) -> None:
             run.write(SEEDS, "2\n")  # written after the config, because a directory without one is no run
         if fresh:
             run.begin()
-        for leftover in path.glob(".*.tmp"):  # half written by a killed process, as are the models
-            leftover.unlink()
-        for leftover in path.glob(".model-*"):
+        for name in ("", *EXPORTS):  # half written by a killed process, as are the exports
+            for leftover in path.joinpath(name).glob(".*.tmp"):
+                leftover.unlink()
+        for leftover in (entry for name in EXPORTS for entry in path.glob(f".{name}-*")):
             shutil.rmtree(leftover)
         undo.pop_all()
 

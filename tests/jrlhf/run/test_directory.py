@@ -204,6 +204,13 @@ def test_a_directory_that_is_no_run_is_left_alone_and_one_that_a_crash_left_is_u
     (path / ".config.yaml.123.tmp").write_text("name: fi")
     open_run(make()).close()
     assert load_config(str(path / "config.yaml")) == make()
+    before = contents(path)
+    for name in ("model", "adapter", "reward_model", "reward_adapter"):  # a kill during an export
+        (path / f".{name}-x7k_/part").mkdir(parents=True)
+    (path / "reward_model").mkdir()
+    (path / "reward_model" / ".config.json.123.tmp").touch()  # the next export would refuse to delete it
+    open_run(make(), resume=True).close()
+    assert contents(path) == before and not list(path.glob(".*-*"))
 
 
 def test_a_directory_that_cannot_be_written_is_named(make, tmp_path):
