@@ -17,7 +17,7 @@ class Learning:
 
     def __init__(self, config: Config, stage: str, state: Any, warn: Callable[[str], None]):
         self._stage, self._warn, self._limit = stage, warn, config.stop_after_skipped
-        self._applied = self._start = _applied(stage, state)
+        self._applied = _applied(stage, state)
         self._skipped, self._warned = dict.fromkeys(self._applied, 0), set[str]()
         section, self._rates = config.sections[stage], {}
         for role in self._applied:
@@ -55,7 +55,7 @@ class Learning:
         It must end after too many skipped updates in a row, and at the end of a stage in which a role skipped all.
         """
         for role, skipped in self._skipped.items():
-            none = step == steps and skipped and self._applied[role] == self._start[role]
+            none = step == steps and skipped and self._applied[role] == 0  # counted from the start, also by a resume
             if self._limit and (skipped >= self._limit or none):
                 return (
                     f"{self._stage} ends at step {step} of {steps}: {skipped} updates of {role} in a row were skipped, "

@@ -155,6 +155,12 @@ def test_an_update_without_a_row_whose_score_is_finite_is_one_that_is_not_finite
     assert [measure(0, 2), measure(0, 2), measure(1, 2), measure(1, 2), measure(1, 0), measure(1, 2)] == [""] * 6
     assert "3 updates of actor in a row were skipped" in measure(1, 2)
     assert len(warnings) == 2 and "2 scores are not finite" in warnings[0] and "a score is not finite" in warnings[1]
+    # Whether a stage has skipped all updates does not depend on where a resume began.
+    last = {"actor/skipped_updates": 1, "actor/nonfinite_updates": 1}
+    for applied, ends in ((0, True), (1, False)):
+        resumed = Learning(config, "ppo", state[applied], warnings.append)
+        resumed.measure(state[applied], last, 100)
+        assert bool(resumed.in_vain(100, 100)) == ends
 
 
 @pytest.mark.parametrize("updates", [20, 21])
