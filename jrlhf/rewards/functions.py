@@ -58,8 +58,7 @@ class FunctionReward(Closing):
         self._config, self._seed, self._kind = config, seed, kind
         self._called = f"{kind} {config.name!r}"
         self.on_failure, self._columns = config.on_failure, config.columns
-        find = resolve if ":" in config.function else builtin.spec_of
-        self._spec = find(config.function, self._called)
+        self._spec = (resolve if ":" in config.function else builtin.spec_of)(config.function, self._called)
         self._shipped, self._starts = None, Worker
         if config.in_process:
             self._starts = partial(InProcess, as_it_is(self._spec, self._called))
@@ -88,6 +87,7 @@ class FunctionReward(Closing):
 
     def close(self) -> None:
         """Ends the workers: idle ones run their exit handlers (2 s), others are killed. May be called again."""
+        self._stopping.set()  # for a call that is at work in another thread
         pool, self._pool = list(self._pool.values()), {}
         try:
             for worker in pool:

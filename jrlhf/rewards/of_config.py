@@ -34,6 +34,11 @@ def open_rewards(
     policy: its base serves the adapters of rewards. trained: the reward model that this run trained.
     """
     config, data, clock = initial.config, initial.config.data, Clock(deadline=initial.config.deadline)
+    interruptible = list[FunctionReward]()  # functions in processes
+
+    def end_calls(kind: type[BaseException] | None, *_: object) -> None:
+        for function in interruptible if kind is not None else ():
+            function.close()
 
     def start(function: FunctionReward) -> str:
         stack.enter_context(function)
@@ -61,6 +66,7 @@ def open_rewards(
             else:
                 function = FunctionReward(reward, config.seed, folder / f"{role}-{reward.name}.log", kind=role)
                 texts[reward.name] = TextPart(reward.weight, function.score, from_main(partial(start, function)))
+                interruptible.extend([] if reward.in_process else [function])
         rewards = Rewards(
             tokens,
             texts,
@@ -74,6 +80,7 @@ def open_rewards(
             trained=own,
         )
         stack.callback(rewards.close)  # before the functions' processes end
+        stack.push(end_calls)  # before that, after an error: nobody waits for the rows of a call that is at work
         return rewards
 
     with ExitStack() as stack:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jrlhf.algorithms.ppo import ppo
+from jrlhf.config import Config, build
 from jrlhf.data.batches import Batch, put_rows
 from jrlhf.data.types import Example, Response
 from jrlhf.meshes import make_mesh
@@ -21,6 +22,7 @@ from jrlhf.ppo.shaping import ScoreConfig, shape_scores
 from jrlhf.rewards.combine import combine
 from jrlhf.rewards.functions import RewardFailure
 from jrlhf.rewards.mixture import Rewards, TextPart
+from jrlhf.rewards.of_config import open_rewards
 from jrlhf.rewards.types import Sample, Scored, to_samples, weighted_sum
 from jrlhf.roles.model import Compute
 from jrlhf.roles.placement import RolePlacement
@@ -117,6 +119,29 @@ def test_the_end_waits_for_the_call_at_work_alone():
     ends.set()
     closing.join()
     assert steps == [0] and [answer.cancelled() for answer in ahead] == [False, True, True]
+
+
+def test_an_interrupted_run_does_not_wait_for_the_rows_of_a_call_at_work(tmp_path):
+    (tmp_path / "slow.py").write_text("import time\ndef f(solution_str):\n    print('asked')\n    time.sleep(10)\n")
+    section = {"name": "slow", "function": f"{tmp_path}/slow.py:f", "workers": 1}
+    config = build(Config, {"stages": ["grpo"], "rewards": [section]})
+    initial: Any = SimpleNamespace(config=config, console=SimpleNamespace(line=print), compute=Compute())
+    task: Any = SimpleNamespace(tokenizer=None)
+    log, row = tmp_path / "reward-slow.log", (BATCH.examples[:2], BATCH.texts[:2], [Response((5,), "x", True)] * 2)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        open_rewards(initial, task, tmp_path, lambda role: RolePlacement.of(MESH), cast(Any, None), None) as (
+            rewards,
+            _,
+        ),
+    ):
+        answer: Any = rewards.ask_ahead(*row, 0, 0)
+        while not log.stat().st_size:
+            time.sleep(0.01)
+        began = time.monotonic()
+        raise KeyboardInterrupt
+    assert time.monotonic() - began < 8 and answer.exception() is not None
+    assert log.read_text() == "asked\n"  # the call did not fail
 
 
 def test_one_thread_asks_a_function_within_iterations_and_outside_of_them():
