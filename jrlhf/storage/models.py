@@ -52,7 +52,8 @@ def _download(store: Store, files: Mapping[str, tuple[int, str]], patterns: Sequ
     directory = cache_directory() / "models" / sha256(store.address + str(sorted(files.items())))[:16]
     for name, (size, _) in files.items():
         file = directory / name.rpartition("/")[2]
-        if not file.exists() and any(fnmatchcase(file.name, pattern) for pattern in patterns):
+        present = file.exists() and file.stat().st_size == size
+        if not present and any(fnmatchcase(file.name, pattern) for pattern in patterns):
             if not store.download(name, file, size):
                 raise StoreError(f"{name} was deleted meanwhile")
     return directory

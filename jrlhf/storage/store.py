@@ -151,6 +151,8 @@ class Store:
         try:
             part = self._repeated(fetch, size, missing=None)
             if part is not None:
+                with open(part, "rb") as whole:
+                    os.fsync(whole.fileno())  # before the rename, as in `write_atomic`
                 os.replace(part, file)
             return part is not None
         finally:

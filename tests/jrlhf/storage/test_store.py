@@ -1,5 +1,6 @@
 """Requests that come late, errors that no repetition cures, and models that change, in fsspec's store in memory."""
 
+import os
 import threading
 import time
 from types import SimpleNamespace
@@ -214,6 +215,12 @@ def test_the_files_of_a_model_are_fetched_once_and_its_weights_when_they_are_nee
     )
     assert locate(ADDRESS, "model.path") == first and fetched == []
     assert locate(ADDRESS, "model.path", weights=True) == first and len(fetched) == 1
+    (first / "model.safetensors").write_bytes(b"")  # what a machine that lost its power may leave
+    order, fsync, replace = list[str](), os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda descriptor: order.append("fsync") or fsync(descriptor))
+    monkeypatch.setattr(os, "replace", lambda *names: order.append("replace") or replace(*names))
+    assert locate(ADDRESS, "model.path", weights=True) == first and len(fetched) == 2
+    assert (first / "model.safetensors").read_bytes() == b'{"model_type": "none"}' and order == ["fsync", "replace"]
     assert (first / "model.safetensors").exists() and not (first / "code.py").exists()
     with pytest.raises(UserError, match=f"model.path={ADDRESS}"):
         architecture(ADDRESS, "model.path")
