@@ -1,7 +1,8 @@
 """The end of a run: held-out evaluation, the models in Hugging Face form, samples, the summary and the report."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import numpy as np
 
 from jrlhf.config.schema import Config
 from jrlhf.data.tokenizer import Tokenizer
+from jrlhf.errors import UserError
 from jrlhf.models.hf import export_adapter, export_hf
 from jrlhf.models.weights import HeadKind
 from jrlhf.ppo import SafeRLHFConfig
@@ -56,7 +58,7 @@ def finish(context: Context, outcome: Outcome) -> dict[str, Any]:
     with context.console.status("answering the held-out prompts"):
         after = grade_heldout(context, outcome.policy, outcome.rewards, outcome.costs)
     summary = from_main(partial(_summarise, context, outcome, after))
-    with context.console.status("writing the model"):
+    with context.console.status("writing the model"), _explained():
         stage = [name for name in config.stages if name != "reward_model" or len(config.stages) == 1][-1]
         facts = card_facts(run, config, stage, config.length(stage)) if run.writes else None
         export(run, config, tokenizer, outcome.policy, facts)
@@ -69,6 +71,16 @@ def finish(context: Context, outcome: Outcome) -> dict[str, Any]:
     if run.writes:
         context.console.summary(results(read_run(run.path)), summary["phases"], run.shown)
     return summary
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Turns the refusal of an export to delete a user's file into a UserError. Nothing is lost: the run resumes."""
+    try:
+        yield
+    except FileExistsError as error:
+        reason = str(error).rpartition(": choose another")[0] or error  # a run has one place for its models
+        raise UserError(f"{reason}: move it away, and resume the run") from error
 
 
 def _summarise(context: Context, outcome: Outcome, after: Graded | None) -> dict[str, Any]:

@@ -10,12 +10,16 @@ import jax
 import numpy as np
 import pytest
 
+from jrlhf.config import Config
 from jrlhf.data.encode import Prompts
 from jrlhf.data.types import Example, Response
+from jrlhf.errors import UserError
+from jrlhf.models import ModelConfig
 from jrlhf.rewards.mixture import Rewards, TextPart
 from jrlhf.rewards.types import Scored
 from jrlhf.run.console import Console
 from jrlhf.run.directory import Run
+from jrlhf.stages import finalize
 from jrlhf.stages.evaluate import Graded, compare, grade, grade_before, statistics
 from jrlhf.stages.identity import Identity
 
@@ -142,3 +146,24 @@ def test_two_policies_are_compared_prompt_by_prompt():
     assert result["before"]["sources"] == {"x": {"mean": 1.0, "n": 2}, "y": {"mean": 1.0, "n": 1}}
     assert result["after"]["failures"] == {"helper": 2} and "failures" not in result["before"]
     assert result["before"]["distinct"] == 3 and result["after"]["distinct"] == 2
+
+
+def test_a_file_of_the_user_in_the_place_of_the_model_ends_the_run_with_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(finalize, "_summarise", lambda *_: {})
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "notes.md").touch()
+    context: Any = SimpleNamespace(
+        config=Config(stages=("sft",)),
+        run=Run(tmp_path, writes=False),
+        task=SimpleNamespace(
+            tokenizer=SimpleNamespace(directory=None, eos_ids=(), pad_id=0, bos_id=None, to_json=str), heldout=None
+        ),
+        console=Console(enabled=False),
+    )
+    model: Any = SimpleNamespace(
+        params={}, base=None, architecture=SimpleNamespace(lora=None), config=ModelConfig(8, 8, 1, 1, 1, 8, 8, 64)
+    )
+    model.onloaded = lambda: model
+    with pytest.raises(UserError, match="model holds 'notes.md', which .*: move it away, and resume the run$"):
+        finalize.finish(context, finalize.Outcome(model, {}))
+    assert (tmp_path / "model" / "notes.md").exists()
