@@ -87,7 +87,7 @@ def shape_scores(
 
         s <- (s - mean) / max(std, 1e-4 max(1, |mean|))                       normalise: moments of all batches, this
                                                                               one included
-        s <- clip(s, -clip, clip)                                             clip
+        s <- clip(s, -clip, clip)                                             clip: unless the score is not finite
         s <- s - missing_eos_penalty [not finished] - length_penalty n        n response tokens
                - overlong_penalty min(max(n - (L - b), 0), b) / b             b the overlong_buffer, L max_response
 
@@ -119,8 +119,8 @@ def shape_scores(
         clock = jnp.arange(scores.shape[1])[None, :]
         tokens = jnp.where(clock < response_lengths[:, None], scores, 0)
         scores = jnp.sum(tokens, axis=1)
-    raw, lengths = scores, response_lengths.astype(jnp.float32)
-    metrics = {"score/raw/mean": masked_mean(raw, jnp.isfinite(raw))}
+    raw, finite, lengths = scores, jnp.isfinite(scores), response_lengths.astype(jnp.float32)
+    metrics = {"score/raw/mean": masked_mean(raw, finite)}
     factor = jnp.ones((), jnp.float32)
     if config.normalise:
         moments = moments.add(scores)
@@ -129,8 +129,8 @@ def shape_scores(
         metrics |= {"score/running_mean": moments.mean, "score/running_std": moments.std}
         metrics["score/beyond_moments"] = jnp.sum(~(jnp.abs(raw) <= LARGEST), dtype=jnp.float32)
     if config.clip is not None:
-        metrics["score/clip_fraction"] = jnp.mean(jnp.abs(scores) > config.clip, dtype=jnp.float32)
-        scores = jnp.clip(scores, -config.clip, config.clip)
+        metrics["score/clip_fraction"] = jnp.mean(finite & (jnp.abs(scores) > config.clip), dtype=jnp.float32)
+        scores = jnp.where(finite, jnp.clip(scores, -config.clip, config.clip), scores)
     for name, penalty in _penalties(lengths, finished, config, max_response).items():
         metrics[f"score/{name}"] = jnp.mean(penalty)
         scores = scores - penalty

@@ -94,6 +94,17 @@ def test_scores_of_any_size_leave_finite_moments_of_those_that_float32_can_squar
         np.testing.assert_allclose(shaped, expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("normalise", [False, True])
+def test_a_clip_does_not_hide_a_score_that_is_not_finite(normalise):
+    scores, lengths, finished = batch()
+    bad = scores.at[:3].set(jnp.array([jnp.inf, -jnp.inf, jnp.nan]))
+    for given in (bad, jnp.pad(bad[:, None], ((0, 0), (0, LIMIT - 1)))):  # of responses, and of tokens
+        shaped, _, metrics = run(ScoreConfig(normalise=normalise, clip=1e-3), given, lengths, finished)
+        sums = np.asarray(shaped).reshape(ROWS, -1).sum(1)
+        np.testing.assert_array_equal(np.isfinite(sums), np.arange(ROWS) >= 3)
+        np.testing.assert_allclose(metrics["score/clip_fraction"], 4 / ROWS, rtol=1e-6)
+
+
 @pytest.mark.parametrize("value", [0.0, 0.1, 1234.567, -3e6])
 def test_equal_scores_become_0_not_blown_up_rounding(value):
     _, lengths, finished = batch()
