@@ -19,8 +19,8 @@ from jrlhf.run.clock import Clock, timed
 class DynamicSampler:
     """Fills the batch of an iteration of DAPO, round by round.
 
-    A group is informative if its scores, before they are shaped, are not all equal. After `max_rounds` rounds the rest
-    of the batch is filled with groups that are not informative, in their order.
+    A group is informative if its finite scores, before they are shaped, are not all equal. After `max_rounds` rounds
+    the rest of the batch is filled with groups that are not informative, in their order.
 
     After an iteration `draws`, `prompts`, `raw` and `metrics()` are its results.
 
@@ -97,9 +97,10 @@ class DynamicSampler:
 
 
 def informative(scores: Float[np.ndarray, "B"], samples: int) -> Bool[np.ndarray, "G"]:
-    """Mask of the groups whose scores are not all equal."""
+    """Mask of the groups whose finite scores are not all equal; nothing is learned from a row with another score."""
     groups = scores.reshape(-1, samples)
-    return groups.max(axis=1) > groups.min(axis=1)
+    finite = np.isfinite(groups)
+    return np.where(finite, groups, -np.inf).max(axis=1) > np.where(finite, groups, np.inf).min(axis=1)
 
 
 def _merged(batch: Bool[np.ndarray, "G"], fresh: Bool[np.ndarray, "G"]) -> Int[np.ndarray, "G"]:

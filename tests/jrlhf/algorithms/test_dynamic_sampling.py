@@ -70,3 +70,9 @@ def test_after_the_last_round_the_rest_stays_as_it_came():
     assert of_rounds(sampler) == {"dapo/rounds": 2.0, "dapo/informative": 1 / 8, "dapo/filled": 0.75}
     for scores in ([0.1] * 4, [0.3, 0.3, -2.0, -2.0]):
         assert not informative(np.array(scores, np.float32), 2).any()
+
+
+def test_a_score_that_is_not_finite_makes_a_group_neither_dull_nor_informative():
+    nan, inf = np.nan, np.inf
+    scores = np.array([[nan, 1, 0], [nan, 1, 1], [inf, 0, 0], [inf, 0, 1], [nan, 1, inf], [nan] * 3], np.float32)
+    np.testing.assert_array_equal(informative(scores.ravel(), 3), [True, False, False, True, False, False])
