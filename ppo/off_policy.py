@@ -63,8 +63,7 @@ def importance_weights(
 
     weights = jnp.ones_like(log_ratio)
     if config.importance is not None:
-        log_weight = log_ratio if config.importance == "token" else total(log_ratio)
-        weights = jnp.minimum(jnp.exp(clamped(log_weight)), config.importance_cap)
+        weights = jnp.minimum(_whole_weights(log_ratio, config), config.importance_cap)
     for bounds, reduce in (
         (config.mask_token, lambda x: x),
         (config.mask_sequence, total),
@@ -78,6 +77,12 @@ def importance_weights(
         k3 = jnp.expm1(clamped(log_ratio)) - clamped(log_ratio)
         weights = jnp.where(mean(k3) <= config.mask_k3, weights, 0)
     return lax.stop_gradient(jnp.where(mask, weights, 0))
+
+
+def _whole_weights(log_ratio: Float[Array, "B T"], config: PolicyConfig) -> Float[Array, "B T"] | Float[Array, "B 1"]:
+    """The weights before they are truncated. log_ratio: 0 outside the mask."""
+    log_weight = log_ratio if config.importance == "token" else jnp.sum(log_ratio, axis=1, keepdims=True)
+    return jnp.exp(jnp.clip(log_weight, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
 # The metrics that `weight_terms` returns.
@@ -95,13 +100,16 @@ def without_older(experience: Experience, ages: Array, staleness: int) -> Experi
     return replace(experience, importance=jnp.where(ages <= staleness, weights, 0))
 
 
-def weight_shares(weights: Array, mask: Array, config: PolicyConfig) -> Metrics:
+def weight_shares(experience: Experience, config: PolicyConfig) -> Metrics:
     """The shares of tokens whose weight is truncated or 0, and of rows with a token of weight 0.
 
     And by quartile of the rows' lengths, the shortest rows first, the shares of tokens whose weight is neither:
     rollout_corr/full_weight/quartile_1 to 4. Rows of one length are divided among quartiles in proportion.
     """
-    _, *terms = weight_terms(weights, config).items()
+    weights, mask = experience.importance, experience.response_mask
+    assert weights is not None
+    log_ratio = jnp.where(mask, experience.old_logprobs - experience.logprobs.astype(jnp.float32), 0)
+    _, *terms = weight_terms(weights, log_ratio, config).items()
     rows = jnp.any(mask & (weights == 0), axis=1).astype(jnp.float32)
     masked = masked_mean(rows, jnp.any(mask, axis=1))
     partial_weight = jnp.any(jnp.stack([x > 0 for _, x in terms]), axis=0)
@@ -129,10 +137,15 @@ def _shares_by_quartile(chosen: Bool[Array, "B T"], mask: Bool[Array, "B T"]) ->
     return shares
 
 
-def weight_terms(weights: Array, config: PolicyConfig) -> dict[str, Array]:
-    """The WEIGHT_MEANS of each token: its weight, whether it is truncated, whether it is 0."""
-    cap = math.inf if config.importance is None else config.importance_cap
-    terms = (weights, (weights >= cap).astype(jnp.float32), (weights == 0).astype(jnp.float32))
+def weight_terms(weights: Array, log_ratio: Array, config: PolicyConfig) -> dict[str, Array]:
+    """The WEIGHT_MEANS of each token: its weight, whether it is truncated, whether it is 0.
+
+    log_ratio: that of `importance_weights`, 0 outside the mask. A weight that just equals the cap is not truncated.
+    """
+    truncated = jnp.zeros_like(weights, jnp.bool_)
+    if config.importance is not None:
+        truncated = (weights > 0) & (_whole_weights(log_ratio, config) > config.importance_cap)
+    terms = (weights, truncated.astype(jnp.float32), (weights == 0).astype(jnp.float32))
     return dict(zip(WEIGHT_MEANS, terms, strict=True))
 
 

@@ -185,7 +185,7 @@ def actor_update(
         means = {name: value for name, value in run.means.items() if name != "ratio_gap"}
         metrics = {name if "/" in name else f"actor/{name}": value for name, value in means.items()}
         if experience.importance is not None and not weighed:
-            metrics |= weight_shares(experience.importance, experience.response_mask, config)
+            metrics |= weight_shares(experience, config)
         if experience.versions is not None:
             metrics |= age_metrics(experience, ages)
         metrics["actor/initial_ratio_gap"] = run.first["ratio_gap"]
@@ -249,13 +249,13 @@ def _policy_terms(
     """Every token's loss and metrics; 0 outside the masks. Elementwise if ratios are of tokens."""
     # Selected before the mathematics, not after: a NaN in the padding would return through the gradient.
     text_logprobs, logprobs = logprobs, jnp.where(rows.mask, logprobs, 0)
-    old_logprobs, pg_weights, weights = jnp.where(rows.mask, rows.old_logprobs, 0), rows.pg_weights, None
+    old_logprobs, pg_weights, corrected = jnp.where(rows.mask, rows.old_logprobs, 0), rows.pg_weights, {}
     if rows.ages is not None:
         rollout_logprobs, old_logprobs = old_logprobs, proximal_logprobs(logprobs, old_logprobs, rows.ages)
         if config.corrections:
-            weights = importance_weights(old_logprobs - rollout_logprobs, rows.mask, config)
-            weights = jnp.where(pg_weights > 0, weights, 0)
-            pg_weights *= weights
+            gap = old_logprobs - rollout_logprobs
+            weights = jnp.where(pg_weights > 0, importance_weights(gap, rows.mask, config), 0)
+            pg_weights, corrected = pg_weights * weights, weight_terms(weights, gap, config)
     action = log_ratio = logprobs - old_logprobs
     if config.ratio != "token":
         counted = pg_weights > 0
@@ -284,9 +284,7 @@ def _policy_terms(
     if rows.ref_logprobs is not None:
         ref_logprobs = jnp.where(rows.mask, rows.ref_logprobs, 0)
         metrics["kl_loss"] = kl_estimate(logprobs, ref_logprobs, config.kl_estimator)
-    if weights is not None:
-        metrics |= weight_terms(weights, config)
-    metrics = {name: jnp.where(rows.mask, x, 0) for name, x in metrics.items()}
+    metrics = {name: jnp.where(rows.mask, x, 0) for name, x in (metrics | corrected).items()}
     loss = metrics["pg_loss"]
     if config.entropy_coef:  # otherwise the entropy's gradient is not computed
         loss -= config.entropy_coef * (rows.weights * metrics["entropy"])

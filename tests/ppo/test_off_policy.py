@@ -70,16 +70,21 @@ def test_an_old_token_has_no_part_in_the_policy_loss_but_in_its_denominator(toy)
     np.testing.assert_allclose(removed * (mask & fresh).sum() / mask.sum(), bounded, rtol=1e-5, atol=1e-9)
 
 
-@pytest.mark.parametrize("cap", [None, 2.0])
-def test_full_weight_by_quartile_of_length(cap):
+@pytest.mark.parametrize("cap", [None, 1.0, 2.0])
+def test_full_weight_by_quartile_of_length(toy, cap):
     """Against places in the order of lengths, 400 to a row, which belong to the rows of a length alike."""
     rng, rows, time = np.random.default_rng(3), 10, 12
     lengths = rng.integers(0, 6, rows)  # several rows have one length, and some are empty
     mask = np.arange(time) < lengths[:, None]
-    weights = np.where(mask, rng.choice([0.0, 0.5, 1.0, 2.0], (rows, time)), 0).astype(np.float32)
+    rho = np.where(mask, rng.choice([0.5, 1.0, 2.5], (rows, time)), 1).astype(np.float32)
+    weights = np.where(mask & (rng.random((rows, time)) < 0.7), np.minimum(rho, cap or np.inf), 0)
     config = PolicyConfig() if cap is None else PolicyConfig(importance="token", importance_cap=cap)
-    metrics = shares_of(jnp.asarray(weights), jnp.asarray(mask), config)
-    full = mask & (weights != 0) & (weights < (np.inf if cap is None else cap))
+    arrays = {"importance": weights, "response_mask": mask, "old_logprobs": np.log(rho), "logprobs": 0 * rho}
+    experience = replace(toy.experience(rows, time), **jax.tree.map(jnp.asarray, arrays))
+    metrics = shares_of(experience, config)
+    full = mask & (weights != 0) & (rho <= (cap or np.inf))
+    truncated = (mask & (weights != 0) & ~full).sum() / mask.sum()
+    np.testing.assert_allclose(metrics["rollout_corr/rollout_is_ratio_fraction_high"], truncated, rtol=1e-6)
     pairs = np.array(sorted((mask[row].sum(), row) for row in range(rows) if mask[row].any()))
     shares = np.zeros((4, rows))
     for length in set(pairs[:, 0]):  # the places of rows of one length belong to each of them alike
@@ -92,10 +97,21 @@ def test_full_weight_by_quartile_of_length(cap):
         np.testing.assert_allclose(metrics[f"rollout_corr/full_weight/quartile_{part}"], expected, rtol=1e-5)
 
 
-def test_without_a_gap_every_weight_is_1(toy):
-    mask = toy.experience(ROWS, TIME).response_mask
-    for config in EVERYTHING:
-        np.testing.assert_array_equal(weights_of(jnp.zeros((ROWS, TIME)), mask, config), mask)
+def test_without_a_gap_every_weight_is_1_and_full(toy):
+    experience = toy.experience(ROWS, TIME)
+    experience = replace(experience, logprobs=experience.old_logprobs)
+    for config in (*EVERYTHING, *(PolicyConfig(importance=unit, importance_cap=1.0) for unit in ("token", "sequence"))):
+        weights = weights_of(jnp.zeros((ROWS, TIME)), experience.response_mask, config)
+        np.testing.assert_array_equal(weights, experience.response_mask)
+        for name, share in shares_of(replace(experience, importance=weights), config).items():
+            assert share == float("full_weight" in name), name
+
+
+def test_a_weight_that_equals_its_cap_is_not_truncated_where_weights_are_interpolated(toy):
+    experience, logprobs = drawn_by_many(toy)
+    config = PolicyConfig(kl_coef=0.0, old_logprobs="interpolate", importance="token", importance_cap=1.0)
+    experience = replace(experience, old_logprobs=logprobs, versions=jnp.full_like(experience.tokens, STEP - 1))
+    assert gradient(config, experience, logprobs)[1]["rollout_corr/rollout_is_ratio_fraction_high"] == 0
 
 
 def test_k3_is_of_the_ratio_and_not_of_its_inverse():
