@@ -43,7 +43,7 @@ class GRPOConfig(PolicyConfig):
 
         A_t = (score - mean of the group) / (std of the group + 1e-6)        loss = clipped surrogate + kl_coef k3
 
-    for every token of a response; no critic. Differences from the paper: k3 is bounded (`kl.kl_estimate`), the
+    for every token of a response; no critic. Differences from the paper: k3 is bounded (`losses.kl_estimate`), the
     deviation is unbiased as in verl and TRL, and epsilon is verl's. Defaults: kl_coef 0.04, one update per batch, and
     first the mean over a response's tokens, as in the paper; samples 8 (TRL; the paper has 64). A group with equal
     scores has advantage 0. A response is compared as a whole: discount must be 1, and rewards are not whitened,
