@@ -8,7 +8,8 @@ so that a row's rewards sum to score - kl_coef * sum_t kl_t (Ouyang et al. 2022,
 belongs to the last response token whether the row is finished or not; scores of tokens are added at their tokens. A row
 without any response token has no rewards. `config.truncation` decides what follows a row that was cut off. With
 "bootstrap" the critic's value after such a row replaces its score: it estimates this very score, which must not count
-twice. No return is a target of that value itself.
+twice. Scores that are given for tokens all stay, because what a response adds to them cannot be told apart. No return
+is a target of that value itself.
 
 Shared arguments:
     scores: one per sequence, or one per token, read at response tokens only.

@@ -57,7 +57,7 @@ class PolicyConfig(Section):
     "zero": nothing; the limit counts as an end. "mask": the row is left out of the losses and of the statistics.
     "bootstrap": the critic's value, as if the text went on (Pardo et al. 2018, arXiv:1712.00378). This value replaces
     the score of the whole response, which has no end yet, and any penalty in that score. Scores of single tokens
-    still count, because they are about tokens that exist.
+    still count, because they are about tokens that exist; so do scores and penalties of responses added to them.
     """
 
     # --- Policy loss ---
