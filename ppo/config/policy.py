@@ -87,7 +87,7 @@ class PolicyConfig(Section):
 
     # --- Between rollout and trainer ---
     old_logprobs: Literal["recompute", "rollout", "interpolate"] = "recompute"
-    """The denominator of the ratio. "recompute": the trainer computes it with the weights that sampled. "rollout": what
+    """The denominator of the ratio. "recompute": the trainer computes it before its updates. "rollout": what
     the rollout recorded, which saves a pass; the ratio then also corrects the difference between the two programs and
     is truncated at importance_cap. "interpolate": no pass either; the denominator lies between the log-probs of the
     rollout and those of the present weights, by the token's age in versions (`off_policy.proximal_logprobs`)."""
