@@ -13,11 +13,11 @@ import types
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import reduce
-from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from jrlhf.config.peers import PEERS
+from jrlhf.config.peers import IN_OTHER_STAGES, PEERS
 from jrlhf.errors import UserError
 from jrlhf.ppo.fields import Section, default_of
 
@@ -38,6 +38,17 @@ class _Quoted(str):
 
 class Override(str):
     """The right side of `key=value`: text for a text field, YAML for other fields."""
+
+
+class _UnknownKey(Exception):
+    """A section does not have a key (an `_Unknown`). `build` of the whole config knows where else it is."""
+
+
+class _Unknown(NamedTuple):
+    cls: Any  # the section
+    path: str
+    key: str
+    value: object
 
 
 class _Loader(yaml.SafeLoader):
@@ -100,7 +111,7 @@ def override(mapping: dict[str, Any], assignment: str) -> None:
     key, equals, value = assignment.lstrip("-").partition("=")
     if not equals or not all(key.strip().split(".")):
         raise UserError(f"override {assignment!r} is not understood: write key=value, for example seed=1")
-    if item := re.match(r"(rewards|costs)[.[]-?\d", key):
+    if item := re.match(r"(rewards|costs)[.[]", key):
         raise UserError(f"override {assignment!r} names a part of a list: give all of it, {item[1]}=[...]")
     section, name = section_with(mapping, key.strip(), f"override {assignment!r}")
     section[name] = Override(value.strip())
@@ -161,6 +172,15 @@ def build(cls: type[T], mapping: object, path: str = "") -> T:
 
     Values may be text, as `parse_yaml` returns it, or Python values. path: the dotted key of `mapping`.
     """
+    try:
+        return _build(cls, mapping, path)
+    except _UnknownKey as error:
+        unknown: _Unknown = error.args[0]
+        written = _joined(unknown.path, unknown.key)
+        raise UserError(f"{written} is not a known key: {_suggestion(unknown, cls, mapping)}") from error
+
+
+def _build(cls: type[T], mapping: object, path: str) -> T:
     mapping, kinds = {} if mapping is None else mapping, kinds_of(cls)
     if not isinstance(mapping, Mapping):
         keys = ", ".join(kinds)
@@ -172,9 +192,7 @@ def build(cls: type[T], mapping: object, path: str = "") -> T:
             if "." in (parts := str(key)) and parts in _paths(cls):
                 nested = reduce(lambda inner, part: {part: inner}, reversed(parts.split(".")), value)
                 raise UserError(f"{_joined(path, key)}: dots in keys are not read here, write {_shown(nested)}")
-            leaf = next(iter(flatten(value, str(key)))).rsplit(".", 1)[-1]
-            meant = _suggestion(cls, leaf if leaf in PEERS else str(key), path, mapping)
-            raise UserError(f"{_joined(path, key)} is not a known key: {meant}")
+            raise _UnknownKey(_Unknown(cls, path, str(key), value))
         values[key] = convert(kinds[key], value, _joined(path, key))
     for item in fields(cls):  # pyright: ignore[reportArgumentType]
         if "table" in item.metadata:
@@ -197,7 +215,7 @@ def convert(kind: Any, value: object, path: str) -> Any:
         return str(value)
     was_set, value = isinstance(value, Override), parsed(value, path)
     if is_dataclass(kind) and not (was_set and value is None):  # on a command line, null removes a file's section
-        return build(kind, value, path)  # pyright: ignore[reportArgumentType]
+        return _build(kind, value, path)  # pyright: ignore[reportArgumentType]
     if value is None:
         raise UserError(f"{path} has no value: give it one, or leave the key out for its default")
     if origin is tuple and isinstance(value, list | tuple):
@@ -258,7 +276,7 @@ def _convert_tagged(kinds: list[Any], value: object, path: str) -> Any:
     tag = fields(kinds[0])[0].name
     members = {default_of(kind, tag): kind for kind in kinds}
     if value is not None and not isinstance(value, Mapping):
-        return build(kinds[0], value, path)
+        return _build(kinds[0], value, path)
     given = dict(value or {})
     chosen = convert(Literal[tuple(members)], given.get(tag, next(iter(members))), f"{path}.{tag}")
     for key in [key for key in given if key not in kinds_of(members[chosen])]:
@@ -267,7 +285,7 @@ def _convert_tagged(kinds: list[Any], value: object, path: str) -> Any:
             setting = convert(kinds_of(other)[key], given.pop(key), f"{path}.{key}")
             if setting != default_of(other, key):
                 raise UserError(other.unread(f"{path}.{key}", setting, f"{path}.{tag}={chosen}"))
-    return build(members[chosen], given, path)
+    return _build(members[chosen], given, path)
 
 
 def changed(section: Any) -> Iterator[tuple[str, object]]:
@@ -323,27 +341,57 @@ def kinds_of(cls: Any) -> dict[str, Any]:
     return kinds
 
 
-def _suggestion(cls: Any, key: str, path: str, mapping: Mapping[str, Any]) -> str:
-    """Suggests the subsection that has the key, or the most similar key, or all keys."""
+def _suggestion(unknown: _Unknown, root: Any, config: object) -> str:
+    """Suggests a setting below the section that has the key, one elsewhere in the config, a similar key, or all keys.
+
+    root: the class of the whole config. config: the whole config as it was given.
+    """
+    cls, path, key, value = unknown
     sources = {item.name: item.metadata["from"] for item in fields(cls) if "from" in item.metadata}
     if sources.get(key):
         return f"the run's {sources[key]} is used, set that"
-    kinds, table = kinds_of(cls), [name for item in fields(cls) for name in item.metadata.get("table", ())]
-    absent = set(table) - set(mapping) if set(table) & set(mapping) else set()  # stages that the run does not have
-    below = {inner: inner.rsplit(".", 1)[-1] for inner in _paths(cls) if inner.split(".")[0] not in absent}
-    peer = key if key in below.values() else PEERS.get(key, key)
+    kinds, table = kinds_of(cls), {name for item in fields(root) for name in item.metadata.get("table", ())}
+    top = re.split(r"[.[]", path)[0]
+    used = {top} & table or (table & set(config) if isinstance(config, Mapping) else set()) or table
+    leaves = {inner: inner.rsplit(".", 1)[-1] for inner in _paths(root) if inner.split(".")[0] not in table - used}
+    below = leaves if cls is root else {inner: inner.rsplit(".", 1)[-1] for inner in _paths(cls)}
+    of_stages = {name for inner, name in leaves.items() if inner.split(".")[0] in used}
+    written = next(iter(flatten(value, key)), key)  # with the names of the sections inside
+    leaf = written.rsplit(".", 1)[-1]
+    word = leaf if leaf in PEERS else key
+    peer = PEERS.get(re.sub(r"\[\d+\]", "", _joined(path, written)))
+    peer = peer or (word if word in below.values() else PEERS.get(word, word))
+    if table and (not path or top in table) and peer not in of_stages:
+        peer = IN_OTHER_STAGES.get(peer, peer)
     if " " in peer:
         return peer
-    meant = difflib.get_close_matches(key, kinds, n=1, cutoff=0.9)  # before a setting of this name further below
-    meant = meant or [inner for inner, name in below.items() if peer in (inner, name)]
-    if not meant and key in PEERS:
+
+    def named(*names: str) -> str:
+        return f"did you mean {' or '.join(_joined(path, name) for name in names)}?"
+
+    if close := difflib.get_close_matches(key, kinds, n=1, cutoff=0.9):  # before a setting of this name further below
+        return named(*close)
+    if "." in written and (same := [inner for inner in below if inner.endswith(f".{written}")]):
+        return named(*same)
+    if same := [inner for inner, name in below.items() if peer in (inner, name)]:
+        return named(*same)
+    if path and peer == key in kinds_of(root):
+        return f"did you mean {key}, at the top level?"
+    elsewhere = [peer] if peer in leaves else [inner for inner, name in leaves.items() if name == peer]
+    if not elsewhere and peer == key and key != leaf:  # a section that is not known, with a setting that is
+        elsewhere = [inner for inner, name in leaves.items() if name == leaf]
+    if 0 < len(elsewhere) <= 3:
+        return f"did you mean {' or '.join(elsewhere)}?"
+    if peer != key and word in PEERS:
         return f"did you mean {peer}?"
-    meant = meant or difflib.get_close_matches(key, kinds, n=1)
-    if not meant:
-        near = difflib.get_close_matches(key, below.values(), n=1)
-        meant = [inner for inner, name in below.items() if name in near]
-    nearest = " or ".join(_joined(path, inner) for inner in meant)
-    return f"did you mean {nearest}?" if meant else f"known are {', '.join(kinds)}"
+    is_section = isinstance(value, Mapping)
+    alike = [name for name in kinds if classes_of(kinds[name])] if is_section else list(kinds)
+    if close := difflib.get_close_matches(key, alike, n=1):
+        return named(*close)
+    if close := difflib.get_close_matches(key, [] if is_section else below.values(), n=1):
+        return named(*(inner for inner, name in below.items() if name in close))
+    more = "; a function's own arguments are written in options" if "options" in kinds else ""
+    return f"known are {', '.join(kinds)}{more}"
 
 
 def _paths(cls: Any) -> list[str]:

@@ -131,6 +131,10 @@ MISTAKES = {
     "{inner: {zzz: 2}}": "inner.zzz is not a known key: known are rate, steps, limit",
     "{inner: 3}": "inner=3: it is a section, write inner.KEY=VALUE for one of rate, steps, limit",
     "{inner: {steps: 0}}": "inner.steps=0: it must be at least 1",
+    "{inner: {flag: true}}": "inner.flag is not a known key: did you mean flag, at the top level?",
+    "{inner: {colour: blue}}": "inner.colour is not a known key: did you mean extra.colour?",
+    "{inner: {stepz: {}}}": "inner.stepz is not a known key: known are rate, steps, limit",
+    "{outer: {colour: blue}}": "outer is not a known key: did you mean extra.colour?",
     "{inner: {key: 1}}": "inner.key is not a known key: the run's seed is used, set that",
     "{inner: {rate: abc}}": "inner.rate=abc: it must be a finite number",
     "{inner: {rate: nan}}": "inner.rate=nan: it must be a finite number",
@@ -196,6 +200,7 @@ OVERRIDES = {
     "learning_rate=1": "learning_rate is not a known key: did you mean sft.learning_rate",
     "data={source: datasets, prompt: {path: a}}": "data.prompt is not a known key: did you mean data.prompts?",
     "rewards[0].weight=2": "override 'rewards[0].weight=2' names a part of a list: give all of it, rewards=[...]",
+    "rewards.weight=2": "override 'rewards.weight=2' names a part of a list: give all of it, rewards=[...]",
     "rewards.0.weight=2": "override 'rewards.0.weight=2' names a part of a list: give all of it, rewards=[...]",
     "sft.learning_rate=-1": "sft.learning_rate=-1.0: it must be at least 0 and finite",
     "sft.steps=[1": "sft.steps, line 1",
@@ -346,6 +351,43 @@ def test_names_of_trl_and_verl_lead_to_ours(tmp_path):
     for key in ("actor_rollout_ref.rollout.n", "grpo.num_generations"):
         with pytest.raises(UserError, match=r"did you mean grpo\.algorithm\.samples"):
             load_config("arithmetic-grpo", [f"{key}=4"])
+
+
+ELSEWHERE = {
+    "grpo.stages": "did you mean stages, at the top level?",
+    "grpo.rewards": "did you mean rewards, at the top level?",
+    "data.seed": "did you mean seed, at the top level?",
+    "grpo.algorithm.rollout_batch": "did you mean grpo.rollout_batch?",
+    "rollout.temperature": "did you mean sampling.temperature or validation.temperature?",
+    "rollout.n": "did you mean grpo.algorithm.samples or evaluation.samples?",
+    "actor.learning_rate": "did you mean grpo.actor.learning_rate?",
+    "trainer.total_epochs": "the length of a stage is its number of steps or iterations, set that",
+    "trainer.unheard_of": "known are name, seed, run_dir",
+    "data.truncation": "did you mean data.overlong?",
+    "critic.model.path": "did you mean roles.critic?",
+    "grpo.steps": "did you mean grpo.iterations?",
+    "grpo.batch_size": "did you mean grpo.rollout_batch?",
+    "grpo.eval_every": "did you mean validation.every?",
+    "dpo.iterations": "did you mean dpo.steps?",
+    "dpo.rollout_batch": "did you mean dpo.batch?",
+    "dpo.epochs": "the length of a stage is its number of steps or iterations, set that",
+    "sft.epochs": "the length of a stage is its number of steps or iterations, set that",
+}
+
+
+def test_a_key_in_the_wrong_section_leads_to_its_own(tmp_path):
+    path = write(tmp_path, "stages: [grpo]\ngrpo: {}\ndata: {source: datasets}")
+    for key, meant in ELSEWHERE.items():
+        with pytest.raises(UserError) as refused:
+            load_config(path, [f"{key}=1"])
+        assert str(refused.value).partition(" is not a known key: ")[2].startswith(meant), (key, str(refused.value))
+    for entry, meant in {
+        "option: {}": "rewards[0].options?",
+        "extract: last": "arguments are written in options",
+    }.items():
+        with pytest.raises(UserError) as refused:
+            load_config(path, [f"rewards=[{{function: numeric_answer, {entry}}}]"])
+        assert str(refused.value).endswith(meant)
 
 
 def test_every_setting_is_described():
