@@ -113,6 +113,10 @@ def test_in_a_worker_with_the_answers_of_verls_rows():
         scored = reward.score(rows)
     np.testing.assert_array_equal(scored.scores, [1, -1])
     assert scored.failures == {"none": 1}
+    # A dataset may have columns with the names of options.
+    rows = [make_sample(0, "4", answer="4", wrong="5", whole="x"), make_sample(1, "5", answer="4", wrong="5")]
+    with make_reward("numeric_answer", options={"right": 2}) as reward:
+        assert reward.score(rows).scores.tolist() == [2, 0]
     # A pattern that backtracks without end is a hang.
     options = {"pattern": "(a*)*b"}
     with make_reward("format_regex", "form", options=options, deadline=0.5, on_failure=0.0) as reward:
