@@ -56,6 +56,12 @@ def load_task(config: Config, tokenizer: Tokenizer) -> Task:
         pairs = lambda sampler: both  # noqa: E731
     if "prompts" in datasets:
         prompts, heldout = parts("prompts", encoding.prompts, data.max_prompt)
+        wanted = config.rl.rollout_batch // config.samples
+        if prompts is not None and (count := len(prompts.examples)) < wanted:
+            lines.append(
+                f"data.prompts: {config.algorithm}.rollout_batch={config.rl.rollout_batch} takes {wanted} prompts an "
+                f"iteration and there are {count}, so prompts repeat within an iteration"
+            )
     if "heldout" in datasets:
         _, heldout = parts("heldout", encoding.prompts, data.max_prompt)
     words = [f"{key} {dataset.fingerprint}" for key, dataset in datasets.items()]
