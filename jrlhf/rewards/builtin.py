@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from jrlhf.errors import UserError
 
@@ -22,6 +22,7 @@ IDENTITY = "c1e9a59c1c7362ca2705b42dc56af51755f5032d8833bbc24ade19275d4580dd"
 
 NUMBER = r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
 NUMBERS = re.compile(rf"(?<![\w.])({NUMBER})(?:\s*/\s*({NUMBER}))?")
+EXTRACTS = ("auto", "boxed", "hash", "last")
 LONGEST = 400  # limit of a number's characters and of its exponent: exact arithmetic with larger ones takes too long
 
 
@@ -35,6 +36,27 @@ def spec_of(name: str, called: str) -> str:
     if name == "math_verify" and find_spec("math_verify") is None:
         raise UserError(f"{called}: math_verify needs its extra, pip install 'jrlhf[math]'")
     return f"{__name__}:{name}"
+
+
+def check_options(name: str, options: Mapping[str, Any], called: str) -> None:
+    """Refuses values that options of a built-in reward cannot have. A worker refuses unknown options."""
+    hints = get_type_hints(globals()[name])
+    expected = {bool: "true or false", float: "a number", str: "text, in quotes"}
+    if "answer" in options and "answer" in hints:
+        raise UserError(f"{called}: options.answer: each row has an answer of its own, name its column: columns.answer")
+    if name == "format_regex" and "pattern" not in options:
+        raise UserError(f"{called}: format_regex needs a regular expression: give options.pattern")
+    for option, value in options.items():
+        kinds = get_args(hints.get(option)) or (hints.get(option),)  # text, or text and null
+        given = float if type(value) is int else type(value)
+        if kinds[0] in expected and given not in kinds:
+            raise UserError(f"{called}: options.{option}={value!r}: it must be {expected[kinds[0]]}")
+    try:
+        if options.get("pattern") is not None:
+            _compiled(options["pattern"])
+        _check_extract(options.get("extract", "auto"))
+    except UserError as error:
+        raise UserError(f"{called}: {error}") from error
 
 
 def exact_match(
@@ -108,8 +130,7 @@ def numeric_answer(
     extract: where the response has its number. "boxed": in the last \\boxed{...}. "hash": behind the last ####, as in
         GSM8K. "last": the last number. "auto": the first of these that the response has.
     """
-    if extract not in ("auto", "boxed", "hash", "last"):
-        raise UserError(f"options.extract={extract!r}: it must be auto, boxed, hash or last")
+    _check_extract(extract)
 
     def score(completion: Any, truth: Any) -> float | None:
         expected = read_number(str(truth), "auto")
@@ -145,6 +166,11 @@ def math_verify(
 def word_count(completions: Sequence[Any]) -> list[float]:
     """Returns the number of words of the response, for use as a cost or, with a negative weight, as a penalty."""
     return [float(len(_text(completion).split())) for completion in completions]
+
+
+def _check_extract(extract: str) -> None:
+    if extract not in EXTRACTS:
+        raise UserError(f"options.extract={extract!r}: it must be auto, boxed, hash or last")
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:

@@ -48,6 +48,10 @@ class Facts:
         return f"{self.kind} {self.config.name!r}"
 
     @property
+    def is_builtin(self) -> bool:
+        return self.spec.startswith(f"{builtin.__name__}:")
+
+    @property
     def fingerprint(self) -> str:
         """A digest of the function's file, wherever that is, and the options that it is called with."""
         return self._digest(os.path.basename(self.spec))
@@ -58,8 +62,7 @@ class Facts:
         return self._digest(self.spec)
 
     def _digest(self, spec: str) -> str:
-        ours = self.spec.startswith(f"{builtin.__name__}:")
-        source = builtin.IDENTITY if ours else self.sha256 or ""
+        source = builtin.IDENTITY if self.is_builtin else self.sha256 or ""
         return fingerprint([spec, source, repr(sorted(self.config.options.items()))])
 
     @property
@@ -93,10 +96,10 @@ class Facts:
         for parameter in [*self.required, *self.config.columns]:
             column = self.config.columns.get(parameter, parameter)
             if column not in given:
+                option = "" if self.is_builtin else f", or give options.{parameter}"
                 raise UserError(
                     f"{self.called} needs the column {column!r} for {self.spec}, and the dataset has "
-                    f"{', '.join(sorted(columns)) or 'none'}: name one of these in columns.{parameter}, or "
-                    f"give options.{parameter}"
+                    f"{', '.join(sorted(columns)) or 'none'}: name one of these in columns.{parameter}{option}"
                 )
 
     def story(self, sample: Sample, failure: Mapping[str, str], samples: int) -> str:

@@ -43,6 +43,7 @@ from jrlhf.planning.fusion.updates import fused_updates
 from jrlhf.planning.plans import plan_of_config, plan_yaml, read_plan, refuse_cross_process, transfer_line
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import Workload, workload_of
+from jrlhf.rewards import builtin
 from jrlhf.rewards.functions import FunctionReward, RewardFailure
 from jrlhf.rewards.text_model import is_ours, reward_tokenizer
 from jrlhf.roles.model import Compute
@@ -405,6 +406,9 @@ def check_sources(config: Config, task: Task, actor: ModelConfig, mesh: Mesh) ->
 
 
 def _check_function(reward: RewardConfig, seed: int, kind: Literal["reward", "cost"], task: Task) -> dict[str, str]:
+    name = str(reward.function).removeprefix(f"{builtin.__name__}:")
+    if name in builtin.NAMES:
+        builtin.check_options(name, reward.options, f"{kind} {reward.name!r}")
     with FunctionReward(reward, seed, kind=kind) as function:
         if task.prompts is not None:
             function.facts.check_columns(task.prompts.examples[0].columns)

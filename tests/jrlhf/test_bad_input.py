@@ -186,6 +186,21 @@ UNUSABLE = [
     ({"model": "USER/gone"}, "does not exist"),
     ({"model": "USER/reward", "function": "numeric_answer"}, "give one"),
     ({"function": "HERE/late.py:f"}, "no licence"),
+    (
+        {"function": "numeric_answer", "options": {"extract": "first"}},
+        "'mine': options.extract='first': it must be auto,",
+    ),
+    ({"function": "numeric_answer", "options": {"tolerance": "x"}}, "options.tolerance='x': it must be a number"),
+    ({"function": "numeric_answer", "options": {"answer": 3}}, "name its column: columns.answer"),
+    ({"function": "numeric_answer", "columns": {"answer": "anwser"}}, "name one of these in columns.answer\n"),
+    ({"function": "exact_match", "options": {"pattern": "["}}, "options.pattern='[' is no regular expression"),
+    (
+        {"function": "exact_match", "options": {"ignore_case": "no"}},
+        "options.ignore_case='no': it must be true or false",
+    ),
+    ({"function": "format_regex", "options": {"pattern": 3}}, "options.pattern=3: it must be text, in quotes"),
+    ({"function": "format_regex"}, "'mine': format_regex needs a regular expression: give options.pattern"),
+    ({"function": "jrlhf.rewards.builtin:format_regex", "options": {"pattern": "("}}, "is no regular expression"),
     ({"function": "USER/rewards.py:compute_score", "columns": {"ground_truth": "anwser"}}, "anwser"),
 ]
 
@@ -289,3 +304,15 @@ def test_a_task_says_whether_the_model_is_given_conversations(settings, tmp_path
         prompts = {"path": str(tmp_path / "rows.jsonl"), "columns": {}}
         config = build(Config, settings(data={"prompts": prompts, "heldout_rows": 0, "chat": chat}))
         assert load_task(config, select_mesh(config)[1]["actor"]).chat is met
+
+
+def test_prompts_that_repeat_within_an_iteration_are_announced(settings, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"Why {n}?"}) + "\n" for n in range(12)))
+    data = {"prompts": {"path": str(tmp_path / "rows.jsonl"), "columns": {}}, "heldout_rows": 4}
+    for batch, repeats in ((16, False), (32, True)):
+        grpo = {"rollout_batch": batch, "algorithm": {"samples": 2}}
+        config = build(Config, settings(stages=["grpo"], grpo=grpo, data=data))
+        line = (
+            f"data.prompts: grpo.rollout_batch={batch} takes 16 prompts an iteration and there are 8, so prompts repeat"
+        )
+        assert (line in load_task(config, select_mesh(config)[1]["actor"]).description) is repeats
