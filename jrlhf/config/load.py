@@ -93,7 +93,10 @@ def parse_with_settings(parser: argparse.ArgumentParser, arguments: Sequence[str
     options, unknown = parser.parse_known_intermixed_args(arguments)
     for word in unknown:
         if "=" not in word:
-            parser.error(f"{word} is no option; a setting is written {word.lstrip('-')}=VALUE")
+            names = [name for name in parser._option_string_actions if name.startswith("--")]
+            close = difflib.get_close_matches(word, names, n=1, cutoff=0.8)
+            meant = f", did you mean {close[0]}?" if close else ""
+            parser.error(f"{word} is no option{meant}; a setting is written {word.lstrip('-')}=VALUE")
     options.overrides += unknown
     return options
 

@@ -237,7 +237,7 @@ def convert(kind: Any, value: object, path: str) -> Any:
     elif origin is Mapping:
         expected = "a mapping, write {key: value}"
     elif origin is Literal:
-        close = difflib.get_close_matches(str(value), inner, n=1)
+        close = difflib.get_close_matches(str(value).lower(), inner, n=1)
         expected = f"one of {', '.join(inner)}" + (f", did you mean {close[0]}" if close else "")
     elif kind is int:
         expected = "a whole number" + (f", write {int(number)}" if abs(number) < 1e15 and number.is_integer() else "")
@@ -377,9 +377,15 @@ def _suggestion(unknown: _Unknown, root: Any, config: object) -> str:
         return named(*same)
     if path and peer == key in kinds_of(root):
         return f"did you mean {key}, at the top level?"
+    apart = _joined(path, written).removeprefix(f"{top}.")
+    owners = [stage for stage in kinds_of(root) if stage in table - used and apart in _paths(kinds_of(root)[stage])]
+    if top in table and peer == key and owners:
+        return f"it is a setting of {', '.join(owners)} only"
     elsewhere = [peer] if peer in leaves else [inner for inner, name in leaves.items() if name == peer]
     if not elsewhere and peer == key and key != leaf:  # a section that is not known, with a setting that is
         elsewhere = [inner for inner, name in leaves.items() if name == leaf]
+    if peer != key:  # settings of stages first
+        elsewhere = [inner for inner in elsewhere if inner.split(".")[0] in used] or elsewhere
     if 0 < len(elsewhere) <= 3:
         return f"did you mean {' or '.join(elsewhere)}?"
     if peer != key and word in PEERS:
