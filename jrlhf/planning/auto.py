@@ -203,9 +203,10 @@ def prices_here(
         away = away_parts(config, workload)
         return CostModel(workload, cluster_of(profile, memory), backend=backend, costs=costs, away=away)
     if hardware is None:
+        other = "; `python -m jrlhf.plan --cluster 8xh100` plans for other hardware" if config.plan == "auto" else ""
         raise UserError(
             f"nothing is known of what calls cost on {devices[0].device_kind} devices: measure them by the command "
-            f"`python -m jrlhf.plan --profile` with the --config and the settings of this run, or set {instead}"
+            f"`python -m jrlhf.plan --profile` with the --config and the settings of this run, or set {instead}{other}"
         )
     return prices_of(config, workload, Cluster(replace(hardware, memory=memory), len(devices)))
 

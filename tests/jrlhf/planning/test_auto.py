@@ -64,6 +64,8 @@ def test_prices_are_those_of_the_devices_at_hand():
         assert prices_of(config, work(config), cluster("8xh100")).capacity == limit
     with pytest.raises(UserError, match="what calls cost on abacus devices: measure .* --profile` with the --config"):
         prices_here(config, work(config), [Device("abacus", "cpu")])
+    with pytest.raises(UserError, match="set plan=colocate; `python -m jrlhf.plan --cluster 8xh100` plans for other"):
+        prices_here(config_of("plan=auto"), work(config), [Device("abacus", "cpu")])
 
 
 def test_a_run_goes_on_with_the_plan_that_its_search_found(monkeypatch, tmp_path):
