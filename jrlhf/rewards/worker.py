@@ -142,11 +142,10 @@ def _prepare(code: UserCode, called: str, options: Mapping[str, Any]) -> Functio
             raise UserError(f"options.{option} of {called}: the program gives it, remove the option")
         if option not in named and not open_ended:
             raise UserError(f"options.{option}: {called} has the parameters {', '.join(named)}")
+    # A dataset's column called `wrong` is no option of a built-in function.
+    ours = getattr(function, "__module__", None) == "jrlhf.rewards.builtin"
     columns = [p for p in named.values() if p.name not in GIVEN[style] and p.name not in options]
-    if (
-        getattr(function, "__module__", None) == "jrlhf.rewards.builtin"
-    ):  # a column called `wrong` is no option of theirs
-        columns = [p for p in columns if p.kind != p.KEYWORD_ONLY]
+    columns = [p for p in columns if not (ours and p.kind == p.KEYWORD_ONLY)]
     facts = {
         "style": style,
         "asynchronous": any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None)))),  # noqa: B004
