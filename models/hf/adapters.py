@@ -4,7 +4,6 @@ A projection's two matrices are stored transposed: lora_A.weight [r, in] and lor
 a critic's scalar head is saved with them as `score`, as PEFT does for task type SEQ_CLS.
 """
 
-import json
 import os
 from collections.abc import Mapping
 from math import prod
@@ -13,7 +12,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
@@ -30,7 +28,8 @@ from jrlhf.models.hf.files import (
     previous_export,
     read_header,
     read_object,
-    replacing,
+    replace_directory,
+    write_json,
 )
 from jrlhf.models.hf.values import is_one_of
 from jrlhf.models.lora import LoRAConfig, adapted, lora_shardings
@@ -76,11 +75,7 @@ def export_adapter(
     """
     directory = Path(directory)
     previous_export(directory, {_CONFIG, _WEIGHTS, CARD, PLOT}.__contains__)
-    host = jax.tree.map(on_host, adapter)
-    if jax.process_index() != 0:
-        multihost_utils.sync_global_devices("adapter")
-        return directory
-    tensors = {}
+    host, tensors = jax.tree.map(on_host, adapter), {}
     for weight in adapted(config, lora):
         stacked = leaf_at(host, weight.path)
         for index in range(config.layers):
@@ -88,24 +83,20 @@ def export_adapter(
             a, b = stacked["a"][index], stacked["b"][index]
             tensors[f"{module}.lora_A.weight"] = a.reshape(-1, lora.rank).T
             tensors[f"{module}.lora_B.weight"] = b.reshape(lora.rank, -1).T
-    head: HeadKind = "scalar" if "value_head" in host else "lm"
-    if head == "scalar":
+    scalar = "value_head" in host
+    if scalar:
         tensors[f"{_PREFIX}score.weight"] = host["value_head"]["kernel"][None]
         if host["value_head"]["bias"] != 0:
             tensors[f"{_PREFIX}score.bias"] = host["value_head"]["bias"].reshape(1)
 
-    with replacing(directory) as written:
-        settings = json.dumps(_settings(lora, head, base_name), indent=2) + "\n"
-        (written / _CONFIG).write_text(settings, encoding="utf-8")
+    def write(new: Path) -> None:
+        write_json(new / _CONFIG, _settings(lora, scalar, base_name))
         # Contiguous: safetensors 0.8 writes a strided array's memory in its own order, which is a different matrix.
         contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
-        save_file(contiguous, written / _WEIGHTS, metadata={"format": "pt"})
-        (written / _WEIGHTS).chmod(0o644)  # safetensors makes it private
-        for name, content in (card or {}).items():
-            (written / name).write_bytes(content)
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("adapter")
-    return directory
+        save_file(contiguous, new / _WEIGHTS, metadata={"format": "pt"})
+        (new / _WEIGHTS).chmod(0o644)  # safetensors makes it private
+
+    return replace_directory(directory, write, card)
 
 
 def load_adapter(directory: str | os.PathLike[str], config: ModelConfig, mesh: Mesh) -> tuple[LoRAConfig, Params]:
@@ -176,8 +167,7 @@ def _read(directory: Path) -> tuple[LoRAConfig, HeadKind, dict[str, Tensor]]:
     return _config(settings, tensors, directory), head, tensors
 
 
-def _settings(lora: LoRAConfig, head: HeadKind, base_name: str | None) -> dict[str, Any]:
-    scalar = head == "scalar"
+def _settings(lora: LoRAConfig, scalar: bool, base_name: str | None) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if scalar else "CAUSAL_LM",

@@ -17,7 +17,7 @@ from typing import Any
 from jrlhf.models.config.decoder import MOST_LAYERS, ModelConfig
 from jrlhf.models.config.rope import RopeScaling
 from jrlhf.models.hf.files import read_object
-from jrlhf.models.hf.values import Json, Values, integer, number, object_at, refuse_others
+from jrlhf.models.hf.values import Json, flag, integer, number, object_at, refuse_others
 from jrlhf.models.weights import HeadKind
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -73,10 +73,6 @@ class Family:
     neutral: Mapping[str, list[Any]]
     aliases: Mapping[str, str] = field(default_factory=dict)
 
-    def architecture(self, head: HeadKind) -> str:
-        """The name of the class with this head."""
-        return self.causal if head == "lm" else self.classifier
-
 
 # The meaning of a null, computed from fields that were read before.
 _FILLED: Mapping[str, Callable[[Json], int]] = {
@@ -126,18 +122,10 @@ def read_config(directory: str | os.PathLike[str]) -> HFConfig:
         generation = directory / "generation_config.json"
         settings = _read_json(generation) if generation.is_file() else _legacy_settings(raw)
         chosen = {key: value for key, value in settings.items() if value is not None}
-        defaults = FAMILIES[name].defaults
-        tokens = {**defaults, **raw, **chosen}
-        return HFConfig(
-            model=model,
-            family=name,
-            head=head,
-            eos_ids=_eos_ids(chosen, {}, model) or _eos_ids(raw, defaults, model),
-            bos_id=_token_id("bos_token_id", tokens["bos_token_id"], model),
-            pad_id=_token_id("pad_token_id", tokens["pad_token_id"], model),
-            dtype=dtype,
-            generation=settings,
-        )
+        completed = {**FAMILIES[name].defaults, **raw}
+        eos_ids = _eos_ids(chosen, model) or _eos_ids(completed, model)
+        bos_id, pad_id = (_token_id(key, (completed | chosen)[key], model) for key in ("bos_token_id", "pad_token_id"))
+        return HFConfig(model, name, head, eos_ids, bos_id, pad_id, dtype, settings)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -193,11 +181,11 @@ def model_of(raw: Json, family: str) -> ModelConfig:
     kind = FAMILIES[family]
     refuse_others(raw, kind.neutral)
     own = {kind.aliases[key]: raw[key] for key in kind.aliases if key in raw}
-    values = Values({**raw, **own}, kind.defaults)
+    values = {**kind.defaults, **raw, **own}
     for layer in object_at(raw, "per_layer_config").values():
         if not isinstance(layer, dict) or any(values.get(key, value) != value for key, value in layer.items()):
             raise ValueError(f"per_layer_config {reprlib.repr(layer)} is not supported: all layers have the same sizes")
-    embed, heads = (values.integer(kind.keys[name]) for name in ("embed", "heads"))
+    embed, heads = (integer(values, kind.keys[name]) for name in ("embed", "heads"))
     if (family == "gpt2" or values["head_dim"] is None) and (heads < 1 or embed % heads):
         keys = f"{kind.keys['embed']} {embed} cannot be divided by {kind.keys['heads']} {heads}"
         raise ValueError(keys if family == "gpt2" else f"{keys}, and no head_dim is given")
@@ -205,14 +193,14 @@ def model_of(raw: Json, family: str) -> ModelConfig:
     for name, key in kind.keys.items():
         settings[name] = _field(values, name, key, settings)
     if family == "gpt2":
-        scale = None if values.flag("scale_attn_weights") else 1.0
+        scale = None if flag(values, "scale_attn_weights") else 1.0
         return ModelConfig(**settings, kv_heads=heads, head_dim=embed // heads, query_scale=scale)
     settings.setdefault("output_bias", "attention_bias" in kind.keys.values() and settings["qkv_bias"])
     windows = _windows(values, family, settings["layers"])
     local = windows.get("local_layers") or [windows["window"] is not None]
     settings |= windows | _positions(values, family, {LOCAL if flag else GLOBAL for flag in local})
     if family in _GEMMAS:
-        scalar = values.number("query_pre_attn_scalar")
+        scalar = number(values, "query_pre_attn_scalar")
         if not scalar > 0:
             raise ValueError(f"query_pre_attn_scalar {scalar} must be positive")
         settings |= {"embed_scale": embed**0.5, "query_scale": scalar**-0.5}
@@ -222,25 +210,25 @@ def model_of(raw: Json, family: str) -> ModelConfig:
 _TYPES = {field.name: field.type for field in fields(ModelConfig)}
 
 
-def _field(values: Values, name: str, key: str, settings: Json) -> Any:
+def _field(values: Json, name: str, key: str, settings: Json) -> Any:
     """A field of ModelConfig from the value at `key`. settings: the fields that were read before."""
     kind, value = _TYPES[name], values[key]
     if value is None and key in _FILLED:
         return _FILLED[key](settings)
     if kind is bool:
-        return values.flag(key)
+        return flag(values, key)
     if kind is int:
-        return values.integer(key, MOST_LAYERS if name == "layers" else 2**31)
+        return integer(values, key, MOST_LAYERS if name == "layers" else 2**31)
     if name == "activation":
         if not isinstance(value, str) or value not in _ACTIVATIONS:
             raise ValueError(f"{key} {value!r} is not supported: known are {', '.join(_ACTIVATIONS)}")
         return _ACTIVATIONS[value]
-    return None if value is None and kind is not float else values.number(key)
+    return None if value is None and kind is not float else number(values, key)
 
 
-def _windows(values: Values, family: str, layers: int) -> dict[str, Any]:
+def _windows(values: Json, family: str, layers: int) -> dict[str, Any]:
     """Reads which layers are local, and how far they see."""
-    window = None if values["sliding_window"] is None else values.integer("sliding_window")
+    window = None if values["sliding_window"] is None else integer(values, "sliding_window")
     types = values["layer_types"]
     if types is not None:
         if not isinstance(types, list) or len(types) != layers:
@@ -248,7 +236,7 @@ def _windows(values: Values, family: str, layers: int) -> dict[str, Any]:
         unknown = sorted(set(map(str, types)) - {LOCAL, GLOBAL})
         if unknown:
             raise ValueError(f"layer_types {', '.join(unknown)} are not supported: known are {LOCAL}, {GLOBAL}")
-    if family == "llama" or (family in ("qwen2", "qwen3") and not values.flag("use_sliding_window")):
+    if family == "llama" or (family in ("qwen2", "qwen3") and not flag(values, "use_sliding_window")):
         window = None
     if family in ("llama", "mistral"):
         local = [window is not None] * layers
@@ -259,12 +247,12 @@ def _windows(values: Values, family: str, layers: int) -> dict[str, Any]:
     elif family == "gemma2":
         local = [index % 2 == 0 for index in range(layers)]
     elif family == "gemma3_text":
-        pattern = values.integer("sliding_window_pattern")
+        pattern = integer(values, "sliding_window_pattern")
         if pattern < 1:
             raise ValueError(f"sliding_window_pattern {pattern} must be positive")
         local = [(index + 1) % pattern != 0 for index in range(layers)]
     else:
-        first = values.integer("max_window_layers")
+        first = integer(values, "max_window_layers")
         local = [window is not None and index >= first for index in range(layers)]
     if not any(local):
         return {"window": None}
@@ -275,13 +263,13 @@ def _windows(values: Values, family: str, layers: int) -> dict[str, Any]:
     return {"window": window, "local_layers": () if all(local) else tuple(local)}
 
 
-def _positions(values: Values, family: str, kinds: set[str]) -> dict[str, Any]:
+def _positions(values: Json, family: str, kinds: set[str]) -> dict[str, Any]:
     """The rotary bases and their scaling, of either dialect: version 5 has one object with both, for Gemma 3 one for
     each type of layer.
 
     kinds: the types of the layers that there are.
     """
-    scaling, parameters = (object_at(values.raw, key) for key in ("rope_scaling", "rope_parameters"))
+    scaling, parameters = (object_at(values, key) for key in ("rope_scaling", "rope_parameters"))
     written = scaling or parameters
     nested = sorted({LOCAL, GLOBAL} & written.keys())
     refuse_others(object_at(written, GLOBAL) if nested else written, _NEUTRAL)  # partial_rotary_factor
@@ -290,9 +278,9 @@ def _positions(values: Values, family: str, kinds: set[str]) -> dict[str, Any]:
             raise ValueError(
                 f"rope_parameters of their own for {', '.join(nested)} are not supported in a {family} model"
             )
-        theta, rope_scaling = _rope(written, values, original=values.raw.get("original_max_position_embeddings"))
+        theta, rope_scaling = _rope(written, values, original=values.get("original_max_position_embeddings"))
         return {"rope_theta": theta, "rope_scaling": rope_scaling}
-    rope, given = [], [key for key in ("rope_scaling", "rope_parameters") if values.raw.get(key) is not None]
+    rope, given = [], [key for key in ("rope_scaling", "rope_parameters") if values.get(key) is not None]
     no_place = len(given) == 2 and parameters.get(GLOBAL) is None  # transformers puts the scaling there
     for kind, base in ((GLOBAL, "rope_theta"), (LOCAL, "rope_local_base_freq")):
         own = object_at(parameters, kind, {"rope_type": "default"}) | (scaling if kind == GLOBAL else {})
@@ -317,41 +305,35 @@ def _rope_type(parameters: Json, absent: str = "default") -> str:
 
 
 def _rope(
-    parameters: Json, values: Values, base: str = "rope_theta", original: Any = None
+    parameters: Json, values: Json, base: str = "rope_theta", original: Any = None
 ) -> tuple[float, RopeScaling | None]:
     """The rotary base and the scaling that `parameters` give.
 
     base: the key of config.json that holds the base where they have none.
     original: original_max_position_embeddings of config.json, which counts before theirs; None where it is not read.
     """
-    theta = number("rope_theta", parameters["rope_theta"]) if "rope_theta" in parameters else values.number(base)
-    return theta, _scaling(parameters, original, values)
-
-
-def _scaling(parameters: Json, original: Any, values: Values) -> RopeScaling | None:
-    kind = _rope_type(parameters)
+    theta = number(parameters, "rope_theta") if "rope_theta" in parameters else number(values, base)
+    kind: Any = _rope_type(parameters)
     if kind == "default":
-        return None
+        return theta, None
     refuse_others(parameters, _NEUTRAL)
-
-    def needed(key: str) -> float:
+    needed = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+    if kind not in needed:
+        raise ValueError(f"rope_type {kind!r} is not supported: known are default, linear, llama3")
+    settings: dict[str, Any] = {}
+    for key in needed[kind]:
         if key not in parameters:
             raise ValueError(f"rope_type {kind} needs a {key}")
-        return number(key, parameters[key])
-
-    if kind == "linear":
-        return RopeScaling(kind="linear", factor=needed("factor"))
+        settings[key] = number(parameters, key)
     if kind == "llama3":
-        if original is None:
-            original = parameters.get("original_max_position_embeddings", values.integer("max_position_embeddings"))
-        bands = {key: needed(key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
-        positions = integer("original_max_position_embeddings", original)
-        return RopeScaling(kind="llama3", **bands, original_max_positions=positions)
-    raise ValueError(f"rope_type {kind!r} is not supported: known are default, linear, llama3")
+        key = "original_max_position_embeddings"
+        places = {key: values["max_position_embeddings"], **parameters} | ({} if original is None else {key: original})
+        settings["original_max_positions"] = integer(places, key)
+    return theta, RopeScaling(kind, **settings)
 
 
-def _eos_ids(raw: Json, defaults: Json, model: ModelConfig) -> tuple[int, ...]:
-    ids = raw.get("eos_token_id", defaults.get("eos_token_id"))
+def _eos_ids(settings: Json, model: ModelConfig) -> tuple[int, ...]:
+    ids = settings.get("eos_token_id")
     tokens = (_token_id("eos_token_id", token, model) for token in (ids if isinstance(ids, list) else [ids]))
     return tuple(token for token in tokens if token is not None)
 
@@ -416,9 +398,10 @@ def _canonical(config: ModelConfig) -> ModelConfig:
 def _write(config: ModelConfig, family: str, head: HeadKind) -> dict[str, Any]:
     """Returns `config` in the keys of this family, without fields for which the family has no key."""
     kind = FAMILIES[family]
-    written: dict[str, Any] = {"architectures": [kind.architecture(head)], "model_type": family}
+    written: dict[str, Any] = {"architectures": [kind.causal], "model_type": family}
     if head == "scalar":
-        written |= {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        labels = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        written |= {"architectures": [kind.classifier], **labels}
     for name, key in kind.keys.items():
         value = getattr(config, name)
         written[key] = float(value) if type(value) is int and _TYPES[name] is not int else value  # 1 is no float there

@@ -6,13 +6,13 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
-from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 
 from jrlhf.models.config.decoder import ModelConfig
@@ -27,7 +27,8 @@ from jrlhf.models.hf.files import (
     Planned,
     on_host,
     previous_export,
-    replacing,
+    replace_directory,
+    write_json,
     write_tensors,
 )
 from jrlhf.models.hf.names import TensorView, weight_table
@@ -38,16 +39,9 @@ from jrlhf.models.weights import HeadKind
 
 SHARD_BYTES = 5_000_000_000
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-)
+    "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json chat_template.jinja "
+    "chat_template.json vocab.json merges.txt tokenizer.model"
+).split()
 _NAMES = ("config.json", "generation_config.json", SINGLE, INDEX, CARD, PLOT, PROMPTING, *TOKENIZER_FILES)
 _OF_ITS_WRITER = ("transformers_version", "_from_model_config")  # no settings of generation
 _WRITTEN = re.compile("|".join(map(re.escape, _NAMES)) + r"|model-\d{5}-of-\d{5}\.safetensors")
@@ -117,29 +111,24 @@ def export_hf(
     if adapter is not None and lora is not None:
         to = params["embedding"].dtype if dtype is None else dtype  # merged matrices are rounded to it
         merged = lambda layer, index: merge_layers(layer, adapter, index, lora, to)  # noqa: E731
-    tensors = hf_weights(params, config, dtype=dtype, family=described["model_type"], change=merged)
+    tensors = hf_weights(params, config, family=described["model_type"], dtype=dtype, change=merged)
+    ids = {f"{name}_token_id": ids for name, ids in special.items()}
+
+    def write(new: Path) -> None:
+        write_json(new / "config.json", described | ids | {"torch_dtype": tensors[0].dtype.name})
+        if head == "lm":
+            settings = {key: value for key, value in (generation or {}).items() if key not in _OF_ITS_WRITER}
+            write_json(new / "generation_config.json", {"do_sample": True, **settings, **ids})
+        if tokenizer_json is not None:
+            _write_tokenizer(new, tokenizer_json, special, config.max_positions)
+        for file in copied:
+            shutil.copyfile(file, new / file.name)
+        write_tensors(new, tensors, shard_bytes)
+
     if jax.process_index() != 0:
         for tensor in tensors:  # this process's share of fetching them
             tensor.fetch()
-        multihost_utils.sync_global_devices("export")
-        return directory
-
-    ids = {f"{name}_token_id": ids for name, ids in special.items()}
-    with replacing(directory) as written:
-        _write_json(written / "config.json", described | ids | {"torch_dtype": tensors[0].dtype.name})
-        if head == "lm":
-            settings = {key: value for key, value in (generation or {}).items() if key not in _OF_ITS_WRITER}
-            _write_json(written / "generation_config.json", {"do_sample": True, **settings, **ids})
-        if tokenizer_json is not None:
-            _write_tokenizer(written, tokenizer_json, special, config.max_positions)
-        for name, content in (card or {}).items():
-            (written / name).write_bytes(content)
-        for file in copied:
-            shutil.copyfile(file, written / file.name)
-        write_tensors(written, tensors, shard_bytes)
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("export")
-    return directory
+    return replace_directory(directory, write, card)
 
 
 def is_of_export(name: str) -> bool:
@@ -151,8 +140,8 @@ def hf_weights(
     params: Params,
     config: ModelConfig,
     *,
+    family: str,
     dtype: DTypeLike | None = None,
-    family: str | None = None,
     change: Callable[[Params, int], Params] | None = None,
 ) -> list[Planned]:
     """Returns every tensor of the model, with Hugging Face's names and order. They should be fetched in this order.
@@ -180,22 +169,19 @@ def hf_weights(
 
 
 def _tensors(
-    params: Params, config: ModelConfig, family: str | None
+    params: Params, config: ModelConfig, family: str
 ) -> Iterator[tuple[str, tuple[TensorView, ...], int | None]]:
     """Yields (name, the weights in it, their layer) of every tensor: tables, layers, final norm, head."""
     head: HeadKind = "scalar" if "value_head" in params else "lm"
     tensors: dict[str, tuple[TensorView, ...]] = {}
-    for weight in weight_table(config, family or hf_config(config, head)["model_type"], head):
+    for weight in weight_table(config, family, head):
         tensors[weight.name] = (*tensors.get(weight.name, ()), weight)
     if head == "scalar" and not np.any(on_host(params["value_head"]["bias"])):
         del tensors["score.bias"]
-    layered = [(name, weights) for name, weights in tensors.items() if weights[0].layered]
-    for name, weights in tensors.items():
-        if not weights[0].layered:
-            yield name, weights, None
-        elif name == layered[0][0]:  # the table has one layer, where all of them go
-            for index in range(config.layers):
-                yield from ((template.format(layer=index), parts, index) for template, parts in layered)
+    for layered, group in groupby(tensors.items(), lambda tensor: tensor[1][0].layered):
+        rows = list(group)  # the table has one layer, where all of them go
+        for index in range(config.layers) if layered else (None,):
+            yield from ((name.format(layer=index), weights, index) for name, weights in rows)
 
 
 def _take(layers: Any, index: int) -> Params:
@@ -229,14 +215,7 @@ def _write_tokenizer(directory: Path, text: str, special: Mapping[str, Any], max
     else:
         tokens = {index: entry[0] for index, entry in enumerate(vocabulary)}
     tokens |= {entry["id"]: entry["content"] for entry in tokenizer.get("added_tokens", [])}
-    named = {}
-    for name, ids in special.items():
-        first = ids[0] if isinstance(ids, list) else ids
-        if first is not None and first in tokens:
-            named[f"{name}_token"] = tokens[first]
+    first = {name: ids[0] if isinstance(ids, list) else ids for name, ids in special.items()}
+    named = {f"{name}_token": tokens[token] for name, token in first.items() if token in tokens}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_positions, **named}
-    _write_json(directory / "tokenizer_config.json", settings)
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_json(directory / "tokenizer_config.json", settings)

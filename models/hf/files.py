@@ -17,8 +17,10 @@ from math import inf, prod
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 
 from jrlhf.meshes import to_host
@@ -239,23 +241,24 @@ def write_tensors(directory: Path, tensors: Sequence[Planned], file_bytes: int) 
     for name, group in zip(names, files, strict=True):
         _write_file(directory / name, group)
     if len(files) > 1:
-        index = {
-            "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors)},
-            "weight_map": {tensor.name: name for name, group in zip(names, files, strict=True) for tensor in group},
-        }
-        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        places = {tensor.name: name for name, group in zip(names, files, strict=True) for tensor in group}
+        total = sum(tensor.nbytes for tensor in tensors)
+        write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_file(path: Path, tensors: Sequence[Planned]) -> None:
     codes = {dtype: code for code, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    begins: dict[str, int] = {}
-    end = 0
+    begin = 0
     # Wide elements first: torch reads no tensor whose first byte is not a multiple of its element's size.
     for tensor in sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize):
-        begins[tensor.name], end = end, end + tensor.nbytes
-        offsets = [begins[tensor.name], end]
+        offsets = [begin, begin + tensor.nbytes]
         header[tensor.name] = {"dtype": codes[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        begin += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned
     with path.open("wb") as file:
@@ -263,7 +266,7 @@ def _write_file(path: Path, tensors: Sequence[Planned]) -> None:
         for tensor in tensors:
             array = tensor.fetch()
             assert array.shape == tensor.shape and array.dtype == tensor.dtype, (tensor, array.shape, array.dtype)
-            file.seek(8 + len(text) + begins[tensor.name])
+            file.seek(8 + len(text) + header[tensor.name]["data_offsets"][0])
             # In the order of the shape, whatever order the numbers have in memory.
             file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
         file.flush()
@@ -305,8 +308,23 @@ def is_foreign_card(path: Path) -> bool:
     return path.is_file() and SIGNATURE.encode() not in path.read_bytes()
 
 
+def replace_directory(directory: Path, write: Callable[[Path], None], card: Mapping[str, bytes] | None = None) -> Path:
+    """Writes a new directory, card included, which replaces `directory`; returns it. Process 0 writes, the others wait.
+
+    write: writes all but the card into the directory that it is given.
+    """
+    if jax.process_index() == 0:
+        with _replacing(directory) as new:
+            write(new)
+            for name, content in (card or {}).items():
+                (new / name).write_bytes(content)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("export")
+    return directory
+
+
 @contextmanager
-def replacing(directory: Path) -> Iterator[Path]:
+def _replacing(directory: Path) -> Iterator[Path]:
     """Yields a new directory to write into, which replaces `directory` at the end, unless there is an error.
 
     If `directory` is a symbolic link, its target is replaced.

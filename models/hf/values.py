@@ -3,39 +3,20 @@
 import json
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 Json = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Values:
-    """A JSON object, and default values for keys that it omits."""
-
-    raw: Json
-    defaults: Json
-
-    def integer(self, key: str, below: int = 2**31) -> int:
-        return integer(key, self[key], below)
-
-    def number(self, key: str) -> float:
-        return number(key, self[key])
-
-    def flag(self, key: str) -> bool:
-        value = self[key]
-        if not isinstance(value, bool):
-            raise ValueError(f"{key} {value!r} must be true or false")
-        return value
-
-    def __getitem__(self, key: str) -> Any:
-        return self.raw[key] if key in self.raw else self.defaults[key]
-
-    def get(self, key: str, absent: Any) -> Any:
-        return self.raw.get(key, self.defaults.get(key, absent))
+def flag(values: Json, key: str) -> bool:
+    value = values[key]
+    if not isinstance(value, bool):
+        raise ValueError(f"{key} {value!r} must be true or false")
+    return value
 
 
-def integer(key: str, value: Any, below: int = 2**31) -> int:
+def integer(values: Json, key: str, below: int = 2**31) -> int:
+    value = values[key]
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{key} {value!r} must be an integer")
     if abs(value) >= below:
@@ -43,7 +24,8 @@ def integer(key: str, value: Any, below: int = 2**31) -> int:
     return value
 
 
-def number(key: str, value: Any) -> float:
+def number(values: Json, key: str) -> float:
+    value = values[key]
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{key} {value!r} must be a number")
     try:
