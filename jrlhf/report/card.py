@@ -228,8 +228,10 @@ def _settings(facts: Facts) -> dict[str, Any]:
         if isinstance(value, list):
             inner = get_args(kind)[0] if get_origin(kind) is tuple else kind
             return [plain(part, inner, f"{key}[{index}]") for index, part in enumerate(value)]
+        if isinstance(value, dict) and classes_of(kind):
+            return section(value, kind, key)
         if isinstance(value, dict):
-            return section(value, kind, key) if classes_of(kind) else _names(value)
+            return {name if str(name).isidentifier() else _LEFT_OUT: _LEFT_OUT for name in value}
         if not isinstance(value, str) or value in _choices(kind):
             return value
         name = key.rpartition(".")[2]
@@ -252,10 +254,6 @@ def _settings(facts: Facts) -> dict[str, Any]:
 def _choices(kind: Any) -> set[str]:
     """The words from which a setting of this type is chosen."""
     return {kind} if isinstance(kind, str) else set().union(*map(_choices, get_args(kind)))
-
-
-def _names(options: Mapping[Any, Any]) -> dict[str, str]:
-    return {name if str(name).isidentifier() else _LEFT_OUT: _LEFT_OUT for name in options}
 
 
 def _datasets(config: Config) -> list[tuple[str, str, str]]:

@@ -48,22 +48,15 @@ def _environment() -> jinja2.Environment:
         undefined=jinja2.StrictUndefined,
         finalize=lambda value: clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
     )
-    environment.filters |= {"filled": _filled, "lines": _lines, "number": _number, "shorten": _shorten}
+    environment.filters |= {"filled": _filled, "shorten": _shorten}
+    environment.filters["lines"] = lambda text: escape(clean_lines(text))  # keeps line breaks
+    environment.filters["number"] = lambda value: "" if value is None else number(float(value))
     return environment
 
 
 def _filled(samples: list[Sample], keys: list[str]) -> list[str]:
     """Returns the keys for which at least one sample has a value."""
     return [key for key in keys if any(sample.get(key) not in (None, "") for sample in samples)]
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else number(float(value))
-
-
-def _lines(text: str) -> Markup:
-    """Escapes a text of several lines and keeps its line breaks."""
-    return escape(clean_lines(text))
 
 
 def _shorten(value: Any) -> str:

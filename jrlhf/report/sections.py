@@ -294,14 +294,10 @@ def validation(run: Record) -> Part:
         series = dots(curves)
         note = f"{series[0].label}." if len(series) == 1 else ""
         charts.append(Chart(f"{prompts}: {measure}", series, note, xlabel="before iteration"))
-    small = [Chart(title, dots(curves)) for title, curves in others.items()]
-    return _validated(run, core), charts, small
-
-
-def _validated(run: Record, core: dict[tuple[str, str], dict[str, str]]) -> str:
     counts = {name.partition("@")[2] for curves in core.values() for name in curves} - {"1"}
     text = "".join(f"mean@{n}: the mean of {n} answers per prompt; best@{n}: the best. " for n in sorted(counts))
-    return text + ("Scored by the run's own rewards, on prompts it does not train on." if run.measure != "gold" else "")
+    text += "Scored by the run's own rewards, on prompts it does not train on." if run.measure != "gold" else ""
+    return text, charts, [Chart(title, dots(curves)) for title, curves in others.items()]
 
 
 def rewards(run: Record) -> Part:
@@ -358,11 +354,9 @@ def samples(run: Record) -> tuple[str, list[tuple[str, list[Sample]]]]:
     else:  # a run that compares nothing
         text = f"Answers to {len(answers)} held-out prompts." if answers else ""
         extremes = [(f"With the lowest {name}", low), ("With the highest", high)]
-    latest: dict[bool, list[Sample]] = {True: [], False: []}
-    for sample in run.samples:
-        if "response" in sample:
-            latest[sample.get("kind") == "validation"].append(sample)
     groups = [("The first prompts", (compared or answers)[:10]), *extremes]
-    groups += [("Latest samples of validation", latest[True][-_LATEST:])]
-    groups += [("Latest samples of training", latest[False][-_LATEST:])]
+    drawn = [sample for sample in run.samples if "response" in sample]
+    for kind in ("validation", "training"):
+        latest = [sample for sample in drawn if (sample.get("kind") == "validation") == (kind == "validation")]
+        groups.append((f"Latest samples of {kind}", latest[-_LATEST:]))
     return text, [group for group in groups if group[1]]

@@ -72,6 +72,10 @@ class Span(NamedTuple):
     rows: Sequence[tuple[float, int]] = ()
     lane: int | None = None
 
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
     def is_on(self, devices: Slice) -> bool:
         return self.devices is not None and self.devices.overlaps(devices)
 
@@ -90,15 +94,15 @@ def timeline(run: Record) -> tuple[str, list[Lane]]:
     spans = [span for span in spans if span.end > span.start and span.lane is None]
     length = max([record["timing_s/step"], *(span.end for span in spans)])
     gaps = _gaps(spans, length)
-    if sum(span.end - span.start for span in gaps) > 0.005 * length:
-        spans += [gap for gap in gaps if gap.end - gap.start > 0.002 * length]
+    if sum(gap.seconds for gap in gaps) > 0.005 * length:
+        spans += [gap for gap in gaps if gap.seconds > 0.002 * length]
     seconds: dict[str, float] = {}
     for span in spans:
         seconds[span.name] = seconds.get(span.name, 0.0) + span.end - span.start
     colors = dict(zip(seconds, cycle(COLORS), strict=False))
 
-    def lane(name: str, note: str, chosen: list[Span], busy: float) -> Lane:
-        bars = [Bar(span.start / length, (span.end - span.start) / length, colors[span.name]) for span in chosen]
+    def lane(name: str, note: str, chosen: list[Span], busy: float, color: str | None = None) -> Lane:
+        bars = [Bar(span.start / length, span.seconds / length, color or colors[span.name]) for span in chosen]
         return Lane(name, note, bars, (_milliseconds(busy), f"{busy / length:.1%}"))
 
     lanes = [
@@ -128,10 +132,9 @@ def timeline(run: Record) -> tuple[str, list[Lane]]:
     numbers = sorted({span.lane for span in chunks if span.lane is not None}, reverse=True)
     for number in numbers:
         own = [span for span in chunks if span.lane == number]
-        bars = [Bar(span.start / length, (span.end - span.start) / length, COLORS[number % 2]) for span in own]
-        busy = sum(span.end - span.start for span in own)
+        busy = sum(span.seconds for span in own)
         name = f"rollout process {number}" if len(numbers) > 1 else "rollout processes"
-        lanes.insert(0, Lane(name, "chunks of decode steps", bars, (_milliseconds(busy), f"{busy / length:.1%}")))
+        lanes.insert(0, lane(name, "chunks of decode steps", own, busy, COLORS[number % 2]))
     for before, after in pairwise(drawing):
         if before.name == after.name and after.start == before.end and after.devices != before.devices:
             text += (
