@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from jrlhf.meshes import TRAIN, Layout
 from jrlhf.models.hf.config import HFConfig, read_config
 from jrlhf.models.hf.files import DTYPES, NOT_FINITE, Tensor, find_tensors
-from jrlhf.models.hf.names import HEAD_TENSORS, TensorView, TreePath, is_buffer, weight_table, without_prefix
+from jrlhf.models.hf.names import BUFFERS, HEAD_TENSORS, TensorView, TreePath, weight_table, without_prefix
 from jrlhf.models.params import Params, leaf_at, made_in_place, nested, param_shardings
 from jrlhf.models.weights import HeadKind
 
@@ -177,7 +177,7 @@ def _checked(
             raise ValueError(
                 f"{tensor.file} holds {name!r} in dtype {tensor.dtype}: choose weights in {', '.join(DTYPES)}"
             )
-    rest = [name for name in tensors if name not in needed and not is_buffer(name)]
+    rest = [name for name in tensors if name not in needed and not BUFFERS.fullmatch(name)]
     if head == "scalar":  # a language model's head is not wanted, nor perhaps a reward model's
         others = HEAD_TENSORS if config.head == "scalar" else HEAD_TENSORS[:1]
         rest = [name for name in rest if name not in others]

@@ -16,7 +16,7 @@ from jrlhf.models.weights import HeadKind, WeightInfo, weights
 from jrlhf.models.weights import Path as TreePath
 
 # Tensors in files that are not weights: rotary frequencies and causal masks, which older versions saved.
-_BUFFERS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
+BUFFERS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
 
 HEAD_TENSORS = ("lm_head.weight", "score.weight", "score.bias")
 
@@ -66,7 +66,7 @@ class TensorView:
         """Converts our weight, without padding rows, to the tensor's part; returns a view if possible."""
         if self.rows is not None:
             ours = ours[: self.split[0]]
-        return ours.transpose([self.order.index(axis) for axis in range(len(self.split))]).reshape(self.shape)
+        return ours.transpose(self.split_order(range(ours.ndim))).reshape(self.shape)
 
 
 def weight_table(config: ModelConfig, family: str, head: HeadKind) -> list[TensorView]:
@@ -96,11 +96,6 @@ def _weight(weight: WeightInfo, dialect: str) -> TensorView:
         return TensorView(path, name, (prod(ins), prod(outs)), shape, order, part, parts)
     order = (*range(len(outs), len(shape)), *range(len(outs)))  # Linear holds [out, in]
     return TensorView(path, name, (prod(outs), prod(ins)), (*outs, *ins), order)
-
-
-def is_buffer(name: str) -> bool:
-    """True if a tensor with this name is not a weight and can be ignored."""
-    return _BUFFERS.fullmatch(name) is not None
 
 
 def without_prefix(name: str) -> str:
