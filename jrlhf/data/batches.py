@@ -86,11 +86,8 @@ def to_responses(
     tokenizer: Tokenizer, tokens: Iterable[np.ndarray], lengths: Iterable[int], finished: Iterable[bool]
 ) -> list[Response]:
     """Returns the first `length` tokens of each row as ids and text."""
-    responses = []
-    for row, length, done in zip(tokens, lengths, finished, strict=True):
-        ids = tuple(int(token) for token in row[:length])
-        responses.append(Response(ids, tokenizer.decode(ids), bool(done)))
-    return responses
+    rows = [tuple(int(token) for token in row[:length]) for row, length in zip(tokens, lengths, strict=True)]
+    return [Response(ids, tokenizer.decode(ids), bool(done)) for ids, done in zip(rows, finished, strict=True)]
 
 
 def row_sharding(mesh: Mesh) -> NamedSharding:

@@ -125,17 +125,16 @@ class Encoding:
         """
 
         def encode(example: Example, counts: Counter[str]) -> tuple[Ids, tuple[bool, ...], int, Example] | None:
-            if example.completion is None or example.prompt == "":
-                if example.completion is None:
-                    ids, learn = self._turns(example)
-                else:
-                    ids = _ended(self.tokenizer, self.tokenizer.encode_prompt(str(example.completion)))
-                    learn = (False,) + (True,) * (len(ids) - 1)
-                begin, end = self._fit(ids, 0, max_length, counts), ()
+            end: Ids = ()
+            if example.completion is None:
+                ids, learn = self._turns(example)
+            elif example.prompt == "":
+                ids = _ended(self.tokenizer, self.tokenizer.encode_prompt(str(example.completion)))
+                learn = (False,) + (True,) * (len(ids) - 1)
             else:
-                begin, (end,) = self._with_answers(example, example.completion)
-                learn = (False,) * len(begin) + (True,) * len(end)
-                begin = self._fit(begin, len(end), max_length, counts)
+                ids, (end,) = self._with_answers(example, example.completion)
+                learn = (False,) * len(ids) + (True,) * len(end)
+            begin = self._fit(ids, len(end), max_length, counts)
             if begin is None:
                 return None
             row = begin + end

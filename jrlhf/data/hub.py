@@ -56,7 +56,7 @@ def push(directory: Path, name: str, *, private: bool = False, revision: str | N
         hub.create_commit(name, operations, commit_message=message, revision=revision, parent_commit=head.sha)
         return address if revision is None else f"{address}/tree/{revision}"
 
-    return _explained(f"--push {name}", name, lambda: _patiently(upload), "nothing was committed")
+    return _pushing(name, upload, "nothing was committed")
 
 
 def account_name(name: str) -> str:
@@ -69,7 +69,7 @@ def account_name(name: str) -> str:
         user = HfApi(library_name="jrlhf").whoami()["name"]
         return name if "/" in name else f"{user}/{name}"
 
-    return _explained(f"--push {name}", name, lambda: _patiently(check), "nothing was exported")
+    return _pushing(name, check, "nothing was exported")
 
 
 def hub_reason(error: BaseException, name: str) -> str | None:
@@ -99,14 +99,15 @@ def hub_reason(error: BaseException, name: str) -> str | None:
     return None
 
 
-def _explained(setting: str, name: str, work: Callable[[], T], state: str) -> T:
+def _pushing(name: str, work: Callable[[], T], state: str) -> T:
+    """Does a part of the work of --push, also at a busy hub. state: what an error has prevented."""
     try:
-        return work()
+        return _patiently(work)
     except UserError:
         raise
     except Exception as error:  # the library's own, of its transports, of the file system
         reason = hub_reason(error, name) or f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"{setting}: {state}, because {reason}") from error
+        raise UserError(f"--push {name}: {state}, because {reason}") from error
 
 
 def _patiently(work: Callable[[], T]) -> T:
