@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -175,8 +176,7 @@ def check_backend(installed: Installed, backend: Mapping[str, Any]) -> Iterator[
         remedy = f"mend or unset {named}; else {remedy}" if named else remedy
         yield Finding("devices", "problem", f"JAX does not start: {reason}", remedy)
         return
-    for kind, memory in dict.fromkeys(map(tuple, devices)):
-        count = sum(tuple(device) == (kind, memory) for device in devices)
+    for (kind, memory), count in Counter(map(tuple, devices)).items():
         shared = backend.get("host_memory") if kind == "cpu" else None
         size = f", {memory / GIB:.1f} GiB each" if memory else f", {shared / GIB:.1f} GiB in all" if shared else ""
         yield Finding("devices", "ok", f"{count} x {kind}{size}")

@@ -99,7 +99,7 @@ def read_examples(root: Path) -> Iterator[Example]:
                 tree = ast.parse(source) if b"def " in source else ast.Module([], [])
         except (OSError, SyntaxError, ValueError):
             continue
-        yield from _walk(tree, module, scope="", method=False)
+        yield from _walk(tree, module)
 
 
 def is_heldout(module: str) -> bool:
@@ -148,16 +148,16 @@ def _default(node: ast.expr | None) -> str:
     return f"={text}" if 0 < len(text) <= _DEFAULT_CHARACTERS else "=..."
 
 
-def _walk(node: ast.AST, module: str, *, scope: str, method: bool) -> Iterator[Example]:
+def _walk(node: ast.AST, module: str, scope: str = "") -> Iterator[Example]:
+    """Yields the functions below a node. scope: the class whose methods they are, if they are methods."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.ClassDef):
-            yield from _walk(child, module, scope=child.name, method=True)
+            yield from _walk(child, module, child.name)
         elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             name = f"{scope}.{child.name}" if scope else child.name
             lines = (ast.get_docstring(child) or "").split("\n")
-            summary = " ".join(lines[0].split())
-            if summary:
-                yield Example(module, name, signature_text(name, child.args, method=method), summary)
-            yield from _walk(child, module, scope="", method=False)
+            if summary := " ".join(lines[0].split()):
+                yield Example(module, name, signature_text(name, child.args, method=scope != ""), summary)
+            yield from _walk(child, module)
         elif isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
-            yield from _walk(child, module, scope=scope, method=method)
+            yield from _walk(child, module, scope)
