@@ -37,14 +37,13 @@ from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Example
 from jrlhf.errors import Preempted, UserError
 from jrlhf.export import export_checkpoint
-from jrlhf.generate import Asked, Generator, asked_of, converse, with_sampling
+from jrlhf.generate import Generator, asked_of, converse, with_sampling
 from jrlhf.generate import load as load_generator
 from jrlhf.meshes import to_host
 from jrlhf.plan import Planned, Search
 from jrlhf.ppo.fields import Section, count, natural, positive
 from jrlhf.report.read import Record, read_run
 from jrlhf.rewards.python_code import python_functions
-from jrlhf.roles.compiled import CompiledModel
 from jrlhf.run.checkpoints import saved_steps
 from jrlhf.run.directory import run_path
 from jrlhf.run.metrics import read_metrics
@@ -200,7 +199,7 @@ class Run:
             return load(self.path)
         with tempfile.TemporaryDirectory() as folder:
             export_checkpoint(self.path, out=Path(folder))
-            return _load(folder, asked_of(str(self.path)), str(self.path))
+            return Policy(load_generator(folder, {}, asked_of(str(self.path))), str(self.path))
 
     def export(self, path: str | Path, step: int | None = None) -> Path:
         """Writes the policy in Hugging Face form to PATH/model, an adapter also to PATH/adapter; returns PATH/model.
@@ -251,15 +250,12 @@ class Policy:
         asked, listed = _checked(n=n, seed=seed), _listed(prompts)
         if listed and isinstance(listed[0], Mapping):
             listed = [listed]
-        for prompt in listed:
-            turns = list(prompt) if isinstance(prompt, list | tuple) else [None]
-            if not isinstance(prompt, str) and not (
-                turns and all(isinstance(turn, Mapping) and isinstance(turn.get("role"), str) for turn in turns)
-            ):
-                raise UserError(
-                    f'prompt {prompt!r} is no text, and no conversation [{{"role": "user", "content": ...}}]'
-                )
-            if not isinstance(prompt, str) and self.tokenizer.chat_template is None:
+        for prompt in [one for one in listed if not isinstance(one, str)]:
+            turns = list(prompt) if isinstance(prompt, list | tuple) else []
+            if not turns or not all(isinstance(turn, Mapping) and isinstance(turn.get("role"), str) for turn in turns):
+                form = '[{"role": "user", "content": ...}]'
+                raise UserError(f"prompt {prompt!r} is no text, and no conversation {form}")
+            if self.tokenizer.chat_template is None:
                 raise UserError(f"{self.name} has no chat template: give it texts instead of conversations")
         if not listed:
             return []
@@ -290,8 +286,7 @@ class Policy:
         if longest > most:
             raise UserError(f"a text has {longest} tokens, and the model {most} positions: shorten it")
         model, width = generator.model, program_width(longest, most)
-        compiled = CompiledModel(model.architecture, generator.mesh, generator.compute)
-        score = compiled.score_logprobs(temperature=temperature)
+        score = generator.compiled.score_logprobs(temperature=temperature)
 
         def scored() -> Iterator[np.ndarray]:
             for batch, whole in whole_batches(len(rows), generator.batch):
@@ -326,12 +321,8 @@ def load(
         policy = load("runs/quickstart")
     """
     name, asked = str(path.path if isinstance(path, Run) else path), _checked(batch=batch, dtype=dtype)
-    options = {"adapter": None if adapter is None else str(adapter), "batch": asked.batch, "dtype": asked.dtype}
-    return _load(name, None, name, **options)
-
-
-def _load(path: str, asked: Asked | None, name: str, **options: Any) -> Policy:
-    return Policy(load_generator(path, {}, asked, **options), name)
+    adapter = None if adapter is None else str(adapter)
+    return Policy(load_generator(name, {}, adapter=adapter, batch=asked.batch, dtype=asked.dtype), name)
 
 
 def _with_search(function: T) -> T:

@@ -64,6 +64,10 @@ class Generator:
         return self.model.config.max_positions - self.sampling.max_new_tokens
 
     @property
+    def compiled(self) -> CompiledModel:
+        return CompiledModel(self.model.architecture, self.mesh, self.compute)
+
+    @property
     def chat(self) -> bool:
         """Whether prompts become conversations."""
         return self.tokenizer.chat_template is not None and self.asked.chat
@@ -91,9 +95,8 @@ class Generator:
         A text depends on the key and the prompt's index, but not on the batch size, except for rounding in bfloat16.
         """
         width = program_width(max(len(ids) for ids in prompts.ids), self.longest)
-        compiled = CompiledModel(self.model.architecture, self.mesh, self.compute)
         # One chunk, because no answer waits for others.
-        run = compiled.generate(self.sampling, Schedule(chunk=self.sampling.max_new_tokens))
+        run = self.compiled.generate(self.sampling, Schedule(chunk=self.sampling.max_new_tokens))
         for rows, count in whole_batches(len(prompts.ids), self.batch):
             tokens, lengths = put_rows(pad_rows([prompts.ids[row] for row in rows], width), self.mesh)
             keys = row_keys(key, self.batch, self.mesh, first=rows[0])
@@ -102,10 +105,9 @@ class Generator:
 
     def stream(self, ids: Sequence[int], key: jax.Array) -> Iterator[str]:
         """Yields the text of one response as it grows. The last text equals the result of `answer` for the prompt."""
-        compiled = CompiledModel(self.model.architecture, self.mesh, self.compute)
         width = program_width(len(ids), self.longest)
         seeds = np.asarray(jax.random.key_data(row_keys(key, self.batch, self.mesh)))
-        slots = compiled.continuous(self.sampling, Schedule(chunk=STREAMED), 1, self.batch, width)
+        slots = self.compiled.continuous(self.sampling, Schedule(chunk=STREAMED), 1, self.batch, width)
         base = self.model.frozen
         weights = (base[0], self.model.params) if base else (self.model.params, {})
         slots.admit(weights, [Prompt(0, pad_rows([ids], width)[0][0], len(ids), seeds[:1])])
@@ -139,15 +141,12 @@ def asked_of(path: str) -> Asked:
     if not directory.exists():
         directory = locate(path, "model")
     prompting, saved = read_prompting(directory), directory / CONFIG
-    if not saved.is_file():
-        asked = Asked(DatasetsData(max_response=TOKENS))
+    data = load_config(str(saved)).data if saved.is_file() else DatasetsData(max_response=TOKENS)
+    if isinstance(data, DatasetsData):
+        asked = Asked(data, system=data.system)
     else:
-        data = load_config(str(saved)).data
-        if isinstance(data, DatasetsData):
-            asked = Asked(data, system=data.system)
-        else:
-            end = PROMPT_END if data.source == "docstrings" else ""
-            asked = Asked(DatasetsData(max_response=data.max_response), chat=False, end=end)
+        end = PROMPT_END if data.source == "docstrings" else ""
+        asked = Asked(DatasetsData(max_response=data.max_response), chat=False, end=end)
     return replace(asked, chat=prompting.get("chat", asked.chat), end=prompting.get("prompt_end", asked.end))
 
 
@@ -253,10 +252,12 @@ def _run(options: argparse.Namespace) -> None:
             return
         prompts = generator.encode(data, options.n)
         answers = generator.answer(prompts, key_for(options.seed, "generate"))
-        if options.out is None:
-            _print_answers(prompts, answers)
-        else:
+        if options.out is not None:
             _write_answers(prompts, answers, options.out)
+            return
+        for example, text, response in zip(prompts.examples, prompts.texts, answers, strict=True):
+            prompt = example.prompt if isinstance(example.prompt, str) else text
+            print(f"> {clean(prompt).strip()}\n{clean_lines(response.text)}\n", flush=True)
 
 
 def _check(options: argparse.Namespace, interactive: bool) -> None:
@@ -274,12 +275,6 @@ def _check(options: argparse.Namespace, interactive: bool) -> None:
         check_writable(f"--out {options.out}", local("--out", options.out))
     if interactive and options.n > 1:
         raise UserError(f"-n {options.n} answers need a --prompt or a --file: in a conversation each turn has one")
-
-
-def _print_answers(prompts: Prompts, answers: Iterator[Response]) -> None:
-    for example, text, response in zip(prompts.examples, prompts.texts, answers, strict=True):
-        prompt = example.prompt if isinstance(example.prompt, str) else text
-        print(f"> {clean(prompt).strip()}\n{clean_lines(response.text)}\n", flush=True)
 
 
 def _write_answers(prompts: Prompts, answers: Iterator[Response], out: str) -> None:
