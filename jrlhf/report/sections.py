@@ -355,8 +355,8 @@ def samples(run: Record) -> tuple[str, list[tuple[str, list[Sample]]]]:
         text = f"Answers to {len(answers)} held-out prompts." if answers else ""
         extremes = [(f"With the lowest {name}", low), ("With the highest", high)]
     groups = [("The first prompts", (compared or answers)[:10]), *extremes]
-    drawn = [sample for sample in run.samples if "response" in sample]
+    responses = [sample for sample in run.samples if "response" in sample]
     for kind in ("validation", "training"):
-        latest = [sample for sample in drawn if (sample.get("kind") == "validation") == (kind == "validation")]
+        latest = [sample for sample in responses if (sample.get("kind") == "validation") == (kind == "validation")]
         groups.append((f"Latest samples of {kind}", latest[-_LATEST:]))
     return text, [group for group in groups if group[1]]

@@ -89,12 +89,12 @@ def export_adapter(
         if host["value_head"]["bias"] != 0:
             tensors[f"{_PREFIX}score.bias"] = host["value_head"]["bias"].reshape(1)
 
-    def write(new: Path) -> None:
-        write_json(new / _CONFIG, _settings(lora, scalar, base_name))
+    def write(folder: Path) -> None:
+        write_json(folder / _CONFIG, _settings(lora, scalar, base_name))
         # Contiguous: safetensors 0.8 writes a strided array's memory in its own order, which is a different matrix.
         contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
-        save_file(contiguous, new / _WEIGHTS, metadata={"format": "pt"})
-        (new / _WEIGHTS).chmod(0o644)  # safetensors makes it private
+        save_file(contiguous, folder / _WEIGHTS, metadata={"format": "pt"})
+        (folder / _WEIGHTS).chmod(0o644)  # safetensors makes it private
 
     return replace_directory(directory, write, card)
 

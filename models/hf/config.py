@@ -122,9 +122,9 @@ def read_config(directory: str | os.PathLike[str]) -> HFConfig:
         generation = directory / "generation_config.json"
         settings = _read_json(generation) if generation.is_file() else _legacy_settings(raw)
         chosen = {key: value for key, value in settings.items() if value is not None}
-        completed = {**FAMILIES[name].defaults, **raw}
-        eos_ids = _eos_ids(chosen, model) or _eos_ids(completed, model)
-        bos_id, pad_id = (_token_id(key, (completed | chosen)[key], model) for key in ("bos_token_id", "pad_token_id"))
+        values = {**FAMILIES[name].defaults, **raw}
+        eos_ids = _eos_ids(chosen, model) or _eos_ids(values, model)
+        bos_id, pad_id = (_token_id(key, (values | chosen)[key], model) for key in ("bos_token_id", "pad_token_id"))
         return HFConfig(model, name, head, eos_ids, bos_id, pad_id, dtype, settings)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

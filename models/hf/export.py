@@ -114,16 +114,16 @@ def export_hf(
     tensors = hf_weights(params, config, family=described["model_type"], dtype=dtype, change=merged)
     ids = {f"{name}_token_id": ids for name, ids in special.items()}
 
-    def write(new: Path) -> None:
-        write_json(new / "config.json", described | ids | {"torch_dtype": tensors[0].dtype.name})
+    def write(folder: Path) -> None:
+        write_json(folder / "config.json", described | ids | {"torch_dtype": tensors[0].dtype.name})
         if head == "lm":
             settings = {key: value for key, value in (generation or {}).items() if key not in _OF_ITS_WRITER}
-            write_json(new / "generation_config.json", {"do_sample": True, **settings, **ids})
+            write_json(folder / "generation_config.json", {"do_sample": True, **settings, **ids})
         if tokenizer_json is not None:
-            _write_tokenizer(new, tokenizer_json, special, config.max_positions)
+            _write_tokenizer(folder, tokenizer_json, special, config.max_positions)
         for file in copied:
-            shutil.copyfile(file, new / file.name)
-        write_tensors(new, tensors, shard_bytes)
+            shutil.copyfile(file, folder / file.name)
+        write_tensors(folder, tensors, shard_bytes)
 
     if jax.process_index() != 0:
         for tensor in tensors:  # this process's share of fetching them
@@ -179,9 +179,9 @@ def _tensors(
     if head == "scalar" and not np.any(on_host(params["value_head"]["bias"])):
         del tensors["score.bias"]
     for layered, group in groupby(tensors.items(), lambda tensor: tensor[1][0].layered):
-        rows = list(group)  # the table has one layer, where all of them go
+        members = list(group)  # the table has one layer, where all of them go
         for index in range(config.layers) if layered else (None,):
-            yield from ((name.format(layer=index), weights, index) for name, weights in rows)
+            yield from ((name.format(layer=index), weights, index) for name, weights in members)
 
 
 def _take(layers: Any, index: int) -> Params:

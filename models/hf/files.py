@@ -314,10 +314,10 @@ def replace_directory(directory: Path, write: Callable[[Path], None], card: Mapp
     write: writes all but the card into the directory that it is given.
     """
     if jax.process_index() == 0:
-        with _replacing(directory) as new:
-            write(new)
+        with _replacing(directory) as folder:
+            write(folder)
             for name, content in (card or {}).items():
-                (new / name).write_bytes(content)
+                (folder / name).write_bytes(content)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("export")
     return directory
