@@ -17,7 +17,7 @@ from typing import Any
 from jrlhf.models.config.decoder import MOST_LAYERS, ModelConfig
 from jrlhf.models.config.rope import RopeScaling
 from jrlhf.models.hf.files import read_object
-from jrlhf.models.hf.values import Json, flag, integer, number, object_at, refuse_others
+from jrlhf.models.hf.values import Json, boolean, integer, number, object_at, refuse_others
 from jrlhf.models.weights import HeadKind
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -193,7 +193,7 @@ def model_of(raw: Json, family: str) -> ModelConfig:
     for name, key in kind.keys.items():
         settings[name] = _field(values, name, key, settings)
     if family == "gpt2":
-        scale = None if flag(values, "scale_attn_weights") else 1.0
+        scale = None if boolean(values, "scale_attn_weights") else 1.0
         return ModelConfig(**settings, kv_heads=heads, head_dim=embed // heads, query_scale=scale)
     settings.setdefault("output_bias", "attention_bias" in kind.keys.values() and settings["qkv_bias"])
     windows = _windows(values, family, settings["layers"])
@@ -216,7 +216,7 @@ def _field(values: Json, name: str, key: str, settings: Json) -> Any:
     if value is None and key in _FILLED:
         return _FILLED[key](settings)
     if kind is bool:
-        return flag(values, key)
+        return boolean(values, key)
     if kind is int:
         return integer(values, key, MOST_LAYERS if name == "layers" else 2**31)
     if name == "activation":
@@ -236,7 +236,7 @@ def _windows(values: Json, family: str, layers: int) -> dict[str, Any]:
         unknown = sorted(set(map(str, types)) - {LOCAL, GLOBAL})
         if unknown:
             raise ValueError(f"layer_types {', '.join(unknown)} are not supported: known are {LOCAL}, {GLOBAL}")
-    if family == "llama" or (family in ("qwen2", "qwen3") and not flag(values, "use_sliding_window")):
+    if family == "llama" or (family in ("qwen2", "qwen3") and not boolean(values, "use_sliding_window")):
         window = None
     if family in ("llama", "mistral"):
         local = [window is not None] * layers

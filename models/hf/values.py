@@ -8,7 +8,7 @@ from typing import Any
 Json = Mapping[str, Any]
 
 
-def flag(values: Json, key: str) -> bool:
+def boolean(values: Json, key: str) -> bool:
     value = values[key]
     if not isinstance(value, bool):
         raise ValueError(f"{key} {value!r} must be true or false")
