@@ -4,6 +4,7 @@ What roles store is exact, from the shapes of shards. What a call adds is modell
 All of it is arithmetic, without a device or a compiler.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -44,9 +45,9 @@ class Shards:
     """
 
     def __init__(
-        self, config: ModelConfig, head: HeadKind, layout: Layout, fsdp: int, tensor: int, lora: LoRAConfig | None
+        self, model: ModelConfig, head: HeadKind, layout: Layout, fsdp: int, tensor: int, lora: LoRAConfig | None = None
     ):
-        table = weights(config, head, tensor) if lora is None else adapter_weights(config, lora, head, tensor)
+        table = weights(model, head, tensor) if lora is None else adapter_weights(model, lora, head, tensor)
         shards = [(weight, weight.shard(layout, fsdp, tensor)) for weight in table]
         matrices = [shape for weight, shape in shards if not weight.vector]
         layers = [(weight.axes[-1], shape) for weight, shape in shards if weight.layered]
@@ -69,11 +70,7 @@ def _size(shapes: Iterable[tuple[int, ...]]) -> float:
     return float(sum(map(prod, shapes)))
 
 
-@cache
-def shards_of(
-    config: ModelConfig, head: HeadKind, layout: Layout, fsdp: int, tensor: int, lora: LoRAConfig | None = None
-) -> Shards:
-    return Shards(config, head, layout, fsdp, tensor, lora)
+shards_of = cache(Shards)
 
 
 def tiled(shape: tuple[int, ...]) -> int:
@@ -97,11 +94,7 @@ def state_bytes(models: Sequence[RoleModel], itemsize: int, home: Placement) -> 
     "base" exists once for all roles that share it. itemsize: of the compute dtype. Raises a ValueError if a model does
     not divide.
     """
-    sizes: dict[str, float] = {}
-
-    def add(part: str, size: float) -> None:
-        sizes[part] = sizes.get(part, 0.0) + size
-
+    sizes = defaultdict[str, float](float)
     for model in models:
         if model.shared:
             base = shards_of(model.config, "lm", GENERATE, 1, home.tensor)
@@ -109,11 +102,11 @@ def state_bytes(models: Sequence[RoleModel], itemsize: int, home: Placement) -> 
             sizes["base"] = base.stored(itemsize) + (1 - itemsize) * numbers + WIDE * scales
         own = trained_bytes(model, home.fsdp, home.tensor, home.pipeline)
         if model.trained or model.lora is not None:
-            add("weights", own)
+            sizes["weights"] += own
         elif not model.is_base:
-            add("weights", _frozen_bytes(model, WIDE if model.wide else itemsize, home))
+            sizes["weights"] += _frozen_bytes(model, WIDE if model.wide else itemsize, home)
         if model.trained:
-            add("optimizer", 2 * own + COUNTERS)
+            sizes["optimizer"] += 2 * own + COUNTERS
     return sizes
 
 
@@ -359,15 +352,15 @@ def fused_bytes(workload: Workload, plan: Plan, backend: Backend = DEFAULT) -> d
     The table's activations in flight are at most those of both calls. A role may have several pipelines, on different
     devices: the gradients of each come back whole, to be summed.
     """
-    sizes: dict[str, float] = {}
+    sizes = defaultdict[str, float](float)
     groups = lcm(*(plan[name].pipeline for name in plan.fused))
     for name in plan.fused:
         call, placement = workload.graph[name], plan[name]
         stages = (_stage(model, placement) for model in workload.models[call.role])
         whole = sum(trained_bytes(stage, placement.fsdp, placement.tensor) for stage in stages)
-        further = {"gradients of further pipelines": (groups // placement.pipeline - 1) * whole}
-        for part, size in (*call_bytes(workload, call, placement, backend).active.items(), *further.items()):
-            sizes[part] = sizes.get(part, 0.0) + size
+        for part, size in call_bytes(workload, call, placement, backend).active.items():
+            sizes[part] += size
+        sizes["gradients of further pipelines"] += (groups // placement.pipeline - 1) * whole
     return sizes
 
 
@@ -378,13 +371,12 @@ def plan_memory(workload: Workload, plan: Plan, backend: Backend = DEFAULT, *, a
         model does not divide.
     """
     away, fused = away or {}, fused_bytes(workload, plan, backend)
-    homes, states = dict[str, Placement](), dict[str, Mapping[str, float]]()
+    homes, states = dict[str, Placement](), dict[str, dict[str, float]]()
     for role, models in keepers(workload).items():
         if (home := home_of(workload.graph, role, plan)) is not None:
             homes[role] = plan[home.name]
             states[role] = state_bytes(models, workload.itemsize, plan[home.name])
-    base = max((parts.get("base", 0.0) for parts in states.values()), default=0.0)  # it is on all devices
-    states = {role: {part: size for part, size in parts.items() if part != "base"} for role, parts in states.items()}
+    base = max((parts.pop("base", 0.0) for parts in states.values()), default=0.0)  # it is on all devices
     groups = segments(placement.devices for placement in plan.placements.values())
 
     def stored(call: Call, group: Slice) -> float:
