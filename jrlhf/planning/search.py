@@ -251,13 +251,12 @@ def heuristic(prices: CostModel, options: Candidates) -> Plan | None:
             for candidate in trials
             if candidate.placement.tensor == widest and candidate.placement.layout in layouts
         ]
-    orders: tuple[Callable[[Price], Any], ...] = (
-        lambda candidate: (candidate.placement.fsdp, candidate.placement.micro_batches),
-        lambda candidate: (-candidate.placement.fsdp, candidate.placement.micro_batches),
-    )
-    for order in orders:
-        fitting = _fit(workload.graph, choices, prices.capacity, first=order, then=order)
-        if fitting is not None:
+    for sign in (1, -1):  # weights are whole in every replica, or sharded over all devices
+
+        def order(candidate: Price, sign: int = sign) -> tuple[int, int]:
+            return sign * candidate.placement.fsdp, candidate.placement.micro_batches
+
+        if (fitting := _fit(workload.graph, choices, prices.capacity, first=order, then=order)) is not None:
             return Plan("heuristic", {name: candidate.placement for name, candidate in fitting.items()})
     return None
 
@@ -377,19 +376,15 @@ def placed_together(graph: Graph, choices: Candidates, capacity: float) -> dict[
     def seconds(candidate: Price) -> tuple[float, float]:
         return candidate.seconds, candidate.resident
 
-    fitting = _fit(graph, choices, capacity, first=seconds, then=seconds)
-    if fitting is None:
-        fitting = _fit(graph, choices, capacity, first=lambda candidate: seconds(candidate)[::-1], then=seconds)
-    return fitting
+    def resident(candidate: Price) -> tuple[float, float]:
+        return candidate.resident, candidate.seconds
+
+    orders = (_fit(graph, choices, capacity, first=first, then=seconds) for first in (seconds, resident))
+    return next((fitting for fitting in orders if fitting is not None), None)
 
 
 def _fit(
-    graph: Graph,
-    choices: Candidates,
-    capacity: float,
-    *,
-    first: Callable[[Price], Any],
-    then: Callable[[Price], Any],
+    graph: Graph, choices: Candidates, capacity: float, *, first: Callable[[Price], Any], then: Callable[[Price], Any]
 ) -> dict[str, Price] | None:
     """Chooses one candidate for each call, all on the same devices.
 
@@ -402,17 +397,12 @@ def _fit(
     state_bytes = {name: min(choices[name], key=first).resident for name in choices if home[name] == name}
     left, result = capacity - sum(state_bytes.values()), {}
     for name in sorted(choices, key=lambda name: home[name] != name):
-        stored = result.get(home[name])
-
-        def needed(candidate: Price, stored: Price | None = stored) -> float:
+        stored, fitting = result.get(home[name]), []
+        for candidate in choices[name]:
             copied = stored is not None and not stored_alike(stored.placement, candidate.placement)
-            return candidate.active + candidate.moved * copied
-
-        fitting = [
-            candidate
-            for candidate in choices[name]
-            if candidate.resident <= state_bytes.get(name, 0.0) and needed(candidate) <= left
-        ]
+            needed = candidate.active + candidate.moved * copied
+            if candidate.resident <= state_bytes.get(name, 0.0) and needed <= left:
+                fitting.append(candidate)
         if not fitting:
             return None
         result[name] = min(fitting, key=then)
