@@ -1,12 +1,13 @@
 """`Dispatcher`: makes a schedule from priorities. Every device computes the most urgent operation that is ready."""
 
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import TypeAlias
 
-from jrlhf.meshes.pipeline import Step, Table, arrange
+from jrlhf.meshes.pipeline import Kind, Step, Table, arrange
 from jrlhf.planning.fusion.problem import Problem
 
+KINDS: tuple[Kind, Kind] = ("forward", "backward")
 Values: TypeAlias = list[list[list[float]]]  # indexed by device, class of operations and operation
 
 
@@ -74,15 +75,11 @@ class Dispatcher:
         """
         problem, counts, ranks = self.problem, self.counts, rules.ranks
         sizes, costs = problem.activations, self._costs(backwards)
-        arrivals = self.values(lambda *_: 0.0)
-        for device, kinds in enumerate(arrivals):
-            for kind in range(len(kinds)):
-                if kind % 2 or problem.pipelines[kind // 2].devices[0] != device:
-                    kinds[kind] = []
-        starts: Values = [[[] for _ in counts] for _ in arrivals]
+        arrivals, starts = ([[[] for _ in counts] for _ in self._pipelines] for _ in range(2))
+        for number, pipeline in enumerate(problem.pipelines):
+            arrivals[pipeline.devices[0]][2 * number] = [0.0] * counts[2 * number]
         used, free = [0.0] * len(arrivals), [0.0] * len(arrivals)
         events: list[tuple[float, int, int]] = [(0.0, device, -1) for device in range(len(arrivals))]
-        heapify(events)
         now = 0.0
         while events:
             now, awake = events[0][0], set()
@@ -144,18 +141,15 @@ class Dispatcher:
     def table(self, schedule: Dispatched) -> Table:
         """Returns the schedule as a table, with the order in which each device computes."""
         starts = self.turned(schedule) if schedule.backwards else schedule.starts
-        orders = []
+        orders, pipelines = [], self.problem.pipelines
         for device, kinds in enumerate(starts):
             order = [
-                (start, Step(kind // 2, self._stage(kind, device), number, "backward" if kind % 2 else "forward"))
+                (start, Step(kind // 2, pipelines[kind // 2].devices.index(device), number, KINDS[kind % 2]))
                 for kind, times in enumerate(kinds)
                 for number, start in enumerate(times)
             ]
             orders.append([step for _, step in sorted(order)])
-        return arrange(self.problem.pipelines, orders)
-
-    def _stage(self, kind: int, device: int) -> int:
-        return self.problem.pipelines[kind // 2].devices.index(device)
+        return arrange(pipelines, orders)
 
     def _costs(self, backwards: bool) -> list[float]:
         both = [(model.forward, model.backward) for model in self.problem.models]

@@ -16,8 +16,8 @@ from jrlhf.meshes.pipeline import Table, makespan, peak
 from jrlhf.planning.fusion.dispatch import Dispatched, Dispatcher, Rules, Values
 from jrlhf.planning.fusion.problem import Problem
 
-_STEPS = 2_000_000  # maximum operations dispatched in the search for the makespan; a million takes about two seconds
-_STEPS_OF_LIMIT = 2_000_000  # the same for each memory limit
+# Maximum operations dispatched in the search for the makespan, and for each memory limit; a million takes two seconds.
+_STEPS = 2_000_000
 _LIMITS = 6  # number of memory limits that are tried
 _STALL = 40  # number of schedules without a gain after which new priorities are drawn
 _PATIENCE = (0.0, 0.5, 1.0)
@@ -51,7 +51,7 @@ def search(
         for _ in range(_LIMITS):
             if best.memory <= low * (1 + _TOLERANCE):
                 break
-            schedule = _shortest(dispatcher, generator, best.makespan, limit, effort * _STEPS_OF_LIMIT)
+            schedule = _shortest(dispatcher, generator, best.makespan, limit, effort * _STEPS)
             if schedule.makespan <= best.makespan * (1 + _TOLERANCE):
                 best = _fused(dispatcher, schedule)
             else:
@@ -91,8 +91,7 @@ def _schedules(dispatcher: Dispatcher, generator: random.Random, memory: float) 
 
 def _drawn(dispatcher: Dispatcher, generator: random.Random, longest: float) -> tuple[Values, Rules]:
     """Draws priorities: an order of the classes of each device, and a preference for earlier micro-batches."""
-    first = dispatcher.values(lambda *_: 0.0)
-    first = [[20 * longest * generator.random() for _ in kinds] for kinds in first]
+    first = [[20 * longest * generator.random() for _ in dispatcher.counts] for _ in range(dispatcher.problem.devices)]
     slope = generator.choice((0, 1)) * generator.uniform(0, 2 * longest)
     keys = dispatcher.values(lambda device, kind, number: first[device][kind] + slope * number)
     ranks = list(range(len(dispatcher.problem.pipelines)))

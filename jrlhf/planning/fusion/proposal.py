@@ -5,7 +5,8 @@ Fused updates: both take the devices of one of them, or all devices. Pairs of pl
 bound of their table's time; a table is searched for only if that bound promises a gain.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from heapq import nsmallest
@@ -23,7 +24,6 @@ from jrlhf.planning.plans import FUSED
 from jrlhf.planning.search import Found, Result
 from jrlhf.planning.simulate import Simulator, simulate
 from jrlhf.planning.time import CostModel
-from jrlhf.planning.workload import Workload
 
 _GAIN = 0.01  # least share of an iteration that stages of a call must save; smaller ones are within the prices' error
 _PLANS = 4  # number of a search's plans that are tried with fused updates
@@ -57,12 +57,15 @@ def _with_stages(
     calls = [call for call in workload.calls if call.role != LEARNER and not workload.on_base(call.role)]
     updates = [call.name for call in calls if call.kind == "train"]
     scores = [call.name for call in calls if call.kind == "infer"]
-    scored = cache(partial(_scored, prices))
 
+    @cache
     def pipelines(name: str, count: int) -> list[Placement]:
-        if name in scores:
-            return scored(name, count)
-        return [replace(one.placement, schedule="1f1b") for one in options(name, count)]
+        """Returns a call's fastest pipelines of every depth."""
+        if name in updates:
+            return [replace(one.placement, schedule="1f1b") for one in options(name, count)]
+        call = workload.graph[name]
+        seconds = lambda placed: prices.time(call, placed).seconds  # noqa: E731
+        return [one for same in _by_depth(prices, call, count) for one in nsmallest(_OF_A_DEPTH, same, key=seconds)]
 
     def faster(plan: Plan, name: str, places: Iterable[Placement], gain: float = 0.0) -> Plan:
         """Returns the fastest plan with one of these placements of a call, or the given plan if none saves `gain`."""
@@ -166,39 +169,31 @@ class _Option:
 
 def _options(prices: CostModel, name: str, count: int) -> list[_Option]:
     """Returns an update's fastest pipelines of every depth, by their work and by their time alone."""
-    workload = prices.workload
-    call, by_depth = workload.graph[name], dict[int, list[_Option]]()
+    workload, call, fastest = prices.workload, prices.workload.graph[name], list[_Option]()
     updates = workload.epochs * workload.minibatches
-    for placed in _pipelines(workload, call, count, prices.cluster.node):
-        depth, parts = placed.pipeline, placed.micro_batches
-        placed = replace(placed, schedule="fused")
-        price, (forward, backward) = prices.call(call, placed), prices.stage_seconds(call, placed)
-        fixed = price.seconds - updates * (parts + depth - 1) * (forward + backward)  # its price is that of 1F1B
-        piped = Model(depth, parts, forward, backward)
-        by_depth.setdefault(depth, []).append(_Option(placed, piped, updates, fixed, price.resident, price.active))
-    fastest = []
-    for options in by_depth.values():
+    for same in _by_depth(prices, call, count):
+        options = []
+        for placed in (replace(one, schedule="fused") for one in same):
+            depth, parts = placed.pipeline, placed.micro_batches
+            price, (forward, backward) = prices.call(call, placed), prices.stage_seconds(call, placed)
+            fixed = price.seconds - updates * (parts + depth - 1) * (forward + backward)  # its price is that of 1F1B
+            piped = Model(depth, parts, forward, backward)
+            options.append(_Option(placed, piped, updates, fixed, price.resident, price.active))
         best = [nsmallest(_OF_A_DEPTH, options, key=key) for key in (lambda one: one.work, lambda one: one.alone)]
         fastest += dict.fromkeys([*best[0], *best[1], min(options, key=lambda one: one.active)])
     return fastest
 
 
-def _scored(prices: CostModel, name: str, count: int) -> list[Placement]:
-    """Returns the fastest pipelines of every depth for a call that scores."""
-    call, by_depth = prices.workload.graph[name], dict[int, list[Placement]]()
-    for placed in _pipelines(prices.workload, call, count, prices.cluster.node):
-        by_depth.setdefault(placed.pipeline, []).append(placed)
-    seconds = lambda placed: prices.time(call, placed).seconds  # noqa: E731
-    return [placed for same in by_depth.values() for placed in nsmallest(_OF_A_DEPTH, same, key=seconds)]
-
-
-def _pipelines(workload: Workload, call: Call, count: int, node: int) -> Iterator[Placement]:
-    """Yields the ways to divide a call into stages. Its weights are stored on the devices of all stages."""
-    for placed in placements(workload, call, count, node, hypothetical=True):
+def _by_depth(prices: CostModel, call: Call, count: int) -> Collection[list[Placement]]:
+    """Returns the ways to divide a call into stages, in a list for each number of stages. Its weights are stored on the
+    devices of all stages."""
+    result = defaultdict[int, list[Placement]](list)
+    for placed in placements(prices.workload, call, count, prices.cluster.node, hypothetical=True):
         stored = placed.fsdp * placed.pipeline, placed.tensor
-        undivided = any(any(indivisible(model.config, *stored)) for model in workload.models[call.role])
+        undivided = any(any(indivisible(model.config, *stored)) for model in prices.workload.models[call.role])
         if 1 < placed.pipeline <= min(placed.micro_batches, _GROUPS) and not undivided:
-            yield placed
+            result[placed.pipeline].append(placed)
+    return result.values()
 
 
 def _pairs(first: Sequence[_Option], second: Sequence[_Option], room: float) -> list[tuple[Placement, Placement]]:
