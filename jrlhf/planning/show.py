@@ -1,5 +1,6 @@
 """Shows the result of a search as text, and a plan's timeline as a picture."""
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 from jrlhf.errors import UserError
 from jrlhf.meshes import Call
 from jrlhf.meshes.pipeline import bubble, table_of
-from jrlhf.meshes.plan import Placement, Plan
+from jrlhf.meshes.plan import Plan
 from jrlhf.models.flops import forward_operations, training_operations
 from jrlhf.planning.fusion.last_rows import Work
 from jrlhf.planning.fusion.updates import FusedUpdates, fused_prices, fused_updates
@@ -98,8 +99,11 @@ def _calls(prices: CostModel, outcome: Found) -> list[str]:
     }
     for name, placement in outcome.plan.placements.items():
         price = prices.call(prices.workload.graph[name], placement)
-        by = f" by {placement.schedule}" if prices.workload.graph[name].kind == "train" else ""
-        sizes = str(placement.devices), placement.layout, _mesh(placement, by), str(placement.micro_batches)
+        axes = {axis: getattr(placement, axis) for axis in ("data", "fsdp", "tensor", "pipeline")}
+        mesh = " x ".join(f"{axis}={size}" for axis, size in axes.items() if size > 1) or "one device"
+        if placement.pipeline > 1 and prices.workload.graph[name].kind == "train":
+            mesh += f" by {placement.schedule}"
+        sizes = str(placement.devices), placement.layout, mesh, str(placement.micro_batches)
         moved = _time(moves[name]) if name in moves else "-"
         stays = f"{price.resident / GIB:.2f} GiB" if price.resident else "-"
         runs = f"{(price.active + price.moved * (name in moves)) / GIB:.2f} GiB"
@@ -133,12 +137,6 @@ def operations(workload: Workload, call: Call) -> float:
         spans = call.kind == "generate" or call.kind in workload.spanned
         total += count(model.config, lengths, model.head, model.lora, np.array([response]) if spans else None)
     return total * workload.rows_of(call) * (workload.epochs if call.kind == "train" else 1)
-
-
-def _mesh(placement: Placement, by: str) -> str:
-    axes = {axis: getattr(placement, axis) for axis in ("data", "fsdp", "tensor", "pipeline")}
-    mesh = " x ".join(f"{axis}={size}" for axis, size in axes.items() if size > 1) or "one device"
-    return mesh + by if placement.pipeline > 1 else mesh
 
 
 def timeline(simulation: Simulation) -> list[str]:
@@ -193,10 +191,9 @@ def critical_path(simulation: Simulation) -> list[Span]:
 
 def bottleneck(simulation: Simulation) -> str:
     """Returns the call that takes most of the critical path, and the shares of the path."""
-    shares: dict[str, float] = {}
+    shares = defaultdict[str, float](float)
     for span in critical_path(simulation):
-        name = span.call if span.kind == "call" else f"{span.kind} to {span.call}"
-        shares[name] = shares.get(name, 0.0) + span.seconds
+        shares[span.call if span.kind == "call" else f"{span.kind} to {span.call}"] += span.seconds
     ordered, total = sorted(shares.items(), key=lambda item: -item[1]), sum(shares.values())
     listed = ", ".join(f"{name} {100 * seconds / total:.0f} %" for name, seconds in ordered if seconds > 0.005 * total)
     return f"{ordered[0][0]}; of the critical path: {listed}"
@@ -266,7 +263,7 @@ def plot(
     # Imported here because the import takes long, and only pictures need it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch, Rectangle
+    from matplotlib.patches import Patch
 
     groups = simulation.memory
     names = list(dict.fromkeys(span.call for span in simulation.spans if span.kind == "call"))
@@ -282,17 +279,13 @@ def plot(
     shown = [span for span in simulation.spans if abs(span.iteration - STEADY) <= 1]
     origin = min(span.start for span in shown)
     for span in shown:
-        own = span.kind == "call"
-        colour, edge = (colours[span.call], "white") if own else ("0.4", "none")
-        style: Any = {"facecolor": colour, "edgecolor": edge, "linewidth": 0.5}
-        style["alpha"] = 1.0 if span.iteration == STEADY else 0.45
+        colour, edge = (colours[span.call], "white") if span.kind == "call" else ("0.4", "none")
+        style = {"facecolor": colour, "edgecolor": edge, "alpha": 1.0 if span.iteration == STEADY else 0.45}
         for row, group in enumerate(groups):
             if span.occupies(group.devices):
-                axes.add_patch(Rectangle((span.start - origin, row - 0.45), span.seconds, 0.9, **style))
-    axes.set_xlim(0, max(span.end for span in shown) - origin)
-    axes.set_ylim(len(groups) - 0.5, -0.5)
-    axes.set_yticks(range(len(groups)), [f"devices {group.devices}\n{group.peak / GIB:.1f} GiB" for group in groups])
-    axes.set_xlabel("seconds")
+                _draw_box(axes, row, span.start - origin, span.seconds, **style)
+    rows = [f"devices {group.devices}\n{group.peak / GIB:.1f} GiB" for group in groups]
+    _label(axes, rows, max(span.end for span in shown) - origin, "seconds")
     axes.set_title(f"{title}: {simulation.seconds:.3g} s an iteration")
     handles = [Patch(facecolor=colour, label=name) for name, colour in colours.items()]
     handles += [Patch(facecolor="0.4", label="moves")] if any(span.kind != "call" for span in shown) else []
@@ -300,16 +293,28 @@ def plot(
     figure.savefig(path)
 
 
-def _draw_rollout(axes: Any, name: str, works: Sequence[Work], colours: Mapping[str, str]) -> None:
-    """Draws decode steps and early scores on each group of devices, and the number of unfinished rows as a line."""
+def _draw_box(axes: Any, row: int, start: float, width: float, **style: Any) -> None:
     from matplotlib.patches import Rectangle
 
+    style = {"edgecolor": "white", "linewidth": 0.5} | style
+    axes.add_patch(Rectangle((start, row - 0.45), width, 0.9, **style))
+
+
+def _label(axes: Any, rows: Sequence[str], end: float, unit: str) -> None:
+    """Names the rows, and draws the time axis from 0 to `end`."""
+    axes.set_xlim(0, end)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set_xlabel(unit)
+
+
+def _draw_rollout(axes: Any, name: str, works: Sequence[Work], colours: Mapping[str, str]) -> None:
+    """Draws decode steps and early scores on each group of devices, and the number of unfinished rows as a line."""
     groups = segments(work.devices for work in works)
     for work in works:
-        style: Any = {"facecolor": colours[work.name or name], "edgecolor": "white", "linewidth": 0.5}
         for row, group in enumerate(groups):
             if work.devices.overlaps(group):
-                axes.add_patch(Rectangle((work.start, row - 0.45), work.end - work.start, 0.9, **style))
+                _draw_box(axes, row, work.start, work.end - work.start, facecolor=colours[work.name or name])
     drawing = [work for work in works if work.rows]
     for before, after in pairwise(drawing):
         axes.axvline(after.start, color="0.2", linestyle=":")
@@ -320,16 +325,13 @@ def _draw_rollout(axes: Any, name: str, works: Sequence[Work], colours: Mapping[
     tail.step(seconds, rows, where="post", color="black")
     tail.set_ylim(0, 1.02 * max(rows))
     tail.set_ylabel("unfinished rows")
-    axes.set_xlim(0, max(work.end for work in works))
-    axes.set_ylim(len(groups) - 0.5, -0.5)
-    axes.set_yticks(range(len(groups)), [f"devices {group}" for group in groups])
-    axes.set_xlabel("seconds")
+    _label(axes, [f"devices {group}" for group in groups], max(work.end for work in works), "seconds")
     axes.set_title(f"{name} and the calls that score its rows, for the lengths assumed", pad=16)
 
 
 def _draw_ticks(axes: Any, updates: FusedUpdates) -> None:
     """Draws what each group of devices computes at each tick: micro-batches as numbers, calls and kinds as colours."""
-    from matplotlib.patches import Patch, Rectangle
+    from matplotlib.patches import Patch
 
     table = updates.table
     colours, handles = {}, []
@@ -340,12 +342,9 @@ def _draw_ticks(axes: Any, updates: FusedUpdates) -> None:
             handles.append(Patch(facecolor=colour, label=kind if len(updates.pipelines) == 1 else f"{name}: {kind}"))
     for tick, step in table.operations:
         row, colour = table.pipelines[step.model].devices[step.stage], colours[step.model, step.kind]
-        axes.add_patch(Rectangle((tick, row - 0.45), 1, 0.9, facecolor=colour, edgecolor="white", linewidth=0.5))
+        _draw_box(axes, row, tick, 1, facecolor=colour)
         if len(table.operations) <= MOST_NUMBERED:
             axes.text(tick + 0.5, row, step.micro_batch, ha="center", va="center", color="white", fontsize=6)
-    axes.set_xlim(0, 1 + table.operations[-1].tick)
-    axes.set_ylim(table.devices - 0.5, -0.5)
-    axes.set_yticks(range(table.devices), [f"group {group}" for group in range(table.devices)])
-    axes.set_xlabel("ticks")
+    _label(axes, [f"group {group}" for group in range(table.devices)], 1 + table.operations[-1].tick, "ticks")
     axes.set_title(f"{' and '.join(updates.pipelines)}: bubble {100 * bubble(table, lambda step: 1):.0f} %")
     axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0))
