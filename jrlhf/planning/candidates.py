@@ -62,14 +62,15 @@ def placements(
 ) -> Iterator[Placement]:
     """Yields the ways to divide a call over the devices 0 to `count` - 1. hypothetical: also pipelines."""
     models = [model.config for model in workload.models[call.role]]
-    for layout, stages in product(workload.layouts(call), divisors(count) if hypothetical else (1,)):
+    rows = workload.rows // (2 * workload.minibatches if call.kind == "train" else 1)
+    # ReaL's bounds of a pipeline: on stages per node, and with enough layers and rows.
+    most = min(max(-(-count // node), 8), *(model.layers for model in models), rows) if hypothetical else 1
+    for layout, stages in product(workload.layouts(call), [1, *(size for size in divisors(count)[1:] if size <= most)]):
         for tensor, fsdp in product(divisors(count // stages), repeat=2):
             data, rest = divmod(count // stages, tensor * fsdp)
             if rest or tensor > min(TENSOR, node) or (layout == "train_tp" and tensor == 1):
                 continue
             if any(next(indivisible(model, fsdp, tensor), None) for model in models):
-                continue
-            if not _stages_run(workload, call, stages, count, node):
                 continue
             # Generation has slots instead of micro-batches, and a fused update has a single pass.
             once = call.kind == "generate" or call.role == LEARNER
@@ -140,24 +141,24 @@ def candidates(prices: CostModel, *, hypothetical: bool = False, processes: int 
         call.name: call_candidates(prices, call, hypothetical=hypothetical, processes=processes)
         for call in workload.calls
     }
-    by_mesh: dict[tuple[int, ...], dict[str, list[Price]]] = {}
     shared = [call.name for call in workload.calls if workload.on_base(call.role)]
+    if not shared:
+        return result
+    by_mesh: dict[tuple[int, ...], dict[str, list[Price]]] = {}
     for name in shared:
         for candidate in result[name]:
             if candidate.placement.devices.count == devices:
                 by_mesh.setdefault(candidate.placement.stored, {}).setdefault(name, []).append(candidate)
     common = {mesh: options for mesh, options in by_mesh.items() if len(options) == len(shared)}
-    if shared and not common:
+    if not common:
         raise UserError(
             f"no mesh of all {devices} devices suits {', '.join(shared)}, which share the base under their adapters: "
             + _rows_for(workload, prices.cluster)
         )
 
-    def seconds(mesh: tuple[int, ...]) -> float:
-        return sum(ranked[0].seconds for ranked in common[mesh].values())
-
+    seconds = {mesh: sum(ranked[0].seconds for ranked in options.values()) for mesh, options in common.items()}
     # Among equally fast meshes, takes the one with the fewest replicas.
-    return result | common[min(common, key=lambda mesh: (seconds(mesh), mesh))] if shared else result
+    return result | common[min(common, key=lambda mesh: (seconds[mesh], mesh))]
 
 
 def call_candidates(prices: CostModel, call: Call, *, hypothetical: bool = False, processes: int = 1) -> list[Price]:
@@ -211,15 +212,6 @@ def call_candidates(prices: CostModel, call: Call, *, hypothetical: bool = False
             if len(spread) < MOST or devices.count == cluster.devices:
                 spread.append(replace(candidate, placement=replace(candidate.placement, devices=devices)))
     return spread
-
-
-def _stages_run(workload: Workload, call: Call, stages: int, count: int, node: int) -> bool:
-    """Returns whether a pipeline is within ReaL's bounds: on stages per node, and with enough layers and rows."""
-    if stages == 1:
-        return True
-    rows = workload.rows // (2 * workload.minibatches if call.kind == "train" else 1)
-    layers = min(model.config.layers for model in workload.models[call.role])
-    return stages <= max(-(-count // node), 8) and stages <= layers and rows >= stages
 
 
 def _rows_for(workload: Workload, cluster: Cluster) -> str:
