@@ -233,24 +233,22 @@ def _models_of_roles(
     def adapted(role: str, adapter: LoRAConfig | None, head: HeadKind, *, trained: bool = False) -> RoleModel:
         return RoleModel(models[role], head, trained, adapter, is_base=adapter is None, int8=int8)
 
-    def policy_like(role: str, head: HeadKind, *, trained: bool, own: bool = False) -> None:
-        """own: the role has its own model instead of starting from the policy."""
-        plain = lora is None or own
-        add(role, RoleModel(models[role], head, trained) if plain else adapted(role, lora, head, trained=trained))
-
-    policy_like("actor", "lm", trained=True)
-    if "critic" in models:
-        separate = section is not None and not section.critic
-        policy_like("critic", "scalar", trained=True, own=separate or config.roles.critic is not None)
-    if "cost_critic" in models:
-        policy_like("cost_critic", "scalar", trained=True)
-    if config.reference_is_base and "reference" in models:
-        add("reference", adapted("reference", None, "lm"))
-    elif "reference" in models:
-        policy_like("reference", "lm", trained=False, own=config.roles.reference is not None)
+    # Role, head, whether it is trained, and whether it has its own model instead of starting from the policy.
+    policies: tuple[tuple[str, HeadKind, bool, bool], ...] = (
+        ("actor", "lm", True, False),
+        ("critic", "scalar", True, config.roles.critic is not None or (section is not None and not section.critic)),
+        ("cost_critic", "scalar", True, False),
+        ("reference", "lm", False, config.roles.reference is not None),
+    )
+    for role, head, trained, own in policies:
+        if role == "reference" and role in models and config.reference_is_base:
+            add(role, adapted(role, None, head))
+        elif role in models:
+            plain = lora is None or own
+            add(role, RoleModel(models[role], head, trained) if plain else adapted(role, lora, head, trained=trained))
     if "reward_model" in config.stages:
-        trained = RoleModel(models["reward"], "scalar", trained=False, wide=True)
-        add("reward", trained if lora is None else adapted("reward", lora, "scalar"))
+        learned = RoleModel(models["reward"], "scalar", trained=False, wide=True)
+        add("reward", learned if lora is None else adapted("reward", lora, "scalar"))
     for key, role, part in config.rewards_and_costs if config.algorithm is not None else ():  # used by algorithms only
         if part.adapter is not None:
             with user_errors(f"{key}.adapter={part.adapter}"):
