@@ -19,7 +19,7 @@ from jrlhf.fleet import predict
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.hardware import cluster as cluster_of
 from jrlhf.meshes.plan import Plan
-from jrlhf.planning import auto, fit, plans, show
+from jrlhf.planning import auto, fit, plans, profile, show
 from jrlhf.planning.fusion import tiles
 from jrlhf.planning.fusion.last_rows import Work
 from jrlhf.planning.fusion.updates import fused_prices
@@ -82,10 +82,15 @@ def _run(options: argparse.Namespace) -> None:
         search = Search(**{item.name: getattr(options, item.name) for item in fields(Search)})
     planned = make_plan(config, search, say=say, progress=_progress if sys.stderr.isatty() else None)
     print(planned.text)
-    if options.plot is not None:
-        _write("plot", options.plot, planned.plot)
-    if options.save is not None:
-        _write("save", options.save, planned.save)
+    for name, write in (("plot", planned.plot), ("save", planned.save)):
+        if (path := getattr(options, name)) is not None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write(path)
+            except OSError as error:
+                raise UserError(
+                    f"--{name} {path} cannot be written ({error.strerror}): choose another place"
+                ) from error
     planned.check()
 
 
@@ -189,7 +194,10 @@ def make_plan(
     if mean_response is not None and not 1 <= mean_response <= workload.response:
         raise UserError(f"mean_response={mean_response:g} must be from 1 to data.max_response={workload.response}")
     if not isinstance(here, Cluster):
-        say(f"measured: {auto.measure_here(workload, here, lambda part: say(f'measuring {part}'))}")
+        path = profile.default_path(here)
+        times = profile.measure(workload, here, profile=profile.load(path), say=lambda part: say(f"measuring {part}"))
+        profile.save(times, path)
+        say(f"measured: {path}")
     prices = setting.prices
     devices = prices.cluster.devices
     if processes is not None and (processes < 1 or devices % processes):
@@ -286,14 +294,6 @@ def _check_options(config: Config, search: Search) -> None:
 
 def _unplanned(config: Config) -> str:
     return f"stages=[{', '.join(config.stages)}], which run by no plan"
-
-
-def _write(option: str, path: Path, write: Callable[[Path], object]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(path)
-    except OSError as error:
-        raise UserError(f"--{option} {path} cannot be written ({error.strerror}): choose another place") from error
 
 
 def _progress(proposals: int, seconds: float) -> None:

@@ -1,9 +1,8 @@
 """Finds plans for the present devices (`plan: auto`), and for a described cluster (`python -m jrlhf.plan`)."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from jrlhf.config.check import mesh_sizes
@@ -21,7 +20,7 @@ from jrlhf.planning.fit import backend_of, capacity
 from jrlhf.planning.fusion.proposal import with_pipelines
 from jrlhf.planning.memory import GIB, away_parts
 from jrlhf.planning.plans import scaled_placement, validate_plan
-from jrlhf.planning.profile import ProfiledCosts, cluster_of, default_path, load, measure, save
+from jrlhf.planning.profile import ProfiledCosts, cluster_of, default_path, load
 from jrlhf.planning.search import Found, Result, colocates, placed_together, search
 from jrlhf.planning.simulate import simulate
 from jrlhf.planning.time import CostModel, Price
@@ -180,13 +179,6 @@ class Setting:
             return colocates(self.prices, candidates(self.prices, **options))
         except UserError:
             return False
-
-
-def measure_here(workload: Workload, devices: Sequence[Device], say: Callable[[str], None]) -> Path:
-    """Measures the curves that the devices' profile lacks for a workload; returns the profile's file."""
-    path = default_path(devices)
-    save(measure(workload, devices, profile=load(path), say=say), path)
-    return path
 
 
 def prices_here(

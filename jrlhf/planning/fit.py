@@ -39,27 +39,24 @@ def check_memory(
     graphs: of the stages. plan: of the algorithm, if there is one.
     """
     for graph in graphs:
-        _check_stage(config, workload_of(config, graph, models), mesh, plan)
-
-
-def _check_stage(config: Config, workload: Workload, mesh: Mesh, plan: Plan | None) -> None:
-    plan, backend, away = _planned(config, workload, mesh, plan)
-    limit, source = capacity(config, mesh.devices.flat), "device.memory" if config.device.memory else "a device"
-    if limit is None:
-        limit, source = _share_of_host(config, mesh, plan), "its share of this machine"
-    memory = plan_memory(workload, plan, backend, away=away)
-    if memory.peak <= limit:
-        return
-    worst = memory.largest
-    settings = suggest_settings(workload, plan, limit, backend, away=away, asleep=_asleep(config, workload))
-    if source.startswith("its"):  # simulated devices share the host's memory, so more of them do not help
-        settings = [setting for setting in settings if "devices" not in setting.changes]
-    remedy = " or ".join(_written(config, setting, workload, plan) for setting in settings[:MOST_NAMED])
-    remedy = remedy or "fewer rows, smaller models or more memory, for no other setting fits"
-    raise UserError(
-        f"{worst.call} needs {worst.total / GIB:.4g} GiB of each device, of which roles keep "
-        f"{worst.resident / GIB:.4g}, and {source} has {limit / GIB:.4g}: choose {remedy}"
-    )
+        workload = workload_of(config, graph, models)
+        own, backend, away = _planned(config, workload, mesh, plan)
+        limit, source = capacity(config, mesh.devices.flat), "device.memory" if config.device.memory else "a device"
+        if limit is None:
+            limit, source = _share_of_host(config, mesh, own), "its share of this machine"
+        memory = plan_memory(workload, own, backend, away=away)
+        if memory.peak <= limit:
+            continue
+        worst = memory.largest
+        settings = suggest_settings(workload, own, limit, backend, away=away, asleep=_asleep(config, workload))
+        if source.startswith("its"):  # simulated devices share the host's memory, so more of them do not help
+            settings = [setting for setting in settings if "devices" not in setting.changes]
+        remedy = " or ".join(_written(config, setting, workload, own) for setting in settings[:MOST_NAMED])
+        remedy = remedy or "fewer rows, smaller models or more memory, for no other setting fits"
+        raise UserError(
+            f"{worst.call} needs {worst.total / GIB:.4g} GiB of each device, of which roles keep "
+            f"{worst.resident / GIB:.4g}, and {source} has {limit / GIB:.4g}: choose {remedy}"
+        )
 
 
 def check_fits(config: Config, plan: Plan, prices: CostModel, result: Simulation) -> None:

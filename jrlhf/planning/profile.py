@@ -224,7 +224,8 @@ def wanted_curves(workload: Workload, devices: Sequence[Device]) -> Iterator[tup
         shares = {1 / fsdp: partial(microbenchmarks.update, config, devices, fsdp) for fsdp in powers}
         yield f"update {shape_key(config)}", shares
         for slices in counts:
-            if not _divides(config, slices):
+            keys = {key for key, *_ in indivisible(config, 1, slices)} - {"vocab_size"}  # a slice has no table
+            if keys or (config.kv_heads % slices and slices % config.kv_heads):
                 continue
             part, rows = microbenchmarks.sliced(config, slices), most * slices
             # (whether it trains, its remat policy, tokens of a row)
@@ -248,11 +249,6 @@ def wanted_curves(workload: Workload, devices: Sequence[Device]) -> Iterator[tup
         make = partial(microbenchmarks.ends, config, devices, head=head, train=train, fused=workload.fused_loss)
         name = ends_curve(config, head, train, workload.fused_loss)
         yield name, {n * workload.length: partial(make, n, workload.length) for n in _sizes(most)}
-
-
-def _divides(config: ModelConfig, slices: int) -> bool:
-    keys = {key for key, *_ in indivisible(config, 1, slices)} - {"vocab_size"}  # a slice has no table
-    return not keys and (config.kv_heads % slices == 0 or slices % config.kv_heads == 0)
 
 
 def _sizes(most: int) -> list[int]:
