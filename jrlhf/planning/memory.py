@@ -107,7 +107,7 @@ def state_bytes(models: Sequence[RoleModel], itemsize: int, home: Placement) -> 
             sizes["weights"] += _frozen_bytes(model, WIDE if model.wide else itemsize, home)
         if model.trained:
             sizes["optimizer"] += 2 * own + COUNTERS
-    return sizes
+    return dict(sizes)
 
 
 def _frozen_bytes(model: RoleModel, itemsize: int, placement: Placement) -> float:
@@ -361,7 +361,7 @@ def fused_bytes(workload: Workload, plan: Plan, backend: Backend = DEFAULT) -> d
         for part, size in call_bytes(workload, call, placement, backend).active.items():
             sizes[part] += size
         sizes["gradients of further pipelines"] += (groups // placement.pipeline - 1) * whole
-    return sizes
+    return dict(sizes)
 
 
 def plan_memory(workload: Workload, plan: Plan, backend: Backend = DEFAULT, *, away: Away | None = None) -> PlanMemory:
