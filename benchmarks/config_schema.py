@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from jrlhf.config import Config
 from jrlhf.config.descriptions import descriptions, summary
-from jrlhf.config.parse import kinds_of
+from jrlhf.config.keys import kinds_of
 from jrlhf.config.stages import STAGES
 from jrlhf.ppo.fields import default_of, rules_of
 

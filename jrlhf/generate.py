@@ -17,7 +17,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jrlhf.config import load_config
-from jrlhf.config.parse import convert, kinds_of
+from jrlhf.config.keys import kinds_of
+from jrlhf.config.parse import convert
 from jrlhf.config.places import expanded, is_address, local
 from jrlhf.config.schema import ColumnsConfig, DatasetsData, DeviceConfig
 from jrlhf.data.batches import key_for, pad_rows, program_width, put_rows, read_responses, row_keys, whole_batches

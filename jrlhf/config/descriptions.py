@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from jrlhf.config.parse import classes_of, kinds_of
+from jrlhf.config.keys import classes_of, kinds_of
 
 WIDTH = 110
 

@@ -13,11 +13,12 @@ import types
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import reduce
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 
-from jrlhf.config.peers import IN_OTHER_STAGES, PEERS
+from jrlhf.config.keys import as_line, classes_of, joined, kinds_of, paths_of
+from jrlhf.config.suggest import UnknownKey, suggestion
 from jrlhf.errors import UserError
 from jrlhf.ppo.fields import Section, default_of
 
@@ -38,17 +39,6 @@ class _Quoted(str):
 
 class Override(str):
     """The right side of `key=value`: text for a text field, YAML for other fields."""
-
-
-class _UnknownKey(Exception):
-    """A section does not have a key (an `_Unknown`). `build` of the whole config knows where else it is."""
-
-
-class _Unknown(NamedTuple):
-    cls: Any  # the section
-    path: str
-    key: str
-    value: object
 
 
 class _Loader(yaml.SafeLoader):
@@ -94,16 +84,6 @@ def parse_yaml(text: str, source: str) -> object:
         raise UserError(f"{position}: not valid YAML: {problem}") from error
     except RecursionError as error:
         raise UserError(f"{source}: not a config: nested too deeply") from error
-
-
-def flatten(mapping: object, prefix: str = "") -> dict[str, str]:
-    """Returns dotted key -> value as text for a parsed config. A list counts as one value."""
-    if not isinstance(mapping, dict):
-        return {prefix: _flow(mapping)}
-    merged = {}
-    for key, value in mapping.items():
-        merged |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
-    return merged
 
 
 def override(mapping: dict[str, Any], assignment: str) -> None:
@@ -174,10 +154,8 @@ def build(cls: type[T], mapping: object, path: str = "") -> T:
     """
     try:
         return _build(cls, mapping, path)
-    except _UnknownKey as error:
-        unknown: _Unknown = error.args[0]
-        written = _joined(unknown.path, unknown.key)
-        raise UserError(f"{written} is not a known key: {_suggestion(unknown, cls, mapping)}") from error
+    except UnknownKey as error:
+        raise UserError(f"{error}: {suggestion(error, cls, mapping)}") from error
 
 
 def _build(cls: type[T], mapping: object, path: str) -> T:
@@ -189,11 +167,11 @@ def _build(cls: type[T], mapping: object, path: str) -> T:
     values: dict[str, Any] = {}
     for key, value in mapping.items():
         if key not in kinds:
-            if "." in (parts := str(key)) and parts in _paths(cls):
+            if "." in (parts := str(key)) and parts in paths_of(cls):
                 nested = reduce(lambda inner, part: {part: inner}, reversed(parts.split(".")), value)
-                raise UserError(f"{_joined(path, key)}: dots in keys are not read here, write {_shown(nested)}")
-            raise _UnknownKey(_Unknown(cls, path, str(key), value))
-        values[key] = convert(kinds[key], value, _joined(path, key))
+                raise UserError(f"{joined(path, key)}: dots in keys are not read here, write {_shown(nested)}")
+            raise UnknownKey(cls, path, str(key), value)
+        values[key] = convert(kinds[key], value, joined(path, key))
     for item in fields(cls):  # pyright: ignore[reportArgumentType]
         if "table" in item.metadata:
             values[item.name] = {key: values.pop(key) for key in item.metadata["table"] if key in values}
@@ -201,7 +179,7 @@ def _build(cls: type[T], mapping: object, path: str) -> T:
         return cls(**values, **derived)
     except ValueError as error:
         names_a_key = re.match(r"\w+=", str(error))
-        raise UserError(_joined(path, str(error)) if names_a_key else f"{path}: {error}".lstrip(": ")) from error
+        raise UserError(joined(path, str(error)) if names_a_key else f"{path}: {error}".lstrip(": ")) from error
 
 
 def convert(kind: Any, value: object, path: str) -> Any:
@@ -327,101 +305,6 @@ def _untyped(value: object) -> object:
     return float(value) if re.fullmatch(r"[-+]?(\d*\.?\d+([eE][-+]?\d+)?|\d+\.)", value) else str(value)
 
 
-def classes_of(kind: Any) -> list[Any]:
-    """Returns the section classes among the types that `kind` allows."""
-    return [one for one in (kind, *get_args(kind)) if is_dataclass(one) and get_origin(kind) is not tuple]
-
-
-def kinds_of(cls: Any) -> dict[str, Any]:
-    """Returns key -> type for the keys of a config, without fields that are filled `from` other settings."""
-    kinds, hints = {}, get_type_hints(cls)
-    for item in fields(cls):
-        if "from" not in item.metadata:
-            kinds |= item.metadata.get("table") or {item.name: hints[item.name]}
-    return kinds
-
-
-def _suggestion(unknown: _Unknown, root: Any, config: object) -> str:
-    """Suggests a setting below the section that has the key, one elsewhere in the config, a similar key, or all keys.
-
-    root: the class of the whole config. config: the whole config as it was given.
-    """
-    cls, path, key, value = unknown
-    sources = {item.name: item.metadata["from"] for item in fields(cls) if "from" in item.metadata}
-    if sources.get(key):
-        return f"the run's {sources[key]} is used, set that"
-    kinds, table = kinds_of(cls), {name for item in fields(root) for name in item.metadata.get("table", ())}
-    top = re.split(r"[.[]", path)[0]
-    used = {top} & table or (table & set(config) if isinstance(config, Mapping) else set()) or table
-    leaves = {inner: inner.rsplit(".", 1)[-1] for inner in _paths(root) if inner.split(".")[0] not in table - used}
-    below = leaves if cls is root else {inner: inner.rsplit(".", 1)[-1] for inner in _paths(cls)}
-    of_stages = {name for inner, name in leaves.items() if inner.split(".")[0] in used}
-    written = next(iter(flatten(value, key)), key)  # with the names of the sections inside
-    leaf = written.rsplit(".", 1)[-1]
-    word = leaf if leaf in PEERS else key
-    peer = PEERS.get(re.sub(r"\[\d+\]", "", _joined(path, written)))
-    peer = peer or (word if word in below.values() else PEERS.get(word, word))
-    if table and (not path or top in table) and peer not in of_stages:
-        peer = IN_OTHER_STAGES.get(peer, peer)
-    if " " in peer:
-        return peer
-
-    def named(*names: str) -> str:
-        return f"did you mean {' or '.join(_joined(path, name) for name in names)}?"
-
-    if close := difflib.get_close_matches(key, kinds, n=1, cutoff=0.9):  # before a setting of this name further below
-        return named(*close)
-    if "." in written and (same := [inner for inner in below if inner.endswith(f".{written}")]):
-        return named(*same)
-    if same := [inner for inner, name in below.items() if peer in (inner, name)]:
-        return named(*same)
-    if path and peer == key in kinds_of(root):
-        return f"did you mean {key}, at the top level?"
-    apart = _joined(path, written).removeprefix(f"{top}.")
-    owners = [stage for stage in kinds_of(root) if stage in table - used and apart in _paths(kinds_of(root)[stage])]
-    if top in table and peer == key and owners:
-        return f"it is a setting of {', '.join(owners)} only"
-    elsewhere = [peer] if peer in leaves else [inner for inner, name in leaves.items() if name == peer]
-    if not elsewhere and peer == key and key != leaf:  # a section that is not known, with a setting that is
-        elsewhere = [inner for inner, name in leaves.items() if name == leaf]
-    if peer != key:  # settings of stages first
-        elsewhere = [inner for inner in elsewhere if inner.split(".")[0] in used] or elsewhere
-    if 0 < len(elsewhere) <= 3:
-        return f"did you mean {' or '.join(elsewhere)}?"
-    if peer != key and word in PEERS:
-        return f"did you mean {peer}?"
-    is_section = isinstance(value, Mapping)
-    alike = [name for name in kinds if classes_of(kinds[name])] if is_section else list(kinds)
-    if close := difflib.get_close_matches(key, alike, n=1):
-        return named(*close)
-    if close := difflib.get_close_matches(key, [] if is_section else below.values(), n=1):
-        return named(*(inner for inner, name in below.items() if name in close))
-    more = "; a function's own arguments are written in options" if "options" in kinds else ""
-    return f"known are {', '.join(kinds)}{more}"
-
-
-def _paths(cls: Any) -> list[str]:
-    """Returns the dotted keys of all settings below a section."""
-    keys = []
-    for name, kind in kinds_of(cls).items():
-        inner = [f"{name}.{path}" for section in classes_of(kind) for path in _paths(section)]
-        keys += inner or [name]
-    return list(dict.fromkeys(keys))
-
-
-def _joined(path: str, key: object) -> str:
-    return f"{path}.{key}" if path else str(key)
-
-
 def _shown(value: object) -> str:
-    text = " ".join(_flow(value).split())
+    text = " ".join(as_line(value).split())
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _flow(value: object) -> str:
-    """Returns a parsed value as a line of YAML."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_flow(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_flow(inner) for inner in value) + "]"
-    return "null" if value is None else str(value)

@@ -16,7 +16,7 @@ from huggingface_hub.repocard import metadata_load
 
 from jrlhf import __version__
 from jrlhf.config import Config, config_yaml
-from jrlhf.config.parse import classes_of, kinds_of
+from jrlhf.config.keys import classes_of, kinds_of
 from jrlhf.config.schema import DatasetsData, RewardConfig
 from jrlhf.config.stages import ALGORITHMS
 from jrlhf.models.hf.files import CARD, PLOT, PROMPTING, SIGNATURE, check_file

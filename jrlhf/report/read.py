@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from jrlhf.config.parse import flatten, parse_yaml
+from jrlhf.config.keys import flatten
+from jrlhf.config.parse import parse_yaml
 from jrlhf.config.stages import TITLES
 from jrlhf.errors import UserError
 from jrlhf.meshes.plan import Plan, plan_of

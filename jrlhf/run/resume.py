@@ -5,7 +5,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from jrlhf.config import Config, build, config_yaml
-from jrlhf.config.parse import flatten, parse_yaml
+from jrlhf.config.keys import flatten
+from jrlhf.config.parse import parse_yaml
 from jrlhf.config.stages import OptimizerConfig, PPOStageConfig
 from jrlhf.errors import UserError
 from jrlhf.run.checkpoints import saved_steps

@@ -13,7 +13,8 @@ import yaml
 
 from benchmarks.config_schema import config_schema
 from jrlhf.config import Config, build, config_yaml
-from jrlhf.config.parse import Feature, classes_of, kinds_of
+from jrlhf.config.keys import classes_of, kinds_of
+from jrlhf.config.parse import Feature
 from jrlhf.config.schema import DataConfig
 from jrlhf.config.stages import STAGES
 from jrlhf.errors import UserError

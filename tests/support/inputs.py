@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from jrlhf.config.parse import classes_of, kinds_of
+from jrlhf.config.keys import classes_of, kinds_of
 from jrlhf.config.schema import Config
 
 KINDS = ("config", "dataset", "tokenizer", "model", "plan", "adapter")

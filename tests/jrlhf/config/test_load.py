@@ -10,7 +10,8 @@ import yaml
 
 from benchmarks.config_reference import reference_table
 from jrlhf.config import Config, build, config_names, config_yaml, load, load_config, validate
-from jrlhf.config.parse import Feature, flatten, parse_yaml
+from jrlhf.config.keys import flatten
+from jrlhf.config.parse import Feature, parse_yaml
 from jrlhf.config.parse import override as put
 from jrlhf.config.peers import PEERS
 from jrlhf.config.schema import DatasetsData, DocstringsData, LoRASection

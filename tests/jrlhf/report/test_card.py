@@ -16,7 +16,8 @@ import yaml
 
 import jrlhf
 from jrlhf.config import Config, config_yaml
-from jrlhf.config.parse import build, classes_of, kinds_of
+from jrlhf.config.keys import classes_of, kinds_of
+from jrlhf.config.parse import build
 from jrlhf.config.schema import DatasetsData, RewardConfig
 from jrlhf.report.card import Facts, card, facts_of, files, license_of
 from jrlhf.report.read import Record, read_run
