@@ -155,7 +155,7 @@ def build(cls: type[T], mapping: object, path: str = "") -> T:
     try:
         return _build(cls, mapping, path)
     except UnknownKey as error:
-        raise UserError(f"{error}: {suggestion(error, cls, mapping)}") from error
+        raise UserError(f"{error} is not a known key: {suggestion(error, cls, mapping)}") from error
 
 
 def _build(cls: type[T], mapping: object, path: str) -> T:

@@ -15,7 +15,7 @@ class UnknownKey(Exception):
 
     def __init__(self, cls: Any, path: str, key: str, value: object):
         """cls, path: the section's class and dotted key. value: what was given for `key`."""
-        super().__init__(f"{joined(path, key)} is not a known key")
+        super().__init__(joined(path, key))
         self.cls, self.path, self.key, self.value = cls, path, key, value
 
 
