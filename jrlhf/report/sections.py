@@ -356,7 +356,8 @@ def samples(run: Record) -> tuple[str, list[tuple[str, list[Sample]]]]:
         extremes = [(f"With the lowest {name}", low), ("With the highest", high)]
     groups = [("The first prompts", (compared or answers)[:10]), *extremes]
     responses = [sample for sample in run.samples if "response" in sample]
-    for kind in ("validation", "training"):
-        latest = [sample for sample in responses if (sample.get("kind") == "validation") == (kind == "validation")]
-        groups.append((f"Latest samples of {kind}", latest[-_LATEST:]))
+    of_validation = [sample for sample in responses if sample.get("kind") == "validation"]
+    of_training = [sample for sample in responses if sample.get("kind") != "validation"]
+    groups += [("Latest samples of validation", of_validation[-_LATEST:])]
+    groups += [("Latest samples of training", of_training[-_LATEST:])]
     return text, [group for group in groups if group[1]]

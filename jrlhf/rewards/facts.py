@@ -96,14 +96,11 @@ class Facts:
         for parameter in [*self.required, *self.config.columns]:
             column = self.config.columns.get(parameter, parameter)
             if column not in given:
-                sentence = (
-                    f"{self.called} needs the column {column!r} for {self.spec}, and the dataset has "
-                    f"{', '.join(sorted(columns)) or 'none'}: name one of these in columns.{parameter}, or "
-                    f"give options.{parameter}"
-                )
                 # Built-in functions need an answer for each row, which no option gives.
+                option = "" if self.is_builtin else f", or give options.{parameter}"
                 raise UserError(
-                    sentence.removesuffix(f", or give options.{parameter}") if self.is_builtin else sentence
+                    f"{self.called} needs the column {column!r} for {self.spec}, and the dataset has "
+                    f"{', '.join(sorted(columns)) or 'none'}: name one of these in columns.{parameter}{option}"
                 )
 
     def story(self, sample: Sample, failure: Mapping[str, str], samples: int) -> str:

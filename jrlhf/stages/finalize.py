@@ -1,8 +1,7 @@
 """The end of a run: held-out evaluation, the models in Hugging Face form, samples, the summary and the report."""
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -53,34 +52,33 @@ def finish(context: Context, outcome: Outcome) -> dict[str, Any]:
     """Evaluates the policy on held-out prompts, writes models, samples, summary and report; returns the summary."""
     from jrlhf.report import read_run, results, write_report  # draws with matplotlib, which takes long to load
 
-    config, run, tokenizer = context.config, context.run, context.task.tokenizer
+    run = context.run
     run.begin(context.console.line)
     with context.console.status("answering the held-out prompts"):
         after = grade_heldout(context, outcome.policy, outcome.rewards, outcome.costs)
     summary = from_main(partial(_summarise, context, outcome, after))
-    with context.console.status("writing the model"), _explained():
-        stage = [name for name in config.stages if name != "reward_model" or len(config.stages) == 1][-1]
-        facts = card_facts(run, config, stage, config.length(stage)) if run.writes else None
-        export(run, config, tokenizer, outcome.policy, facts)
-        if (reward := outcome.reward) is not None:
-            if reward.base is not None:  # the base is on all devices, and is exported with the adapter
-                reward = RolePlacement.of(context.mesh).store(reward, donate=False)
-            with jax.set_mesh(reward.mesh):
-                export(run, config, tokenizer, reward, facts, head="scalar")
+    with context.console.status("writing the model"):
+        try:
+            _export_all(context, outcome)
+        except FileExistsError as error:  # a file of the user, which would be deleted
+            raise UserError(f"{error}; then resume the run") from error
     from_main(lambda: str(write_report(run.path)))
     if run.writes:
         context.console.summary(results(read_run(run.path)), summary["phases"], run.shown)
     return summary
 
 
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Turns the refusal of an export to delete a user's file into a UserError. Nothing is lost: the run resumes."""
-    try:
-        yield
-    except FileExistsError as error:
-        reason = str(error).rpartition(": choose another")[0] or error  # a run has one place for its models
-        raise UserError(f"{reason}: move it away, and resume the run") from error
+def _export_all(context: Context, outcome: Outcome) -> None:
+    """Exports the policy, and the reward model if this run trained one."""
+    config, run, tokenizer = context.config, context.run, context.task.tokenizer
+    stage = [name for name in config.stages if name != "reward_model" or len(config.stages) == 1][-1]
+    facts = card_facts(run, config, stage, config.length(stage)) if run.writes else None
+    export(run, config, tokenizer, outcome.policy, facts)
+    if (reward := outcome.reward) is not None:
+        if reward.base is not None:  # the base is on all devices, and is exported with the adapter
+            reward = RolePlacement.of(context.mesh).store(reward, donate=False)
+        with jax.set_mesh(reward.mesh):
+            export(run, config, tokenizer, reward, facts, head="scalar")
 
 
 def _summarise(context: Context, outcome: Outcome, after: Graded | None) -> dict[str, Any]:

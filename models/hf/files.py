@@ -298,8 +298,8 @@ def previous_export(directory: Path, ours: Callable[[str], bool]) -> None:
     if foreign:
         more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
         raise FileExistsError(
-            f"{directory} holds {foreign[0]!r}{more}, which an export does not write and would delete: choose another "
-            "directory for it"
+            f"{directory} holds {foreign[0]!r}{more}, which an export does not write and would delete: move it away, "
+            "or choose another directory for the export"
         )
 
 

@@ -164,6 +164,6 @@ def test_a_file_of_the_user_in_the_place_of_the_model_ends_the_run_with_a_senten
         params={}, base=None, architecture=SimpleNamespace(lora=None), config=ModelConfig(8, 8, 1, 1, 1, 8, 8, 64)
     )
     model.onloaded = lambda: model
-    with pytest.raises(UserError, match="model holds 'notes.md', which .*: move it away, and resume the run$"):
+    with pytest.raises(UserError, match="model holds 'notes.md', which .*: move it away, .*; then resume the run$"):
         finalize.finish(context, finalize.Outcome(model, {}))
     assert (tmp_path / "model" / "notes.md").exists()

@@ -204,7 +204,7 @@ def test_only_an_exports_own_files_are_replaced(reference, tmp_path):
     before = sorted(real.iterdir())
 
     def refused(name):
-        with pytest.raises(FileExistsError, match=f"real holds '{name}', which .* delete: choose another directory"):
+        with pytest.raises(FileExistsError, match=f"real holds '{name}', which .* delete: move it away"):
             write(real)
 
     (real / "mine.txt").write_text("dear diary")
