@@ -376,7 +376,8 @@ def plan_memory(workload: Workload, plan: Plan, backend: Backend = DEFAULT, *, a
         if (home := home_of(workload.graph, role, plan)) is not None:
             homes[role] = plan[home.name]
             states[role] = state_bytes(models, workload.itemsize, plan[home.name])
-    base = max((parts.pop("base", 0.0) for parts in states.values()), default=0.0)  # it is on all devices
+    bases = [parts.pop("base", 0.0) for parts in states.values()]  # one base serves all roles
+    base = max(bases, default=0.0)
     groups = segments(placement.devices for placement in plan.placements.values())
 
     def stored(call: Call, group: Slice) -> float:

@@ -66,7 +66,8 @@ def open_rewards(
             else:
                 function = FunctionReward(reward, config.seed, folder / f"{role}-{reward.name}.log", kind=role)
                 texts[reward.name] = TextPart(reward.weight, function.score, from_main(partial(start, function)))
-                interruptible.extend([] if reward.in_process else [function])
+                if not reward.in_process:
+                    interruptible.append(function)
         rewards = Rewards(
             tokens,
             texts,
