@@ -29,7 +29,7 @@ from jrlhf.data.types import Example, Response
 from jrlhf.errors import UserError, exit_code_of_printing, user_errors
 from jrlhf.meshes import GENERATE, make_mesh
 from jrlhf.models import ModelConfig, SamplingConfig, Schedule
-from jrlhf.models.generation.continuous import Prompt
+from jrlhf.models.generation.continuous import ContinuousBatch, Prompt
 from jrlhf.models.hf import load_adapter
 from jrlhf.models.weights import check_tensor
 from jrlhf.roles.compiled import CompiledModel
@@ -108,7 +108,8 @@ class Generator:
         """Yields the text of one response as it grows. The last text equals the result of `answer` for the prompt."""
         width = program_width(len(ids), self.longest)
         seeds = np.asarray(jax.random.key_data(row_keys(key, self.batch, self.mesh)))
-        slots = self.compiled.continuous(self.sampling, Schedule(chunk=STREAMED), 1, self.batch, width)
+        decoder = self.compiled.decoder(self.sampling, 1)
+        slots = ContinuousBatch(decoder, self.mesh, Schedule(chunk=STREAMED), self.batch, width)
         base = self.model.frozen
         weights = (base[0], self.model.params) if base else (self.model.params, {})
         slots.admit(weights, [Prompt(0, pad_rows([ids], width)[0][0], len(ids), seeds[:1])])

@@ -269,7 +269,8 @@ def make_plan(
 
 def _check_options(config: Config, search: Search) -> None:
     """Refuses options that have no effect with the config, or that it cannot have."""
-    sigma, key = search.sigma, of_one_process(config)
+    sigma, alone = search.sigma, of_one_process(config)
+    key = "" if config.asynchronous is None else f"{config.algorithm}.asynchronous"
     if sigma is not None and not key and config.compute.score_rows is None:
         settings = "asynchronous training or compute.score_rows"
         raise UserError(f"sigma={sigma:g} has no effect without {settings}: leave it out")
@@ -277,8 +278,8 @@ def _check_options(config: Config, search: Search) -> None:
         raise UserError(f"sigma={sigma:g} must be from 0 to 3")
     if sigma and search.mean_response is None:
         raise UserError(f"sigma={sigma:g} needs mean_response: without it all responses have the greatest length")
-    if key and search.processes not in (None, 1):
-        raise UserError(f"processes={search.processes}: {key} is for runs of one process, leave one of them out")
+    if alone and search.processes not in (None, 1):
+        raise UserError(f"processes={search.processes}: {alone} is for runs of one process, leave one of them out")
     if not key:
         return
     if search.overlap and config.fleet is None:

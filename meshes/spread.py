@@ -24,7 +24,7 @@ def spread(tree: Any) -> Any:
     arrays = [leaves[index] for index in away]
     for group in groups(arrays):
         sources = onload([arrays[i] for i in group])
-        copies = reshard(sources, [_over_all(x.sharding, ()) for x in sources])  # shards as they are at the source
+        copies = reshard(sources, [_over_all(x, divides=False) for x in sources])  # shards as they are at the source
         moved = reshard(copies, [spread_sharding(x) for x in sources], donate=True)
         for i, array in zip(group, moved, strict=True):
             leaves[away[i]] = array
@@ -33,23 +33,26 @@ def spread(tree: Any) -> Any:
 
 def spread_sharding(leaf: jax.Array | jax.ShapeDtypeStruct) -> Sharding:
     """Returns the array's own sharding if each process has a part of it. Otherwise one over all devices, in which each
-    of the array's shards is divided further along one axis or, if that is impossible, replicated."""
+    of the array's shards is divided further along one axis or, if that is impossible, replicated. If the number of the
+    array's devices does not divide that of all devices, one axis of the whole array is divided instead."""
     sharding = leaf.sharding
     assert sharding is not None
     if not (isinstance(sharding, NamedSharding) and absent_processes(sharding.mesh)):
         return sharding
-    return _over_all(sharding, sharding.shard_shape(leaf.shape))
+    return _over_all(leaf)
 
 
-def _over_all(sharding: NamedSharding, shard: tuple[int, ...]) -> NamedSharding:
-    """Returns the sharding extended by a group of further devices for each of its own, over which a shard of the shape
-    `shard` is divided along one axis, or else replicated. Its number of devices must divide that of all devices."""
-    source = sharding.mesh
-    assert isinstance(source, Mesh), "an array's mesh has devices"
+def _over_all(leaf: jax.Array | jax.ShapeDtypeStruct, *, divides: bool = True) -> NamedSharding:
+    """Returns the array's sharding extended by a group of further devices for each of its own, over which each shard is
+    divided along one axis, or else replicated. divides: False: always replicated, if there are such groups."""
+    sharding = leaf.sharding
+    assert isinstance(sharding, NamedSharding) and isinstance(source := sharding.mesh, Mesh), "it has devices"
     own = list(np.asarray(source.devices).flat)
     others = [device for device in jax.devices() if device not in own]
     times, rest = divmod(len(own) + len(others), len(own))
-    assert rest == 0, f"{len(own)} devices do not divide all {len(own) + len(others)}"
+    if rest:
+        return _evenly(leaf.shape, sharding.shard_shape(leaf.shape))
+    shard = sharding.shard_shape(leaf.shape) if divides else ()
     parts = [gcd(size, times) for size in shard]
     most = max(parts, default=1)
     devices = np.asarray([*own, *others]).reshape(most, times // most, *source.shape.values())
@@ -58,4 +61,15 @@ def _over_all(sharding: NamedSharding, shard: tuple[int, ...]) -> NamedSharding:
     if most > 1:
         divided = parts.index(most)
         entries[divided] = (*axis_names(entries[divided]), "part")
+    return NamedSharding(mesh, P(*entries), memory_kind=DEVICE)
+
+
+def _evenly(shape: tuple[int, ...], shard: tuple[int, ...]) -> NamedSharding:
+    """Returns a sharding over all devices that divides one axis of an array: the one that gives the most parts, and
+    among such axes the one that is divided most already, so that less is moved. shard: the shape of its shards."""
+    devices = np.asarray(jax.devices())
+    parts = [gcd(size, len(devices)) for size in shape]
+    axes = sorted(range(len(shape)), key=lambda axis: (parts[axis], shape[axis] // shard[axis]))
+    entries = ["part" if axis == axes[-1] else None for axis in range(len(shape))]
+    mesh = Mesh(devices.reshape(max(parts, default=1), -1), ("part", "copy"))
     return NamedSharding(mesh, P(*entries), memory_kind=DEVICE)

@@ -22,13 +22,14 @@ from jrlhf.fleet.slices import SliceWorkers
 from jrlhf.fleet.state import Collected, FleetState
 from jrlhf.fleet.worker import describe
 from jrlhf.models import SamplingConfig
-from jrlhf.models.generation.continuous import Weights
+from jrlhf.models.generation.continuous import ContinuousBatch, Weights
 from jrlhf.models.lora import base_on
 from jrlhf.rewards.mixture import Answers, Rewards
 from jrlhf.roles.actor import Actor
 from jrlhf.roles.pretrained import copied
 from jrlhf.run.directory import run_path
 from jrlhf.run.files import Closing
+from jrlhf.run.processes import several, to_all_hosts
 
 
 class AsynchronousRollouts(Closing):
@@ -58,10 +59,11 @@ class AsynchronousRollouts(Closing):
         self._base: Identity = {}  # identity of the frozen weights under an adapter; empty: not computed yet
         self._answers = dict[int, dict[str, Answers]]()  # number of a group -> kind of reward -> pending answers
         groups = section.rollout_batch // samples
-        self._stream = PromptStream(lambda number: take(self._mesh, number), self._mesh, groups, samples)
-        count, compiled = config.logical_workers, actor.compiled("generate")
+        read = partial(to_all_hosts, seconds=self._clock.deadline)
+        self._stream = PromptStream(lambda number: take(self._mesh, number), self._mesh, groups, samples, read)
+        count, decoder = config.logical_workers, actor.compiled("generate").decoder(sampling, samples)
         slots, width = (config.rollout.slots or section.rollout_batch) // count, config.data.max_prompt
-        batch = partial(compiled.continuous, sampling, config.rollout, samples, slots, width)
+        batch = partial(ContinuousBatch, decoder, self._mesh, config.rollout, slots, width, read)
         with jax.set_mesh(self._mesh):
             shares = {0: count}  # number of a process -> number of its logical workers
             if config.fleet is None:
@@ -85,6 +87,7 @@ class AsynchronousRollouts(Closing):
                 length=width + sampling.max_new_tokens,
                 keeps=options.on_new_weights == "keep_cache",
                 warn=tell if options.logprob_check == "warn" else None,
+                read=read,
             )
             self._fleet = Fleet(
                 lanes,
@@ -100,6 +103,7 @@ class AsynchronousRollouts(Closing):
                 recompute=recompute,
                 compares=options.logprob_check != "off",
                 on_chunk=self._clock.add_chunk,
+                read=read,
             )
 
     def close(self) -> None:
@@ -151,6 +155,9 @@ class AsynchronousRollouts(Closing):
 
     def publish(self, actor: Actor) -> None:
         """Publishes the actor's new weights to the fleet."""
+        if several():  # a copy from other processes makes the rollouts' devices wait for the update
+            with jax.set_mesh(self._mesh):
+                self._clock.run("gen", self._fleet.draw_ahead)
         published = self._published(actor)
         with jax.set_mesh(self._mesh):
             self._clock.run("gen", self._fleet.publish, *published)

@@ -9,7 +9,7 @@ a lane, and the order of arrival decides.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any
@@ -23,7 +23,7 @@ from jrlhf.errors import RunFailure
 from jrlhf.fleet.identity import Identity, differences
 from jrlhf.fleet.recompute import Compared, Recompute, Row, Tracked
 from jrlhf.fleet.schedule import Clock, OnNewWeights, Rules, first_batch, may_start, may_swap
-from jrlhf.fleet.slices import Published, Workers
+from jrlhf.fleet.slices import Lane, Published, Workers
 from jrlhf.fleet.state import (
     Collected,
     Drawn,
@@ -38,36 +38,10 @@ from jrlhf.fleet.state import (
     unpack,
 )
 from jrlhf.meshes import to_devices, to_host
+from jrlhf.models.generation.chunks import ToHosts
 from jrlhf.models.generation.continuous import Decoding, Progress, Prompt, Weights
 
 _Swap = tuple[Published, Mapping[int, Prompt] | None]  # new weights; prompts of the rows whose caches to recompute
-
-
-@dataclass
-class Lane:
-    """Workers that decode their chunks together and draw with one version.
-
-    numbers: those of its logical workers. updates: those whose tokens are not all compared; the last one draws
-    now. retired: updates that no longer draw, each with the rows until then. tracked: rows that continue with caches of
-    retired weights. chunk: the chunk that it decodes. idle_since: when its last chunk ended. idle_seconds: seconds
-    between chunks. decoded, decoding_seconds: decode steps since the last `metrics`, and their time.
-    """
-
-    workers: Workers
-    numbers: range
-    updates: list[Published] = field(default_factory=list)
-    retired: list[tuple[Published, list[Row]]] = field(default_factory=list)
-    tracked: Tracked | None = None
-    chunk: Future | None = None
-    idle_since: float = 0.0
-    idle_seconds: float = 0.0
-    decoded: int = 0
-    decoding_seconds: float = 0.0
-
-    @property
-    def version(self) -> int:
-        """The version of the weights that draw now."""
-        return self.updates[-1].version
 
 
 class Fleet:
@@ -82,6 +56,7 @@ class Fleet:
     on_complete: called with each group as soon as it is complete; possibly from that thread, too.
     samples: rows of a group. limit: maximum tokens of a row. reward: time from a group's last token to its score.
     on_chunk: called with (number of a lane, seconds) after each chunk of other processes, from other threads.
+    read: copies arrays of one mesh to the host, in every process.
     recompute: compares log-probabilities if `compares` is true. None: states have no tracked rows.
     """
 
@@ -101,10 +76,11 @@ class Fleet:
         recompute: Recompute | None = None,
         compares: bool = True,
         on_chunk: Callable[[int, float], None] = lambda lane, seconds: None,
+        read: ToHosts = to_host,
     ):
         bounds = pairwise(np.cumsum([0, *(len(workers.rooms) for workers in lanes)]).tolist())
         self._lanes = [Lane(workers, range(*own)) for workers, own in zip(lanes, bounds, strict=True)]
-        self.mesh, self._rules, self._reward, self._wall = mesh, rules, reward, clock == "wall"
+        self.mesh, self._rules, self._reward, self._wall, self._read = mesh, rules, reward, clock == "wall", read
         self._on_new_weights: OnNewWeights = on_new_weights
         self._on_complete, self._samples, self._limit, self._on_chunk = on_complete, samples, limit, on_chunk
         self._groups = dict[int, Group]()  # by number, in the order in which they started
@@ -147,7 +123,8 @@ class Fleet:
         for lane in self._lanes:
             self._swap(lane)
             decoding.append(lane.workers.states())
-            self._retire(lane, drawn_rows(decoding[-1]) if self._compares and len(lane.updates) > 1 else {})
+            rows = drawn_rows(decoding[-1], self._read) if self._compares and len(lane.updates) > 1 else {}
+            self._retire(lane, rows)
         self._check()
         self._compare_retired()
         return self._state([state for own in decoding for state in own])
@@ -166,7 +143,7 @@ class Fleet:
 
     def start(self, state: FleetState, weights: Weights, expected: Identity) -> None:
         """Continues from a state, with the trainer's present weights and their identity."""
-        started, times = to_host((state.started, state.times))
+        started, times = self._read((state.started, state.times))
         self._times = jax.tree.map(int, times)
         self._groups, self._count = unpack(started, self._prompt), int(started.count)
         published, decoding = self._times.published, state.decoding
@@ -236,6 +213,10 @@ class Fleet:
             for update in updates:
                 self._compared += self._compare(lane, update, view)[0]
         return rows
+
+    def draw_ahead(self) -> None:
+        """Draws as long as the update takes by the virtual clock. Otherwise `publish` does so."""
+        self._finish_drawing()
 
     def publish(self, weights: Weights, expected: Identity) -> None:
         """Draws as long as the update takes; then workers take the new weights as soon as the rules allow it.
@@ -337,7 +318,7 @@ class Fleet:
         """Compares the identities of the weights that drew with the expected ones."""
         while self._identities:  # threads of lanes may append meanwhile
             version, *identities = self._identities.pop(0)
-            drawing, expected = to_host(identities)
+            drawing, expected = map(self._read, identities)
             if wrong := differences(drawing, expected):
                 raise RunFailure(
                     f"the rollouts' weights of version {version} are not the trainer's: {len(wrong)} of "

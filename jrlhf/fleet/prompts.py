@@ -14,6 +14,7 @@ from jrlhf.data.batches import Batch, put_prompts, put_rows
 from jrlhf.data.types import Example
 from jrlhf.fleet.state import Collected
 from jrlhf.meshes import to_devices, to_host
+from jrlhf.models.generation.chunks import ToHosts
 from jrlhf.models.generation.continuous import Prompt
 from jrlhf.ppo import Rollout
 
@@ -30,10 +31,11 @@ class PromptStream:
     """The endless stream of a run's prompts, one per group: group n is prompt n modulo U of batch n // U.
 
     take: number of a batch -> its prompts, on devices. groups: prompts of a batch, U. samples: rows of a group, S.
+    read: copies arrays of `mesh` to the host, in every process.
     """
 
-    def __init__(self, take: Callable[[int], Batch], mesh: Mesh, groups: int, samples: int):
-        self._take, self._mesh, self._groups, self._samples = take, mesh, groups, samples
+    def __init__(self, take: Callable[[int], Batch], mesh: Mesh, groups: int, samples: int, read: ToHosts = to_host):
+        self._take, self._mesh, self._groups, self._samples, self._to_hosts = take, mesh, groups, samples, read
         self._read = lru_cache(maxsize=2)(self._read_batch)
         self._started: dict[int, _Group] = {}
 
@@ -70,7 +72,7 @@ class PromptStream:
     def _read_batch(self, batch: int) -> list[_Group]:
         prompts = self._take(batch)
         tokens, lengths, keys = prompts.arrays
-        tokens, lengths, data = to_host((tokens, lengths, jax.random.key_data(keys)))
+        tokens, lengths, data = self._to_hosts((tokens, lengths, jax.random.key_data(keys)))
         keys, groups = data.reshape(self._groups, self._samples, -1), []
         for at, (ids, length, own) in enumerate(zip(tokens, lengths, keys, strict=True)):
             rows = slice(at * self._samples, (at + 1) * self._samples)

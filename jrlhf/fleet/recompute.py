@@ -21,6 +21,7 @@ from jrlhf.errors import RunFailure
 from jrlhf.meshes import GENERATE, to_devices, to_host
 from jrlhf.models import ForwardOptions, ModelConfig
 from jrlhf.models.collectives import TENSOR
+from jrlhf.models.generation.chunks import ToHosts
 from jrlhf.models.generation.continuous import Weights
 from jrlhf.models.generation.mixture import CACHES, make_mixture
 
@@ -81,6 +82,7 @@ class Recompute:
     options: of the scoring passes, with the temperature of rollouts. length: maximum of prompt and response together.
     keeps: whether rows continue with the keys and values of older weights.
     warn: called with a sentence at the first alarm of each worker, and the run goes on; None: an alarm ends the run.
+    read: copies arrays of `mesh` to the host, in every process.
     """
 
     def __init__(
@@ -93,9 +95,10 @@ class Recompute:
         length: int,
         keeps: bool,
         warn: Callable[[str], None] | None = None,
+        read: ToHosts = to_host,
     ):
         self._config, self._mesh, self._workers, self._length, self._keeps = config, mesh, workers, length, keeps
-        self._dtype, groups = options.dtype, mesh.size // mesh.shape[TENSOR]
+        self._read, self._dtype, groups = read, options.dtype, mesh.size // mesh.shape[TENSOR]
         self.places = math.ceil(ROWS * workers / groups) * groups
         scored = make_mixture(config, mesh, options)
         # Neither cuDNN nor splash computes in float32.
@@ -137,7 +140,7 @@ class Recompute:
         Returns the distances, and the rows that continue, for the next version. If a worker's tokens are further from
         the exact pass than rounding explains, it raises RunFailure or warns.
         """
-        going, since = to_host((tracked.row, tracked.since))
+        going, since = self._read((tracked.row, tracked.since))
         chosen = self._chosen(version, rows, going)
         tokens, starts = np.zeros((self.places, self._length), np.int32), np.zeros_like(since)
         for place, row in chosen.items():
@@ -146,7 +149,7 @@ class Recompute:
             starts[place] = since[place] if row.number == going[place] else 0
         on_mesh = to_devices((tokens, starts), NamedSharding(self._mesh, GENERATE.batch_spec()))
         logprobs, exact, caches = self._both(weights, *on_mesh, tracked.caches)
-        logprobs, exact = to_host((logprobs, exact))
+        logprobs, exact = self._read((logprobs, exact))
         owns = dict[int, Compared]()
         row, since = np.full_like(going, NONE), np.zeros_like(since)
         for place, own in chosen.items():

@@ -1,9 +1,12 @@
-"""`Workers`, the interface of a fleet to its logical workers; workers on a slice of this process's devices."""
+"""`Workers`, the interface of a fleet to its logical workers; workers on a slice of the run's devices."""
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from jrlhf.fleet.identity import Identity, drawing_identity
+from jrlhf.fleet.recompute import Row, Tracked
 from jrlhf.fleet.state import DrawnRows, drawn_rows, restored, saved
 from jrlhf.models.generation.continuous import ContinuousBatch, Decoding, Progress, Prompt, Weights
 
@@ -80,6 +83,33 @@ class Published(NamedTuple):
     saved: Weights | None
 
 
+@dataclass
+class Lane:
+    """Workers that decode their chunks together and draw with one version.
+
+    numbers: those of its logical workers. updates: those whose tokens are not all compared; the last one draws
+    now. retired: updates that no longer draw, each with the rows until then. tracked: rows that continue with caches of
+    retired weights. chunk: the chunk that it decodes. idle_since: when its last chunk ended. idle_seconds: seconds
+    between chunks. decoded, decoding_seconds: decode steps since the last `metrics`, and their time.
+    """
+
+    workers: Workers
+    numbers: range
+    updates: list[Published] = field(default_factory=list)
+    retired: list[tuple[Published, list[Row]]] = field(default_factory=list)
+    tracked: Tracked | None = None
+    chunk: Future | None = None
+    idle_since: float = 0.0
+    idle_seconds: float = 0.0
+    decoded: int = 0
+    decoding_seconds: float = 0.0
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that draw now."""
+        return self.updates[-1].version
+
+
 class SliceWorkers:
     """Batches of decode slots that share a mesh and weights. See `Workers`.
 
@@ -107,11 +137,11 @@ class SliceWorkers:
         return [saved(batch.state, batch.mesh) for batch in self._batches]
 
     def drawn(self) -> DrawnRows:
-        return drawn_rows([batch.state for batch in self._batches])
+        return drawn_rows([batch.state for batch in self._batches], self._batches[0].read)
 
     def start(self, states: Sequence[Decoding]) -> None:
         for batch, state in zip(self._batches, states, strict=True):
-            batch.state = restored(state)
+            batch.state = restored(state, batch.read)
 
     def put(self, weights: Weights) -> Weights:
         return weights

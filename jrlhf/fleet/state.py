@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 
 from jrlhf.fleet.recompute import Row, Tracked
 from jrlhf.meshes import to_devices, to_host
-from jrlhf.models.generation.chunks import EMPTY, Slots
+from jrlhf.models.generation.chunks import EMPTY, Slots, ToHosts
 from jrlhf.models.generation.continuous import Decoding, Prompt
 
 FREE = -1  # marks a place in `Started` without a group
@@ -128,11 +128,15 @@ def unpack(started: Started, prompt: Callable[[int], Prompt]) -> dict[int, Group
     return groups
 
 
-def drawn_rows(decoding: Sequence[Decoding]) -> DrawnRows:
-    """Returns the tokens and the log-probabilities so far of each row that decodes, by its number."""
+def drawn_rows(decoding: Sequence[Decoding], read: ToHosts = to_host) -> DrawnRows:
+    """Returns the tokens and the log-probabilities so far of each row that decodes, by its number.
+
+    read: copies arrays of a mesh to the host, in every process; the same below.
+    """
     rows = {}
-    for own in to_host([(d.owner, d.drawn, d.results.tokens, d.results.logprobs) for d in decoding]):
-        for row, count, tokens, logprobs in zip(*own, strict=True):
+    for own in decoding:
+        arrays = read((own.owner, own.drawn, own.results.tokens, own.results.logprobs))
+        for row, count, tokens, logprobs in zip(*arrays, strict=True):
             if row != EMPTY:
                 rows[int(row)] = tokens[:count], logprobs[:count]
     return rows
@@ -162,9 +166,9 @@ def saved(decoding: Decoding, mesh: Mesh) -> Decoding:
     return _with_keys(replace(decoding, owner=owner, drawn=drawn), jax.random.key_data)
 
 
-def restored(decoding: Decoding) -> Decoding:
+def restored(decoding: Decoding, read: ToHosts = to_host) -> Decoding:
     """Inverts `saved`."""
-    owner, drawn = jax.tree.map(np.array, to_host((decoding.owner, decoding.drawn)))
+    owner, drawn = jax.tree.map(np.array, read((decoding.owner, decoding.drawn)))
     return _with_keys(replace(decoding, owner=owner, drawn=drawn), jax.random.wrap_key_data)
 
 

@@ -43,7 +43,7 @@ from jrlhf.models import (
     param_shardings,
 )
 from jrlhf.models.config.rope import RopeScaling
-from jrlhf.models.generation.continuous import Prompt
+from jrlhf.models.generation.continuous import ContinuousBatch, Prompt
 from jrlhf.models.params import Params
 from jrlhf.roles.model import Architecture, Compute
 from jrlhf.roles.placement import CallPlacement
@@ -124,8 +124,8 @@ class _Process:
         compute = Compute(jnp.dtype(setup["dtype"]), attention=setup["attention"])
         compiled = CallPlacement(self.mesh).compiled(Architecture(model, lora), compute)
         with jax.set_mesh(self.mesh):
-            numbers = setup["samples"], setup["slots"], setup["width"]
-            batches = [compiled.continuous(sampling, schedule, *numbers) for _ in range(setup["workers"])]
+            decoder, sizes = compiled.decoder(sampling, setup["samples"]), (setup["slots"], setup["width"])
+            batches = [ContinuousBatch(decoder, self.mesh, schedule, *sizes) for _ in range(setup["workers"])]
         self._workers, self._states = SliceWorkers(batches), None
 
     def start(self, path: str) -> Any:

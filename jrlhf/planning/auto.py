@@ -82,14 +82,13 @@ class Setting:
 
         Updates run in stages, or fused, where that is faster. processes: number of processes of the run.
         """
-        options = {"processes": processes, "hypothetical": hypothetical}
         try:
-            result = search(self.prices, lockstep=lockstep, **options, **budget)
+            result = search(self.prices, lockstep=lockstep, hypothetical=hypothetical, **budget)
             if self.config.algorithm is None:  # other stages of a config run by no plan
                 return result
             return with_pipelines(self.prices, result, self._runs, lockstep=lockstep, processes=processes)
         except NoPlan as problem:
-            changes = (text for text, changed in self._changes() if changed._has_plan(**options))
+            changes = (text for text, changed in self._changes() if changed._has_plan(hypothetical))
             text = next(changes, "a smaller model, shorter responses or fewer rows")
             raise UserError(f"{problem}: choose {text}") from problem
 
@@ -174,9 +173,9 @@ class Setting:
             yield changed(devices=larger)
             yield changed(*leanest, devices=larger)
 
-    def _has_plan(self, **options: Any) -> bool:
+    def _has_plan(self, hypothetical: bool) -> bool:
         try:
-            return colocates(self.prices, candidates(self.prices, **options))
+            return colocates(self.prices, candidates(self.prices, hypothetical=hypothetical))
         except UserError:
             return False
 

@@ -131,16 +131,13 @@ def undivided(key: str, rows: int, divisor: int, over: str) -> str:
     return f"{key}={rows} does not divide over {over}: choose a multiple of {divisor}"
 
 
-def candidates(prices: CostModel, *, hypothetical: bool = False, processes: int = 1) -> dict[str, list[Price]]:
+def candidates(prices: CostModel, *, hypothetical: bool = False) -> dict[str, list[Price]]:
     """Returns the candidates of every call that has a model, by name.
 
     Roles on a shared base run on all devices, in one mesh: the one with the smallest sum of their calls' times.
     """
     workload, devices = prices.workload, prices.cluster.devices
-    result = {
-        call.name: call_candidates(prices, call, hypothetical=hypothetical, processes=processes)
-        for call in workload.calls
-    }
+    result = {call.name: call_candidates(prices, call, hypothetical=hypothetical) for call in workload.calls}
     shared = [call.name for call in workload.calls if workload.on_base(call.role)]
     if not shared:
         return result
@@ -161,18 +158,16 @@ def candidates(prices: CostModel, *, hypothetical: bool = False, processes: int 
     return result | common[min(common, key=lambda mesh: (seconds[mesh], mesh))]
 
 
-def call_candidates(prices: CostModel, call: Call, *, hypothetical: bool = False, processes: int = 1) -> list[Price]:
+def call_candidates(prices: CostModel, call: Call, *, hypothetical: bool = False) -> list[Price]:
     """Returns at most `MOST` placements of a call that fit alone, the fastest first.
 
     For each slice size, or each mesh of a shared base, it keeps the fastest, and slower ones that need less memory than
-    all faster ones. processes: number of processes of the run; with several, slices must divide all devices
-    (`plans.refuse_cross_process`).
+    all faster ones.
     """
     workload, cluster = prices.workload, prices.cluster
     by_size: dict[int, list[Slice]] = {}
     for devices in slices(cluster):
-        if processes == 1 or cluster.devices % devices.count == 0:
-            by_size.setdefault(devices.count, []).append(devices)
+        by_size.setdefault(devices.count, []).append(devices)
     every = [
         prices.call(call, placement)
         for count in sorted(by_size)

@@ -352,7 +352,7 @@ def _check_rows(named: str, config: Config, workload: Workload, call: Call, plac
 
 
 def refuse_cross_process(plan: Plan, process_of: Sequence[int]) -> None:
-    """Refuses a plan whose slices do not divide all devices, or cut a tensor group, if there are several processes.
+    """Refuses a plan whose slices cut a tensor group, if there are several processes.
 
     process_of: the number of each device's process, in the plan's order of the devices.
     """
@@ -360,14 +360,7 @@ def refuse_cross_process(plan: Plan, process_of: Sequence[int]) -> None:
     if processes == 1:
         return
     for call, placement in plan.placements.items():
-        devices = placement.devices
-        if all_devices % devices.count:  # a checkpoint divides what a slice has over all processes
-            count = max(part for part in range(1, devices.count) if all_devices % part == 0)
-            raise UserError(
-                f"plan {plan.name} runs {call} on devices {devices}, and with {processes} processes the number of a "
-                f"call's devices must divide {all_devices}: choose {count} of them, or plan=colocate"
-            )
-        tensor, own = placement.tensor, all_devices // processes
+        devices, tensor, own = placement.devices, placement.tensor, all_devices // processes
         for start in range(devices.start, devices.stop, tensor):  # a larger group needs several processes anyway
             if tensor <= own and process_of[start] != process_of[start + tensor - 1]:
                 raise UserError(

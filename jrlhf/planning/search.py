@@ -69,7 +69,6 @@ def search(
     seed: int = 0,
     hypothetical: bool = False,
     lockstep: bool = True,
-    processes: int = 1,
     progress: Callable[[int, float], None] | None = None,
 ) -> Result:
     """Returns the fastest plan that is found, and plans to compare it with.
@@ -77,14 +76,14 @@ def search(
     proposals, seconds: the budget. With proposals alone the result depends only on the seed.
     hypothetical: also consider pipelines for every call, of which a run executes some (`fusion.proposal` adds these to
         the result without it). lockstep: iterations do not overlap, as in a run that reads the metrics of one before it
-        begins the next. processes: of the run, see `candidates`.
+        begins the next.
     progress: called after each chain's turn with the proposals so far and the best plan's seconds.
     """
     if proposals is None and seconds is None:
         raise ValueError("a budget needs proposals or seconds")
     began = time.monotonic()
     workload = prices.workload
-    options = candidates(prices, hypothetical=hypothetical, processes=processes)
+    options = candidates(prices, hypothetical=hypothetical)
     simulator = Simulator(workload.graph, prices, workload.models, lockstep=lockstep)
     choices = [
         [simulator.add(call, candidate.placement) for candidate in options[name]]

@@ -24,7 +24,6 @@ from jrlhf.models import (
     make_token_sums,
     make_values,
 )
-from jrlhf.models.generation.continuous import ContinuousBatch
 from jrlhf.models.generation.decoding import Decoder
 from jrlhf.ppo import ByLength, PolicyConfig, PPOConfig, make_actor_step, make_critic_step, map_by_length, map_parts
 from jrlhf.ppo.updates import Pipeline
@@ -128,13 +127,10 @@ class CompiledModel:
         model, options = self.architecture, {"dtype": self.compute.dtype, "attention": self.compute.attention}
         return Engine(model.config, self.mesh, sampling, schedule, samples=samples, lora=model.lora, **options)
 
-    def continuous(
-        self, sampling: SamplingConfig, schedule: Schedule, samples: int, slots: int, width: int
-    ) -> ContinuousBatch:
-        """Returns decode slots that are refilled as responses end. width: the width of the prompts' array."""
+    def decoder(self, sampling: SamplingConfig, samples: int) -> Decoder:
+        """Returns what `ContinuousBatch` decodes with. samples: responses per prompt."""
         model, compute = self.architecture, self.compute
-        decoder = Decoder(model.config, self.mesh, sampling, samples, compute.dtype, compute.attention, model.lora)
-        return ContinuousBatch(decoder, self.mesh, schedule, slots, width)
+        return Decoder(model.config, self.mesh, sampling, samples, compute.dtype, compute.attention, model.lora)
 
     def _make(self, make: Function, layout: Layout, **keywords: Any) -> Function:
         model = self.architecture

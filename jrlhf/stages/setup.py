@@ -267,7 +267,10 @@ def select_plan(
 
 def of_one_process(config: Config) -> str:
     """Returns the setting that only runs of one process can have; empty if there is none."""
-    return "" if config.asynchronous is None else f"{config.algorithm}.asynchronous"
+    if config.fleet is not None:
+        return f"fleet.workers={config.fleet.workers}"
+    wall = config.asynchronous is not None and config.asynchronous.clock == "wall"
+    return f"{config.algorithm}.asynchronous.clock=wall" if wall else ""
 
 
 def _refuse_other_groups(config: Config, plan: Plan) -> None:

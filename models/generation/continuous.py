@@ -22,6 +22,12 @@ from jrlhf.models.generation.schedule import Schedule
 from jrlhf.models.params import Params
 
 Weights = tuple[Params, Params]  # (all weights, {}), or (base, adapter)
+ReadRows = Callable[..., Any]  # as `read_rows`, but given rows, others may be zeros: processes send each other less
+
+
+def read_rows(tree: Any, rows: Bool[np.ndarray, "slots"] | None = None) -> Any:
+    """Returns arrays on the host. rows: mask of the needed rows; None: all. Here every row is returned."""
+    return to_host(tree)
 
 
 @dataclass(frozen=True)
@@ -66,12 +72,15 @@ class ContinuousBatch:
     """Decode slots on a mesh, which are refilled with new prompts when rows are done. Only `state` is mutable.
 
     slots: number of slots on all devices. width: P, the width of the prompts' array.
+    read: copies arrays of `mesh`, or some of their rows, to the host of every process.
     """
 
     state: Decoding
 
-    def __init__(self, decoder: Decoder, mesh: Mesh, schedule: Schedule, slots: int, width: int):
-        self.mesh, limit = mesh, decoder.sampling.max_new_tokens
+    def __init__(
+        self, decoder: Decoder, mesh: Mesh, schedule: Schedule, slots: int, width: int, read: ReadRows = read_rows
+    ):
+        self.mesh, self.read, limit = mesh, read, decoder.sampling.max_new_tokens
         self._programs = programs = Programs(decoder, mesh, min(schedule.chunk, limit))
         check_rows(slots, mesh, AXES, "decode slots")
         self._own, self._width, self._limit = slots // programs.groups, width, limit  # slots per group of devices
@@ -128,10 +137,10 @@ class ContinuousBatch:
         """Decodes a chunk. Returns the tokens that each row drew; rows that are done leave their slots."""
         state = self.state
         slots, results = self._programs.chunk(*weights, state.slots, state.results, self._row_of)
-        lengths, finished = to_host((slots.rows.lengths, slots.rows.finished))
-        taken = np.flatnonzero(state.owner != EMPTY)
-        done = taken[finished[taken] | (lengths[taken] >= self._limit)]
-        tokens, logprobs = to_host((results.tokens, results.logprobs)) if len(done) else (None, None)
+        lengths, finished = self.read((slots.rows.lengths, slots.rows.finished))
+        is_done = (state.owner != EMPTY) & (finished | (lengths >= self._limit))
+        taken, done = np.flatnonzero(state.owner != EMPTY), np.flatnonzero(is_done)
+        tokens, logprobs = self.read((results.tokens, results.logprobs), is_done) if len(done) else (None, None)
         progress = []
         for slot in taken:
             response = None
@@ -147,7 +156,8 @@ class ContinuousBatch:
     def prefill_again(self, weights: Weights, prompt_of: Callable[[int], Prompt]) -> None:
         """Recomputes the caches of all rows with new weights. prompt_of: number of a prompt -> the prompt."""
         state, programs, samples = self.state, self._programs, self._programs.samples
-        drawn = to_host(state.results.tokens)
+        nobody = np.zeros(len(state.owner), bool)  # a process without a device of the mesh puts no tokens anywhere
+        drawn = self.read(state.results.tokens, nobody)
         groups, width = [], self._width + self._limit
         for first in range(0, len(state.owner), self._own):
             slots = first + np.flatnonzero(state.owner[first : first + self._own] != EMPTY)
@@ -170,7 +180,8 @@ class ContinuousBatch:
 
     def _put(self, groups: Sequence[Sequence["_Entry"]], width: int, size: int, keys: int) -> Prompts:
         """Puts the entries of each group on its devices, padded to `size` entries with `keys` keys each."""
-        blank = np.zeros(width, np.int32), 1, np.asarray(jax.random.key_data(jax.random.split(jax.random.key(0), keys)))
+        key: Any = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+        blank = np.zeros(width, np.int32), 1, np.zeros((keys, *key.shape), key.dtype)
         entries = [entry for own in groups for entry in (*own, *[blank] * (size - len(own)))]
         tokens, lengths, data = (np.stack([entry[part] for entry in entries]) for part in range(3))
         prompts, lengths = self._programs.put((tokens, lengths.astype(np.int32)))

@@ -435,12 +435,9 @@ def test_plans_that_processes_cannot_run_are_refused():
         return Plan("split", placed)
 
     one, two = [0] * 8, [number // 4 for number in range(8)]
-    for apart in (plan(generate=(0, 4), update=(4, 4)), plan(generate=(0, 8), update=(2, 4))):
+    for apart in (plan(generate=(0, 4), update=(4, 4)), plan(generate=(0, 8), update=(0, 6))):
         refuse_cross_process(apart, one)
         refuse_cross_process(apart, two)
-    refuse_cross_process(plan(generate=(0, 8), update=(0, 6)), one)
-    with pytest.raises(UserError, match=r"runs update on devices 0-5, and .* must divide 8: choose 4 of them"):
-        refuse_cross_process(plan(generate=(0, 8), update=(0, 6)), two)
     for first, tensor, processes in ((2, 4, two), (2, 4, one), (2, 4, range(8)), (4, 4, two), (2, 2, two)):
         cut = Plan("cut", {"score": Placement(Slice(first, 4), "score", fsdp=4 // tensor, tensor=tensor)})
         if (first, tensor) == (2, 4) and processes is two:

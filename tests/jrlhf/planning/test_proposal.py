@@ -76,7 +76,7 @@ def test_the_schedule_is_the_fastest_that_processes_can_run():
 )
 def test_a_plan_with_pipelines_is_never_slower_and_runs(setting, processes):
     result = setting.search(proposals=250, processes=processes)
-    before = search(setting.prices, proposals=250, processes=processes)
+    before = search(setting.prices, proposals=250)
     staged = any(placement.pipeline > 1 for placement in result.best.plan.placements.values())
     assert staged or result.best == before.best
     assert result.best.simulation.seconds <= before.best.simulation.seconds
