@@ -66,10 +66,10 @@ def _over_all(leaf: jax.Array | jax.ShapeDtypeStruct, *, divides: bool = True) -
 
 def _evenly(shape: tuple[int, ...], shard: tuple[int, ...]) -> NamedSharding:
     """Returns a sharding over all devices that divides one axis of an array: the one that gives the most parts, and
-    among such axes the one that is divided most already, so that less is moved. shard: the shape of its shards."""
+    among such axes one that is divided already, so that less is moved. shard: the shape of its shards."""
     devices = np.asarray(jax.devices())
     parts = [gcd(size, len(devices)) for size in shape]
-    axes = sorted(range(len(shape)), key=lambda axis: (parts[axis], shape[axis] // shard[axis]))
+    axes = sorted(range(len(shape)), key=lambda axis: (parts[axis], shape[axis] != shard[axis]))
     entries = ["part" if axis == axes[-1] else None for axis in range(len(shape))]
     mesh = Mesh(devices.reshape(max(parts, default=1), -1), ("part", "copy"))
     return NamedSharding(mesh, P(*entries), memory_kind=DEVICE)
