@@ -387,7 +387,7 @@ class Config(Section):
     # Seed of all random numbers.
     seed: int = checked(0, lambda value: 0 <= value < 2**32, "from 0 to 4294967295", most=2**32 - 1)
     run_dir: str = address("runs", also="")  # directory of all runs, or its address in an object store
-    # Seconds per iteration; a longer one ends the run and shows where it hung.
+    # Seconds per iteration, and per batch of held-out answers; a longer one ends the run and shows where it hung.
     deadline: float = positive(3600.0, most=LONGEST)
     # The run ends after this number of updates in a row are skipped because numbers are not finite; 0 or null: it never
     # ends for this reason.

@@ -14,6 +14,7 @@ from jrlhf.meshes import to_host
 from jrlhf.models import SamplingConfig, Schedule
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.model import Compute, Model, generation_weights, weights_at
+from jrlhf.run.profiler import deadline
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Sampler:
     """Answers prompts and scores sequences in batches of one size. It uses the programs of rollouts where it can.
 
     sampling, schedule, batch, samples: the settings of rollouts (batch: rows; samples: responses per prompt).
+    deadline: seconds for a batch; a longer one ends the process.
     """
 
     mesh: Mesh
@@ -31,6 +33,7 @@ class Sampler:
     batch: int
     samples: int
     max_prompt: int
+    deadline: float
 
     def sample(
         self,
@@ -48,8 +51,9 @@ class Sampler:
         for rows, count in whole_batches(len(prompts), self.batch):  # one shape needs one program
             tokens, lengths = put_rows(pad_rows([prompts[row] for row in rows], self.max_prompt), self.mesh)
             keys = row_keys(jax.random.fold_in(key, rows[0]), self.batch, self.mesh)
-            generation = generate(weights, tokens, lengths, keys, *policy.frozen)
-            responses += read_responses(self.tokenizer, to_host(generation), slice(count))
+            with deadline(self.deadline):
+                generation = to_host(generate(weights, tokens, lengths, keys, *policy.frozen))
+            responses += read_responses(self.tokenizer, generation, slice(count))
         return responses
 
     def schedule_for(self, sampling: SamplingConfig) -> Schedule:
@@ -73,5 +77,6 @@ class Sampler:
         scores = []
         for rows, count in whole_batches(len(sequences), self.batch):
             tokens, lengths = put_rows(pad_rows([sequences[row] for row in rows], length), self.mesh)
-            scores.append(to_host(score(weights, tokens, lengths, *reward.frozen))[:count])
+            with deadline(self.deadline):
+                scores.append(to_host(score(weights, tokens, lengths, *reward.frozen))[:count])
         return np.concatenate(scores)

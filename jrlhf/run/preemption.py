@@ -40,8 +40,9 @@ class PreemptionGuard:
     def __enter__(self) -> "PreemptionGuard":
         if threading.current_thread() is not threading.main_thread():
             return self
-        hangup = [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)  # ignored under nohup
-        for number in (signal.SIGTERM, signal.SIGINT, *hangup):
+        # A command that a script starts with `&` ignores SIGINT, and one under nohup SIGHUP; they go on doing so.
+        heeded = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+        for number in (signal.SIGTERM, *heeded):
             self._previous[number] = signal.signal(number, self._request)
         return self
 

@@ -4,6 +4,7 @@ import faulthandler
 import logging
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from jrlhf.run.processes import is_main
 Result = TypeVar("Result")
 
 PROFILE = "profile"  # a run's directory of traces
+_ends = list[float]()  # when the blocks of `deadline` must have ended, the outermost first
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
@@ -48,13 +50,26 @@ def peak_memory(mesh: Mesh) -> dict[str, float]:
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Ends the process, with a trace of all threads, if the block takes longer, so that no hang goes unnoticed."""
-    assert sys.__stderr__ is not None
-    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)  # a notebook's stderr has no descriptor
+    """Ends the process, with a trace of all threads, if the block takes longer, so that no hang goes unnoticed.
+
+    Blocks may be nested; call it from one thread only.
+    """
+    _ends.append(min([*_ends[-1:], time.monotonic() + seconds]))
+    _arm()
     try:
         yield
     finally:
-        faulthandler.cancel_dump_traceback_later()
+        _ends.pop()
+        _arm()
+
+
+def _arm() -> None:
+    """Starts the timer of the innermost block, or stops it if there is none."""
+    assert sys.__stderr__ is not None  # a notebook's sys.stderr has no descriptor
+    faulthandler.cancel_dump_traceback_later()
+    if _ends:
+        left = max(1e-3, _ends[-1] - time.monotonic())
+        faulthandler.dump_traceback_later(left, exit=True, file=sys.__stderr__)
 
 
 class CompilationWatch(logging.Handler):

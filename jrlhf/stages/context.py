@@ -87,4 +87,5 @@ class Context:
             batch=self.config.sampled_rows,
             samples=self.config.samples,
             max_prompt=self.config.data.max_prompt,
+            deadline=self.config.deadline,
         )

@@ -48,6 +48,6 @@ SCHEDULES = [  # of rollouts, samples, greedy, what is used
 def test_few_programs_are_compiled_for_responses_outside_of_rollouts():
     rollouts, tokenizer, mesh = SamplingConfig(256), cast(Any, None), make_mesh(2, 2, 2)
     for planned, samples, greedy, expected in SCHEDULES:
-        settings = {"batch": 128, "samples": samples, "max_prompt": 512}
+        settings = {"batch": 128, "samples": samples, "max_prompt": 512, "deadline": 60.0}
         sampler = Sampler(mesh, Compute(), tokenizer, rollouts, planned, **settings)
         assert sampler.schedule_for(SamplingConfig(256, temperature=0.0) if greedy else rollouts) == expected

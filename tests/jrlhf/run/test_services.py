@@ -95,6 +95,10 @@ def test_signals_wait_for_an_iteration_and_a_second_interrupt_for_nothing():
     with PreemptionGuard() as guard:
         interrupted()
         assert not guard.requested
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a command that a script starts with `&`
+    with PreemptionGuard():
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    signal.signal(signal.SIGINT, handler)
 
 
 _HANGS_UP = """

@@ -128,9 +128,11 @@ def test_a_compilation_after_the_first_iterations_is_told_with_its_cause(tmp_pat
 
 
 def test_a_hang_ends_the_process_and_shows_where_it_was():
-    code = "import time\nfrom jrlhf.run.profiler import deadline\nwith deadline(0.2):\n    time.sleep(60)"
+    """Also where a block of its own, with another deadline, ended before."""
+    code = "import time\nfrom jrlhf.run.profiler import deadline\n"
+    code += "with deadline(0.3):\n    with deadline(60):\n        pass\n    time.sleep(60)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
-    assert ended.returncode == 1 and "Timeout" in ended.stderr and "line 4" in ended.stderr
+    assert ended.returncode == 1 and "Timeout" in ended.stderr and "line 6" in ended.stderr
 
 
 def test_an_update_without_a_row_whose_score_is_finite_is_one_that_is_not_finite():
