@@ -35,7 +35,8 @@ PARTS = {
     "failures": "random kills, hangs, signals, full disks and changed files: the same bits, or refused in a sentence",
     "families": "all families against transformers and PEFT, through whole runs and through pipelines; "
     "random config.json files",
-    "runs": "whole runs of every algorithm, plan and option, killed and resumed to the same bits",
+    "runs": "whole runs of every algorithm, plan and option, killed and resumed to the same bits; asynchronous ones of "
+    "several processes",
     "processes": "runs of two processes against runs of one; rollout processes, killed and stopped at random",
     "notebooks": "all notebooks and the tutorials on rewards and from TRL from top to bottom; the installation of "
     "notebooks beside an old and a fitting JAX",
