@@ -72,6 +72,12 @@ def group_spread(
     return jnp.where(equal, 0, std), equal
 
 
+def group_sums(x: Float[Array, "B"], samples: int) -> Float[Array, "B"]:
+    """The sum of `x` over all rows of each row's group."""
+    grouped, _ = _groups(x, samples, None)
+    return jnp.repeat(jnp.sum(grouped, axis=1), samples) + jnp.zeros_like(x)
+
+
 def _groups(scores: Array, samples: int, mask: Array | None) -> tuple[Array, Array]:
     """Scores and the rows that count, [B] -> [B / samples, samples], gathered: several devices may share a group."""
     chex.assert_rank(scores, 1)

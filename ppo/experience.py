@@ -26,8 +26,9 @@ response mask first, and with it, from PPO's returns, a score at a masked last t
 and REINFORCE++ compute advantages from whitened rewards, while `Experience.rewards` are those above.
 
 A row that `truncation="mask"` excludes counts in no statistic, neither of the batch nor of its group. (verl and TRL
-exclude such rows from the loss, but not their scores from the group's statistics.) The same holds for a row whose
-score, cost or baseline is not finite: it cannot teach, and whitening would carry its NaN to every other row.
+exclude such rows from the loss, but not their scores from the group's statistics.) The same holds for the rows that
+`equal_groups="drop"` excludes, and for a row whose score, cost or baseline is not finite: it cannot teach, and
+whitening would carry its NaN to every other row.
 """
 
 from dataclasses import fields, replace
@@ -182,6 +183,9 @@ def rewarded(
         placed = jnp.where(rollout.finished[:, None], placed, 0)
     if config.truncation == "mask":
         finite &= rollout.finished
+    if isinstance(config, GRPOConfig) and config.equal_groups == "drop":
+        _, equal = group_spread(scores, config.samples, finite & jnp.any(mask, axis=1))
+        finite &= jnp.zeros_like(finite) | ~jnp.repeat(equal, config.samples)
     mask &= finite[:, None]
     old_logprobs = within(mask, old_logprobs)
     rewards = jnp.where(mask, placed, 0)

@@ -109,20 +109,32 @@ def kl_estimate(
 
 
 def loss_weights(
-    mask: Bool[Array, "B T"], aggregation: Aggregation, *, divisor: int | None = None
+    mask: Bool[Array, "B T"],
+    aggregation: Aggregation,
+    *,
+    divisor: int | None = None,
+    group_tokens: Float[Array, "B"] | None = None,
 ) -> Float[Array, "B T"]:
     """The weight of each token's loss in the minibatch's loss, which is the weighted sum; zero outside `mask`.
 
     With N tokens in the mask, S rows that have any, and n of them in a token's own row:
 
         token-mean: 1 / N       seq-mean-token-sum: 1 / S       seq-mean-token-mean: 1 / (S n)
-        constant: 1 / (S divisor)
+        constant: 1 / (S divisor)       prompt-mean: 1 / (P g), with g = group_tokens and P = sum over tokens of 1 / g
 
     as verl's agg_loss, where the last is "seq-mean-token-sum-norm" with a loss_scale_factor. `mask` is of the whole
     minibatch, so the weights of its parts add up: the result is no mean of means over micro-batches.
+
+    group_tokens: number of tokens of all responses to a row's prompt, in the whole batch; P is then a number of prompts
+        (ScaleRL, arXiv:2510.13786, averages over prompts).
     """
     if aggregation == "token-mean":
         return mask.astype(jnp.float32) / token_count(mask)
+    if aggregation == "prompt-mean":
+        if group_tokens is None:
+            raise ValueError("group_tokens=None: aggregation='prompt-mean' needs them")
+        shares = jnp.where(mask, 1 / jnp.maximum(group_tokens, 1)[:, None], 0)
+        return shares / jnp.where(jnp.any(mask), jnp.sum(shares), 1)
     rows = token_count(jnp.any(mask, axis=1))
     if aggregation == "seq-mean-token-mean":
         return mask.astype(jnp.float32) / (rows * token_count(mask, axis=1)[:, None])

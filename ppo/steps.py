@@ -21,6 +21,8 @@ from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Int
 
 from jrlhf.meshes.rows import interleave
+from jrlhf.ppo.advantages import group_sums
+from jrlhf.ppo.config.algorithms import GRPOConfig
 from jrlhf.ppo.config.policy import PolicyConfig
 from jrlhf.ppo.losses import LOG_RATIO_LIMIT, cispo_loss, kl_estimate, loss_weights, policy_loss
 from jrlhf.ppo.masked import token_count
@@ -59,6 +61,7 @@ class ActorRows(NamedTuple):
     importance: Float[Array, "B T"] | None
     texts: SFTBatch | None  # a text to imitate for each row
     ages: Int[Array, "B T"] | None = None  # tokens' ages in versions, if old log-probs are interpolated
+    group_tokens: Float[Array, "B"] | None = None  # tokens of all responses to the row's prompt, for "prompt-mean"
 
 
 class TokenRows(NamedTuple):
@@ -180,6 +183,8 @@ def actor_update(
         rows, weighted = _actor_rows(experience, texts, kl_in_loss), Partial(weigh, experience.kl_coef)
         if config.old_logprobs == "interpolate":
             rows = rows._replace(ages=ages)
+        if config.aggregation == "prompt-mean" and isinstance(config, GRPOConfig):
+            rows = rows._replace(group_tokens=group_sums(jnp.sum(rows.mask, axis=1, dtype=jnp.float32), config.samples))
         updates = run_updates(loss_fn, optimizer, config, state, rows, tuple(frozen), names, veto, weighted, staged)
         state, run = yield from updates
         means = {name: value for name, value in run.means.items() if name != "ratio_gap"}
@@ -221,7 +226,8 @@ def _actor_rows(experience: Experience, texts: SFTBatch | None, kl_in_loss: bool
 
 def _weighted(config: PolicyConfig, kl_coef: Array | None, rows: ActorRows) -> TokenRows:
     """Computes the weights of a whole minibatch's tokens, before it is divided. Texts become additional rows."""
-    weights = loss_weights(rows.mask, config.aggregation, divisor=config.aggregation_divisor)
+    denominators = {"divisor": config.aggregation_divisor, "group_tokens": rows.group_tokens}
+    weights = loss_weights(rows.mask, config.aggregation, **denominators)
     tokens = TokenRows(
         tokens=rows.tokens,
         mask=rows.mask,

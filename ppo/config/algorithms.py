@@ -54,6 +54,9 @@ class GRPOConfig(PolicyConfig):
     # Subtracted from a score: the group's mean, or the mean of the other responses.
     baseline: Baseline = "mean"
     divide_by_std: bool = True  # divide by the group's standard deviation
+    # What becomes of groups with equal scores, which say nothing about the reward. drop: they are left out of the loss,
+    # KL and entropy included, and of the statistics, so the others weigh more (ScaleRL's filter, arXiv:2510.13786).
+    equal_groups: Literal["keep", "drop"] = "keep"
     kl_in: KLPlace = "loss"
     kl_estimator: KLEstimator = "k3"
     kl_coef: float = 0.04

@@ -9,7 +9,7 @@ from jrlhf.ppo.fields import Section, between, checked, count, natural, non_nega
 KLEstimator = Literal["k1", "k2", "k3", "k1+", "k3+"]
 KLPlace = Literal["reward", "loss"]
 Ratio = Literal["token", "sequence", "sequence-mean"]
-Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "constant"]
+Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "constant", "prompt-mean"]
 Bounds = tuple[float, float]
 Baseline = Literal["mean", "leave-one-out"]
 
@@ -80,7 +80,9 @@ class PolicyConfig(Section):
 
     "token-mean": sum / tokens. "seq-mean-token-sum": sum / sequences. "seq-mean-token-mean": the mean over sequences of
     each sequence's mean over tokens. "constant": sum / (sequences * aggregation_divisor). A sequence without a token
-    that counts is not counted.
+    that counts is not counted. "prompt-mean", where prompts have several responses: the mean over prompts of each
+    prompt's mean over the tokens of all its responses (ScaleRL, arXiv:2510.13786); in a part of a batch, a prompt
+    counts by its share of tokens there.
     """
     # Divisor for aggregation "constant", which needs one: usually the limit on response tokens.
     aggregation_divisor: int | None = count(None, "at least 1, or null")
@@ -154,6 +156,8 @@ class PolicyConfig(Section):
         self.require("truncation", valued, "zero or mask where there is no critic")
         action = self.ratio == "token" or self.aggregation == "seq-mean-token-mean"
         self.require("aggregation", action, f"seq-mean-token-mean with ratio={self.ratio}")
+        grouped = self.aggregation != "prompt-mean" or hasattr(self, "samples")
+        self.require("aggregation", grouped, "another where a prompt has one response")
         divided = self.aggregation == "constant" or self.aggregation_divisor is None
         self.require("aggregation_divisor", divided, "null without aggregation=constant")
         for name in self.corrections:

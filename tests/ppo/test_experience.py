@@ -6,7 +6,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrlhf.ppo import Experience, PPOConfig, Rollout, experience_metrics, gae, make_experience, response_mask
+from jrlhf.ppo import (
+    Experience,
+    GRPOConfig,
+    PPOConfig,
+    Rollout,
+    experience_metrics,
+    gae,
+    make_experience,
+    make_group_experience,
+    response_mask,
+)
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
 
@@ -122,6 +132,24 @@ def test_a_row_with_a_score_that_is_not_finite_is_left_out_and_the_others_stay()
     assert metrics["critic/score/nonfinite"] == 1
     assert all(np.isfinite(value) for value in metrics.values())
     np.testing.assert_allclose(metrics["critic/score/mean"], np.delete(np.asarray(spoiled.scores), 2).mean(), rtol=1e-5)
+
+
+def test_groups_with_equal_scores_are_dropped_and_the_others_stay():
+    """Group 0 has equal scores, group 1 one that counts, and group 2 different ones."""
+    rollout, (_, old, ref, _), _ = inputs()
+    scores = jnp.array([0.3, 0.3, -1.0, jnp.nan, 2.5, 0.1])
+    keep, drop = (
+        jax.jit(make_group_experience, static_argnames="config")(
+            rollout, scores, old, ref, config=GRPOConfig(samples=2, equal_groups=kind), kl_coef=0.1
+        )
+        for kind in ("keep", "drop")
+    )
+    assert keep.response_mask.any(axis=1).tolist() == [True, True, True, False, True, True]
+    for name in ("response_mask", "old_logprobs", "ref_logprobs", "rewards", "advantages"):
+        assert not getattr(drop, name)[:4].any(), name
+        np.testing.assert_array_equal(getattr(drop, name)[4:], getattr(keep, name)[4:], err_msg=name)
+    shares = [experience_metrics(experience, 2)["group/zero_std"] for experience in (keep, drop)]
+    np.testing.assert_allclose(shares, 2 / 3, rtol=1e-6)
 
 
 def test_arguments_that_do_not_fit_are_named():

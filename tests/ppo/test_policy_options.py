@@ -17,6 +17,7 @@ from jrlhf.ppo import (
     RLOOConfig,
     SFTBatch,
     TrainState,
+    loss_weights,
     make_actor_step,
     make_ppo_step,
     make_sft_step,
@@ -30,6 +31,7 @@ OPTIMIZER = optax.sgd(1.0)  # the gradient is the difference of the weights
 CONFIGS = {
     "rollout": GRPOConfig(old_logprobs="rollout", importance_cap=1.1, clip_high=0.3),
     "stale, sequence": RLOOConfig(kl_coef=0.0, aggregation="seq-mean-token-mean", staleness=2),
+    "prompt-mean": GRPOConfig(samples=4, aggregation="prompt-mean", entropy_coef=0.1),
     "interpolate": PolicyConfig(
         kl_coef=0.0,
         old_logprobs="interpolate",
@@ -53,7 +55,7 @@ CONFIGS = {
         staleness=4,
     ),
 }
-FAST = ("rollout", "stale, sequence", "interpolate")
+FAST = ("rollout", "stale, sequence", "prompt-mean", "interpolate")
 
 
 def experience_of(toy, config):
@@ -135,6 +137,9 @@ def numpy_loss(logits, e, texts, config, fixed=None):
             one = np.sum(counted) if config.ratio == "sequence" else np.mean(counted) if len(counted) else 0.0
             log_ratios = [one] * len(response)
         weight = 1 / total if config.aggregation == "token-mean" else 1 / sequences / len(response)
+        if config.aggregation == "prompt-mean":
+            prompts = [other[0][0] // config.samples for other in responses for _ in other]  # of each token
+            weight = 1 / len(set(prompts)) / prompts.count(response[0][0] // config.samples)
         for (r, t), log_ratio, factor in zip(response, log_ratios, factors, strict=True):
             if config.old_logprobs == "rollout":
                 log_ratio = min(log_ratio, np.log(config.importance_cap))
@@ -219,6 +224,20 @@ def test_gradients_and_metrics_match_loops(toy, name):
         np.testing.assert_allclose(metrics[f"actor/{part}"], parts[part], rtol=1e-4, atol=1e-6, err_msg=part)
     assert metrics["actor/skipped_updates"] == 0
     assert ("actor/kl_loss" in metrics, "actor/ptx_loss" in metrics) == ("kl_loss" in names, "ptx_loss" in names)
+
+
+def test_a_prompt_counts_in_a_minibatch_by_its_share_of_tokens():
+    """Prompt 0 has tokens of 2 + 1 + 3 responses, prompt 1 of 4 + 0 + 2; the minibatch has rows 0, 3 and 5."""
+    lengths = np.array([2, 4, 2])
+    mask = jnp.asarray(np.arange(6)[None] < lengths[:, None])
+    weights = loss_weights(mask, "prompt-mean", group_tokens=jnp.array([6.0, 6, 6]))
+    share = 2 / 6 + 4 / 6 + 2 / 6
+    np.testing.assert_allclose(weights.sum(axis=1), lengths / 6 / share, rtol=1e-6)
+    assert not np.any(loss_weights(jnp.zeros((3, 6), bool), "prompt-mean", group_tokens=jnp.zeros(3)))
+    with pytest.raises(ValueError, match="group_tokens=None: aggregation='prompt-mean' needs them"):
+        loss_weights(mask, "prompt-mean")
+    with pytest.raises(ValueError, match="aggregation='prompt-mean': it must be another where a prompt has one"):
+        PPOConfig(aggregation="prompt-mean")
 
 
 @pytest.mark.full
