@@ -1,6 +1,7 @@
 """Shapes a reward's raw scores for the algorithm: running normalisation, clipping, penalties. Pure and jittable."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,9 @@ def _is_buffer(value: float) -> bool:
 class ScoreConfig(Section):
     """Changes to a response's score before the algorithm gets it. The default changes nothing."""
 
+    # How the scores of several rewards become one: by a weighted sum; or each is normalised over the responses to a
+    # prompt first, so that none outweighs the others by its scale (GDPO, arXiv:2601.05242, section 3).
+    combine: Literal["sum", "normalise_then_sum"] = "sum"
     normalise: bool = False  # (score - running mean) / running standard deviation
     # Clip scores, normalised or not, to [-clip, clip]; null: no clipping.
     clip: float | None = positive(None, "positive and finite, or null to switch it off")

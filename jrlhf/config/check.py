@@ -400,6 +400,12 @@ def _algorithm(config: Config, name: str) -> Iterator[str]:
         )
     if buffer is not None and buffer > config.data.max_response:
         yield f"{name}.scores.overlong_buffer={buffer:g} exceeds data.max_response={config.data.max_response}: lower it"
+    if section.scores.combine == "normalise_then_sum":
+        combined = f"{name}.scores.combine=normalise_then_sum"
+        if config.samples == 1:
+            yield f"{combined} compares the responses to a prompt, and {name} has one: leave it out"
+        elif getattr(algorithm, "divide_by_std", False):
+            yield f"{combined} divides by deviations, and {key}.divide_by_std=true divides again: set that to false"
     filters = {"top_k": sampling.top_k, "top_p": None if sampling.top_p == 1 else sampling.top_p}
     used = [f"sampling.{which}={value}" for which, value in filters.items() if value is not None]
     compared = (*algorithm.corrections, f"old_logprobs={algorithm.old_logprobs}")[0]

@@ -1,6 +1,7 @@
 """Combines the scores of several rewards: weights, sums and shapes them, with statistics of each. Callers jit it."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jrlhf.ppo import RunningMoments
+from jrlhf.ppo.advantages import group_advantages
 from jrlhf.ppo.masked import masked_extremes
 from jrlhf.ppo.shaping import on_last_token
 
@@ -31,22 +33,31 @@ def combine(
     weights: Mapping[str, float],
     on_failure: Mapping[str, float],
     learned: Mapping[str, Float[Array, "B"]],
-    texts: RowsOrTokens | None,
+    texts: RowsOrTokens | Mapping[str, Float[Array, "B"]] | None,
     response_lengths: Int[Array, "B"],
     finished: Bool[Array, "B"],
     moments: RunningMoments,
+    *,
+    samples: int | None = None,
 ) -> Combined:
     """Adds the weighted scores of token reward models to `texts`, the sum of the text rewards, and shapes the result.
 
     on_failure: replaces a model's non-finite scores. A row whose sum is not finite is not learned from.
+    samples: number of rows of a group, in which the scores of each reward are normalised before they are summed; None:
+        they are not. If given, `texts` has the scores of each text reward by name.
     """
     failed = {name: ~jnp.isfinite(scores) for name, scores in learned.items()}
     learned = {name: jnp.where(failed[name], on_failure[name], scores) for name, scores in learned.items()}
-    rows = sum((weights[name] * scores for name, scores in learned.items()), jnp.zeros_like(finished, jnp.float32))
+    parts = {**learned, **texts} if isinstance(texts, Mapping) else learned
+    rows = sum((weights[name] * scores for name, scores in parts.items()), jnp.zeros_like(finished, jnp.float32))
     scores = rows
-    if texts is not None:
+    if texts is not None and not isinstance(texts, Mapping):
         scores = texts + (rows if texts.ndim == 1 else on_last_token(rows, response_lengths, texts.shape[1]))
     raw = scores if scores.ndim == 1 else jnp.sum(scores, axis=1)
+    if samples is not None:
+        normalise = partial(group_advantages, samples=samples, divide_by_std=True, mask=jnp.isfinite(raw))
+        normalised = sum((weights[name] * normalise(scores) for name, scores in parts.items()), jnp.zeros_like(raw))
+        scores = jnp.where(jnp.isfinite(raw), normalised, raw)
     shaped, moments, shaping = shape(scores, response_lengths, finished, moments)
     statistics = {}
     for name, own in learned.items():

@@ -15,6 +15,7 @@ from jaxtyping import Array
 from jrlhf.data.batches import Batch, put_rows, read_responses
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Example, Response
+from jrlhf.errors import UserError
 from jrlhf.meshes import gathered, transfer
 from jrlhf.meshes.graph import Kind as CallKind
 from jrlhf.ppo import Rollout, RunningMoments, ScoreConfig, shape_scores
@@ -69,6 +70,7 @@ class Rewards:
     placement: where its calls run, and where its models are stored.
     kind: names the metrics: `rewards/NAME/mean` or `costs/NAME/mean`.
     trained: the reward model that this run trained; it is stored where it was trained until `free_original`.
+    samples: number of responses to a prompt, if `shaping` normalises the scores of each reward over them.
     """
 
     moments: RunningMoments  # running mean and variance of all scores so far
@@ -87,6 +89,7 @@ class Rewards:
         shaping: ScoreConfig,
         kind: Kind = "rewards",
         trained: Model | None = None,
+        samples: int = 1,
     ):
         assert token_parts or text_parts, "nothing would score"
         self.token_parts, self.text_parts, self.trained = token_parts, text_parts, trained
@@ -96,10 +99,12 @@ class Rewards:
         self._models = {name: part.model for name, part in text_parts.items() if part.model is not None}
         self._roles = {name: Reward(part.model, site) for name, part in token_parts.items()}
         parts = token_parts.items()
-        weights = {name: part.weight for name, part in parts}
+        weights = {name: part.weight for name, part in (*parts, *text_parts.items())}
+        self._apart = shaping.combine == "normalise_then_sum"  # then scores are combined on the devices
+        grouped = {"samples": samples} if self._apart else {}
         on_failure = {name: math.nan if part.on_failure is None else part.on_failure for name, part in parts}
         shape = partial(shape_scores, config=shaping, max_response=max_response)
-        self._combine = jax.jit(partial(combine, shape, kind, weights, on_failure))
+        self._combine = jax.jit(partial(combine, shape, kind, weights, on_failure, **grouped))
         self._metrics: Metrics = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
 
@@ -248,8 +253,9 @@ class Rewards:
             self.clock.add_parallel(f"{self.kind.removesuffix('s')}_functions", time.perf_counter() - started)
         return samples, scored
 
-    def _finish(self, answers: Answers, models: Tiles | None, step: int) -> tuple[np.ndarray, Metrics]:
-        """Waits for the functions and for models that have begun, or runs all models; returns sum and metrics."""
+    def _finish(self, answers: Answers, models: Tiles | None, step: int) -> tuple[Any, Metrics]:
+        """Waits for the functions and for models that have begun, or runs all models; returns their sum, or the scores
+        of each if those are combined on the devices, and metrics."""
         deadline = self.clock.deadline  # holds also for processes that wait for the scores of process 0
         scored = self.clock.run("reward_wait", _from_main, lambda: answers.result()[1], seconds=deadline)
         samples, _ = answers.result()
@@ -261,6 +267,14 @@ class Rewards:
         total, parts = self._summed(samples, scored)
         metrics: Metrics = {key: x for name, part in parts.items() for key, x in part.metrics(name, self.kind).items()}
         with np.errstate(over="ignore"):  # an infinite sum is counted, and its row is not learned from
+            if self._apart:
+                for name, part in parts.items():
+                    if part.token_scores is not None:
+                        raise UserError(
+                            f"{self.kind.removesuffix('s')} {name!r} scores single tokens, and scores.combine="
+                            "normalise_then_sum compares whole responses: set it to sum"
+                        )
+                return {name: part.scores.astype(np.float32) for name, part in parts.items()}, metrics
             if total.token_scores is None:
                 return total.scores.astype(np.float32), metrics
             scores = np.zeros((len(samples), self._max_response), np.float32)

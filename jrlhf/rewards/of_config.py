@@ -79,6 +79,7 @@ def open_rewards(
             shaping=shaping,
             kind=kind,
             trained=own,
+            samples=config.samples,
         )
         stack.callback(rewards.close)  # before the functions' processes end
         stack.push(end_calls)  # before that, after an error: nobody waits for the rows of a call that is at work

@@ -65,6 +65,11 @@ data.source=datasets
     data.source=datasets needs a tokenizer: give model.path
 model.path=x
     model.path=x: the built-in task trains a tokenizer and a model of its own
+ppo.scores.combine=normalise_then_sum
+    ppo.scores.combine=normalise_then_sum compares the responses to a prompt, and ppo has one: leave it out
+GRPO ; grpo.scores.combine=normalise_then_sum
+    grpo.scores.combine=normalise_then_sum divides by deviations, and grpo.algorithm.divide_by_std=true divides
+    again: set that to false
 ppo.scores.overlong_buffer=25
     ppo.scores.overlong_buffer=25 exceeds data.max_response=24: lower it
 stages=[sft, reward_model, dpo]

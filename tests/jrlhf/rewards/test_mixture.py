@@ -16,6 +16,7 @@ from jrlhf.algorithms.ppo import ppo
 from jrlhf.config import Config, build
 from jrlhf.data.batches import Batch, put_rows
 from jrlhf.data.types import Example, Response
+from jrlhf.errors import UserError
 from jrlhf.meshes import make_mesh
 from jrlhf.ppo import Rollout, RunningMoments
 from jrlhf.ppo.shaping import ScoreConfig, shape_scores
@@ -43,12 +44,13 @@ def rollout() -> Rollout:
 class Calls:
     """Roles that only note the order of their calls, and rewards of text."""
 
-    def __init__(self, shaping: ScoreConfig = PLAIN, kind: Any = "rewards", **parts: TextPart):
+    def __init__(self, shaping: ScoreConfig = PLAIN, kind: Any = "rewards", samples: int = 1, **parts: TextPart):
         self.names: list[str] = []
         self.dispatched = threading.Event()
         tokenizer = cast(Any, SimpleNamespace(decode=lambda ids: "x" * len(ids)))
         own = {"placement": RolePlacement.of(MESH), "compute": Compute(), "clock": Clock(deadline=10.0)}
-        self.rewards = Rewards({}, parts, **own, tokenizer=tokenizer, max_response=3, shaping=shaping, kind=kind)
+        own |= {"shaping": shaping, "kind": kind, "samples": samples}
+        self.rewards = Rewards({}, parts, **own, tokenizer=tokenizer, max_response=3)
         self.rewards.start(jax.device_put(RunningMoments.create()))
 
     def score(self, method: str = "score") -> Any:
@@ -225,6 +227,35 @@ def test_scores_of_models_are_added_to_those_of_texts():
         close(combined.extremes["max"], np.max(texts.sum(1) + rows))
         close(combined.learned["rewards/b/mean"], second.mean())
         close(combined.learned["rewards/a/std"], first.std())
+
+
+def test_each_reward_is_normalised_over_the_responses_to_a_prompt_before_they_are_summed():
+    """GDPO: whatever their scales. A row of which one reward is not finite counts in no group, and teaches nothing."""
+    rng = np.random.default_rng(3)
+    given = {"right": rng.integers(0, 2, ROWS).astype(float), "long": 100 * rng.normal(size=ROWS)}
+    given["right"][:4], given["long"][5] = (0, 1, 1, 0), np.nan
+    weights = {"right": 1.0, "long": -0.5}
+
+    def part(name: str) -> TextPart:
+        return TextPart(weights[name], lambda samples, step, first=0: Scored(given[name]), name)
+
+    calls = Calls(ScoreConfig(combine="normalise_then_sum"), samples=4, right=part("right"), long=part("long"))
+    scores = calls.score()
+    expected = np.full(ROWS, np.nan)
+    for rows in (np.arange(4), np.array([4, 6, 7])):
+        groups = {name: own[rows] for name, own in given.items()}
+        expected[rows] = sum(
+            w * (groups[n] - groups[n].mean()) / (groups[n].std(ddof=1) + 1e-6) for n, w in weights.items()
+        )
+    np.testing.assert_allclose(scores.shaped, expected, rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(scores.raw, given["right"] - 0.5 * given["long"], rtol=1e-5)
+    assert calls.rewards.metrics()["rewards/long/mean"] != 0
+    calls.rewards.close()
+    tokens = TextPart(1.0, lambda *_, **__: Scored(np.ones(ROWS), token_scores=(np.ones(1),) * ROWS), "steps")
+    calls = Calls(ScoreConfig(combine="normalise_then_sum"), samples=4, steps=tokens)
+    with pytest.raises(UserError, match="reward 'steps' scores single tokens, and scores.combine=normalise_then_sum"):
+        calls.score()
+    calls.rewards.close()
 
 
 def test_a_score_that_is_not_finite_leaves_the_others_in_the_metrics():
