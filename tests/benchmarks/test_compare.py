@@ -3,9 +3,7 @@
 No peer is needed. One slow test lets transformers, where it is installed, show that both sides compute the same.
 """
 
-import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -33,10 +31,6 @@ from benchmarks.sides import CompareError, Side
 from jrlhf.models import init_lm
 
 TINY = Shape(layers=2, embed=16, heads=2, kv_heads=1, head_dim=8, mlp=24, vocab=128)
-
-
-def job(directory: Path, **fields) -> Job:
-    return replace(Job("check", str(directory), TINY, batch=2, prompt=4, response=3, warmup=1, repeats=2), **fields)
 
 
 def alone(*seconds: float) -> Repeats:
@@ -84,26 +78,15 @@ def test_differences_are_the_largest_and_rows_of_greedy_tokens_are_whole():
     assert differences(one, other) == {"logprobs": 0.5, "values": 0.25, "greedy_equal": 0.5}
 
 
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """A job whose weights are there."""
-    task = job(tmp_path_factory.mktemp("weights"))
-    ours.export(task)
-    return task
-
-
-run = Side.run
-
-
 @pytest.mark.proof("families")
-def test_transformers_computes_the_same_and_a_changed_weight_is_seen(exported: Job, tmp_path: Path, monkeypatch):
+def test_transformers_computes_the_same_and_a_changed_weight_is_seen(tmp_path: Path, monkeypatch):
     pytest.importorskip("transformers")
     pytest.importorskip("torch")
-    directory = tmp_path / "copy"
-    shutil.copytree(exported.directory, directory)
-    (directory / "benchmarks").symlink_to(compare.ROOT / "benchmarks")
-    task = replace(exported, directory=str(directory))
-    sides = Side(Path(sys.executable), "ours", compare.ROOT), Side(Path(sys.executable), "hf", directory)
+    task = Job("check", str(tmp_path), TINY, batch=2, prompt=4, response=3, warmup=1, repeats=2)
+    ours.export(task)
+    (tmp_path / "benchmarks").symlink_to(compare.ROOT / "benchmarks")
+    sides = Side(Path(sys.executable), "ours", compare.ROOT), Side(Path(sys.executable), "hf", tmp_path)
+    run = Side.run
     assert compare.show_same(*sides, task)["greedy_equal"] == 1
     file = task.model("actor") / "model.safetensors"
     weights = load_file(file)

@@ -38,9 +38,7 @@ def by_loops(query, key, value, lengths, *, scale, softcap, window):
     return out
 
 
-@pytest.mark.parametrize(
-    ("group", "softcap", "window"), [(1, None, None), (7, 1.5, None), (2, None, BLOCK + 3), (20, 1.5, 5)]
-)
+@pytest.mark.parametrize(("group", "softcap", "window"), [(7, None, None), (20, 1.5, BLOCK + 3)])
 def test_only_filled_positions_are_read(group, softcap, window):
     """Positions past a row's length, or before its window, are NaN. The last row is done: its length exceeds S."""
     size = 2 * BLOCK + 11
@@ -56,7 +54,7 @@ def test_only_filled_positions_are_read(group, softcap, window):
     np.testing.assert_allclose(actual, by_loops(query, key, value, lengths, **options), atol=2e-6)
 
 
-@pytest.mark.parametrize("options", [{}, {"scale": 0.7, "softcap": 1.5, "window": 20}, {"window": 20, "local": False}])
+@pytest.mark.parametrize("options", [{"scale": 0.7, "softcap": 1.5, "window": 20}, {"window": 20, "local": False}])
 def test_a_cache_is_read_as_xla_reads_it(monkeypatch, options):
     """On the way to the kernel: its scale and window, keys and values, and the grouping of heads."""
     random, size = np.random.default_rng(1), BLOCK + 8

@@ -72,17 +72,27 @@ def expected(dtype):
 
 
 def check(op, mesh, gathered, dtype=jnp.float32, tolerances=(2e-6, 1e-5)):
+    """Compares with the dense reference; returns the compiled program's text."""
     with jax.set_mesh(mesh):
-        run = sharded_value_and_vjp(op, gathered)
-        actual = jax.block_until_ready(run(*placed(mesh, gathered, dtype)))
+        arguments = placed(mesh, gathered, dtype)
+        program = sharded_value_and_vjp(op, gathered).lower(*arguments).compile()
+        actual = jax.block_until_ready(program(*arguments))
     for a, e, tolerance in zip(actual, expected(dtype), np.repeat(tolerances, 2), strict=True):
         np.testing.assert_allclose(np.asarray(a, np.float32), e, rtol=0, atol=tolerance * np.max(np.abs(e)))
+    return str(program.as_text())
 
 
 @pytest.mark.parametrize("gathered", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_xla(gathered):
+    """Gathered rows of hidden states get their gradient by a reduce-scatter."""
     op = partial(token_logprobs, **OPTIONS, axis_name="tensor", tile=5, implementation="xla")
-    check(op, make_mesh(fsdp=2, tensor=4), gathered)
+    hlo = check(op, make_mesh(fsdp=2, tensor=4), gathered)
+    results = [line.split(" = ")[1] for line in hlo.splitlines() if " = " in line]
+    scattered = [result for result in results if " reduce-scatter(" in result]
+    assert any(result.startswith(f"f32[{N // 8},{D}]") for result in scattered) == gathered
+    # What is all-reduced has one number a token, never a row of hidden states.
+    reduced = [result for result in results if " all-reduce(" in result]
+    assert reduced and any(f"f32[{N // 2},{D}]" in result for result in reduced) != gathered
 
 
 def test_reference():
@@ -108,19 +118,6 @@ def test_pallas_gpu(gpu_params):
     forward = pallas_gpu.Forward(interpret=gpu_params)
     op = partial(pallas_gpu.token_logprobs, head=Head(**OPTIONS, axis_name="tensor"), tile=16, forward=forward)
     check(op, make_mesh(tensor=2, devices=jax.devices()[:2]), True, jnp.bfloat16, tolerances=(2e-6, 1e-2))
-
-
-def test_gathered_hidden_gets_its_gradient_by_a_reduce_scatter():
-    mesh = make_mesh(tensor=8)
-    op = partial(token_logprobs, **OPTIONS, axis_name="tensor", implementation="xla")
-    with jax.set_mesh(mesh):
-        run = sharded_value_and_vjp(op, gathered=True)
-        hlo = str(run.lower(*placed(mesh, True, jnp.float32)).compile().as_text())
-    results = [line.split(" = ")[1] for line in hlo.splitlines() if " = " in line]
-    assert any(result.startswith(f"f32[{N // 8},{D}]") for result in results if " reduce-scatter(" in result)
-    # What is all-reduced has one number a token, never a row of hidden states.
-    reduced = [result for result in results if " all-reduce(" in result]
-    assert reduced and not any(f"f32[{N},{D}]" in result for result in reduced)
 
 
 def test_explicitly_sharded_arguments_need_shard_map():

@@ -55,12 +55,17 @@ def test_a_cache_is_written_at_each_rows_position_only(transposed):
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_rows_enter_a_grown_cache(transposed):
-    prompts = prefilled_cache(normal(B, T, K, H), normal(B, T, K, H + 1)[..., :H], T, transposed=transposed)
-    decoding = grown_cache(prefilled_cache(normal(B, 1, K, H), normal(B, 1, K, H), 1, transposed=transposed), T + 3)
-    # A former row's NaN would spoil the next row even where its weight is 0: it must be gone.
-    decoding = jax.tree.map(lambda x: x.at[jnp.array([0, 2])].set(jnp.nan), decoding)
-    slots, rows = jnp.array([2, B, 0]), jnp.array([1, 0, 0])  # the second row enters nowhere
-    result = filled_cache(decoding, slots, prompts, rows)
+
+    @jax.jit
+    def enter(key, value, former):
+        prompts = prefilled_cache(key, value, T, transposed=transposed)
+        decoding = grown_cache(prefilled_cache(former, former, 1, transposed=transposed), T + 3)
+        # A former row's NaN would spoil the next row even where its weight is 0: it must be gone.
+        decoding = jax.tree.map(lambda x: x.at[jnp.array([0, 2])].set(jnp.nan), decoding)
+        slots, rows = jnp.array([2, B, 0]), jnp.array([1, 0, 0])  # the second row enters nowhere
+        return prompts, decoding, filled_cache(decoding, slots, prompts, rows)
+
+    prompts, decoding, result = enter(normal(B, T, K, H), normal(B, T, K, H + 1)[..., :H], normal(B, 1, K, H))
     for name in ("key", "value"):
 
         def by_position(cache, last=transposed and name == "key", name=name):
@@ -131,13 +136,15 @@ def test_cudnn_windows_are_its_own_and_layers_choose_by_a_branch(monkeypatch):
     def run(local, window=3):
         return attention(query, key, value, window=window, local=local, implementation="cudnn")
 
+    static, traced = jax.jit(run, static_argnums=(0, 1)), jax.jit(run)
+
     near, everywhere = (by_loops(query, key, value, scale=H**-0.5, softcap=None, window=size) for size in (3, None))
-    np.testing.assert_allclose(run(True), near, atol=1e-5)
-    np.testing.assert_allclose(run(False), everywhere, atol=1e-5)
-    np.testing.assert_allclose(run(True, window=T), everywhere, atol=1e-5)
+    np.testing.assert_allclose(static(True), near, atol=1e-5)
+    np.testing.assert_allclose(static(False), everywhere, atol=1e-5)
+    np.testing.assert_allclose(static(True, T), everywhere, atol=1e-5)
     assert asked == [(2, 0), None, None]
-    np.testing.assert_allclose(jax.jit(run)(True), near, atol=1e-5)
-    np.testing.assert_allclose(jax.jit(run)(False), everywhere, atol=1e-5)
+    np.testing.assert_allclose(traced(True), near, atol=1e-5)
+    np.testing.assert_allclose(traced(False), everywhere, atol=1e-5)
     with pytest.raises(ValueError, match="cuDNN's attention has no softcap=2: use attention='xla'"):
         attention(query, key, value, softcap=2.0, implementation="cudnn")
 
@@ -146,14 +153,13 @@ def test_rope_scaling_lowers_what_it_should():
     """The bands of Llama 3.1: wavelengths are 2 pi / frequency."""
     scaling = RopeScaling("llama3", 8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
     wavelengths = np.array([100.0, 8192 / 4, 8192 / 2.5, 8192.0, 20000.0])
-    actual = np.asarray(scaled(jnp.asarray(2 * np.pi / wavelengths, jnp.float32), scaling)) * wavelengths / (2 * np.pi)
+    lowered = jax.jit(scaled, static_argnums=1)((2 * np.pi / wavelengths).astype(np.float32), scaling)
+    actual = np.asarray(lowered) * wavelengths / (2 * np.pi)
     # Kept; kept at the border; half way between; lowered at the border; lowered.
     np.testing.assert_allclose(actual, [1, 1, (1 + 1 / 8) / 2, 1 / 8, 1 / 8], rtol=1e-5)
-    np.testing.assert_allclose(scaled(jnp.ones(3), RopeScaling("linear", 4.0)), np.full(3, 0.25))
-    positions = jnp.arange(5)[None]
-    for slow, fast in zip(
-        rotation(4 * positions, H, 100.0, RopeScaling("linear", 4.0)), rotation(positions, H, 100.0), strict=True
-    ):
+    linear, positions = RopeScaling("linear", 4.0), np.arange(5)[None]
+    turned = jax.jit(lambda: (rotation(4 * positions, H, 100.0, linear), rotation(positions, H, 100.0)))
+    for slow, fast in zip(*turned(), strict=True):
         np.testing.assert_allclose(slow, fast, atol=1e-6)
 
 

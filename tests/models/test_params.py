@@ -54,19 +54,20 @@ def test_shards_have_the_promised_sizes():
 
 def test_a_seed_gives_the_numbers_that_it_always_gave(initial):
     """Draw n of the model, and of a layer, has the key with number n folded in; the layers share one draw's key."""
-    fold, normal = jax.random.fold_in, jax.random.normal
-    key = jax.random.key(0)
-    layer_key = jax.random.split(fold(key, 1), CONFIG.layers)[2]
     std, small = CONFIG.initializer_range, CONFIG.initializer_range / (2 * CONFIG.layers) ** 0.5
+
+    @fast_jit
+    def expected(key):
+        fold, normal = jax.random.fold_in, jax.random.normal
+        layer_key = jax.random.split(fold(key, 1), CONFIG.layers)[2]
+        tables = [std * normal(fold(key, number), (200, 64)) for number in (0, 2)]
+        attention = std * normal(fold(layer_key, 1), (64, 2, 16)), small * normal(fold(layer_key, 3), (8, 16, 64))
+        return *tables, *attention, small * normal(fold(layer_key, 6), (96, 64))
+
     layer = jax.tree.map(lambda x: x[2], initial["layers"])
-    expected = (
-        (initial["embedding"][:200], std * normal(fold(key, 0), (200, 64))),
-        (initial["unembedding"][:200], std * normal(fold(key, 2), (200, 64))),
-        (layer["attention"]["wk"], std * normal(fold(layer_key, 1), (64, 2, 16))),
-        (layer["attention"]["wo"], small * normal(fold(layer_key, 3), (8, 16, 64))),
-        (layer["mlp"]["down"], small * normal(fold(layer_key, 6), (96, 64))),
-    )
-    for weight, drawn in expected:
+    weights = [initial["embedding"][:200], initial["unembedding"][:200], layer["attention"]["wk"]]
+    weights += [layer["attention"]["wo"], layer["mlp"]["down"]]
+    for weight, drawn in zip(weights, expected(jax.random.key(0)), strict=True):
         np.testing.assert_allclose(weight, drawn, rtol=1e-6)
     for table in (initial["embedding"], initial["unembedding"]):
         assert (table[200:] == 0).all()

@@ -1,5 +1,7 @@
 """Continuous batching: the engine's tokens, and log-probabilities of the weights that drew each token."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -123,55 +125,31 @@ def test_with_kept_caches_log_probabilities_are_those_of_the_recorded_mixture():
 def mixture(versions, fed, sequence) -> np.ndarray:
     """The log-probability of each token but the first, where position t is computed with weights number fed[t]."""
     T, H = len(fed), CONFIG.head_dim
+    own: Any = jax.tree.map(lambda *x: np.stack(x).astype(np.float64)[fed], *versions)  # [T, ...], each position's
 
-    def mixed(compute) -> np.ndarray:  # [T, ...]: at each position the result of its own weights
-        results = np.stack([np.asarray(compute(params), np.float64) for params in versions])
-        return results[fed, np.arange(T)]
-
-    def norm(x, scale):
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + CONFIG.norm_eps) * scale
+    def norm(x, weights):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + CONFIG.norm_eps) * weights["scale"]
 
     def rotated(x):  # [T, heads, H]
         angles = np.arange(T)[:, None] * CONFIG.rope_theta ** (-2 * np.arange(H // 2) / H)
         turned = (x[..., : H // 2] + 1j * x[..., H // 2 :]) * np.exp(1j * angles)[:, None]
         return np.concatenate([turned.real, turned.imag], -1)
 
-    x = mixed(lambda params: params["embedding"][sequence[:-1]])
+    x = own["embedding"][np.arange(T), sequence[:-1]]
     for index in range(CONFIG.layers):
-        layers = {id(p): jax.tree.map(lambda weight, index=index: weight[index], p["layers"]) for p in versions}
+        layer = jax.tree.map(lambda weight, index=index: weight[:, index], own["layers"])
+        h, weights = norm(x, layer["attention_norm"]), layer["attention"]
+        q, k, v = (np.einsum("td,tdnh->tnh", h, weights[name]) for name in ("wq", "wk", "wv"))
+        k, v = (np.repeat(y, CONFIG.heads // CONFIG.kv_heads, axis=1) for y in (rotated(k), v))
+        scores = np.einsum("qnh,snh->nqs", rotated(q), k) / np.sqrt(H)
+        p = np.exp(np.where(np.tri(T, dtype=bool), scores, -np.inf) - scores.max(-1, keepdims=True))
+        out = np.einsum("nqs,snh->qnh", p / p.sum(-1, keepdims=True), v)
+        x = x + np.einsum("tnh,tnhd->td", out, weights["wo"])
+        h, weights = norm(x, layer["mlp_norm"]), layer["mlp"]
+        gate, up = (np.einsum("td,tdf->tf", h, weights[name]) for name in ("gate", "up"))
+        x = x + np.einsum("tf,tfd->td", gate / (1 + np.exp(-gate)) * up, weights["down"])
 
-        def of(params, *path, layers=layers):
-            part = layers[id(params)]
-            for name in path:
-                part = part[name]
-            return np.asarray(part, np.float64)
-
-        def projected(name, x=x, of=of):
-            def compute(params):
-                h = norm(x, of(params, "attention_norm", "scale"))
-                return (h @ of(params, "attention", name).reshape(CONFIG.embed, -1)).reshape(T, -1, H)
-
-            return mixed(compute)
-
-        q, k, v = rotated(projected("wq")), rotated(projected("wk")), projected("wv")
-        k, v = (np.repeat(y, CONFIG.heads // CONFIG.kv_heads, axis=1) for y in (k, v))
-        scores = np.einsum("qnh,snh->nqs", q, k) / np.sqrt(H)
-        scores = np.where(np.tri(T, dtype=bool), scores, -np.inf)
-        weights = np.exp(scores - scores.max(-1, keepdims=True))
-        out = np.einsum("nqs,snh->qnh", weights / weights.sum(-1, keepdims=True), v).reshape(T, -1)
-        x = x + mixed(lambda params, out=out, of=of: out @ of(params, "attention", "wo").reshape(-1, CONFIG.embed))
-
-        def mlp(params, x=x, of=of):
-            h = norm(x, of(params, "mlp_norm", "scale"))
-            gate = h @ of(params, "mlp", "gate")
-            return (gate / (1 + np.exp(-gate)) * (h @ of(params, "mlp", "up"))) @ of(params, "mlp", "down")
-
-        x = x + mixed(mlp)
-
-    def logits(params):
-        table = params["embedding" if CONFIG.tie_embeddings else "unembedding"][: CONFIG.vocab_size]
-        return norm(x, np.asarray(params["final_norm"]["scale"], np.float64)) @ np.asarray(table, np.float64).T
-
-    z = mixed(logits)
-    log_p = z - np.log(np.exp(z - z.max(-1, keepdims=True)).sum(-1, keepdims=True)) - z.max(-1, keepdims=True)
-    return log_p[np.arange(T), sequence[1:]]
+    table = own["embedding" if CONFIG.tie_embeddings else "unembedding"][:, : CONFIG.vocab_size]
+    z = np.einsum("td,tvd->tv", norm(x, own["final_norm"]), table)
+    z = z - z.max(-1, keepdims=True)
+    return z[np.arange(T), sequence[1:]] - np.log(np.exp(z).sum(-1))

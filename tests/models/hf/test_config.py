@@ -27,24 +27,18 @@ def differences(one, other):
     return {f.name for f in fields(one) if getattr(one, f.name) != getattr(other, f.name)}
 
 
-def test_published_configs(tmp_path):
+def test_published_configs_are_their_presets_and_what_they_say_beside_the_model(tmp_path):
+    reads = {}
     for name, entry in PUBLISHED.items():
-        read = read_config(write(tmp_path / name, entry["config"], entry.get("generation_config")))
+        reads[name] = read = read_config(write(tmp_path / name, entry["config"], entry.get("generation_config")))
         assert read.head == "lm" and read.family == entry["config"]["model_type"], name
         preset = PRESETS.get(name, PRESETS.get(name.split("/")[1]))
         assert preset is not None and differences(read.model, preset) == set(), name
-
-
-def test_what_the_published_configs_say_beside_the_model(tmp_path):
-    def read(name):
-        entry = PUBLISHED[name]
-        return read_config(write(tmp_path / name, entry["config"], entry.get("generation_config")))
-
-    llama, qwen = read("meta-llama/Llama-3.1-8B-Instruct"), read("Qwen/Qwen2.5-0.5B-Instruct")
+    llama, qwen = reads["meta-llama/Llama-3.1-8B-Instruct"], reads["Qwen/Qwen2.5-0.5B-Instruct"]
     assert (llama.eos_ids, llama.bos_id, llama.pad_id) == ((128001, 128008, 128009), 128000, None)
-    assert llama.dtype == "bfloat16" and read("meta-llama/Llama-2-7b-hf").dtype == "float16"
+    assert llama.dtype == "bfloat16" and reads["meta-llama/Llama-2-7b-hf"].dtype == "float16"
     assert (qwen.eos_ids, qwen.pad_id) == ((151645, 151643), 151643)  # of generation_config.json
-    gemma, gpt2 = read("google/gemma-3-1b-it"), read("openai-community/gpt2")
+    gemma, gpt2 = reads["google/gemma-3-1b-it"], reads["openai-community/gpt2"]
     assert (gemma.eos_ids, gemma.pad_id) == ((1, 106), 0)
     assert (gpt2.eos_ids, gpt2.dtype) == ((50256,), "float32")
 

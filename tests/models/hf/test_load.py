@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from jrlhf.meshes import GENERATE, TRAIN, make_mesh
 from jrlhf.models import export_hf, param_shardings
 from jrlhf.models.hf import load_hf, read_config
-from jrlhf.models.weights import HeadKind
+from tests.models.shared import assert_stored
 from tests.support.processes import free_port
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -45,13 +45,6 @@ def assert_same(loaded, params):
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), b), loaded, params)
 
 
-def assert_stored(loaded, config, mesh, layout, head: HeadKind = "lm"):
-    for array, sharding in zip(
-        jax.tree.leaves(loaded), jax.tree.leaves(param_shardings(config, mesh, layout, head)), strict=True
-    ):
-        assert array.sharding.is_equivalent_to(sharding, array.ndim), (array.sharding, sharding)
-
-
 def rewrite(directory, change):
     weights = load_file(directory / SINGLE)
     change(weights)
@@ -67,6 +60,7 @@ SELDOM = ("llama", "llama bands", "llama biased", "mistral", "qwen2", "qwen3", "
     "name", [*OFTEN, *(pytest.param(name, marks=pytest.mark.proof("families")) for name in SELDOM)]
 )
 def test_every_bit_of_every_family_in_every_storage(reference, tmp_path, mesh, configs, name):
+    """Progress counts every byte."""
     assert {*OFTEN, *SELDOM} == configs.keys()
     config = configs[name]
     params = random_model(reference, config)
@@ -77,10 +71,14 @@ def test_every_bit_of_every_family_in_every_storage(reference, tmp_path, mesh, c
     assert index["metadata"]["total_size"] == sum(sizes) and len(index["weight_map"]) == len(sizes)
     assert all(file.stat().st_size < max(20_000, *sizes) + 5_000 for file in files)  # and a header
     for layout, target_mesh in ((TRAIN, mesh), (GENERATE, make_mesh(1, 4, 2, axis_type=AxisType.Auto))):
-        hf, loaded = load_hf(directory, target_mesh, layout=layout)
+        calls: list[tuple[int, int]] = []
+        hf, loaded = load_hf(directory, target_mesh, layout=layout, progress=lambda *call, own=calls: own.append(call))
+        done, totals = zip(*calls, strict=True)
+        assert set(totals) == {sum(sizes)} and (done[0], done[-1]) == (0, sum(sizes))
+        assert list(done) == sorted(set(done)) and len(done) >= 2 + config.layers
         assert (hf.model, hf.family, hf.head, hf.eos_ids) == (config, name.split()[0], "lm", (3,))
         assert_same(loaded, params)
-        assert_stored(loaded, config, target_mesh, layout)
+        assert_stored(loaded, param_shardings(config, target_mesh, layout))
         again = export_hf(loaded, config, tmp_path / "again", eos_ids=(3,), shard_bytes=20_000)
         for file in directory.iterdir():
             assert (again / file.name).read_bytes() == file.read_bytes()
@@ -93,7 +91,7 @@ def test_a_reward_model(reference, tmp_path, mesh, configs):
     hf, loaded = load_hf(directory, mesh, head="scalar")
     assert hf.head == "scalar" and hf.model == config
     assert_same(loaded, params)  # with a bias that is not zero
-    assert_stored(loaded, config, mesh, TRAIN, "scalar")
+    assert_stored(loaded, param_shardings(config, mesh, TRAIN, "scalar"))
 
     _, critic = load_hf(directory, mesh, head="scalar", keep_head=False)
     assert_same(critic, {**params, "value_head": jax.tree.map(np.zeros_like, params["value_head"])})
@@ -114,7 +112,7 @@ def test_a_critic_from_a_language_model(reference, tmp_path, mesh, configs):
     del params["unembedding"]
     head = {"kernel": np.zeros(32, np.float32), "bias": np.zeros((), np.float32)}
     assert_same(loaded, {**params, "value_head": head})
-    assert_stored(loaded, configs["llama"], mesh, TRAIN, "scalar")
+    assert_stored(loaded, param_shardings(configs["llama"], mesh, TRAIN, "scalar"))
 
     rewrite(directory, lambda weights: weights.update({"score.weight": np.ones((1, 32), np.float32)}))
     with pytest.raises(ValueError, match="holds 'score.weight', which a llama model has no use for"):
@@ -145,17 +143,6 @@ def test_dtypes(reference, tmp_path, mesh, configs):
     _, loaded = load_hf(directory, mesh, dtype=None)
     assert loaded["layers"]["mlp"]["up"].dtype == jnp.float32 and loaded["layers"]["mlp"]["gate"].dtype == jnp.bfloat16
     np.testing.assert_array_equal(loaded["layers"]["mlp"]["up"][1], params["layers"]["mlp"]["up"][1])
-
-
-def test_progress_counts_every_byte(reference, tmp_path, mesh, configs):
-    config = configs["gpt2"]
-    directory = export_hf(random_model(reference, config), config, tmp_path / "model")
-    calls = []
-    load_hf(directory, mesh, progress=lambda done, total: calls.append((done, total)))
-    total = sum(weight.nbytes for weight in load_file(directory / SINGLE).values())
-    done = [call[0] for call in calls]
-    assert {call[1] for call in calls} == {total}
-    assert done[0] == 0 and done[-1] == total and done == sorted(set(done)) and len(done) >= 2 + config.layers
 
 
 @pytest.mark.parametrize("name", ["llama bands", "gpt2"])
