@@ -19,13 +19,9 @@ H200 = PEAKS["NVIDIA H200"]
 TOP = Ceilings(copy=4e12, matmul=800e12, peak=H200)
 
 
-def full_plan() -> list[Part]:
-    device = jax.devices()[0]
-    return plan(FULL, make_mesh(1, 1, 1, devices=[device]), TOP, device)
-
-
 def test_everything_that_is_promised_is_planned_and_the_most_important_comes_first():
-    all_parts = full_plan()
+    device = jax.devices()[0]
+    all_parts = plan(FULL, make_mesh(1, 1, 1, devices=[device]), TOP, device)
     assert {part.name for part in all_parts} == set(PARTS)
     assert {part.shape for part in all_parts if part.name == "decode"} == {
         f"{name} x {batch} x 512 + 512" for name in ("1.7B", "8B") for batch in (64, 128, 256)

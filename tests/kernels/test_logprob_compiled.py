@@ -43,12 +43,19 @@ def lowered(f, arguments, platform):
     return jax.jit(f).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
 
 
-@pytest.mark.parametrize("platform", CUSTOM_CALL)
-def test_kernels_lower(platform):
-    """A problem smaller than any block; the next test has a large one."""
+@pytest.mark.parametrize(
+    ("platform", "dtype", "sizes"),
+    [
+        ("tpu", jnp.bfloat16, (3, 100, 64)),
+        ("cuda", jnp.bfloat16, (3, 100, 64)),
+        ("tpu", jnp.float32, (252, 1000, 96)),
+    ],
+)
+def test_kernels_lower(platform, dtype, sizes):
+    """A problem smaller than any block, too; the next test has a large one."""
     f = partial(loss, softcap=30.0, temperature=0.9, vocab_size=93, implementation=KERNEL[platform])
     with jax.sharding.use_abstract_mesh(abstract_mesh(platform)):
-        text = lowered(jax.grad(f, argnums=(0, 1)), shapes(3, 100, 64, jnp.bfloat16), platform)
+        text = lowered(jax.grad(f, argnums=(0, 1)), shapes(*sizes, dtype), platform)
     assert len(re.findall(rf"custom_call @{CUSTOM_CALL[platform]}", text)) == KERNELS[platform]
 
 
@@ -69,13 +76,6 @@ def test_kernels_lower_vocabulary_parallel(platform):
             jax.grad(lambda h, w, y: jnp.sum(op(h, w, y)[0]), argnums=(0, 1)), (hidden, unembedding, targets), platform
         )
     assert CUSTOM_CALL[platform] in text
-
-
-def test_tpu_kernels_lower_in_float32():
-    gradient = jax.grad(partial(loss, implementation="pallas_tpu"), argnums=(0, 1))
-    with jax.sharding.use_abstract_mesh(abstract_mesh("tpu")):
-        text = lowered(gradient, shapes(252, 1000, 96, jnp.float32), "tpu")
-    assert CUSTOM_CALL["tpu"] in text
 
 
 @pytest.mark.parametrize("platform", CUSTOM_CALL)

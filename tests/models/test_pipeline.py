@@ -115,7 +115,7 @@ def step_of(kind, config, mesh, layout, options, pipeline=None):
     return make_actor_step(logprobs, RECORDER, algorithm, pipeline=pipeline)
 
 
-def placed(tree, mesh, spec=None):
+def placed(tree, mesh):
     """Host arrays on a mesh, rows divided over all of its devices."""
     return jax.tree.map(lambda x: to_devices(x, jax.NamedSharding(mesh, jax.P(AXES) if np.ndim(x) else jax.P())), tree)
 

@@ -37,16 +37,10 @@ def softmax(z):
 
 
 def nucleus(p, top_k, top_p):
-    """The allowed tokens, by a loop over tokens of falling probability."""
-    order = np.argsort(-p)[: len(p) if top_k is None else top_k]
+    """The allowed tokens: those of falling probability before which there is less than `top_p`."""
+    order = np.argsort(-p)[:top_k]
     shares = p[order] / p[order].sum()
-    allowed, mass = [], 0.0
-    for token, share in zip(order, shares, strict=True):
-        if top_p is not None and allowed and mass >= top_p:
-            break
-        allowed.append(token)
-        mass += share
-    return sorted(allowed)
+    return order if top_p is None else order[np.cumsum(shares) - shares < top_p]
 
 
 LOGITS = np.random.default_rng(0).normal(size=V) * 1.5
