@@ -1,5 +1,6 @@
 """Continuous batching: the engine's tokens, and log-probabilities of the weights that drew each token."""
 
+from functools import cache
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jrlhf.models import ModelConfig, SamplingConfig, Schedule, make_generate, p
 from jrlhf.models.generation.continuous import ContinuousBatch, Prompt
 from jrlhf.models.generation.decoding import Decoder
 from tests.models.conftest import random_params
-from tests.models.shared import unstacked
+from tests.models.shared import fast_jit, unstacked
 
 CONFIG = ModelConfig(vocab_size=50, embed=16, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=24, max_positions=32)
 U, S, P, R = 12, 2, 5, 12
@@ -21,11 +22,11 @@ EVERY = 2  # chunks between two versions of the weights
 
 
 class Setting:
-    """A model's versions on a mesh, prompts, and a batch of slots."""
+    """Four versions of a model on a mesh, prompts, and a batch of slots."""
 
-    def __init__(self, sizes, versions: int):
+    def __init__(self, *sizes):
         self.mesh = make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)])
-        self.versions = [random_params(CONFIG, seed=seed) for seed in range(versions)]
+        self.versions = [random_params(CONFIG, seed=seed) for seed in range(4)]
         shardings = param_shardings(CONFIG, self.mesh, GENERATE)
         self.weights = [(jax.device_put(unstacked(params), shardings), {}) for params in self.versions]
         generator = np.random.default_rng(3)
@@ -39,12 +40,13 @@ class Setting:
         with jax.set_mesh(self.mesh):
             self.batch = ContinuousBatch(decoder, self.mesh, Schedule(chunk=3), 8, P)
 
-    def draw(self, *, prefill_again: bool = False):
-        """Row -> (tokens, log-probabilities, versions, drew a stop token). Every second chunk has newer weights."""
+    def draw(self, count=1, *, prefill_again: bool = False):
+        """Row -> (tokens, log-probabilities, versions, drew a stop token). Every second chunk has newer weights, of
+        the first `count` versions."""
         waiting, rows, versions, chunks = list(self.prompts), {}, np.zeros((U * S, R), int), 0
         with jax.set_mesh(self.mesh):
             while waiting or len(self.batch.rows):
-                version = min(chunks // EVERY, len(self.weights) - 1)
+                version = min(chunks // EVERY, count - 1)
                 if prefill_again and version != min((chunks - 1) // EVERY, version):
                     self.batch.prefill_again(self.weights[version], lambda number: self.prompts[number])
                 entering = [waiting.pop(0) for _ in range(min(self.batch.room, len(waiting)))]
@@ -64,22 +66,27 @@ class Setting:
         return np.concatenate([self.tokens[prompt, : self.lengths[prompt]], tokens])
 
 
+setting_on = cache(Setting)
+
+
 @pytest.mark.full
 def test_arrays_of_the_host_are_replaced_and_not_written_to():
     """A checkpoint may still be writing them: on CPUs an array on a device may share the memory of the host's."""
-    setting = Setting((1, 1, 1), versions=1)
+    setting = setting_on(1, 1, 1)
     batch, states = setting.batch, []
     with jax.set_mesh(setting.mesh):
         for call in (lambda weights: batch.admit(weights, setting.prompts[:2]), batch.decode):
             states.append((batch.state, np.array([batch.state.owner, batch.state.drawn])))
             call(setting.weights[0])
+        while len(batch.rows):
+            batch.decode(setting.weights[0])
     for state, before in states:
         np.testing.assert_array_equal([state.owner, state.drawn], before)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), pytest.param((2, 1, 2), marks=pytest.mark.full)])
 def test_rows_are_those_of_one_program_for_all(sizes):
-    setting = Setting(sizes, versions=1)
+    setting = setting_on(*sizes)
     rows = setting.draw()
     program = jax.jit(make_generate(CONFIG, setting.mesh, SAMPLING, samples=S))
     with jax.set_mesh(setting.mesh):
@@ -96,14 +103,15 @@ def test_rows_are_those_of_one_program_for_all(sizes):
 
 @pytest.mark.full
 def test_with_caches_made_anew_log_probabilities_are_those_of_the_recorded_version(reference):
-    setting = Setting((1, 1, 1), versions=4)
-    rows = setting.draw(prefill_again=True)
+    setting = setting_on(1, 1, 1)
+    rows = setting.draw(4, prefill_again=True)
     assert max(len(set(versions)) for _, _, versions, _ in rows.values()) > 1
     padded = np.zeros((U * S, P + R), np.int32)
     for row, (tokens, *_) in rows.items():
         sequence = setting.sequence(row, tokens)
         padded[row, : len(sequence)] = sequence
-    expected = [np.asarray(reference.logprobs(params, CONFIG, padded)[0]) for params in setting.versions]
+    plain = fast_jit(lambda params: reference.logprobs(params, CONFIG, padded)[0])
+    expected = [np.asarray(plain(params)) for params in setting.versions]
     for row, (tokens, logprobs, versions, _) in rows.items():
         at = setting.lengths[row // S] + np.arange(len(tokens))
         wanted = [expected[version][row, t] for version, t in zip(versions, at, strict=True)]
@@ -111,14 +119,14 @@ def test_with_caches_made_anew_log_probabilities_are_those_of_the_recorded_versi
 
 
 def test_with_kept_caches_log_probabilities_are_those_of_the_recorded_mixture():
-    setting = Setting((1, 1, 1), versions=3)
-    rows = setting.draw()
+    setting = setting_on(1, 1, 1)
+    rows = setting.draw(3)
     assert max(len(set(versions)) for _, _, versions, _ in rows.values()) > 1
     for row, (tokens, logprobs, versions, _) in rows.items():
         sequence, start = setting.sequence(row, tokens), setting.lengths[row // S]
         # Position t is fed with the weights that draw token t + 1; the prompt before with those that draw the first.
         fed = np.concatenate([np.full(start, versions[0]), versions])[1:]
-        expected = mixture(setting.versions, fed, sequence)
+        expected = mixture(setting.versions[:3], fed, sequence)
         np.testing.assert_allclose(logprobs, expected[-len(tokens) :], atol=2e-4)
 
 
