@@ -172,9 +172,8 @@ def test_reference_is_the_log_softmax_and_its_gradient_the_numerical_one():
         return slopes
 
     op = partial(token_logprobs, temperature=0.7, softcap=1.5, vocab_size=6, implementation="reference")
-    *outputs, d_hidden, d_unembedding = value_and_vjp(
-        op, *(x.astype(np.float32) for x in (hidden, unembedding)), targets, tuple(weights.astype(np.float32))
-    )
+    h, w, cotangents = (x.astype(np.float32) for x in (hidden, unembedding, weights))
+    *outputs, d_hidden, d_unembedding = value_and_vjp(op, h, w, targets, tuple(cotangents))
     np.testing.assert_allclose(outputs, exact(hidden, unembedding), rtol=2e-6, atol=2e-6)
     np.testing.assert_allclose(d_hidden, numerical(lambda x: exact(x, unembedding), hidden), atol=1e-5)
     np.testing.assert_allclose(d_unembedding, numerical(lambda x: exact(hidden, x), unembedding), atol=1e-5)

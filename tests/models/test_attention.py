@@ -157,7 +157,7 @@ def test_rope_scaling_lowers_what_it_should():
     actual = np.asarray(lowered) * wavelengths / (2 * np.pi)
     # Kept; kept at the border; half way between; lowered at the border; lowered.
     np.testing.assert_allclose(actual, [1, 1, (1 + 1 / 8) / 2, 1 / 8, 1 / 8], rtol=1e-5)
-    linear, positions = RopeScaling("linear", 4.0), np.arange(5)[None]
+    linear, positions = RopeScaling("linear", 4.0), jnp.arange(5)[None]
     turned = jax.jit(lambda: (rotation(4 * positions, H, 100.0, linear), rotation(positions, H, 100.0)))
     for slow, fast in zip(*turned(), strict=True):
         np.testing.assert_allclose(slow, fast, atol=1e-6)
