@@ -11,13 +11,11 @@ import pytest
 from jrlhf.ppo import (
     GRPOConfig,
     MultiplierState,
-    PPOConfig,
     ReinforcePPConfig,
     ReMaxConfig,
     Rollout,
     SafeRLHFConfig,
     experience_metrics,
-    make_experience,
     make_group_experience,
     make_return_experience,
     make_safe_experience,
@@ -26,12 +24,12 @@ from jrlhf.ppo import (
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
 by_config = partial(jax.jit, static_argnames="config")
-ppo_experience, group_experience = by_config(make_experience), by_config(make_group_experience)
-return_experience, safe_experience = by_config(make_return_experience), by_config(make_safe_experience)
+group_experience, return_experience = by_config(make_group_experience), by_config(make_return_experience)
+safe_experience = by_config(make_safe_experience)
 ROWS, TIME, KL_COEF = 8, 10, 0.3
 STARTS, COUNTS = np.array([1, 3, 4, 2, 4, 1, 2, 5]), np.array([6, 1, 6, 3, 2, 9, 0, 4])
 FINISHED = np.array([True, True, False, True, True, False, True, True])
-GROUPS = [0, 1, 2, 3], [4, 5, 7]  # of four; row 6 is empty
+GRPO = GRPOConfig(samples=4, truncation="mask")
 SPANS = [slice(start, start + count) for start, count in zip(STARTS, COUNTS, strict=True)]
 
 
@@ -76,9 +74,8 @@ def check(experience, rows):
 
 
 def test_grpo_compares_scores_and_takes_the_kl_to_the_loss():
-    config = GRPOConfig(samples=4, truncation="mask")
     rollout, scores, _, old, ref, *_ = inputs()
-    experience = group_experience(rollout, scores, old, ref, config=config, kl_coef=jnp.float32(KL_COEF))
+    experience = group_experience(rollout, scores, old, ref, config=GRPO, kl_coef=KL_COEF)
     counted = (COUNTS > 0) & FINISHED
     expected = []
     for row in range(ROWS):
@@ -205,26 +202,21 @@ def test_the_multiplier_follows_its_formula_over_a_window_up_to_its_maximum():
 def test_groups_of_equal_scores_are_counted():
     rollout, scores, _, old, ref, *_ = inputs()
     equal = scores.at[:4].set(0.1)
-    experience = group_experience(rollout, equal, old, ref, config=GRPOConfig(samples=4), kl_coef=KL_COEF)
+    experience = group_experience(rollout, equal, old, ref, config=GRPO, kl_coef=KL_COEF)
     metrics = jax.jit(experience_metrics, static_argnames="samples")(experience, samples=4)
     assert metrics["group/zero_std"] == 0.5
-    np.testing.assert_allclose(metrics["group/score_std"], np.asarray(scores)[GROUPS[1]].std(ddof=1) / 2, rtol=1e-5)
+    others = np.asarray(scores)[[4, 7]]  # rows 5 and 6 do not count
+    np.testing.assert_allclose(metrics["group/score_std"], others.std(ddof=1) / 2, rtol=1e-5)
     assert not np.any(experience.advantages[:4])
 
 
-def test_log_probabilities_of_the_rollout_stand_in_for_old_ones():
-    rollout, scores, _, _, ref, values, _ = inputs()
-    config = PPOConfig(old_logprobs="rollout", truncation="zero")
-    experience = ppo_experience(rollout, scores, None, ref, values, config=config, kl_coef=KL_COEF)
-    inside = np.asarray(experience.response_mask)
-    np.testing.assert_array_equal(experience.old_logprobs, np.where(inside, rollout.logprobs, 0))
-
-
 def test_whitened_rewards_make_the_advantages_and_the_rewards_stay():
-    rollout, scores, _, old, ref, *_ = inputs()
-    config = ReinforcePPConfig(whiten_advantages=False, whiten_rewards=True)
-    experience = return_experience(rollout, scores, old, ref, config=config, kl_coef=KL_COEF)
-    rewards = rewards_of(np.asarray(scores), old, ref)
+    """Log-probabilities of the rollout stand in for old ones."""
+    rollout, scores, _, _, ref, *_ = inputs()
+    config = ReinforcePPConfig(whiten_advantages=False, whiten_rewards=True, old_logprobs="rollout")
+    experience = return_experience(rollout, scores, None, ref, config=config, kl_coef=KL_COEF)
+    np.testing.assert_array_equal(experience.old_logprobs, np.where(experience.response_mask, rollout.logprobs, 0))
+    rewards = rewards_of(np.asarray(scores), rollout.logprobs, ref)
     flat = np.concatenate(rewards)
     white = [(r - flat.mean()) / flat.std(ddof=1) + flat.mean() for r in rewards]
     check(experience, [np.cumsum(r[::-1])[::-1] for r in white])

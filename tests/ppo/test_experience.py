@@ -20,7 +20,7 @@ from jrlhf.ppo import (
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
 
-ROWS, TIME, EOS = 6, 10, 3
+ROWS, TIME, EOS, MASKED = 6, 10, 3, PPOConfig(truncation="mask")
 compiled = jax.jit(make_experience, static_argnames="config")
 
 
@@ -44,32 +44,16 @@ def inputs(seed=0):
     return rollout, (scores, jnp.asarray(old), jnp.asarray(ref), jnp.asarray(values)), jnp.asarray(after)
 
 
-def test_the_score_is_conserved():
-    rollout, (scores, old, ref, values), after = inputs()
-    config = PPOConfig(kl_estimator="k2")
-    experience = compiled(
-        rollout, scores, old, ref, values, config=config, kl_coef=jnp.float32(0.3), bootstrap_values=after
-    )
-    kl = (np.asarray(old, np.float64) - np.asarray(ref)) ** 2 / 2
-    for row in range(ROWS):
-        start, end = int(rollout.prompt_lengths[row]), int(rollout.prompt_lengths[row] + rollout.response_lengths[row])
-        rewards = np.asarray(experience.rewards[row])
-        np.testing.assert_allclose(rewards.sum(), scores[row] - 0.3 * kl[row, start:end].sum(), rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(rewards[start : end - 1], -0.3 * kl[row, start : end - 1], rtol=1e-5, atol=1e-6)
-        assert np.all(rewards[:start] == 0) and np.all(rewards[end:] == 0)
-
-
-def test_scores_of_tokens_are_conserved_and_stand_at_their_tokens():
-    rollout, (_, old, ref, values), _ = inputs()
+def test_scores_of_tokens_are_conserved_and_stand_at_their_tokens_also_in_a_row_that_is_bootstrapped():
+    rollout, (_, old, ref, values), after = inputs()
     tokens = np.random.default_rng(3).normal(size=(ROWS, TIME)).astype(np.float32) / 3
     inside = np.asarray(response_mask(rollout.prompt_lengths, rollout.response_lengths, TIME))
     given = jnp.asarray(np.where(inside, tokens, np.nan))  # garbage elsewhere
-    build = partial(compiled, config=PPOConfig(truncation="mask"), kl_coef=jnp.float32(0.3))
-    experience = build(rollout, given, old, ref, values)
+    build = partial(compiled, config=PPOConfig(truncation="bootstrap", kl_estimator="k2"), bootstrap_values=after)
+    experience = build(rollout, given, old, ref, values, kl_coef=jnp.float32(0.3))
     np.testing.assert_allclose(experience.scores, np.where(inside, tokens, 0).sum(1), rtol=1e-5)
-    kl = np.asarray(old, np.float64) - np.asarray(ref)
-    learned = inside & np.asarray(rollout.finished)[:, None]
-    np.testing.assert_allclose(experience.rewards, np.where(learned, tokens - 0.3 * kl, 0), rtol=1e-4, atol=1e-6)
+    kl = (np.asarray(old, np.float64) - np.asarray(ref)) ** 2 / 2
+    np.testing.assert_allclose(experience.rewards, np.where(inside, tokens - 0.3 * kl, 0), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("truncation", ["bootstrap", "mask"])
@@ -77,19 +61,10 @@ def test_truncation(truncation):
     rollout, (scores, old, ref, values), after = inputs()
     config = PPOConfig(truncation=truncation, discount=0.9, gae_lambda=0.8, whiten_advantages=False)
     given = after if truncation == "bootstrap" else None
-    experience = compiled(rollout, scores, old, ref, values, config=config, kl_coef=0.1, bootstrap_values=given)
-    whole = compiled(
-        replace(rollout, finished=jnp.ones(ROWS, bool)),
-        scores,
-        old,
-        ref,
-        values,
-        config=config,
-        kl_coef=0.1,
-        bootstrap_values=given,
-    )
+    rollouts = rollout, replace(rollout, finished=jnp.ones(ROWS, bool))
+    build = partial(compiled, config=config, kl_coef=0.1, bootstrap_values=given)
+    experience, whole = jax.device_get([build(drawn, scores, old, ref, values) for drawn in rollouts])
     one = jax.jit(partial(gae, discount=0.9, lam=0.8))
-    experience, whole = jax.device_get((experience, whole))
     for row in range(ROWS):
         if not rollout.finished[row] and truncation == "mask":
             for array in (experience.response_mask, experience.rewards, experience.advantages, experience.returns):
@@ -104,14 +79,6 @@ def test_truncation(truncation):
         np.testing.assert_allclose(experience.advantages[row], expected[0], rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(experience.returns[row], expected[1], rtol=1e-5, atol=1e-6)
         assert experience.response_mask[row].sum() == rollout.response_lengths[row]
-
-
-def test_scores_of_tokens_count_in_a_row_that_is_bootstrapped():
-    rollout, (_, old, ref, values), after = inputs()
-    tokens = jnp.ones((ROWS, TIME))
-    config = PPOConfig(truncation="bootstrap", kl_coef=0.0)
-    experience = compiled(rollout, tokens, old, None, values, config=config, kl_coef=0.0, bootstrap_values=after)
-    np.testing.assert_array_equal(experience.rewards.sum(1), rollout.response_lengths)
 
 
 def test_a_row_with_a_score_that_is_not_finite_is_left_out_and_the_others_stay():
@@ -173,9 +140,9 @@ def test_arguments_that_do_not_fit_are_named():
 
 
 def test_advantages_are_whitened_over_all_response_tokens_and_returns_are_not():
-    rollout, arrays, after = inputs()
-    build = partial(compiled, rollout, *arrays, kl_coef=0.1, bootstrap_values=after)
-    raw, white = build(config=PPOConfig(whiten_advantages=False)), build(config=PPOConfig())
+    rollout, arrays, _ = inputs()
+    build = partial(compiled, rollout, *arrays, kl_coef=0.1)
+    raw, white = build(config=replace(MASKED, whiten_advantages=False)), build(config=MASKED)
     selection = np.asarray(raw.advantages, np.float64)[np.asarray(raw.response_mask)]
     expected = (selection - selection.mean()) / selection.std(ddof=1)
     np.testing.assert_allclose(white.advantages[white.response_mask], expected, rtol=1e-4, atol=1e-5)
@@ -217,7 +184,7 @@ def numpy_metrics(experience: Experience):
 
 def test_metrics_match_their_definitions():
     rollout, arrays, _ = inputs(1)
-    experience = compiled(rollout, *arrays, config=PPOConfig(truncation="mask"), kl_coef=0.1)
+    experience = compiled(rollout, *arrays, config=MASKED, kl_coef=0.1)
     metrics, expected = jax.jit(experience_metrics)(experience), numpy_metrics(experience)
     assert metrics.keys() == expected.keys()
     for name, value in metrics.items():
@@ -227,7 +194,7 @@ def test_metrics_match_their_definitions():
 def test_a_batch_of_nothing_but_masked_rows_has_finite_metrics_but_no_kl():
     rollout, arrays, _ = inputs()
     cut_off = replace(rollout, finished=jnp.zeros(ROWS, bool))
-    experience = compiled(cut_off, *arrays, config=PPOConfig(truncation="mask"), kl_coef=0.1)
+    experience = compiled(cut_off, *arrays, config=MASKED, kl_coef=0.1)
     assert not experience.response_mask.any()
     metrics = jax.jit(experience_metrics)(experience)
     assert np.isnan(metrics.pop("objective/kl"))

@@ -64,10 +64,8 @@ def test_an_update_is_plain_optax_or_nothing(optimizer):
     assert 0 < skipped < 20
 
 
-@pytest.mark.parametrize("rate", [3e38, 1e25])
-def test_an_update_that_would_make_weights_infinite_is_not_applied(toy, rate):
-    tokens = jnp.zeros((4, 7), jnp.int32)
-    optimizer = optax.sgd(rate)
+def test_an_update_that_would_make_the_squares_of_weights_infinite_is_not_applied(toy):
+    tokens, optimizer = jnp.zeros((4, 7), jnp.int32), optax.sgd(1e25)
     state, metrics = make_sft_step(toy.logprobs, optimizer)(
         TrainState.create(toy.params()[0], optimizer), SFTBatch(tokens, jnp.ones_like(tokens, bool))
     )
