@@ -169,6 +169,10 @@ def test_a_lost_process_is_replaced_and_its_successor_repeats_what_was_done(faul
     own.repeat_from([({}, SharedArrays.of([]))])
     os.kill(own._worker.pid, signal.SIGKILL)
     assert own.ask({}) == 2  # after the one command that a successor repeats from here
+    pid = own._worker.pid
+    assert alive(pid)
+    own.close()
+    assert gone(pid)
 
 
 def test_on_a_full_disk_a_process_loses_its_log_alone():
@@ -237,16 +241,6 @@ def test_what_no_successor_mends_is_one_sentence(process):
     other._worker.kill()
     with pytest.raises(RunFailure, match="does not repeat what the one before it drew"):
         other.ask({})
-
-
-def test_processes_end_with_their_parent(process):
-    make, _ = process
-    own = make()
-    own.ask({})
-    pid = own._worker.pid
-    assert alive(pid)
-    own.close()
-    assert gone(pid)
 
 
 # An update this small has shorter changes than weights, in float32, too.
