@@ -94,14 +94,16 @@ def test_another_config_is_refused_with_its_differences_and_nothing_changes(make
     assert "(seed: absent there, 0 here; sede: 0 there, absent here)" in refused(make(), resume=True)
 
 
-@pytest.mark.parametrize(("began", "rows"), [("16", 16), ("null", None), ("auto", None)])
-def test_a_resume_with_score_rows_auto_has_the_tiles_of_the_start(began, rows, make):
-    with open_run(make(f"compute.score_rows={began}")) as run:
-        saved = (run.path / "config.yaml").read_text()
-    assert saved_tile(run.path / "config.yaml") == rows and saved_tile(run.path / "none.yaml") is None
-    assert changes(run.path, saved, make("compute.score_rows=auto")) == ([], "")
-    refusals, _ = changes(run.path, saved, make("compute.score_rows=8"))
-    assert refusals == [f"compute.score_rows: {began} there, 8 here"]
+def test_a_resume_with_score_rows_auto_has_the_tiles_of_the_start(make, tmp_path):
+    file = tmp_path / "config.yaml"
+    assert saved_tile(file) is None
+    for began, rows in (("16", 16), ("null", None), ("auto", None)):
+        saved = config_yaml(make(f"compute.score_rows={began}"))
+        file.write_text(saved)
+        assert saved_tile(file) == rows
+        assert changes("run", saved, make("compute.score_rows=auto")) == ([], "")
+        refusals, _ = changes("run", saved, make("compute.score_rows=8"))
+        assert refusals == [f"compute.score_rows: {began} there, 8 here"]
 
 
 def test_a_run_keeps_how_it_derives_seeds(make):
@@ -324,22 +326,20 @@ def test_a_resume_writes_the_day_of_the_start_into_prompts(settings, tmp_path, m
     assert first_day(run.path, later) == "2024-07-28"
 
 
-@pytest.mark.parametrize("change, sentence", [({}, "already holds this run"), ({"seed": 5}, "with another config")])
-def test_a_second_start_is_refused_before_the_data_is_read(settings, tmp_path, monkeypatch, change, sentence):
-    open_run(build(Config, settings(run_dir=str(tmp_path)))).close()
+def test_a_second_start_is_refused_before_the_data_is_read(settings, tmp_path, monkeypatch):
+    config = build(Config, settings(run_dir=str(tmp_path)))
+    open_run(config).close()
     monkeypatch.setattr(setup, "load_task", None)
-    config = build(Config, settings(run_dir=str(tmp_path), **change))
-    with pytest.raises(UserError, match=sentence), open_context(config, resume=False):
+    with pytest.raises(UserError, match="already holds this run"), open_context(config, resume=False):
         pass
 
 
 def test_a_run_goes_on_with_a_reward_function_whose_file_was_moved(make):
-    with open_run(make("rewards=[{function: /old/rewards.py:score}]")) as run:
-        saved = (run.path / "config.yaml").read_text()
+    saved = config_yaml(make("rewards=[{function: /old/rewards.py:score}]"))
     line = "with rewards[0].function=/new/rewards.py:score (was /old/rewards.py:score)"
-    assert changes(run.path, saved, make("rewards=[{function: /new/rewards.py:score}]")) == ([], line)
+    assert changes("run", saved, make("rewards=[{function: /new/rewards.py:score}]")) == ([], line)
     for other in ("/old/others.py:score", "/old/rewards.py:other", "rewards:score"):
-        refusals, _ = changes(run.path, saved, make(f"rewards=[{{function: {other}}}]"))
+        refusals, _ = changes("run", saved, make(f"rewards=[{{function: {other}}}]"))
         assert f"rewards[0].function: /old/rewards.py:score there, {other} here" in refusals
 
 
