@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.hlo import collectives
-from jrlhf.meshes import GENERATE, TRAIN, Layout, make_mesh, reshard, tree_reshard_cost
+from jrlhf.meshes import GENERATE, TRAIN, Layout, make_mesh, reshard
 from jrlhf.meshes.reshard import host_transfers_refused
 from tests.support.live import live_bytes
 from tests.support.reshard import lower_reshard
@@ -104,7 +104,7 @@ def compilations() -> Iterator[list[str]]:
 
 @pytest.mark.parametrize(("fsdp", "tensor"), MESHES)
 def test_the_switch(fsdp: int, tensor: int):
-    """Values, places, kinds of collectives, bytes, guard and recompilation of the one move that PPO makes each step."""
+    """Values, places, kinds of collectives, guard and recompilation of the one move that PPO makes each step."""
     mesh = make_mesh(fsdp=fsdp, tensor=tensor)
     host = decoder()
     train = jax.device_put(host, stacked(mesh, TRAIN))
@@ -124,11 +124,6 @@ def test_the_switch(fsdp: int, tensor: int):
     (program,) = lower_reshard(train, generate, dtype=jnp.bfloat16)
     matrices = 1 + 4 * LAYERS
     assert collectives(program.compile()) == (Counter({"all-gather": matrices}) if fsdp > 1 else Counter())
-
-    cost = tree_reshard_cost(train, generate, dtype=jnp.bfloat16)
-    weight_bytes = 2 * sum(x.size for x in jax.tree.leaves(host) if x.shape not in ((32,), (LAYERS, 32)))
-    assert cost.received == dict.fromkeys(range(8), weight_bytes * (1 / tensor - 1 / (fsdp * tensor)))
-    assert cost.redundant == dict.fromkeys(range(8), 0)
 
 
 def test_live_memory():

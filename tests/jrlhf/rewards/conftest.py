@@ -13,7 +13,7 @@ from jrlhf.rewards.functions import FunctionReward
 from jrlhf.rewards.python_code import PREFIX
 from jrlhf.rewards.types import Sample
 from jrlhf.run.child import Worker
-from tests.support.processes import alive, state
+from tests.support.processes import alive, children
 
 
 def make_reward(spec: str, name: str = "judge", seed: int = 0, log: Path | None = None, **settings) -> FunctionReward:
@@ -38,19 +38,13 @@ def open_files() -> set[str]:
     return {f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}" for fd in descriptors}
 
 
-def children() -> set[int]:
-    """The processes that this one started, dead ones that nobody has waited for included."""
-    processes = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
-    return {pid for pid in processes if state(pid)[1] == str(os.getpid())}
-
-
 @pytest.fixture
 def start(tmp_path):
     """start(source, ...) -> a started FunctionReward of f in `source`, or of a spec. Nothing of it may be left after.
 
     Every process is gone, waited for, and every file descriptor closed, whatever the function did.
     """
-    before, kin, started = open_files(), children(), []
+    before, kin, started = open_files(), children(os.getpid()), []
 
     def begin(source: str, **arguments) -> FunctionReward:
         file = tmp_path / f"function{len(started)}.py"
@@ -67,5 +61,5 @@ def start(tmp_path):
     for reward in started:
         reward.close()
     assert not [pid for pid in running if alive(pid)]
-    assert children() <= kin
+    assert not set(children(os.getpid())) - set(kin)
     assert not {name for name in open_files() - before if "pipe" in name or "socket" in name or str(tmp_path) in name}

@@ -97,7 +97,8 @@ def test_devices_without_memory_of_their_host_are_one_sentence():
     device = SimpleNamespace(addressable_memories=lambda: [SimpleNamespace(kind="device")])
     bare = cast(Any, SimpleNamespace(local_devices=[device]))
     check_sleep(SleepConfig(), bare)
-    with pytest.raises(UserError, match=r"sleep.critic=host: device .* has no pinned_host memory.*: set it to device$"):
+    sentence = r"sleep.critic=host: device .* has no pinned_host memory, only device.*: set it to device$"
+    with pytest.raises(UserError, match=sentence):
         check_sleep(SleepConfig(critic="host"), bare)
 
 

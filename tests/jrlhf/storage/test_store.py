@@ -119,7 +119,7 @@ def coded(code: int) -> Exception:
     ],
 )
 def test_what_no_repetition_cures_is_told_by_codes_and_types(memory, error, repeated):
-    store, attempts = Store(ADDRESS, StorageConfig(patience=0.5)), list[str]()
+    store, attempts = Store(ADDRESS, StorageConfig(patience=0.1)), list[str]()
 
     def cat_file(path: str) -> bytes:
         attempts.append(path)
