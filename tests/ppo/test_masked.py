@@ -2,7 +2,7 @@ import jax
 import numpy as np
 import pytest
 
-from jrlhf.ppo import masked_mean, masked_variance, masked_whiten, response_mask
+from jrlhf.ppo import masked_mean, masked_variance, masked_whiten
 from jrlhf.ppo.masked import last_token_mask, token_count
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
@@ -12,12 +12,6 @@ whiten = jax.jit(masked_whiten, static_argnames="shift_mean")
 @jax.jit
 def statistics(x, mask):
     return masked_mean(x, mask), masked_variance(x, mask), masked_whiten(x, mask)
-
-
-def test_response_mask_counts_from_lengths():
-    mask = jax.jit(response_mask, static_argnums=2)(np.array([1, 3, 2, 5]), np.array([2, 0, 4, 1]), 6)
-    expected = [[0, 1, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0], [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1]]
-    np.testing.assert_array_equal(mask, np.array(expected, bool))
 
 
 def test_last_token_is_the_last_true_also_behind_gaps():
@@ -40,12 +34,6 @@ def test_statistics_match_numpy_and_ignore_what_is_masked():
     assert np.all(whitened[~mask] == 0)
     unshifted = whiten(poisoned, mask, shift_mean=False)
     np.testing.assert_allclose(np.asarray(unshifted)[mask], expected + selection.mean(), rtol=1e-4)
-
-
-def test_row_means_have_row_denominators():
-    x = np.array([[1, 2, 9], [4, 9, 9]], np.float32)
-    mask = np.array([[True, True, False], [True, False, False]])
-    np.testing.assert_allclose(jax.jit(masked_mean, static_argnames="axis")(x, mask, axis=1), [1.5, 4.0])
 
 
 def test_fewer_than_two_elements_are_defined():

@@ -51,9 +51,9 @@ def test_moments_and_epsilon_are_adams():
     config = OptimizerConfig(learning_rate=0.1, warmup=0, final=1.0, weight_decay=0.0, max_grad_norm=None)
     config = replace(config, b1=0.7, b2=0.8, eps=0.5)
     optimizer, weight = adamw(config, updates=4), jnp.zeros(())
-    state, mean, square = optimizer.init(weight), 0.0, 0.0
+    state, mean, square, step = jax.jit(optimizer.init)(weight), 0.0, 0.0, jax.jit(optimizer.update)
     for number, gradient in enumerate([1.0, -3.0, 0.5, 2.0], start=1):
-        update, state = optimizer.update(jnp.asarray(gradient), state, weight)
+        update, state = step(gradient, state, weight)
         mean, square = 0.7 * mean + 0.3 * gradient, 0.8 * square + 0.2 * gradient**2
         expected = mean / (1 - 0.7**number) / (np.sqrt(square / (1 - 0.8**number)) + 0.5)
         np.testing.assert_allclose(-np.asarray(update).item(), 0.1 * expected, rtol=1e-5)
