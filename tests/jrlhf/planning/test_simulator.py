@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from jrlhf.meshes import Call, Graph
+from jrlhf.meshes import Call
 from jrlhf.meshes.plan import LayoutName, Placement, Plan, Slice
 from jrlhf.planning.memory import segments
 from jrlhf.planning.simulate import Simulation, Simulator, simulate
@@ -56,16 +56,6 @@ def test_disjoint_calls_overlap_and_a_device_does_one_thing_at_a_time():
         for other in result.spans:
             shared = any(a.overlaps(b) for a in one.devices for b in other.devices)
             assert one is other or not shared or one.end <= other.start or other.end <= one.start
-
-
-def test_training_is_waited_for_by_the_next_iteration_of_its_role_alone():
-    graph = Graph("two", (), (Call("a.train", "a", "train", (), ("x",)), Call("b.train", "b", "train", (), ("y",))))
-    plan = Plan("two", {"a.train": Placement(Slice(0, 1), "train"), "b.train": Placement(Slice(1, 1), "train")})
-    result = simulate(graph, plan, Table({"a.train": 1.0, "b.train": 3.0}), iterations=3)
-    starts = {(span.call, span.iteration): span.start for span in result.spans}
-    assert [starts["a.train", turn] for turn in range(3)] == [0.0, 1.0, 2.0]
-    assert [starts["b.train", turn] for turn in range(3)] == [0.0, 3.0, 6.0]
-    assert (result.seconds, total(result)) == (3.0, 9.0)
 
 
 def test_in_lockstep_an_iteration_waits_for_all_of_the_one_before():
