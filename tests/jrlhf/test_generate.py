@@ -105,14 +105,21 @@ def trained_engine(directory: Path, prompts: list[str], *, adapter=None) -> list
         return [response.text for response in read_responses(tokenizer, jax.device_get(generation))][: len(prompts)]
 
 
-def test_greedy_answers_are_those_of_the_training_engine(ask, tmp_path, model):
-    answers = rows(ask, tmp_path, "--temperature", "0")
-    assert [row["prompt"] for row in answers] == [
-        [{"role": "user", "content": f"What is 1 plus {n}?"}] for n in range(2)
-    ]
-    asked = [row["prompt"][0]["content"] for row in answers]
-    assert [row["completion"] for row in answers] == trained_engine(model, asked)
-    assert all(isinstance(row["finished"], bool) for row in answers)
+def test_greedy_answers_are_those_of_the_training_engine_with_and_without_an_adapter(ask, tmp_path, model):
+    config, lora = read_config(model).model, LoRAConfig(rank=2, alpha=8.0)
+    shapes = jax.eval_shape(lambda key: init_lora(config, lora, key), jax.random.key(0))
+    draw = np.random.default_rng(0)
+    adapter = jax.tree.map(lambda leaf: draw.normal(0, 0.3, leaf.shape).astype(np.float32), shapes)
+    export_adapter(adapter, config, lora, tmp_path / "adapter", base_name="actor")
+    questions = [f"What is 1 plus {n}?" for n in range(2)]
+    plain, adapted = (
+        rows(ask, tmp_path, "--temperature", "0", *more) for more in ((), ("--adapter", str(tmp_path / "adapter")))
+    )
+    assert [row["prompt"] for row in plain] == [[{"role": "user", "content": question}] for question in questions]
+    assert all(isinstance(row["finished"], bool) for row in plain)
+    texts, changed = ([row["completion"] for row in answers] for answers in (plain, adapted))
+    assert texts == trained_engine(model, questions) != changed
+    assert changed == trained_engine(model, questions, adapter=(lora, jax.tree.map(jnp.asarray, adapter)))
 
 
 def test_whole_conversations_in_a_file_are_answered_anew(ask, asked, tmp_path):
@@ -167,18 +174,6 @@ def test_prompts_on_the_command_line_are_answered_in_order(ask, asked):
     assert code == 0 and raw.startswith(f"> {QUESTION}\n") and "<|im_start|>" not in raw
     code, other, _ = ask("--prompt", QUESTION, "--temperature", "0", "--system", "Be brief.")
     assert code == 0 and "Be brief." in other
-
-
-def test_an_adapter_is_put_on_the_model(ask, tmp_path, model):
-    config, lora = read_config(model).model, LoRAConfig(rank=2, alpha=8.0)
-    shapes = jax.eval_shape(lambda key: init_lora(config, lora, key), jax.random.key(0))
-    draw = np.random.default_rng(0)
-    adapter = jax.tree.map(lambda leaf: draw.normal(0, 0.3, leaf.shape).astype(np.float32), shapes)
-    export_adapter(adapter, config, lora, tmp_path / "adapter", base_name="actor")
-    answers = rows(ask, tmp_path, "--temperature", "0", "--adapter", str(tmp_path / "adapter"))
-    asked, texts = ([row["prompt"][0]["content"] for row in answers], [row["completion"] for row in answers])
-    assert texts != trained_engine(model, asked)
-    assert texts == trained_engine(model, asked, adapter=(lora, jax.tree.map(jnp.asarray, adapter)))
 
 
 def test_a_conversation_remembers_what_was_said(ask, asked, monkeypatch, model):

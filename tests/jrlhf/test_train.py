@@ -38,7 +38,9 @@ def sums(tmp_path_factory) -> Path:
     """The directory of a run that the command finished on one device, in a process of its own."""
     directory = tmp_path_factory.mktemp("sums")
     (directory / "sums.yaml").write_text(yaml.safe_dump(SUMS | {"run_dir": str(directory)}))
-    Training("--config", directory / "sums.yaml", log=directory / "log.txt").wait()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # its programs run shorter than they compile
+        Training("--config", directory / "sums.yaml", log=directory / "log.txt").wait()
     return directory / "sums"
 
 
@@ -102,9 +104,6 @@ def test_a_dry_run_prints_config_memory_and_plan_and_writes_nothing(eight, tmp_p
 
 BAD = [
     ("sft.lerning_rate=1", "did you mean sft.learning_rate"),
-    ("model.heads=3 model.kv_heads=3", "model.heads=3 does not divide"),
-    ("ppo.rollout_batch=24", "ppo.rollout_batch=24 does not divide"),
-    ("data.max_response=100", "choose a model with more"),
     ("device.simulated=5 mesh.fsdp=5 mesh.tensor=1", "restart the process"),
     ("--resume", "to resume: start a new one"),
     ("run_dir=/proc/none", "cannot be written"),
