@@ -40,7 +40,7 @@ def test_any_other_word_is_refused_but_of_a_function_that_stopped_the_run(tmp_pa
     draw = random.Random(0)
     shared = {f"actor.{name}": name for name in "abc"} | {"reward mine modules": "m", "seeds": "2"}
     stage = {"corpus": "c", "reward mine": "f", "cost other": "o"}
-    for number in range(300):
+    for number in range(100):
         run, accepts = Run(tmp_path / str(number)), draw.random() < 0.3
         run.path.mkdir()
         here = Identity(shared, FUNCTIONS, accepts).of_stage(stage)
