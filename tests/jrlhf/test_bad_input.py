@@ -96,16 +96,13 @@ def template(text: str | None) -> Callable[[Path], object]:
 # What else can be wrong with the files is refused in tests/models/hf and tests/jrlhf/data; with rewards, in
 # tests/jrlhf/rewards/test_functions.py.
 DAMAGES = [
-    (truncate, "is cut short"),
     (edit("config.json", intermediate_size=64), "where config.json asks for"),
     (only_a_pickle, "which may run code"),
     (without(WEIGHTS), "holds neither model.safetensors"),
     (without("config.json"), "holds no model"),
     (lambda directory: (directory / "config.json").write_text("{"), "config.json"),
-    (edit("config.json", model_type="mamba"), "model_type 'mamba' is not supported"),
     (edit("config.json", max_position_embeddings=32), "has max_positions=32"),
     (edit("config.json", vocab_size=320), "take the tokenizer that the model was trained with"),
-    (without("tokenizer.json"), "has no tokenizer.json"),
     (template("{{ raise_exception('be polite') }}"), "be polite"),
     (template("{{ messages.__class__.__mro__ }}"), "template"),
     (template(None), "has no chat template"),
@@ -140,7 +137,6 @@ SECTIONS = [
     ({"data": {"sft": {"path": "USER/qa.jsonl"}}}, "in the dataset's key columns"),
     ({"data": {"sft": {"path": "USER/qa.jsonl", "columns": {"text": "anwser"}}}}, "did you mean answer"),
     ({"data": {"max_prompt": 8, "max_response": 8}}, "line 1: "),
-    ({"data": {"max_prompt": 100, "max_response": 100}}, "need 200 positions"),
     ({"model": {"layers": 3}}, "are both given"),
     ({"sft": {"batch": 8, "micro_batches": 3}}, "x 3 micro-batches: choose a multiple of 24"),
     (
@@ -155,7 +151,6 @@ SECTIONS = [
     ({"lora": {"path": "USER/gone"}}, "does not exist"),
     ({"lora": {"path": "USER/actor"}}, "adapter_config.json"),
     ({"lora": {"rank": 4, "targets": ["lm_head"]}}, "lm_head"),
-    ({"lora": {"rank": 4, "targets": []}}, "must be some of"),
 ]
 
 
@@ -186,14 +181,9 @@ UNUSABLE = [
     ({"model": "USER/gone"}, "does not exist"),
     ({"model": "USER/reward", "function": "numeric_answer"}, "give one"),
     ({"function": "HERE/late.py:f"}, "no licence"),
-    (
-        {"function": "numeric_answer", "options": {"extract": "first"}},
-        "'mine': options.extract='first': it must be auto,",
-    ),
     ({"function": "numeric_answer", "options": {"tolerance": "x"}}, "options.tolerance='x': it must be a number"),
     ({"function": "numeric_answer", "options": {"answer": 3}}, "name its column: columns.answer"),
     ({"function": "numeric_answer", "columns": {"answer": "anwser"}}, "name one of these in columns.answer\n"),
-    ({"function": "exact_match", "options": {"pattern": "["}}, "options.pattern='[' is no regular expression"),
     (
         {"function": "exact_match", "options": {"ignore_case": "no"}},
         "options.ignore_case='no': it must be true or false",

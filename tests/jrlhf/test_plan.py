@@ -125,7 +125,7 @@ def test_what_is_proposed_for_several_hosts_runs_in_their_processes(tmp_path, ca
     """Slices are faster on two nodes, each of whose processes has its own."""
     saved = tmp_path / "plan.yaml"
     cluster = ["--config", "llama3-8b-ppo", "--cluster", "16xh100", "ppo.algorithm.micro_batches=4"]
-    assert cli([*cluster, "--proposals", "2000", "--save", str(saved)]) == 0
+    assert cli([*cluster, "--proposals", "1000", "--save", str(saved)]) == 0
     proposed = plan_of(yaml.safe_load(saved.read_text()))
     slices = {(place.devices.start, place.devices.stop) for place in proposed.placements.values()}
     assert len(slices) > 1 and all(16 % (stop - start) == 0 for start, stop in slices)

@@ -133,11 +133,6 @@ REFUSED: tuple[tuple[dict[str, Any], str, dict[str, Any]], ...] = (
     ({"actor.logprobs": {**SCORED, "schedule": "gpipe"}}, "schedule=gpipe, which only updates have: leave the", {}),
     ({"actor.logprobs": {**SCORED, "layout": "generate"}}, "needs score or train_tp: choose that", {}),
     (
-        {"actor.logprobs": {**SCORED, "fsdp": 1, "pipeline": 4, "micro_batches": 4}},
-        "stages of scoring, which need 4 layers, and its model has 2: choose at most 2 stages",
-        {},
-    ),
-    (
         {"actor.logprobs": SCORED},
         "compute.score_rows=32 scores rows in tiles without stages: leave one out",
         {"compute": {"score_rows": 32}, "rollout": {"chunk": 8}},
@@ -173,11 +168,6 @@ REFUSED: tuple[tuple[dict[str, Any], str, dict[str, Any]], ...] = (
         {"actor.update": {**FUSED, "fsdp": 1, "pipeline": 4, "micro_batches": 4}, "critic.update": FUSED},
         "pipelines of 4 and 2 stages, for which critic.update needs 2 pipelines, and has data=1: make it a multiple",
         DEEP,
-    ),
-    (
-        {"actor.update": {**FUSED, "micro_batches": 1}, "critic.update": FUSED},
-        "micro_batches=1: schedule=fused needs at least 2 of them",
-        {},
     ),
     (
         {"actor.update": FUSED, "critic.update": FUSED},

@@ -71,6 +71,10 @@ def test_datasets_that_a_run_could_not_read_are_refused(settings, monkeypatch):
         describe(config("someone/rows"))
 
 
+def of_h100s(_, workload, *__) -> CostModel:
+    return CostModel(workload, Cluster(HARDWARE["h100"], 8))
+
+
 def without_ppo(sections: dict) -> dict:
     return {name: section for name, section in sections.items() if name != "ppo"}
 
@@ -80,9 +84,7 @@ def test_the_move_of_the_last_rows_needs_prices_and_is_described(settings, monke
     config: Config = build(Config, settings(plan="split", compute={"score_rows": 4}, rollout=rollout))
     with pytest.raises(UserError, match="nothing is known of .* on cpu devices: .*, or set rollout.last_groups=null"):
         describe(config)
-    monkeypatch.setattr(
-        setup, "prices_here", lambda _, workload, *__: CostModel(workload, Cluster(HARDWARE["h100"], 8))
-    )
+    monkeypatch.setattr(setup, "prices_here", of_h100s)
     text = describe(config)
     assert "the last rows move as the lengths of the last 4 rollouts suggest, of the first not;\n" in text
     assert "  actor.generate: the last rows " in text and " s until all rows are drawn and scored" in text
@@ -108,7 +110,5 @@ def test_tiles_are_chosen_and_described(settings, monkeypatch):
     assert "because no model scores on devices that are free while rows decode" in chosen("colocate")
     with pytest.raises(UserError, match="nothing is known of .* on cpu devices: .*, or set compute.score_rows=null"):
         chosen("split")
-    monkeypatch.setattr(
-        setup, "prices_here", lambda _, workload, *__: CostModel(workload, Cluster(HARDWARE["h100"], 8))
-    )
+    monkeypatch.setattr(setup, "prices_here", of_h100s)
     assert "whole batches are scored after the last row; responses of 7 tokens in the mean" in chosen("split")
