@@ -15,6 +15,7 @@ from jrlhf.config.parse import Feature, parse_yaml
 from jrlhf.config.parse import override as put
 from jrlhf.config.peers import PEERS
 from jrlhf.config.schema import DatasetsData, DocstringsData, LoRASection
+from jrlhf.config.stages import ALGORITHMS
 from jrlhf.errors import UserError
 from jrlhf.ppo.fields import Section, checked, count
 from jrlhf.roles.pretrained import fresh_model
@@ -421,15 +422,18 @@ def test_old_configs_mean_what_they_meant(tmp_path):
     """
     for name, old in OLD["configs"].items():
         config = load_config(write(tmp_path, old["file"] or "seed: 0"), old["overrides"])
-        resolved = {key: value for key, value in OLD["defaults"].items() if key.split(".")[0] not in old["absent"]}
-        resolved |= old["changed"]
+        shared = OLD["arithmetic"] if name.startswith("arithmetic-") else {"changed": {}, "means": {}}
+        changed, means = (shared[part] | old[part] for part in ("changed", "means"))
+        stages = changed.get("stages", OLD["defaults"]["stages"])
+        absent = {*ALGORITHMS} - {next((stage for stage in stages if stage in ALGORITHMS), "ppo")}
+        resolved = {key: value for key, value in OLD["defaults"].items() if key.split(".")[0] not in absent} | changed
         resolved_name, resolved["name"] = resolved["name"], config.name  # a file's run is now called as the file is
         for key in [key for key in resolved if any(other.startswith(f"{key}.") for other in resolved)]:
             del resolved[key]  # an empty mapping that is not empty here
         assert load_config(write(tmp_path, yaml.safe_dump(nested(resolved)))) == config, name
         new = flatten(parse_yaml(config_yaml(replace(config, name=resolved_name)), name))
-        assert old["means"].keys() <= new.keys(), name
-        means = OLD["means"] | old["means"]
+        assert means.keys() <= new.keys(), name
+        means = OLD["means"] | means
         assert {key: value for key, value in new.items() if means.get(key, value) != value} == {}, name
 
 
