@@ -17,6 +17,7 @@ from jrlhf.roles.pretrained import base_name
 from jrlhf.run.directory import open_run
 from jrlhf.stages import finalize
 from jrlhf.train import main
+from tests.support.runs import digest
 
 SIZES = [
     "device.simulated=8",
@@ -35,10 +36,6 @@ def settings(path: Path, *own: str):
     return load_config("arithmetic-grpo", [*SIZES, f"run_dir={path.parent}", f"name={path.name}", *own])
 
 
-def contents(path: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
-
-
 def interrupt(*_, **__):
     raise KeyboardInterrupt
 
@@ -54,15 +51,15 @@ def test_a_run_without_its_end_gives_its_model_and_goes_on(own, tmp_path, monkey
     shutil.copytree(path, moved)
     assert generate(["--model", str(path), "--prompt", "1+1=", "--platform", "cpu"]) == 2
     assert f"python -m jrlhf.export {path} writes" in capsys.readouterr().err
-    before = contents(path)
+    before = digest(path)
     out = tmp_path / "made" / "here"
     assert cli([str(path), "--out", str(out)]) == 0
     assert capsys.readouterr().out == f"{out}/model is the policy of sft after step 2 of 2\n"
-    assert contents(path) == before
+    assert digest(path) == before
 
     main(settings(path, *own, "sft.steps=2"), resume=True)
-    written = {name: data for name, data in contents(path).items() if name.startswith(("model/", "adapter/"))}
-    exported = contents(out)
+    written = {name: data for name, data in digest(path).items() if name.startswith(("model/", "adapter/"))}
+    exported = digest(out)
     assert ("adapter/adapter_model.safetensors" in written) == bool(own)
     if own:  # sums of base and adapter, made on another mesh
         assert_close(out, path, atol=1e-7)
@@ -71,7 +68,7 @@ def test_a_run_without_its_end_gives_its_model_and_goes_on(own, tmp_path, monkey
 
     main(settings(whole, *own, "sft.steps=4"))
     main(settings(path, *own, "sft.steps=4"), resume=True)
-    longer, at_once, shorter = (contents(directory / "model") for directory in (path, whole, out))
+    longer, at_once, shorter = (digest(directory / "model") for directory in (path, whole, out))
     assert longer.pop("progress.png") != at_once.pop("progress.png")  # it was measured at its first end, too
     assert longer == at_once and longer["model.safetensors"] != shorter["model.safetensors"]
     main(settings(moved, *own, "sft.steps=4", "mesh.fsdp=8", "mesh.tensor=1", "sft.micro_batches=2"), resume=True)

@@ -22,7 +22,7 @@ from jrlhf.run.metrics import read_metrics
 from jrlhf.stages.dpo import heldout_metrics
 from jrlhf.stages.setup import compute_of, load_task, select_mesh
 from jrlhf.train import main
-from tests.support.runs import assert_same_run
+from tests.support.runs import assert_same_run, resumed
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -151,9 +151,7 @@ def test_a_run_on_sampled_pairs_is_resumed_in_the_same_bits(tmp_path):
     assert summary["held_out"]["measure"] == "gold" and "after" in summary["held_out"]
     assert summary["dpo_accuracy"] == read_metrics(run)[-1]["dpo/eval_accuracy"]
     shutil.copytree(run, copy)
-    for path in (run / "checkpoints" / "dpo" / "4", run / "model"):
-        shutil.rmtree(path)
-    main(load_config(TINY, settings), resume=True)
+    resumed(load_config(TINY, settings), 4)
     assert_same_run(run, copy, "preferences.jsonl")
 
 

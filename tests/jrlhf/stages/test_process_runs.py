@@ -11,8 +11,8 @@ import yaml
 from safetensors.numpy import load_file
 
 from jrlhf.run.files import read_jsonl
-from jrlhf.run.metrics import read_metrics
 from tests.support.launched import LAYOUTS, SMALL, TINY, Launched, launch, train
+from tests.support.runs import timeless
 
 EARLY = """
 import json, sys
@@ -43,14 +43,6 @@ def train_one_and_two(runs: Path, *overrides: str, config: str = TINY) -> tuple[
     return runs / "one", runs / "two"
 
 
-def records(run: Path) -> list[dict]:
-    """The metrics that do not depend on time or machine."""
-    return [
-        {name: value for name, value in record.items() if not name.startswith(("timing_", "perf/"))}
-        for record in read_metrics(run)
-    ]
-
-
 def texts(run: Path) -> list[dict]:
     samples = read_jsonl(run / "samples.jsonl")
     return [{name: value for name, value in sample.items() if isinstance(value, str)} for sample in samples]
@@ -58,7 +50,7 @@ def texts(run: Path) -> list[dict]:
 
 def assert_same_run(one: Path, two: Path, *models: str) -> None:
     """Numbers but for rounding, texts to the letter."""
-    for alone, together in zip(records(one), records(two), strict=True):
+    for alone, together in zip(timeless(one), timeless(two), strict=True):
         assert alone.keys() == together.keys()
         for name, value in alone.items():
             # Differences of nearly equal numbers (a KL, an advantage's mean) are as exact as these are.
@@ -127,9 +119,9 @@ def test_a_killed_run_on_slices_goes_on_to_the_same_bits_and_under_another_plan(
     asleep = "plan=split", "sleep.optimizer=host", "distributed.heartbeat=10"
     kill_second(train(2, split, "killed", *SMALL, *asleep), split / "killed", 2)
     train(2, split, "killed", *SMALL, *asleep, "--resume").assert_codes(400, 0, 0)
-    assert records(split / "killed") == records(split / "two")
+    assert timeless(split / "killed") == timeless(split / "two")
     train(4, split, "killed", *SMALL, "plan=standalone", "--resume", "ppo.iterations=4").assert_codes(400, *[0] * 4)
-    assert records(split / "killed")[-1]["step"] == 4
+    assert timeless(split / "killed")[-1]["step"] == 4
 
 
 @pytest.mark.proof("processes")
@@ -178,10 +170,10 @@ def test_pipelines_of_two_processes_do_what_they_do_in_one(tmp_path: Path):
     for count, name in ((1, "one"), (2, "two")):
         train(count, tmp_path, name, *SMALL, *resumed).assert_codes(900, *[0] * count)
     assert_same_run(tmp_path / "one", tmp_path / "two", "model")
-    assert records(tmp_path / "two")[-1]["step"] == 5
+    assert timeless(tmp_path / "two")[-1]["step"] == 5
     kill_second(train(2, tmp_path, "killed", *SMALL, *resumed), tmp_path / "killed", 4)
     train(2, tmp_path, "killed", *SMALL, *resumed).assert_codes(400, 0, 0)
-    assert records(tmp_path / "killed") == records(tmp_path / "two")
+    assert timeless(tmp_path / "killed") == timeless(tmp_path / "two")
     weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("killed", "two")]
     assert weights[0] == weights[1]
 
@@ -226,7 +218,7 @@ def test_all_processes_learn_from_a_model_of_text_and_from_a_function_in_the_fir
         callers = {int(line) for line in (tmp_path / f"{name}.txt").read_text().split()}
         assert callers == {launched.processes[0].pid}
     assert_same_run(tmp_path / "one", tmp_path / "two", "model")
-    assert all(record["rewards/short/mean"] < 0 for record in records(tmp_path / "two"))
+    assert all(record["rewards/short/mean"] < 0 for record in timeless(tmp_path / "two"))
     # One that fails ends both with its one sentence, and what was learnt is kept.
     monkeypatch.setenv("GOOD", "1")
     monkeypatch.setenv("WHO", str(tmp_path / "failing.txt"))
