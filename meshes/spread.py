@@ -1,9 +1,12 @@
 """Redistributes arrays so that every process has a part of each, for example to save them in a checkpoint."""
 
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from math import gcd
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
@@ -11,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jrlhf.meshes.layout import axis_names
 from jrlhf.meshes.mesh import absent_processes
 from jrlhf.meshes.offload import DEVICE, groups, onload
-from jrlhf.meshes.reshard import reshard
+from jrlhf.meshes.reshard import GROUP_BYTES, reshard
 
 
 def spread(tree: Any) -> Any:
@@ -24,9 +27,9 @@ def spread(tree: Any) -> Any:
     arrays = [leaves[index] for index in away]
     for group in groups(arrays):
         sources = onload([arrays[i] for i in group])
-        copies = reshard(sources, [_over_all(x, divides=False) for x in sources])  # shards as they are at the source
-        moved = reshard(copies, [spread_sharding(x) for x in sources], donate=True)
-        for i, array in zip(group, moved, strict=True):
+        copies = move(sources, [_over_all(x, divides=False) for x in sources], donate=False)  # as at the source
+        spread_out = move(copies, [spread_sharding(x) for x in sources], donate=True)
+        for i, array in zip(group, spread_out, strict=True):
             leaves[away[i]] = array
     return treedef.unflatten(leaves)
 
@@ -34,7 +37,7 @@ def spread(tree: Any) -> Any:
 def spread_sharding(leaf: jax.Array | jax.ShapeDtypeStruct) -> Sharding:
     """Returns the array's own sharding if each process has a part of it. Otherwise one over all devices, in which each
     of the array's shards is divided further along one axis or, if that is impossible, replicated. If the number of the
-    array's devices does not divide that of all devices, one axis of the whole array is divided instead."""
+    array's devices does not divide that of all devices, the array is divided anew over all devices."""
     sharding = leaf.sharding
     assert sharding is not None
     if not (isinstance(sharding, NamedSharding) and absent_processes(sharding.mesh)):
@@ -65,11 +68,45 @@ def _over_all(leaf: jax.Array | jax.ShapeDtypeStruct, *, divides: bool = True) -
 
 
 def _evenly(shape: tuple[int, ...], shard: tuple[int, ...]) -> NamedSharding:
-    """Returns a sharding over all devices that divides one axis of an array: the one that gives the most parts, and
-    among such axes one that is divided already, so that less is moved. shard: the shape of its shards."""
-    devices = np.asarray(jax.devices())
-    parts = [gcd(size, len(devices)) for size in shape]
-    axes = sorted(range(len(shape)), key=lambda axis: (parts[axis], shape[axis] != shard[axis]))
-    entries = ["part" if axis == axes[-1] else None for axis in range(len(shape))]
-    mesh = Mesh(devices.reshape(max(parts, default=1), -1), ("part", "copy"))
+    """Returns a sharding over all devices that divides axes of an array, those that are divided already first. The
+    first axis of an array of three or more, the layers, stays whole, so that `move` can take one layer after the other.
+
+    shard: the shape of the array's present shards.
+    """
+    parts, left = [1] * len(shape), len(jax.devices())
+    for axis in sorted(range(len(shape) > 2, len(shape)), key=lambda axis: shape[axis] == shard[axis]):
+        parts[axis] = gcd(shape[axis], left)
+        left //= parts[axis]
+    axes = [f"axis{number}" for number in range(len(shape))]
+    mesh = Mesh(np.asarray(jax.devices()).reshape(*parts, left), (*axes, "copy"))
+    entries = [axis if part > 1 else None for axis, part in zip(axes, parts, strict=True)]
     return NamedSharding(mesh, P(*entries), memory_kind=DEVICE)
+
+
+def move(arrays: Sequence[jax.Array], shardings: Sequence[Any], *, donate: bool) -> list[jax.Array]:
+    """Returns the arrays in these shardings, bit for bit, as `reshard` does. All processes must call this.
+
+    Where the devices of neither side divide those of the other, arrays arrive in coarse parts before they are divided
+    further. So there layers are moved one after the other, and few at a time.
+    """
+    counts = [(x.sharding.num_devices, to.num_devices) for x, to in zip(arrays, shardings, strict=True)]
+    if all(max(pair) % min(pair) == 0 for pair in counts):
+        return reshard(list(arrays), list(shardings), donate=donate)
+    moved = []
+    for x, target, (source, number) in zip(arrays, shardings, counts, strict=True):
+        first, *others = [*target.spec, *[None] * (x.ndim - len(target.spec))] or [None]
+        limit = GROUP_BYTES * gcd(source, number) // max(source, number)
+        if x.ndim < 3 or first is not None:
+            moved += reshard([x], [target], donate=donate, group_bytes=limit)
+            continue
+        layer = NamedSharding(target.mesh, P(*others), memory_kind=target.memory_kind)
+        pieces = reshard({"x": x}, {"x": [layer] * x.shape[0]}, donate=donate, group_bytes=limit)
+        assert isinstance(target.mesh, Mesh), "an array's mesh has devices"
+        with jax.set_mesh(target.mesh):
+            moved.append(_stack(target)(pieces["x"]))
+    return moved
+
+
+@lru_cache(maxsize=1024)
+def _stack(sharding: NamedSharding) -> Callable[[list[jax.Array]], jax.Array]:
+    return jax.jit(jnp.stack, out_shardings=sharding)

@@ -29,7 +29,9 @@ from jrlhf.roles.actor import Actor
 from jrlhf.roles.pretrained import copied
 from jrlhf.run.directory import run_path
 from jrlhf.run.files import Closing
-from jrlhf.run.processes import several, to_all_hosts
+from jrlhf.run.processes import several, to_all_hosts, to_main
+
+ROLLOUTS_TIMES = "perf/rollouts_wait_seconds", "perf/decode_step_seconds"  # metrics
 
 
 class AsynchronousRollouts(Closing):
@@ -53,7 +55,8 @@ class AsynchronousRollouts(Closing):
     ):
         section, options, samples = config.rl, config.asynchronous, config.samples
         assert options is not None
-        self._mesh, self._clock, self._tokenizer = actor.placement["generate"].mesh, actor.clock, tokenizer
+        self._mesh, self._trainer = actor.placement["generate"].mesh, actor.placement["update"].mesh
+        self._clock, self._tokenizer = actor.clock, tokenizer
         self._wall, self._placeholder = options.clock == "wall", None
         self._rewards = [own for own in rewards if own is not None]
         self._base: Identity = {}  # identity of the frozen weights under an adapter; empty: not computed yet
@@ -157,14 +160,22 @@ class AsynchronousRollouts(Closing):
         """Publishes the actor's new weights to the fleet."""
         if several():  # a copy from other processes makes the rollouts' devices wait for the update
             with jax.set_mesh(self._mesh):
-                self._clock.run("gen", self._fleet.draw_ahead)
+                self._clock.run("gen", self._fleet.draw_ahead, actor.model.params)
         published = self._published(actor)
         with jax.set_mesh(self._mesh):
             self._clock.run("gen", self._fleet.publish, *published)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics of an iteration after its `state`, which compares what replaced weights drew."""
-        return self._fleet.metrics()
+        """Returns the metrics of an iteration after its `state`, which compares what replaced weights drew.
+
+        With several processes each knows the times of its own devices only.
+        """
+        metrics = self._fleet.metrics()
+        everyone = to_main(metrics, seconds=self._clock.deadline) if several() else []
+        for mesh, names in (self._trainer, ["perf/trainer_wait_seconds"]), (self._mesh, ROLLOUTS_TIMES):
+            own = everyone[min(device.process_index for device in mesh.devices.flat)] if everyone else metrics
+            metrics |= {name: own[name] for name in names if name in own}
+        return metrics
 
     def _ask(self, group: Collected) -> None:
         """Starts the reward functions on a complete group."""

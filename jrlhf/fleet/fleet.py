@@ -40,6 +40,7 @@ from jrlhf.fleet.state import (
 from jrlhf.meshes import to_devices, to_host
 from jrlhf.models.generation.chunks import ToHosts
 from jrlhf.models.generation.continuous import Decoding, Progress, Prompt, Weights
+from jrlhf.run.processes import several
 
 _Swap = tuple[Published, Mapping[int, Prompt] | None]  # new weights; prompts of the rows whose caches to recompute
 
@@ -214,9 +215,14 @@ class Fleet:
                 self._compared += self._compare(lane, update, view)[0]
         return rows
 
-    def draw_ahead(self) -> None:
-        """Draws as long as the update takes by the virtual clock. Otherwise `publish` does so."""
+    def draw_ahead(self, update: Any) -> None:
+        """Draws as long as the update takes by the virtual clock. Otherwise `publish` does so.
+
+        update: the arrays that the update computes.
+        """
+        self._awaited, began = jax.tree.leaves(update), time.monotonic()
         self._finish_drawing()
+        self._add_wait(began)
 
     def publish(self, weights: Weights, expected: Identity) -> None:
         """Draws as long as the update takes; then workers take the new weights as soon as the rules allow it.
@@ -224,7 +230,8 @@ class Fleet:
         expected: the identity of these weights, computed by the trainer. If the workers' weights differ from it, the
         next `state` or `collect` raises RunFailure, so no batch of theirs is returned.
         """
-        self._awaited = jax.tree.leaves(weights)
+        if not several():  # otherwise `draw_ahead` began to wait
+            self._awaited = jax.tree.leaves(weights)
         if self._wall and self._threads is None:  # JAX did not wait for the update
             self._draw_until(self._is_trained)
         handle = self._lanes[0].workers.put(weights)
@@ -269,7 +276,7 @@ class Fleet:
 
     def _is_trained(self) -> bool:
         """True if the newest update is done. Records when this is first seen."""
-        if self._awaited and all(leaf.is_ready() for leaf in self._awaited):
+        if self._awaited and all(leaf.is_deleted() or leaf.is_ready() for leaf in self._awaited):
             self._awaited, self._trained = [], time.monotonic()
         return not self._awaited
 

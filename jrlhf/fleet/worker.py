@@ -69,7 +69,10 @@ def program() -> str:
 def describe(
     mesh: Mesh, model: Architecture, compute: Compute, sampling: SamplingConfig, schedule: Schedule, **numbers: int
 ) -> dict[str, Any]:
-    """Returns the settings that a process needs. numbers: the arguments of `CompiledModel.continuous`."""
+    """Returns the settings that a process needs.
+
+    numbers: responses to a prompt, `samples`; decode slots of a logical worker, `slots`; width of the prompts' array.
+    """
     settings = {name: x for name, x in jax.config.values.items() if isinstance(x, bool | int | float | str | None)}
     return {
         "platform": mesh.devices.flat[0].platform,

@@ -176,8 +176,7 @@ class Rewards:
 
     def score_texts(self, samples: Sequence[Sample], step: int = 0) -> tuple[Scored, dict[str, Scored]]:
         """Scores samples outside of iterations: returns the weighted sum of the text rewards, and each one's scores."""
-        ask = partial(self._ask, samples, step, on_device=False)
-        scored = _from_main(lambda: self._thread.submit(ask).result(), seconds=self.clock.deadline)
+        scored = _from_main(lambda: self._thread.submit(self._ask, samples, step, on_device=False).result())
         return self._summed(samples, scored | self._ask(samples, step, on_device=True))
 
     def ask_ahead(

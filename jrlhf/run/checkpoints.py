@@ -26,9 +26,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Shaped, UInt32
 
 from jrlhf.errors import UserError
-from jrlhf.meshes import reshard, to_host
+from jrlhf.meshes import to_host
 from jrlhf.meshes.offload import DEVICE, groups, offload, onload
-from jrlhf.meshes.spread import spread, spread_sharding
+from jrlhf.meshes.spread import move, spread, spread_sharding
 from jrlhf.meshes.transfer import HOST, is_on_host
 from jrlhf.run.files import Closing, sha256
 from jrlhf.run.processes import any_process, from_main, is_main
@@ -213,8 +213,8 @@ def _brought(arrays: dict[str, Array], target: dict[str, jax.ShapeDtypeStruct]) 
     names = [name for name, array in arrays.items() if array.sharding != target[name].sharding]
     for group in groups([arrays[name] for name in names]):
         wanted = {names[i]: target[names[i]].sharding for i in group}
-        on_devices = {name: sharding.with_memory_kind(DEVICE) for name, sharding in wanted.items()}
-        moved = reshard({name: arrays[name] for name in wanted}, on_devices, donate=True)
+        on_devices = [sharding.with_memory_kind(DEVICE) for sharding in wanted.values()]
+        moved = dict(zip(wanted, move([arrays[name] for name in wanted], on_devices, donate=True), strict=True))
         asleep = offload({name: array for name, array in moved.items() if wanted[name].memory_kind == HOST})
         arrays |= moved | asleep
     return arrays

@@ -19,7 +19,7 @@ from jrlhf.run.processes import is_main
 Result = TypeVar("Result")
 
 PROFILE = "profile"  # a run's directory of traces
-_ends = list[float]()  # when the blocks of `deadline` must have ended, the outermost first
+_ends = dict[object, float]()  # when each block of `deadline` must have ended
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
@@ -52,23 +52,24 @@ def peak_memory(mesh: Mesh) -> dict[str, float]:
 def deadline(seconds: float) -> Iterator[None]:
     """Ends the process, with a trace of all threads, if the block takes longer, so that no hang goes unnoticed.
 
-    Blocks may be nested; call it from one thread only.
+    Blocks may be nested, and run in several threads.
     """
-    _ends.append(min([*_ends[-1:], time.monotonic() + seconds]))
+    block = object()
+    _ends[block] = time.monotonic() + seconds
     _arm()
     try:
         yield
     finally:
-        _ends.pop()
+        del _ends[block]
         _arm()
 
 
 def _arm() -> None:
-    """Starts the timer of the innermost block, or stops it if there is none."""
+    """Starts the timer of the block that must end first, or stops it if there is none."""
     assert sys.__stderr__ is not None  # a notebook's sys.stderr has no descriptor
     faulthandler.cancel_dump_traceback_later()
     if _ends:
-        left = max(1e-3, _ends[-1] - time.monotonic())
+        left = max(1e-3, min(_ends.values()) - time.monotonic())
         faulthandler.dump_traceback_later(left, exit=True, file=sys.__stderr__)
 
 

@@ -1,6 +1,7 @@
 """Asynchronous runs of several processes, with rollouts on the devices of some and updates on those of others."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -27,28 +28,43 @@ def start(count: int, runs: Path, name: str, algorithm: str, *more: str) -> Laun
     )
 
 
-@pytest.mark.proof("runs")
-@pytest.mark.parametrize(
-    "count, algorithm, settings",
-    [
-        (4, "ppo", ["ppo.asynchronous.on_new_weights=keep_cache", "ppo.rollout_batch=24", "plan={uneven}"]),
-        (2, "grpo", ["grpo.asynchronous.on_new_weights=prefill_again", *ADAPTER]),
-        (2, "dapo", ["dapo.asynchronous.on_new_weights=finish", "dapo.asynchronous.logical_workers=2"]),
-    ],
-    ids=["ppo", "grpo", "dapo"],
-)
-def test_several_processes_do_what_one_does(count: int, algorithm: str, settings: list[str], tmp_path: Path):
-    """With four processes the trainer has the devices of three, and rollouts those of the last one."""
-    calls = {call: {"layout": layout, "devices": "0-5", "data": 3, "fsdp": 2} for call, layout in LAYOUTS.items()}
-    calls["actor.generate"] |= {"devices": "6-7", "data": 1}
-    del calls["reward.score"]
-    uneven = tmp_path / "uneven.yaml"
-    uneven.write_text(yaml.safe_dump({"name": "uneven", "calls": calls}))
-    settings = [setting.format(uneven=uneven) for setting in settings]
+def placed(runs: Path, trainer: dict[str, Any], rollouts: dict[str, Any], *unused: str) -> str:
+    """Returns the setting of a plan with updates and rollouts on these devices. unused: roles that there are not."""
+    calls = {
+        call: {"layout": layout, **trainer} for call, layout in LAYOUTS.items() if call.split(".")[0] not in unused
+    }
+    (runs / "plan.yaml").write_text(yaml.safe_dump({"calls": calls | {"actor.generate": rollouts}}))
+    return f"plan={runs / 'plan.yaml'}"
+
+
+def assert_same_as_in_one(runs: Path, count: int, algorithm: str, *settings: str) -> None:
     for processes, name in ((1, "one"), (count, "several")):
-        start(processes, tmp_path, name, algorithm, *settings).assert_codes(900, *[0] * processes)
-    assert_same_run(tmp_path / "one", tmp_path / "several", "model")
-    assert records(tmp_path / "one")[-1]["async/recomputed_tokens"] > 0
+        start(processes, runs, name, algorithm, *settings).assert_codes(900, *[0] * processes)
+    assert_same_run(runs / "one", runs / "several", "model")
+    assert records(runs / "one")[-1]["async/recomputed_tokens"] > 0
+
+
+@pytest.mark.proof("runs")
+def test_a_trainer_of_three_processes_and_rollouts_in_a_fourth(tmp_path: Path):
+    """The trainer's 6 devices do not divide all 8."""
+    trainer, rollouts = {"devices": "0-5", "data": 3, "fsdp": 2}, {"devices": "6-7", "layout": "generate", "fsdp": 2}
+    plan = placed(tmp_path, trainer, rollouts, "reward")
+    settings = "ppo.asynchronous.on_new_weights=keep_cache", "ppo.rollout_batch=24", plan
+    assert_same_as_in_one(tmp_path, 4, "ppo", *settings)
+
+
+@pytest.mark.proof("runs")
+def test_rollouts_with_an_adapter_in_a_process_of_their_own(tmp_path: Path):
+    assert_same_as_in_one(tmp_path, 2, "grpo", "grpo.asynchronous.on_new_weights=prefill_again", *ADAPTER)
+
+
+@pytest.mark.proof("runs")
+def test_both_sides_share_a_process_and_a_device_is_idle(tmp_path: Path):
+    """Process 1 of four has a device of the trainer and one of the rollouts, and device 7 has nothing to do."""
+    trainer, rollouts = {"devices": "0-2", "data": 3}, {"devices": "3-6", "layout": "generate", "data": 2, "fsdp": 2}
+    plan = placed(tmp_path, trainer, rollouts, "reward", "reference", "critic")
+    settings = "dapo.asynchronous.on_new_weights=finish", "dapo.asynchronous.logical_workers=2", "dapo.rollout_batch=24"
+    assert_same_as_in_one(tmp_path, 4, "dapo", *settings, plan)
 
 
 @pytest.mark.proof("runs")
