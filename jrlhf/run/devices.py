@@ -5,6 +5,7 @@ import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -134,8 +135,8 @@ def idle_accelerator() -> str | None:
     return None
 
 
-def machine_settings() -> list[str]:
-    """Returns settings that use all devices of this machine's accelerator; [] without an accelerator."""
+def machine_settings() -> dict[str, Any]:
+    """Returns settings that use all devices of this machine's accelerator; {} without an accelerator."""
     if accelerator() is None:
-        return []
-    return ["device.platform=auto", "device.simulated=null", "mesh.data=1", "mesh.fsdp=-1", "mesh.tensor=1"]
+        return {}
+    return {"device": {"platform": "auto", "simulated": None}, "mesh": {"data": 1, "fsdp": -1, "tensor": 1}}
