@@ -21,7 +21,7 @@ COLAB = ROOT / "colab"
 INSTALL = runpy.run_path(str(COLAB / "install.py"), run_name="install")
 TINY = (
     "model.embed=32 model.layers=2 model.heads=2 model.kv_heads=2 model.head_dim=16 model.mlp=64 sft.steps=4 "
-    "sft.batch=16 reward_model.prompts=24 reward_model.heldout_prompts=16 reward_model.samples_per_prompt=2 "
+    "sft.batch=16 data.annotator.prompts=24 data.annotator.heldout_prompts=16 data.annotator.samples_per_prompt=2 "
     "reward_model.steps=4 reward_model.batch=8 ppo.iterations=3 ppo.rollout_batch=16 evaluation.prompts=16"
 )
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of Jupyter's own libraries
