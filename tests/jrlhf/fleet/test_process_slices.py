@@ -11,8 +11,9 @@ from jrlhf.run.files import read_jsonl
 from jrlhf.stages import setup
 from jrlhf.stages.setup import select_resources
 from tests.jrlhf.fleet.test_runs import ADAPTER, ALGORITHMS, REWARD, SECTION, SETTINGS, config
-from tests.jrlhf.stages.test_process_runs import assert_same_run, kill_second, records
+from tests.jrlhf.stages.test_process_runs import assert_same_run, kill_second
 from tests.support.launched import LAYOUTS, Launched, train
+from tests.support.runs import timeless
 
 
 def start(count: int, runs: Path, name: str, algorithm: str, *more: str) -> Launched:
@@ -41,7 +42,7 @@ def assert_same_as_in_one(runs: Path, count: int, algorithm: str, *settings: str
     for processes, name in ((1, "one"), (count, "several")):
         start(processes, runs, name, algorithm, *settings).assert_codes(900, *[0] * processes)
     assert_same_run(runs / "one", runs / "several", "model")
-    assert records(runs / "one")[-1]["async/recomputed_tokens"] > 0
+    assert timeless(runs / "one")[-1]["async/recomputed_tokens"] > 0
 
 
 @pytest.mark.proof("runs")
@@ -73,7 +74,7 @@ def test_a_killed_run_of_two_processes_goes_on_to_the_same_bits(tmp_path: Path):
     heartbeat = "distributed.heartbeat=10"
     kill_second(start(2, tmp_path, "killed", "ppo", heartbeat), tmp_path / "killed", 2)
     start(2, tmp_path, "killed", "ppo", heartbeat, "--resume").assert_codes(600, 0, 0)
-    assert records(tmp_path / "killed") == records(tmp_path / "whole")
+    assert timeless(tmp_path / "killed") == timeless(tmp_path / "whole")
     weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("killed", "whole")]
     assert weights[0] == weights[1]
     for line in read_jsonl(tmp_path / "whole" / "timeline.jsonl"):
