@@ -4,12 +4,12 @@ import argparse
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
+from jrlhf.config.aliases import modernize
 from jrlhf.config.parse import Override, build, override, parse_yaml, section_with
 from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
@@ -35,7 +35,15 @@ def make_config(source: str | Path | Mapping[str, Any], changes: Mapping[str, An
     """
     if not isinstance(source, str | Path | Mapping) or source == "":
         raise UserError(f"config={source!r}: it must be the name of a config, a YAML file, or a dict of settings")
-    change = partial(_merge, changes=plain_value(changes or {}))
+
+    def change(mapping: dict[str, Any]) -> None:
+        plain, nested = plain_value(changes or {}), dict[str, Any]()
+        _merge(mapping, plain)
+        _merge(nested, plain)
+        modern, moved = modernize({"stages": mapping.get("stages")} | nested)
+        if moved["notices"]:  # a change by an old key wins against the file's value of the new one
+            _merge(mapping, {key: value for key, value in modern.items() if key != "stages"})
+
     if not isinstance(source, Mapping):
         return _build_file(str(source), change)
     mapping: dict[str, Any] = {"name": "run"}
