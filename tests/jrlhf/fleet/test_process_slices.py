@@ -50,7 +50,8 @@ def test_a_trainer_of_three_processes_and_rollouts_in_a_fourth(tmp_path: Path):
     """The trainer's 6 devices do not divide all 8."""
     trainer, rollouts = {"devices": "0-5", "data": 3, "fsdp": 2}, {"devices": "6-7", "layout": "generate", "fsdp": 2}
     plan = placed(tmp_path, trainer, rollouts, "reward")
-    settings = "ppo.asynchronous.on_new_weights=keep_cache", "ppo.rollout_batch=24", plan
+    rate = "ppo.actor.learning_rate=0.001"  # Adam amplifies rounding where a gradient is nearly 0
+    settings = "ppo.asynchronous.on_new_weights=keep_cache", "ppo.rollout_batch=24", rate, plan
     assert_same_as_in_one(tmp_path, 4, "ppo", *settings)
 
 
