@@ -36,8 +36,7 @@ class Prediction:
     step: time from one update to the next. trainer_waits: share of the time in which the trainer does not update.
     rollouts_wait: share of the slots' time in which they hold no row, or decoding stops for new weights.
     mean_age, max_age: ages of all tokens that updates read.
-    zero_weight: share of sampled tokens that are older than the bound. A mask gives them weight 0, truncated
-        importance weighting at most the truncation bound.
+    zero_weight: share of sampled tokens that are older than the bound, and so have weight 0.
     time_per_batch: time to learn with full weight from as many tokens as a batch of sampled rows has.
     """
 
