@@ -17,7 +17,7 @@ from jrlhf.fleet.identity import Identity, adapter_identity, drawing_identity, t
 from jrlhf.fleet.processes import ProcessWorkers
 from jrlhf.fleet.prompts import PromptStream
 from jrlhf.fleet.recompute import Recompute
-from jrlhf.fleet.schedule import Rules
+from jrlhf.fleet.schedule import Rules, fresh
 from jrlhf.fleet.slices import SliceWorkers
 from jrlhf.fleet.state import Collected, FleetState
 from jrlhf.fleet.worker import describe
@@ -33,6 +33,23 @@ from jrlhf.run.processes import several, to_all_hosts, to_main
 
 ROLLOUTS_TIMES = "perf/rollouts_wait_seconds", "perf/decode_step_seconds"  # metrics
 
+MUCH = 0.1  # of the tokens of a batch
+
+
+def masks_much(config: Config, batch: Collected) -> str | None:
+    """Returns a warning if much of a batch has weight 0 because it is older than the bound."""
+    assert config.asynchronous is not None
+    staleness, drawn = config.asynchronous.staleness, batch.rows
+    sampled = np.arange(drawn.tokens.shape[1]) < drawn.lengths[:, None]
+    older = 1 - float(fresh(drawn.versions, batch.version, staleness)[sampled].mean())
+    if older <= MUCH:
+        return None
+    return (
+        f"{config.algorithm}.asynchronous.staleness={staleness} gives weight 0 to {older:.0%} of the tokens of a batch "
+        "because they are older: raise staleness or lower rollout.slots, and with the virtual clock see that "
+        "update_steps is the measured ratio"
+    )
+
 
 class AsynchronousRollouts(Closing):
     """Connects a `Fleet` with prompts and with reward functions, which score each group as soon as it is complete.
@@ -40,7 +57,8 @@ class AsynchronousRollouts(Closing):
     Rollouts run on the devices of `actor.generate`, or in processes that have the same mesh on their own devices.
 
     take: (mesh, number of a batch) -> its prompts. rewards: the roles that score rewards and costs.
-    tell: called with a sentence for each process that is lost, and for alarms that only warn.
+    tell: called with a sentence for each process that is lost, for alarms that only warn, and for the first batch of
+    which much is masked.
     """
 
     def __init__(
@@ -58,6 +76,8 @@ class AsynchronousRollouts(Closing):
         self._mesh, self._trainer = actor.placement["generate"].mesh, actor.placement["update"].mesh
         self._clock, self._tokenizer = actor.clock, tokenizer
         self._wall, self._placeholder = options.clock == "wall", None
+        self._tell: Callable[[str], None] | None = tell  # None: it was called with the sentence of `masks_much`
+        self._masks_much = partial(masks_much, config)
         self._rewards = [own for own in rewards if own is not None]
         self._base: Identity = {}  # identity of the frozen weights under an adapter; empty: not computed yet
         self._answers = dict[int, dict[str, Answers]]()  # number of a group -> kind of reward -> pending answers
@@ -148,6 +168,9 @@ class AsynchronousRollouts(Closing):
         """Returns the next batch, with its rollout and the pending answers of the reward functions."""
         with jax.set_mesh(self._mesh):
             collected = self._clock.run("gen", self._fleet.collect)
+            if self._tell and (sentence := self._masks_much(collected)):
+                self._tell(sentence)
+                self._tell = None
             asked = [self._answers.pop(int(number)) for number in collected.numbers]
             answers = {
                 rewards.kind: rewards.join([of_group[rewards.kind] for of_group in asked])
