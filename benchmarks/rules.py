@@ -105,7 +105,7 @@ class Cost:
     group_age, max_group_age: mean and maximum age of groups, counted from the version that drew their first token.
     discarded: share of rows that were dropped.
     older: share of sampled tokens that an update read and that were older than the bound.
-    zero_weight: share of sampled tokens with weight 0: the older ones, if the rule masks them, and those of dropped rows.
+    zero_weight: share of sampled tokens with weight 0: those of dropped rows, and older ones if the rule masks them.
     full_weight: tokens with full weight over sampled tokens, by quartile of row length, shortest rows first.
     time_per_batch: time to learn with full weight from as many tokens as a batch of sampled rows has.
     length_ratio: mean length of rows that updates read, over the mean length of rows that started in the same time.
