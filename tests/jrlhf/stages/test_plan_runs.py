@@ -351,6 +351,23 @@ def test_a_plan_with_pipelines_that_a_search_proposes_runs(tmp_path):
     assert len(records) == 2 and all(record["timing_s/update"] > 0 for record in records)
 
 
+def test_a_run_under_a_searched_plan_is_the_colocated_one(make, colocated, tmp_path):
+    """For devices whose messages take so long to start that few should share a call: slices of several sizes."""
+    config = make("searched", "ppo", ppo=ONE_UPDATE)
+    slow = {"network": 1e12, "latency": 1e-3, "launch": 0, "bfloat16": 1e12, "float32": 1e12}
+    setting = auto.Setting(
+        config, graph_of(config), architectures(config), Cluster(replace(HARDWARE["h200"], **slow), 8)
+    )
+    plan = setting.search(proposals=300).best.plan
+    assert len({placement.devices for placement in plan.placements.values()}) > 1
+    (tmp_path / "plan.yaml").write_text(plan_yaml(plan))
+    path = run(make("searched", "ppo", str(tmp_path / "plan.yaml"), ppo=ONE_UPDATE))
+    assert read_plan(path / "plan.yaml").placements == plan.placements
+    records, expected = timeless(path), timeless(colocated[0])
+    assert_close(records[:1], expected[:1], **ROUNDED)
+    assert_close(records[1:], expected[1:], **STEPPED)
+
+
 def test_a_run_goes_on_under_another_plan_from_the_same_bits(make, colocated, tmp_path):
     path, ((_, fresh, _), (_, saved, devices)) = colocated
     shutil.copytree(path, tmp_path / "moved")
