@@ -66,14 +66,14 @@ def integers(arrays):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float32, np.int8])
-def test_updates_by_their_changes_have_the_same_bits(dtype, monkeypatch):
+def test_200_updates_by_their_changes_have_the_same_bits(dtype, monkeypatch):
     """Also where NaNs change their payload and zeros their sign, and over gaps that no byte and no short can count."""
     monkeypatch.setattr("jrlhf.fleet.shared.BLOCK", 2**17)
     rng, size = np.random.default_rng(0), np.dtype(dtype).itemsize
     shapes = (3, 70_001), (7,), (), (0, 2)
     trained = [rng.integers(0, 256, (*shape, size), np.uint8).view(dtype)[..., 0] for shape in shapes]
     present, shares = [array.copy() for array in trained], []
-    for update in range(30):
+    for update in range(200):
         new = [array.copy() for array in trained]
         for bits in integers(new):
             chosen = rng.random(bits.size) < rng.choice([0, 1e-5, 1e-3, 0.02, 0.9])
