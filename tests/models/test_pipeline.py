@@ -168,11 +168,13 @@ CASES: dict[str, Any] = {
     "ppo": ("ppo", "gemma", "1f1b", TRAIN, "full", None, (1, 2, 2), (1, 1, 2)),
     "grpo": ("grpo", "llama", "gpipe", TRAIN_TP, "products", None, (1, 4, 2), (1, 2, 2)),
     "critic": ("critic", "gpt2", "zb-h1", TRAIN, "gather", None, (2, 2, 2), (2, 1, 2)),
+    "dpo": ("dpo", "gemma", "interleaved", TRAIN, "attention", None, (1, 2, 1), (1, 1, 1)),
     "sft": ("sft", "gpt2", "1f1b", TRAIN_TP, "offload", None, (1, 4, 1), (1, 2, 1)),
     "reward": ("reward", "llama", "zb-h1", TRAIN, "full", None, (1, 4, 2), (1, 2, 2)),
     "lora": ("gspo", "gemma", "1f1b", GENERATE, "full", LORA, (1, 4, 2), (1, 2, 2)),
     "lora critic": ("critic", "llama", "zb-h1", GENERATE, "products", LORA, (1, 2, 2), (1, 1, 2)),
     "lora dpo": ("dpo", "gemma", "interleaved", GENERATE, "attention", LORA, (1, 2, 1), (1, 1, 1)),
+    "lora sft": ("sft", "llama", "gpipe", GENERATE, "full", LORA, (2, 2, 1), (2, 1, 1)),
 }
 
 
