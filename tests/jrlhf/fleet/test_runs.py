@@ -7,14 +7,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
 from jrlhf.config import load_config
 from jrlhf.config.check import uncorrected
 from jrlhf.errors import RunFailure, UserError
+from jrlhf.fleet.asynchronous import masks_much
+from jrlhf.fleet.state import Collected, Drawn
 from jrlhf.models.generation.continuous import ContinuousBatch
 from jrlhf.run.files import read_jsonl
 from jrlhf.run.metrics import read_metrics
+from jrlhf.stages import rl
 from jrlhf.stages.setup import select_resources
 from jrlhf.train import main
 from tests.jrlhf.stages.test_plan_runs import maker
@@ -99,6 +104,39 @@ def test_reward_models_score_an_asynchronous_run_as_the_synchronous_one(tmp_path
         assert all(record[f"rewards/{name}/std"] > 0 for name in ("reward_model", "judge", "short"))
 
 
+@pytest.mark.proof("runs")
+def test_a_validation_is_that_of_the_trainers_weights_outside_of_an_asynchronous_run(tmp_path, monkeypatch, capsys):
+    """A synchronous run validates the same weights. What a batch masks is warned of once."""
+    validate, weights, policies = rl.validate, list[Any](), iter(())
+
+    def recorded(context, policy, *others):
+        weights.append(jax.device_get(policy.params))
+        return validate(context, policy, *others)
+
+    def again(context, policy, *others):
+        place = lambda host, own: jax.device_put(host, own.sharding)  # noqa: E731
+        return validate(context, policy.holding(jax.tree.map(place, next(policies), policy.params)), *others)
+
+    monkeypatch.setattr(rl, "validate", recorded)
+    monkeypatch.setattr("jrlhf.fleet.asynchronous.MUCH", -1.0)
+    settings = "validation.every=1", "validation.k=2", "grpo.iterations=3"
+    path = run(config(tmp_path, "asynchronous", "grpo", settings, staleness=1, update_steps=3))
+    assert capsys.readouterr().out.count("grpo.asynchronous.staleness=1 gives weight 0 to") == 1
+    policies = iter(weights)
+    monkeypatch.setattr(rl, "validate", again)
+    outside = run(config(tmp_path, "outside", "grpo", settings))
+    values, expected = (
+        [{name: x for name, x in record.items() if name.startswith("val-")} for record in stage_of(one, "grpo")]
+        for one in (path, outside)
+    )
+    assert values == expected and len(values) == 3 and all(values) and len({str(one) for one in values}) > 1
+    samples, others = (
+        [line["response"] for line in read_jsonl(one / "samples.jsonl") if line.get("kind") == "validation"]
+        for one in (path, outside)
+    )
+    assert samples == others != []
+
+
 @pytest.mark.proof("kills")
 @pytest.mark.parametrize("case", [["keep_cache"], ["prefill_again", *ADAPTER], ["finish"]], ids=str)
 def test_a_run_that_goes_on_from_any_step_has_the_same_bits(case, tmp_path):
@@ -157,6 +195,15 @@ def test_what_cannot_be_asynchronous_is_one_sentence(tmp_path):
         select_resources(config(tmp_path, "refused", "grpo", ["fleet.workers=2"]))
     with pytest.raises(UserError, match="grpo.asynchronous.staleness=-1: it must be at least 0"):
         config(tmp_path, "negative", staleness=-1)
+
+
+def test_a_bound_that_masks_much_is_warned_of(tmp_path):
+    """Tokens after the end of a row do not count."""
+    versions, lengths = np.array([[0, 1, 2, 2], [2, 2, 2, 0]]), np.array([4, 3])
+    batch = Collected(np.arange(2), Drawn(versions, versions, versions, lengths, lengths > 0), 2)
+    warning = masks_much(config(tmp_path, "tight", staleness=1), batch)
+    assert warning is not None and "grpo.asynchronous.staleness=1 gives weight 0 to 14% of the tokens" in warning
+    assert masks_much(config(tmp_path, "wide", staleness=2), batch) is None
 
 
 def test_a_run_without_a_correction_is_warned_of(tmp_path):
