@@ -53,14 +53,17 @@ def resumed(config: Any, *steps: int) -> None:
 
 
 class Training:
-    """`python -m jrlhf.train` in a process of its own. programs: a folder for compiled programs, kept between runs."""
+    """`python -m jrlhf.train` in a process of its own. programs: a folder for compiled programs, kept between runs.
 
-    def __init__(self, *arguments: str | Path, log: Path, programs: Path | None = None):
+    module: what runs instead, with the same arguments.
+    """
+
+    def __init__(self, *arguments: str | Path, log: Path, programs: Path | None = None, module: str = "jrlhf.train"):
         environment = dict(os.environ)
         if programs is not None:
             environment |= {"JAX_COMPILATION_CACHE_DIR": str(programs)}
             environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        command = [sys.executable, "-m", "jrlhf.train", *map(str, arguments)]
+        command = [sys.executable, "-m", module, *map(str, arguments)]
         self._log = log
         with open(log, "a") as output:
             self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)

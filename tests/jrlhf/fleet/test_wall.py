@@ -1,6 +1,11 @@
 """The wall clock: arrival decides, nobody waits for a slow worker, and no prompt is lost or drawn twice."""
 
+import os
+import pickle
+import random
+import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jrlhf.config import config_yaml
 from jrlhf.errors import UserError
 from jrlhf.fleet.fleet import Fleet
 from jrlhf.fleet.processes import ProcessWorkers
@@ -18,9 +24,13 @@ from jrlhf.fleet.state import Collected
 from jrlhf.meshes import make_mesh
 from jrlhf.models.generation.continuous import Progress, Prompt
 from jrlhf.stages.setup import select_resources
+from jrlhf.train import main
+from tests.jrlhf.fleet.test_faults import pids, signal_to
 from tests.jrlhf.fleet.test_runs import ADAPTER, config, run
-from tests.support.runs import resumed, stage_of
+from tests.support.processes import children, eventually, gone
+from tests.support.runs import ROOT, Training, resumed, stage_of
 
+SEED = int(os.environ.get("PROOF_SEED", "0"))
 GROUPS, SAMPLES, LIMIT, CHUNK = 3, 2, 12, 4
 RULES = Rules(GROUPS, 2, 1)
 
@@ -229,6 +239,93 @@ def test_a_run_with_lost_processes_learns_from_each_group_once_and_resumes(tmp_p
     del batches[4:]
     resumed(whole, 6)
     check_run(path, batches, 6)
+
+
+@pytest.mark.usefixtures("quick_compilation", "cluster")
+@pytest.mark.proof("runs")
+def test_on_a_ray_cluster_nobody_waits_for_a_stopped_process_and_lost_ones_are_replaced(
+    tmp_path, monkeypatch, batches, capsys
+):
+    """One process is stopped for two updates. The actor of the other one is killed, then the process itself."""
+    decode, chunks, stops = ProcessWorkers.decode, Counter[int](), list[threading.Thread]()
+
+    def stop(pid: int, until: int, others: int) -> None:
+        signal_to(pid, signal.SIGSTOP)
+        arrived = eventually(lambda: len(batches) >= until, 300)
+        signal_to(pid, signal.SIGCONT)
+        waited.append(not arrived or chunks[1] == others)
+
+    def disturbed(self, prompts):
+        process, waited_for = self._processes[0], len(batches) + 2
+        chunks[process._number] += 1
+        if process._number == 0 and not stops and 7 <= waited_for <= 8:  # between the checkpoints, which wait
+            stops.append(threading.Thread(target=stop, args=(pids(process._worker)[1], waited_for, chunks[1])))
+            stops[0].start()
+        elif process._number == 1 and chunks[1] in (3, 6):
+            os.kill(pids(process._worker)[chunks[1] == 6], signal.SIGKILL)
+        return decode(self, prompts)
+
+    monkeypatch.setattr(ProcessWorkers, "decode", disturbed)
+    monkeypatch.setattr("jrlhf.fleet.processes.LEAST", 300.0)  # the process that is stopped is not lost
+    waited, own = list[bool](), ("fleet.engine=ray", "grpo.iterations=8", "grpo.save_every=4")
+    whole = config(tmp_path, "wall", "grpo", [*PROCESSES, *own], **OPTIONS)
+    path = run(whole)
+    check_run(path, batches, 8)
+    stops[0].join()
+    assert waited == [False] and capsys.readouterr().out.count("another one takes its place") == 2
+    del batches[4:]
+    resumed(whole, 8)
+    check_run(path, batches, 8)
+
+
+# `jrlhf.train` that appends each batch to the file BATCHES, before anything learns from it.
+RECORDER = """
+import os, pickle, sys
+from jrlhf.fleet.fleet import Fleet
+from jrlhf.train import cli
+collect = Fleet.collect
+
+def recorded(self):
+    batch = collect(self)
+    with open(os.environ["BATCHES"], "ab", buffering=0) as file:
+        file.write(pickle.dumps(batch))
+    return batch
+
+Fleet.collect = recorded
+sys.exit(cli())
+"""
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.proof("runs")
+def test_a_killed_run_goes_on_with_the_groups_of_its_checkpoint(tmp_path, monkeypatch, batches):
+    """With all its processes, at random moments. The groups of all batches and those under way are all that started."""
+    fleets, start, file = list[Fleet](), Fleet.start, tmp_path / "batches"
+    whole = config(tmp_path, "wall", "grpo", PROCESSES, **OPTIONS)
+    (tmp_path / "wall.yaml").write_text(config_yaml(whole))
+    (tmp_path / "recorder.py").write_text(RECORDER)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    monkeypatch.setenv("BATCHES", str(file))
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")  # as here, where the run ends
+    path, rng, drawn = tmp_path / "wall", random.Random(SEED), list[Collected]()
+    for step in (2, 4):
+        arguments = ["--config", tmp_path / "wall.yaml", *(["--resume"] if path.exists() else [])]
+        training = Training(*arguments, log=tmp_path / "log", programs=tmp_path / "programs", module="recorder")
+        assert eventually((path / "checkpoints" / "grpo" / str(step)).exists, 300)
+        time.sleep(0.2 * rng.random())
+        workers = children(training.process.pid)
+        training.stop(signal.SIGKILL)
+        assert len(workers) >= 2 and all(gone(pid) for pid in workers)
+    monkeypatch.setattr(Fleet, "start", lambda fleet, *state: fleets.append(fleet) or start(fleet, *state))
+    main(whole, resume=True)
+    with open(file, "rb") as stored:
+        while stored.tell() < file.stat().st_size:
+            drawn.append(pickle.load(stored))
+    newest = {batch.version: batch for batch in [*drawn, *batches]}  # the older ones are of steps that were lost
+    check_run(path, [newest[version] for version in sorted(newest)], 6)
+    (fleet,), trained = fleets, {number for batch in newest.values() for number in batch.numbers.tolist()}
+    under_way = set(fleet._groups)
+    assert len(batches) < 6 and trained | under_way == set(range(fleet._count)) and not trained & under_way
 
 
 @pytest.mark.usefixtures("quick_compilation")
