@@ -243,6 +243,15 @@ def test_what_no_successor_mends_is_one_sentence(process):
         other.ask({})
 
 
+@pytest.mark.proof("runs")
+def test_bits_of_ppo_do_not_depend_on_processes(tmp_path):
+    options: dict[str, Any] = {"staleness": 2, "update_steps": 3, "logical_workers": 2}
+    expected = bits(run(config(tmp_path, "one", "ppo", **options)))
+    for workers in (1, 2):
+        path = run(config(tmp_path, f"with-{workers}", "ppo", [f"fleet.workers={workers}"], **options))
+        assert bits(path) == expected
+
+
 # An update this small has shorter changes than weights, in float32, too.
 DELTA, SLOWLY = ("fleet.workers=2", "fleet.transfer=delta", "fleet.anchor_every=3"), ["grpo.actor.learning_rate=1e-4"]
 
