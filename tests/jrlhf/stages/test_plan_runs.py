@@ -127,6 +127,8 @@ def assert_same_bits(path: Path, other: Path) -> None:
 STAGES: dict[str, dict[str, Any]] = {
     "ppo": {"ppo": {"algorithm": {"minibatches": 2}}},
     "dapo": {"dapo": {"algorithm": {"samples": 2, "max_rounds": 2}}},
+    "grpo": {"grpo": {"algorithm": {"samples": 2}}},
+    "rloo": {"rloo": {"algorithm": {"samples": 2}}},
     "safe_rlhf": {"costs": [{"name": "words", "function": "word_count"}]},
 }
 
@@ -146,23 +148,33 @@ def test_a_split_run_is_the_run_of_half_the_devices(stage, make, tmp_path):
     assert not any("timing_s/transfer" in record for record in read_metrics(half))
 
 
-@pytest.mark.parametrize("stage", ["ppo", "dapo"])
+EARLY = {  # stage -> plan, number of calls of models whose devices do not decode
+    "ppo": ("split", 3),  # the critic's and those of both reward models; actor and reference share devices
+    "dapo": ("split", 1),  # log-probabilities need the batch that is kept
+    **dict.fromkeys(("grpo", "rloo", "remax"), ("disaggregated", 3)),
+    "safe_rlhf": ("disaggregated", 5),
+}
+
+
+@pytest.mark.parametrize("stage", EARLY)
 def test_rows_that_are_scored_while_others_decode_have_the_bits_of_a_later_time(stage, make, monkeypatch):
-    hand_out, early = OpenRollout._hand_out, []
+    hand_out, early, models = OpenRollout._hand_out, [], []
+    plan, count = EARLY[stage]
     before = ("reward_model",) if stage == "ppo" else ()
     slots = {"chunk": 4, "slots": 8}  # half of the rows of each group of devices wait until the others are done
-    settings = STAGES[stage] | {"compute": {"score_rows": 4}, "rollout": slots, "before": before}
+    settings = STAGES.get(stage, {}) | {"compute": {"score_rows": 4}, "rollout": slots, "before": before}
 
     def counted(self: OpenRollout, *arguments: Any) -> None:
         hand_out(self, *arguments)
         early.append([len(reader.results) for reader in self._readers])
+        models.append(sum(bool(reader.devices and reader.results) for reader in self._readers))
 
     monkeypatch.setattr(OpenRollout, "_hand_out", counted)
-    while_others_decode = run(make("early", stage, "split", **settings))
-    # By the function, and by models that are not on the actor's devices: the judge, in PPO those of critic and reward.
-    assert max(map(sum, early)) >= (2 * 4 if stage == "ppo" else 2 * 2)
+    while_others_decode = run(make("early", stage, plan, **settings))
+    # By functions, too, whose calls have no devices.
+    assert max(map(sum, early)) >= 2 * (count + 1) and max(models) == count
     monkeypatch.setattr(OpenRollout, "_hand_out", lambda *_: None)
-    assert_same_bits(while_others_decode, run(make("late", stage, "split", **settings)))
+    assert_same_bits(while_others_decode, run(make("late", stage, plan, **settings)))
 
 
 def test_devices_that_the_last_rows_leave_score_with_the_bits_of_a_later_time(make, tmp_path, monkeypatch):
