@@ -64,8 +64,17 @@ def run(config: Any) -> Path:
     return Path(config.run_dir) / config.name
 
 
-@pytest.mark.proof("kills")
-@pytest.mark.parametrize("case", [["grpo"], ["dapo"], ["ppo"], ["ppo", *ADAPTER]], ids=str)
+def proven(part: str, *cases: list[str]) -> list[Any]:
+    return [pytest.param(case, marks=pytest.mark.proof(part), id=str(case)) for case in cases]
+
+
+SYNCHRONOUS = (
+    *proven("kills", ["grpo"], ["dapo"], ["ppo"], ["ppo", *ADAPTER]),
+    *proven("runs", ["reinforce_pp"], ["grpo", *ADAPTER], ["grpo", *ADAPTER, "lora.base=int8"]),
+)
+
+
+@pytest.mark.parametrize("case", SYNCHRONOUS)
 def test_with_staleness_0_the_run_is_the_synchronous_one_bit_for_bit(case, tmp_path):
     """In one process, and where another one draws. With more logical workers log-probabilities round otherwise.
 
