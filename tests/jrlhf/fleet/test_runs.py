@@ -44,6 +44,7 @@ ALGORITHMS = {
     "grpo": ("grpo.algorithm.samples=2",),
     "dapo": ("dapo.algorithm.samples=2", "dapo.algorithm.max_rounds=3"),
     "ppo": ("ppo.critic.learning_rate=0.01", "ppo.critic.warmup=0"),
+    "safe_rlhf": ("costs=[{name: words, function: word_count}]", "safe_rlhf.critic.learning_rate=0.01"),
 }
 
 
@@ -70,7 +71,7 @@ def proven(part: str, *cases: list[str]) -> list[Any]:
 
 SYNCHRONOUS = (
     *proven("kills", ["grpo"], ["dapo"], ["ppo"], ["ppo", *ADAPTER]),
-    *proven("runs", ["reinforce_pp"], ["grpo", *ADAPTER], ["grpo", *ADAPTER, "lora.base=int8"]),
+    *proven("runs", ["reinforce_pp"], ["grpo", *ADAPTER], ["grpo", *ADAPTER, "lora.base=int8"], ["safe_rlhf"]),
 )
 
 
