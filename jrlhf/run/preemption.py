@@ -48,7 +48,7 @@ class PreemptionGuard:
 
     def __exit__(self, kind, error, trace):
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)  # None: not installed by Python
         if isinstance(error, Preempted):
             error.by_hand = self._number == signal.SIGINT
 

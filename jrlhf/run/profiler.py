@@ -69,7 +69,7 @@ def _arm() -> None:
     assert sys.__stderr__ is not None  # a notebook's sys.stderr has no descriptor
     faulthandler.cancel_dump_traceback_later()
     if _ends:
-        left = max(1e-3, min(_ends.values()) - time.monotonic())
+        left = max(1e-3, min([*_ends.values()]) - time.monotonic())  # other threads may change the dict
         faulthandler.dump_traceback_later(left, exit=True, file=sys.__stderr__)
 
 

@@ -39,14 +39,16 @@ class Faults:
 
     def __init__(self, seed: str):
         self._rng, self._lock = random.Random(seed), threading.Lock()  # processes are asked from threads
-        self._requests, self._stops = 0, self._rng.sample(range(10, 35), 2)
+        self._requests, self._stops = 0, sorted(self._rng.sample(range(10, 35), 2))
+        self.stopped = False  # whether the present part of the run is: two threads may come to a stop at once
         self.kinds, self.befallen = Counter[str](), set[int]()
 
     def draw(self) -> tuple[str, float, float]:
         """Returns what befalls the next request, after how many seconds, and a number in [0, 1). Raises Stopped."""
         with self._lock:
             self._requests += 1
-            if self._requests in self._stops:
+            if not self.stopped and self._stops and self._requests >= self._stops[0]:
+                self.stopped, self._stops = True, self._stops[1:]
                 raise Stopped
             kind, draw = self._rng.choice(["kill", "end", "stop", "pause"]), self._rng.random
             if draw() > 0.4 or self.kinds.total() >= FAULTS:
@@ -135,6 +137,7 @@ def test_bits_do_not_depend_on_faults_stops_workers_nor_transfers(
         counts.append(rng.choice([count for count in (1, 2, 3) if count not in counts[-1:]]))
         fleet = *DELTA, f"fleet.workers={counts[-1]}", f"fleet.engine={engine}"
         again = config(tmp_path, "run", "grpo", [*SETTINGS, *adapter, *fleet], **options)
+        faults.stopped = False
         with contextlib.suppress(Stopped):
             main(again, resume=len(counts) > 1)
             break
