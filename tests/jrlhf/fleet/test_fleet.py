@@ -170,6 +170,9 @@ def test_waiting_is_time_without_an_update_to_compute_and_time_between_two_chunk
         def __init__(self, update: float):
             self.end = clock[0] + update
 
+        def is_deleted(self) -> bool:
+            return False
+
         def is_ready(self) -> bool:
             return clock[0] >= self.end
 
