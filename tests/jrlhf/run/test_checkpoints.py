@@ -33,9 +33,6 @@ from jrlhf.meshes import make_mesh
 from jrlhf.ppo import TrainState
 from jrlhf.run.checkpoints import Checkpoints, fingerprint, is_obstacle, like
 
-# Saves that fail here leave writes of TensorStore that report to a closed event loop, at times during a later test.
-LATE = r"ignore:(?s)Exception ignored in. None.*Event loop is closed:pytest.PytestUnraisableExceptionWarning"
-pytestmark = pytest.mark.filterwarnings(LATE)
 MESH = make_mesh(fsdp=4, tensor=2)
 
 
