@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import re
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -31,6 +32,8 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 # Outside of the next line's directory: matplotlib takes seconds to build its font cache, and logs a warning after five.
 os.environ.setdefault("MPLCONFIGDIR", os.path.expanduser("~/.cache/matplotlib"))
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a script started pytest with `&`; tests send this signal
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @cache
