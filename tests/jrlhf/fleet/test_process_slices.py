@@ -65,7 +65,7 @@ def test_both_sides_share_a_process_and_a_device_is_idle(tmp_path: Path):
     """Process 1 of four has a device of the trainer and one of the rollouts, and device 7 has nothing to do."""
     trainer, rollouts = {"devices": "0-2", "data": 3}, {"devices": "3-6", "layout": "generate", "data": 2, "fsdp": 2}
     plan = placed(tmp_path, trainer, rollouts, "reward", "reference", "critic")
-    settings = "dapo.asynchronous.on_new_weights=finish", "dapo.asynchronous.logical_workers=2", "dapo.rollout_batch=24"
+    settings = "dapo.asynchronous.on_new_weights=finish", "dapo.asynchronous.logical_workers=2", "dapo.rollout_batch=48"
     assert_same_as_in_one(tmp_path, 4, "dapo", *settings, plan)
 
 
