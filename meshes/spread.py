@@ -27,9 +27,10 @@ def spread(tree: Any) -> Any:
     arrays = [leaves[index] for index in away]
     for group in groups(arrays):
         sources = onload([arrays[i] for i in group])
-        copies = move(sources, [_over_all(x, divides=False) for x in sources], donate=False)  # as at the source
-        spread_out = move(copies, [spread_sharding(x) for x in sources], donate=True)
-        for i, array in zip(group, spread_out, strict=True):
+        copied, wanted = [_over_all(x, divides=False) for x in sources], [spread_sharding(x) for x in sources]
+        arrived = move(sources, copied, donate=False)  # where possible, copies of the shards as they are at the source
+        arrived = arrived if copied == wanted else move(arrived, wanted, donate=True)
+        for i, array in zip(group, arrived, strict=True):
             leaves[away[i]] = array
     return treedef.unflatten(leaves)
 

@@ -122,8 +122,9 @@ def loss_weights(
         token-mean: 1 / N       seq-mean-token-sum: 1 / S       seq-mean-token-mean: 1 / (S n)
         constant: 1 / (S divisor)       prompt-mean: 1 / (P g), with g = group_tokens and P = sum over tokens of 1 / g
 
-    as verl's agg_loss, where the last is "seq-mean-token-sum-norm" with a loss_scale_factor. `mask` is of the whole
-    minibatch, so the weights of its parts add up: the result is no mean of means over micro-batches.
+    as verl's agg_loss, which has no prompt-mean, and where constant is "seq-mean-token-sum-norm" with a
+    loss_scale_factor. `mask` is of the whole minibatch, so the weights of its parts add up: the result is no mean of
+    means over micro-batches.
 
     group_tokens: number of tokens of all responses to a row's prompt, in the whole batch; P is then a number of prompts
         (ScaleRL, arXiv:2510.13786, averages over prompts).

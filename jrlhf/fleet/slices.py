@@ -1,4 +1,4 @@
-"""`Workers`, the interface of a fleet to its logical workers; workers on a slice of the run's devices."""
+"""`Workers`, the interface of a fleet to its logical workers; workers on a slice of the run's devices; their lanes."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future

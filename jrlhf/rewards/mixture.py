@@ -100,11 +100,10 @@ class Rewards:
         self._roles = {name: Reward(part.model, site) for name, part in token_parts.items()}
         parts = token_parts.items()
         weights = {name: part.weight for name, part in (*parts, *text_parts.items())}
-        self._apart = shaping.combine == "normalise_then_sum"  # then scores are combined on the devices
-        grouped = {"samples": samples} if self._apart else {}
+        self._group = samples if shaping.combine == "normalise_then_sum" else None  # None: texts are summed on the host
         on_failure = {name: math.nan if part.on_failure is None else part.on_failure for name, part in parts}
         shape = partial(shape_scores, config=shaping, max_response=max_response)
-        self._combine = jax.jit(partial(combine, shape, kind, weights, on_failure, **grouped))
+        self._combine = jax.jit(partial(combine, shape, kind, weights, on_failure, samples=self._group))
         self._metrics: Metrics = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
 
@@ -266,7 +265,7 @@ class Rewards:
         total, parts = self._summed(samples, scored)
         metrics: Metrics = {key: x for name, part in parts.items() for key, x in part.metrics(name, self.kind).items()}
         with np.errstate(over="ignore"):  # an infinite sum is counted, and its row is not learned from
-            if self._apart:
+            if self._group is not None:
                 for name, part in parts.items():
                     if part.token_scores is not None:
                         raise UserError(

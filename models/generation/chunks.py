@@ -62,7 +62,9 @@ class Admitted:
 # Called after a chunk with the mask of finished rows, a function that assembles all rows, and the mesh on which rows
 # decode. The function must be called at once, because the next chunk donates the arrays that it reads.
 Watch = Callable[[Bool[np.ndarray, "N"], Callable[[], Generation], Mesh], None]
-ToHosts = Callable[[Any], Any]  # returns arrays on the host of every process; the devices of other meshes may be busy
+# (arrays, rows=None) -> the arrays on the host of every process, while the devices of other meshes may be busy. Given a
+# mask of rows, the others may be zeros.
+ToHosts = Callable[..., Any]
 
 
 @jax.tree_util.register_dataclass

@@ -15,18 +15,17 @@ from jaxtyping import Bool, Float, Int
 
 from jrlhf.meshes import AXES, to_host
 from jrlhf.models.collectives import check_rows
-from jrlhf.models.generation.chunks import Programs, Prompts, Slots
+from jrlhf.models.generation.chunks import Programs, Prompts, Slots, ToHosts
 from jrlhf.models.generation.decoding import Decoder, Results
 from jrlhf.models.generation.occupancy import EMPTY
 from jrlhf.models.generation.schedule import Schedule
 from jrlhf.models.params import Params
 
 Weights = tuple[Params, Params]  # (all weights, {}), or (base, adapter)
-ReadRows = Callable[..., Any]  # as `read_rows`, but given rows, others may be zeros: processes send each other less
 
 
 def read_rows(tree: Any, rows: Bool[np.ndarray, "slots"] | None = None) -> Any:
-    """Returns arrays on the host. rows: mask of the needed rows; None: all. Here every row is returned."""
+    """Returns arrays on the host, with all rows: `ToHosts` of a single process."""
     return to_host(tree)
 
 
@@ -78,7 +77,7 @@ class ContinuousBatch:
     state: Decoding
 
     def __init__(
-        self, decoder: Decoder, mesh: Mesh, schedule: Schedule, slots: int, width: int, read: ReadRows = read_rows
+        self, decoder: Decoder, mesh: Mesh, schedule: Schedule, slots: int, width: int, read: ToHosts = read_rows
     ):
         self.mesh, self.read, limit = mesh, read, decoder.sampling.max_new_tokens
         self._programs = programs = Programs(decoder, mesh, min(schedule.chunk, limit))
