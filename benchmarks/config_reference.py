@@ -25,7 +25,8 @@ Every algorithm of reinforcement learning has a section with the keys of `ppo`; 
 `value_clip` exist only with a critic. The tables of the other algorithms list only further keys and other defaults.
 
 Editors complete and check a config by `configs/schema.json`, which does not have the old names. In VS Code install the
-YAML extension and begin the config with `# yaml-language-server: $schema=PATH-TO/configs/schema.json`.
+YAML extension and begin the config with `# yaml-language-server: $schema=PATH-TO/configs/schema.json`, as `jrlhf init`
+does.
 
 This page is made from the classes by `python -m benchmarks.config_reference > docs/configuration.md`.
 

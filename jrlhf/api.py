@@ -98,7 +98,7 @@ def train(config: Source, *, resume: bool = False, accept_rewards: bool = False,
 
     Raises UserError for bad input, in one sentence, RunFailure if the run cannot go on, and Preempted.
 
-        run = train("quickstart", run_dir="runs", ppo={"iterations": 10}, **{"sft.steps": 100})
+        run = train("quickstart", run_dir="runs", ppo={"iterations": 10}, sft={"steps": 100})
     """
     with python_functions(config, settings) as named:
         wanted = make_config(*named)

@@ -286,7 +286,8 @@ def write(answers: Answers, out: Path) -> list[Path]:
     head = (
         f"Written by jrlhf init {options}. Settings that are not here have their defaults: --dry-run --all prints them."
     )
-    files = {out: commented(settings_for(answers, str(reward_file)), Config, head)}
+    schema = f"# yaml-language-server: $schema={resources.files('jrlhf.configs') / 'schema.json'}\n"
+    files = {out: schema + commented(settings_for(answers, str(reward_file)), Config, head)}
     build(Config, parse_yaml(files[out], str(out)))  # checks that the file can be loaded
     if answers.reward == FUNCTION and not reward_file.exists():
         files[reward_file] = _file("reward.py")

@@ -126,14 +126,14 @@ class Planned:
         """Bytes on the fullest device."""
         return self.outcome.simulation.peak
 
-    def plot(self, path: Path) -> None:
+    def plot(self, path: str | Path) -> None:
         """Draws the timeline into an SVG, PNG or PDF."""
         show.check_picture(Path(path))
         workload, cluster = self.prices.workload, self.prices.cluster
         title = f"{workload.graph.name} on {cluster.devices} x {cluster.hardware.name}"
         show.plot(self.outcome.simulation, title, Path(path), show.tables(workload, self.plan), self.rollouts())
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | Path) -> None:
         """Writes the plan as YAML, for `plan: FILE` of a config."""
         text = plans.plan_yaml(without_budgeted(self.config, self.prices.workload.graph, self.plan))
         try:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath, SequenceKey, keystr
@@ -50,12 +51,13 @@ def reshard(
         group_bytes: arrays are sent in groups of at most this many bytes per device at the destination (a larger array
             alone, a larger stacked one by layers), which bounds the temporary memory.
 
-    Returns the arrays in the structure of `shardings`. Raises ValueError if that does not mirror `tree`, and TypeError
-    if a leaf of `tree` is on no device.
+    Returns the arrays in the structure of `shardings`. Raises ValueError if that does not mirror `tree`, if an array
+    does not divide as its sharding says, or if an array that is to be freed is in the tree twice; TypeError if a leaf
+    is on no device or traced. In a jitted function use `jax.device_put`.
     """
-    if isinstance(shardings, Sharding):
-        shardings = jax.tree.map(lambda _, one=shardings: one, tree)
     moves, treedef = pair(tree, shardings)
+    if donate:
+        _check_distinct(moves)
     results: list[jax.Array | None] = [None] * treedef.num_leaves
     with host_transfers_refused():
         for group in _groups(moves, dtype, group_bytes):
@@ -78,10 +80,12 @@ def reshard(
 class Move:
     """The move of one array: to one sharding or, unstacked along axis 0, to one sharding for each index of that axis.
 
+    name: path of the array, for errors.
     indices: the indices of axis 0 that the targets are for; None: the array is not unstacked.
     slots: positions of the results among the leaves of the destination.
     """
 
+    name: str
     source: jax.Array | jax.ShapeDtypeStruct
     targets: tuple[NamedSharding, ...]
     indices: range | None
@@ -100,7 +104,7 @@ class Move:
     def dtype(self, cast: DTypeLike | None) -> np.dtype:
         """The dtype of each result: `cast` for a floating array of two or more dimensions, its own for any other."""
         castable = jnp.issubdtype(self.source.dtype, jnp.floating) and len(self.shape) > 1
-        return jnp.dtype(cast if cast is not None and castable else self.source.dtype)
+        return jnp.dtype(cast) if cast is not None and castable else self.source.dtype  # of keys it is no NumPy dtype
 
     def target_bytes(self, cast: DTypeLike | None) -> int:
         """Bytes of all results on one device."""
@@ -114,14 +118,23 @@ class Move:
 
 def pair(tree: Any, shardings: Any) -> tuple[list[Move], Any]:
     """One `Move` for each array of `tree`, and the structure of the results, which is that of `shardings`."""
+    if isinstance(shardings, Sharding):
+        shardings = jax.tree.map(lambda _, one=shardings: one, tree)
     sources = dict(jax.tree.leaves_with_path(tree))
     targets, treedef = jax.tree.flatten_with_path(shardings)
+    for path, target in targets:
+        if not isinstance(target, NamedSharding):
+            raise TypeError(f"{_place(path, 'sharding')} is of class {type(target).__name__}: give a NamedSharding")
     routes: dict[KeyPath, dict[int | None, int]] = {path: {} for path in sources}
     for slot, (path, _) in enumerate(targets):
         origin, index = _origin(path, sources)
         routes[origin][index] = slot
     flat = [target for _, target in targets]
-    return [_move(keystr(path), source, routes[path], flat) for path, source in sources.items()], treedef
+    return [_move(_place(path, "array"), source, routes[path], flat) for path, source in sources.items()], treedef
+
+
+def _place(path: KeyPath, kind: str) -> str:
+    return f"the {kind} at {keystr(path)}" if path else f"the {kind}"
 
 
 def _origin(path: KeyPath, sources: dict[KeyPath, Any]) -> tuple[KeyPath, int | None]:
@@ -132,20 +145,38 @@ def _origin(path: KeyPath, sources: dict[KeyPath, Any]) -> tuple[KeyPath, int | 
         shorter = path[:i] + path[i + 1 :]
         if isinstance(key, SequenceKey) and shorter in sources:
             return shorter, key.idx
-    raise ValueError(f"the sharding at {keystr(path)} has no array: shardings must mirror the tree")
+    raise ValueError(f"{_place(path, 'sharding')} has no array: shardings must mirror the tree")
 
 
 def _move(name: str, source: Any, route: dict[int | None, int], targets: list[NamedSharding]) -> Move:
+    if isinstance(source, Tracer):
+        raise TypeError(f"{name} is traced: reshard works on arrays; in a jitted function use jax.device_put")
     if getattr(source, "sharding", None) is None:
         raise TypeError(f"{name} is a {type(source).__name__} on no device: place it by jax.device_put first")
     if not route:
-        raise ValueError(f"the array at {name} has no sharding: shardings must mirror the tree")
+        raise ValueError(f"{name} has no sharding: shardings must mirror the tree")
     indices = None if None in route or not source.shape else range(source.shape[0])
     order = (None,) if indices is None else indices
     if route.keys() != set(order):
-        raise ValueError(f"the array at {name}, shape {source.shape}, is unstacked into {len(route)} shardings")
+        raise ValueError(f"{name}, shape {source.shape}, is unstacked into {len(route)} shardings")
     slots = tuple(route[index] for index in order)
-    return Move(source, tuple(targets[slot] for slot in slots), indices, slots)
+    move = Move(name, source, tuple(targets[slot] for slot in slots), indices, slots)
+    for target in set(move.targets):
+        sizes = [prod(target.mesh.shape[axis] for axis in _axes(part)) for part in target.spec]
+        if len(sizes) > len(move.shape) or any(size % parts for size, parts in zip(move.shape, sizes, strict=False)):
+            raise ValueError(f"{name} has shape {move.shape}, which does not divide as {target.spec} on {target.mesh}")
+    return move
+
+
+def _axes(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if part is None else (part,) if isinstance(part, str) else tuple(part)
+
+
+def _check_distinct(moves: Sequence[Move]) -> None:
+    names: dict[int, str] = {}
+    for move in moves:
+        if (other := names.setdefault(id(move.source), move.name)) != move.name:
+            raise ValueError(f"{move.name} is also {other}: donate=True would free it twice, give one a copy")
 
 
 # ---- groups of moves
@@ -217,7 +248,7 @@ def _program(
 
     def place(*sources: jax.Array) -> list[tuple[jax.Array, ...]]:
         # Cast, then unstack, then gather: half the bytes travel, and no more than the source's shards is temporary.
-        cast = [source.astype(dtype) for source, dtype in zip(sources, dtypes, strict=True)]
+        cast = [x if x.dtype == dtype else x.astype(dtype) for x, dtype in zip(sources, dtypes, strict=True)]
         parts = [_unstack(x, layers) for x, layers in zip(cast, indices, strict=True)]
         return jax.device_put(parts, list(targets))
 
@@ -281,7 +312,7 @@ def _landings(move: Move) -> tuple[NamedSharding, ...]:
 def _slice(array: jax.Array, target: NamedSharding) -> jax.Array:
     if array.sharding == target:
         return array
-    return _within([Move(array, (target,), indices=None, slots=(0,))], None, donate=True)[0][0]
+    return _within([Move("", array, (target,), indices=None, slots=(0,))], None, donate=True)[0][0]
 
 
 @contextmanager

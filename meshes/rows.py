@@ -96,6 +96,13 @@ def whole(x: Array) -> Array:
     return x if row_axes(x) is None else jax.reshard(x, jax.P())
 
 
+def divided_like(rows: Array, x: Any) -> Any:
+    """Returns `x` [B, ...] with its rows divided over devices like `rows`, where the mesh's axes are Explicit."""
+    axes = row_axes(rows)
+    wanted = jax.P(axes, *[None] * (x.ndim - 1))
+    return x if axes is None or jax.typeof(x).sharding.spec == wanted else jax.reshard(x, wanted)
+
+
 def row_axes(x: Any) -> str | tuple[str, ...] | None:
     """The mesh axes over which axis 0 is divided, as far as the type of `x` tells: None where none is Explicit."""
     spec = jax.typeof(x).sharding.spec

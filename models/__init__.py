@@ -1,35 +1,53 @@
 """The Flax decoder: its weights, its heads, generation, and Hugging Face export."""
 
-from jrlhf.models.config.decoder import ModelConfig as ModelConfig
-from jrlhf.models.config.rope import RopeScaling as RopeScaling
-from jrlhf.models.forward import ForwardOptions as ForwardOptions
-from jrlhf.models.forward import make_logprobs as make_logprobs
-from jrlhf.models.forward import make_logprobs_with_base as make_logprobs_with_base
-from jrlhf.models.forward import make_token_sums as make_token_sums
-from jrlhf.models.generation.decoding import Generation as Generation
-from jrlhf.models.generation.engine import Engine as Engine
-from jrlhf.models.generation.engine import make_generate as make_generate
-from jrlhf.models.generation.sampling import SamplingConfig as SamplingConfig
-from jrlhf.models.generation.schedule import Schedule as Schedule
-from jrlhf.models.hf import HFConfig as HFConfig
-from jrlhf.models.hf import export_adapter as export_adapter
-from jrlhf.models.hf import export_hf as export_hf
-from jrlhf.models.hf import load_adapter as load_adapter
-from jrlhf.models.hf import load_hf as load_hf
-from jrlhf.models.hf import read_config as read_config
-from jrlhf.models.hf.presets import PRESETS as PRESETS
-from jrlhf.models.init import init_lm as init_lm
-from jrlhf.models.init import init_scalar as init_scalar
-from jrlhf.models.init import init_sharded as init_sharded
-from jrlhf.models.init import scalar_from as scalar_from
-from jrlhf.models.lora import LoRAConfig as LoRAConfig
-from jrlhf.models.lora import init_lora as init_lora
-from jrlhf.models.lora import lora_shardings as lora_shardings
-from jrlhf.models.lora import merge as merge
-from jrlhf.models.modules import Int8 as Int8
-from jrlhf.models.params import param_shardings as param_shardings
-from jrlhf.models.quantize import int8_error as int8_error
-from jrlhf.models.quantize import int8_shardings as int8_shardings
-from jrlhf.models.quantize import to_int8 as to_int8
-from jrlhf.models.scalars import make_scores as make_scores
-from jrlhf.models.scalars import make_values as make_values
+from jrlhf.models.config.decoder import ModelConfig
+from jrlhf.models.config.rope import RopeScaling
+from jrlhf.models.forward import ForwardOptions, make_logprobs, make_logprobs_with_base, make_token_sums
+from jrlhf.models.generation.decoding import Generation
+from jrlhf.models.generation.engine import Engine, make_generate
+from jrlhf.models.generation.sampling import SamplingConfig
+from jrlhf.models.generation.schedule import Schedule
+from jrlhf.models.hf import HFConfig, export_adapter, export_hf, load_adapter, load_hf, read_config
+from jrlhf.models.hf.presets import PRESETS
+from jrlhf.models.init import init_lm, init_scalar, init_sharded, scalar_from
+from jrlhf.models.lora import LoRAConfig, init_lora, lora_shardings, merge
+from jrlhf.models.modules import Int8
+from jrlhf.models.params import param_shardings
+from jrlhf.models.quantize import int8_error, int8_shardings, to_int8
+from jrlhf.models.scalars import make_scores, make_values
+
+__all__ = [
+    "Engine",
+    "ForwardOptions",
+    "Generation",
+    "HFConfig",
+    "Int8",
+    "LoRAConfig",
+    "ModelConfig",
+    "PRESETS",
+    "RopeScaling",
+    "SamplingConfig",
+    "Schedule",
+    "export_adapter",
+    "export_hf",
+    "init_lm",
+    "init_lora",
+    "init_scalar",
+    "init_sharded",
+    "int8_error",
+    "int8_shardings",
+    "load_adapter",
+    "load_hf",
+    "lora_shardings",
+    "make_generate",
+    "make_logprobs",
+    "make_logprobs_with_base",
+    "make_scores",
+    "make_token_sums",
+    "make_values",
+    "merge",
+    "param_shardings",
+    "read_config",
+    "scalar_from",
+    "to_int8",
+]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from jrlhf.meshes import GENERATE, Layout
+from jrlhf.meshes import AXES, GENERATE, Layout
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.weights import HeadKind, Path, weights
 
@@ -36,8 +36,14 @@ def leaf_at(tree: Any, path: Path) -> Any:
 def model_axes(config: ModelConfig, mesh: Mesh | AbstractMesh, head: HeadKind) -> Params:
     """The tree of `init_lm` or `init_scalar` with each weight's logical axes.
 
-    Raises a ValueError if the model does not fit on this mesh.
+    Raises a ValueError if the model does not fit on this mesh, and a TypeError if `config` is no `ModelConfig`.
     """
+    if not isinstance(config, ModelConfig):
+        kind = type(config).__name__
+        raise TypeError(f"config is of class {kind}, but must be a ModelConfig, such as HFConfig.model")
+    if not set(AXES) <= set(mesh.shape):
+        axes = ", ".join(mesh.shape)
+        raise ValueError(f"the mesh has axes {axes}, but a model needs {', '.join(AXES)}: use make_mesh")
     if config.embed % mesh.shape["fsdp"]:
         raise ValueError(f"model embed={config.embed} cannot be divided over fsdp={mesh.shape['fsdp']}")
     return nested((weight.path, weight.axes) for weight in weights(config, head, mesh.shape["tensor"]))

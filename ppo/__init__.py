@@ -1,69 +1,124 @@
 """RL mathematics and jitted steps over functions and arrays, for any model that computes log-probs and values."""
 
-from jrlhf.meshes.by_length import ByLength as ByLength
-from jrlhf.meshes.by_length import bucket_widths as bucket_widths
-from jrlhf.meshes.by_length import map_by_length as map_by_length
-from jrlhf.meshes.rows import map_parts as map_parts
-from jrlhf.ppo.advantages import group_advantages as group_advantages
-from jrlhf.ppo.config.algorithms import DAPOConfig as DAPOConfig
-from jrlhf.ppo.config.algorithms import DPOConfig as DPOConfig
-from jrlhf.ppo.config.algorithms import DrGRPOConfig as DrGRPOConfig
-from jrlhf.ppo.config.algorithms import GRPOConfig as GRPOConfig
-from jrlhf.ppo.config.algorithms import GSPOConfig as GSPOConfig
-from jrlhf.ppo.config.algorithms import PPOConfig as PPOConfig
-from jrlhf.ppo.config.algorithms import ReinforcePPBaselineConfig as ReinforcePPBaselineConfig
-from jrlhf.ppo.config.algorithms import ReinforcePPConfig as ReinforcePPConfig
-from jrlhf.ppo.config.algorithms import ReMaxConfig as ReMaxConfig
-from jrlhf.ppo.config.algorithms import RLOOConfig as RLOOConfig
-from jrlhf.ppo.config.algorithms import SafeRLHFConfig as SafeRLHFConfig
-from jrlhf.ppo.config.policy import PolicyConfig as PolicyConfig
-from jrlhf.ppo.critic import PPOState as PPOState
-from jrlhf.ppo.critic import make_critic_step as make_critic_step
-from jrlhf.ppo.critic import make_on_policy_actor_step as make_on_policy_actor_step
-from jrlhf.ppo.critic import make_on_policy_step as make_on_policy_step
-from jrlhf.ppo.critic import make_ppo_step as make_ppo_step
-from jrlhf.ppo.critic import value_loss as value_loss
-from jrlhf.ppo.experience import experience_metrics as experience_metrics
-from jrlhf.ppo.experience import make_group_experience as make_group_experience
-from jrlhf.ppo.experience import sequence_kl as sequence_kl
-from jrlhf.ppo.experience import update_kl as update_kl
-from jrlhf.ppo.losses import cispo_loss as cispo_loss
-from jrlhf.ppo.losses import kl_estimate as kl_estimate
-from jrlhf.ppo.losses import loss_weights as loss_weights
-from jrlhf.ppo.losses import policy_loss as policy_loss
-from jrlhf.ppo.masked import masked_mean as masked_mean
-from jrlhf.ppo.masked import masked_variance as masked_variance
-from jrlhf.ppo.masked import masked_whiten as masked_whiten
-from jrlhf.ppo.masked import response_mask as response_mask
-from jrlhf.ppo.off_policy import age_metrics as age_metrics
-from jrlhf.ppo.off_policy import importance_weights as importance_weights
-from jrlhf.ppo.off_policy import proximal_logprobs as proximal_logprobs
-from jrlhf.ppo.safe import MultiplierState as MultiplierState
-from jrlhf.ppo.safe import make_safe_experience as make_safe_experience
-from jrlhf.ppo.safe import update_multiplier as update_multiplier
-from jrlhf.ppo.shaping import RunningMoments as RunningMoments
-from jrlhf.ppo.shaping import ScoreConfig as ScoreConfig
-from jrlhf.ppo.shaping import align_scores as align_scores
-from jrlhf.ppo.shaping import shape_scores as shape_scores
-from jrlhf.ppo.steps import make_actor_step as make_actor_step
-from jrlhf.ppo.supervised import PairBatch as PairBatch
-from jrlhf.ppo.supervised import PreferenceBatch as PreferenceBatch
-from jrlhf.ppo.supervised import bradley_terry_loss as bradley_terry_loss
-from jrlhf.ppo.supervised import dpo_loss as dpo_loss
-from jrlhf.ppo.supervised import make_dpo_step as make_dpo_step
-from jrlhf.ppo.supervised import make_preference_step as make_preference_step
-from jrlhf.ppo.supervised import make_sft_step as make_sft_step
-from jrlhf.ppo.supervised import pair_terms as pair_terms
-from jrlhf.ppo.supervised import response_logprobs as response_logprobs
-from jrlhf.ppo.supervised import with_reference as with_reference
-from jrlhf.ppo.token_advantages import gae as gae
-from jrlhf.ppo.token_advantages import make_custom_experience as make_custom_experience
-from jrlhf.ppo.token_advantages import make_experience as make_experience
-from jrlhf.ppo.token_advantages import make_return_experience as make_return_experience
-from jrlhf.ppo.token_advantages import returns_to_go as returns_to_go
-from jrlhf.ppo.types import Experience as Experience
-from jrlhf.ppo.types import KLState as KLState
-from jrlhf.ppo.types import Rollout as Rollout
-from jrlhf.ppo.types import Scored as Scored
-from jrlhf.ppo.types import SFTBatch as SFTBatch
-from jrlhf.ppo.types import TrainState as TrainState
+from jrlhf.meshes.by_length import ByLength, bucket_widths, map_by_length
+from jrlhf.meshes.rows import map_parts
+from jrlhf.ppo.advantages import group_advantages
+from jrlhf.ppo.config.algorithms import (
+    DAPOConfig,
+    DPOConfig,
+    DrGRPOConfig,
+    GRPOConfig,
+    GSPOConfig,
+    PPOConfig,
+    ReinforcePPBaselineConfig,
+    ReinforcePPConfig,
+    ReMaxConfig,
+    RLOOConfig,
+    SafeRLHFConfig,
+)
+from jrlhf.ppo.config.policy import PolicyConfig
+from jrlhf.ppo.critic import (
+    PPOState,
+    make_critic_step,
+    make_on_policy_actor_step,
+    make_on_policy_step,
+    make_ppo_step,
+    value_loss,
+)
+from jrlhf.ppo.experience import experience_metrics, make_group_experience, sequence_kl, update_kl
+from jrlhf.ppo.losses import cispo_loss, kl_estimate, loss_weights, policy_loss
+from jrlhf.ppo.masked import masked_mean, masked_variance, masked_whiten, response_mask
+from jrlhf.ppo.off_policy import age_metrics, importance_weights, proximal_logprobs
+from jrlhf.ppo.safe import MultiplierState, make_safe_experience, update_multiplier
+from jrlhf.ppo.shaping import RunningMoments, ScoreConfig, align_scores, shape_scores
+from jrlhf.ppo.steps import make_actor_step
+from jrlhf.ppo.supervised import (
+    PairBatch,
+    PreferenceBatch,
+    bradley_terry_loss,
+    dpo_loss,
+    make_dpo_step,
+    make_preference_step,
+    make_sft_step,
+    pair_terms,
+    response_logprobs,
+    with_reference,
+)
+from jrlhf.ppo.token_advantages import (
+    gae,
+    make_custom_experience,
+    make_experience,
+    make_return_experience,
+    returns_to_go,
+)
+from jrlhf.ppo.types import Experience, KLState, Rollout, Scored, SFTBatch, TrainState
+
+__all__ = [
+    "ByLength",
+    "DAPOConfig",
+    "DPOConfig",
+    "DrGRPOConfig",
+    "Experience",
+    "GRPOConfig",
+    "GSPOConfig",
+    "KLState",
+    "MultiplierState",
+    "PPOConfig",
+    "PPOState",
+    "PairBatch",
+    "PolicyConfig",
+    "PreferenceBatch",
+    "RLOOConfig",
+    "ReMaxConfig",
+    "ReinforcePPBaselineConfig",
+    "ReinforcePPConfig",
+    "Rollout",
+    "RunningMoments",
+    "SFTBatch",
+    "SafeRLHFConfig",
+    "ScoreConfig",
+    "Scored",
+    "TrainState",
+    "age_metrics",
+    "align_scores",
+    "bradley_terry_loss",
+    "bucket_widths",
+    "cispo_loss",
+    "dpo_loss",
+    "experience_metrics",
+    "gae",
+    "group_advantages",
+    "importance_weights",
+    "kl_estimate",
+    "loss_weights",
+    "make_actor_step",
+    "make_critic_step",
+    "make_custom_experience",
+    "make_dpo_step",
+    "make_experience",
+    "make_group_experience",
+    "make_on_policy_actor_step",
+    "make_on_policy_step",
+    "make_ppo_step",
+    "make_preference_step",
+    "make_return_experience",
+    "make_safe_experience",
+    "make_sft_step",
+    "map_by_length",
+    "map_parts",
+    "masked_mean",
+    "masked_variance",
+    "masked_whiten",
+    "pair_terms",
+    "policy_loss",
+    "proximal_logprobs",
+    "response_logprobs",
+    "response_mask",
+    "returns_to_go",
+    "sequence_kl",
+    "shape_scores",
+    "update_kl",
+    "update_multiplier",
+    "value_loss",
+    "with_reference",
+]

@@ -1,6 +1,5 @@
 """Advantages of whole responses relative to their group. `token_advantages.py` has advantages of single tokens."""
 
-import chex
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -34,7 +33,7 @@ def group_advantages(
     mask: rows that count; the others are in no mean and have advantage 0. None: all.
     """
     grouped, counted = _groups(scores, samples, mask)
-    count = jnp.sum(counted, axis=1, keepdims=True).astype(scores.dtype)
+    count = jnp.sum(counted, axis=1, keepdims=True).astype(grouped.dtype)
     # Differences to the largest score are exact where scores are nearly equal; their mean is subtracted afterwards.
     largest = jnp.max(jnp.where(counted, grouped, -jnp.inf), axis=1, keepdims=True)
     differences = jnp.where(counted, grouped - largest, 0)
@@ -44,14 +43,14 @@ def group_advantages(
         variance = jnp.sum(jnp.square(advantages), axis=1, keepdims=True) / jnp.maximum(count - 1, 1)
         std = jnp.sqrt(variance)
         scale = jnp.max(jnp.where(counted, jnp.abs(grouped), 0), axis=1, keepdims=True)
-        rounding = std <= 4 * float(jnp.finfo(scores.dtype).eps) * scale  # False for NaN, which must not become 0
+        rounding = std <= 4 * float(jnp.finfo(grouped.dtype).eps) * scale  # False for NaN, which must not become 0
         advantages = jnp.where(rounding, 0, advantages / (std + GROUP_EPSILON))
     if baseline == "leave-one-out":
         advantages = advantages * (count / jnp.maximum(count - 1, 1))
     # A single member is no group, whatever its score.
     advantages = jnp.where(count > 1, advantages, jnp.zeros_like(advantages))
     # Zeros that are made from the scores tell the compiler to divide the result over devices as they are.
-    return advantages.reshape(-1) + jnp.zeros_like(scores)
+    return advantages.reshape(-1) + jnp.zeros_like(scores, grouped.dtype)
 
 
 def group_spread(
@@ -65,7 +64,7 @@ def group_spread(
     count = jnp.sum(counted, axis=1)
     largest = jnp.max(jnp.where(counted, grouped, -jnp.inf), axis=1)
     equal = (count < 2) | (largest == jnp.min(jnp.where(counted, grouped, jnp.inf), axis=1))
-    number = count.astype(scores.dtype)[:, None]
+    number = count.astype(grouped.dtype)[:, None]
     mean = jnp.sum(jnp.where(counted, grouped, 0), axis=1, keepdims=True) / jnp.maximum(number, 1)
     squares = jnp.where(counted, jnp.square(grouped - mean), 0)
     std = jnp.sqrt(jnp.sum(squares, axis=1) / jnp.maximum(number[:, 0] - 1, 1))
@@ -80,8 +79,11 @@ def group_sums(x: Float[Array, "B"], samples: int) -> Float[Array, "B"]:
 
 def _groups(scores: Array, samples: int, mask: Array | None) -> tuple[Array, Array]:
     """Scores and the rows that count, [B] -> [B / samples, samples], gathered: several devices may share a group."""
-    chex.assert_rank(scores, 1)
+    if scores.ndim != 1:
+        raise ValueError(f"scores have shape {scores.shape}, but one number for each row is expected")
     if scores.shape[0] % samples:
         raise ValueError(f"{scores.shape[0]} rows do not divide into groups of samples={samples}")
     counted = jnp.ones(scores.shape, jnp.bool_) if mask is None else whole(mask)
-    return whole(scores).reshape(-1, samples), counted.reshape(-1, samples)
+    grouped = whole(scores).reshape(-1, samples)
+    floats = grouped if jnp.issubdtype(scores.dtype, jnp.floating) else grouped.astype(jnp.float32)
+    return floats, counted.reshape(-1, samples)

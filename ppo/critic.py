@@ -20,7 +20,17 @@ from jrlhf.ppo.experience import sequence_kl, update_kl
 from jrlhf.ppo.masked import masked_sum, masked_variance
 from jrlhf.ppo.steps import LogprobFn, SumsFn, actor_update
 from jrlhf.ppo.token_advantages import make_experience
-from jrlhf.ppo.types import Coefficient, Experience, KLState, Logprobs, Rollout, Scores, TrainState, on_mesh_of
+from jrlhf.ppo.types import (
+    Coefficient,
+    Experience,
+    KLState,
+    Logprobs,
+    Rollout,
+    Scores,
+    TrainState,
+    check_class,
+    on_mesh_of,
+)
 from jrlhf.ppo.updates import Metrics, Pipeline, Updates, check_output, finish, make_step, run_updates
 
 PyTree = Any
@@ -110,16 +120,22 @@ def make_ppo_step(
     *,
     sums_fn: SumsFn | None = None,
 ) -> Callable[..., tuple[PPOState, Metrics]]:
-    """Makes one jitted step that trains actor and critic and updates the KL controller. It donates the state.
+    """Makes one jitted step that trains actor and critic and updates the KL controller: (state, experience[, frozen]).
 
-    Both functions read the same `frozen`, if there is any. `target_kl` stops the actor only. `sums_fn` and the texts of
-    `config.ptx_coef` are the actor's, as in `make_actor_step`. Metrics are those of both steps and, if the experience
-    has a reference, objective/kl (the controller's input) and objective/kl_coef (the coefficient before the update).
+    logprob_fn: (params, tokens [B, T][, frozen]) -> (log-probabilities, entropies), [B, T] each; `[:, t]` is of token t
+        given those before it. value_fn: (params, tokens[, frozen]) -> values [B, T]; `[:, t]` is V before token t.
+    frozen: weights that are not trained, such as the base under an adapter; both functions get the same ones.
+
+    The step donates its state, a `PPOState`. Inside of `jax.jit`, `lax.scan` or `jax.vmap` it donates nothing.
+    `target_kl` stops the actor only. `sums_fn` and the texts of `config.ptx_coef` are the actor's, as in
+    `make_actor_step`. Metrics are those of both steps and, if the experience has a reference, objective/kl (the
+    controller's input) and objective/kl_coef (the coefficient before the update).
     """
     update_actor = actor_update(logprob_fn, actor_optimizer, config, sums_fn)
     update_critic = critic_update(value_fn, critic_optimizer, config)
 
     def step(state: PPOState, experience: Experience, *others: PyTree) -> tuple[PPOState, Metrics]:
+        check_class("state", state, PPOState)
         frozen = others[1:] if config.ptx_coef else others
         actor, actor_metrics = finish(update_actor(state.actor, experience, *others))
         critic, critic_metrics = finish(update_critic(state.critic, experience, *frozen))
@@ -137,10 +153,10 @@ def critic_update(
     value_fn: ValueFn, optimizer: optax.GradientTransformation, config: PPOConfig, staged: bool = False
 ) -> Callable[..., Updates]:
     """(state, experience, *frozen) -> updates of the result (state, metrics)."""
+    check_class("config", config, PPOConfig)
 
     def loss_fn(params: PyTree, rows: CriticRows, count: Array, *frozen: PyTree) -> tuple[Array, Metrics]:
-        values = value_fn(params, rows.tokens, *frozen)
-        check_output("value_fn", rows.tokens, values)
+        values = check_output("value_fn", rows.tokens, value_fn(params, rows.tokens, *frozen), "values")
         values = jnp.where(rows.mask, values, 0)
         with jax.named_scope("value_loss"):
             parts = value_loss(values, rows.old_values, rows.returns, clip=config.value_clip)
@@ -154,6 +170,7 @@ def critic_update(
     names = ("vf_loss", "vf_clipfrac", "vpred_mean")
 
     def update(state: TrainState, experience: Experience, *frozen: PyTree) -> Updates:
+        check_class("experience", experience, Experience)
         mask, values, returns = experience.response_mask, experience.values, experience.returns
         if values is None or returns is None:
             raise ValueError("values=None: a critic's step needs values and returns in the experience")

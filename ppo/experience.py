@@ -17,7 +17,9 @@ Shared arguments:
         They may be None unless `config.old_logprobs` is "recompute": then those of the rollout are used.
     ref_logprobs: log-probs under the reference; they may be None where `config.needs_reference` is False.
     kl_coef: beta, the coefficient of the KL controller. If the KL is in the loss, the experience carries it there.
-All functions raise ValueError for arrays whose shapes do not fit, and for None where the config needs log-probs.
+All functions raise ValueError for arrays whose shapes do not fit, and for None where the config needs an array, and
+TypeError for arguments of another class, such as another algorithm's config. On a mesh with Explicit axes all arrays
+get their rows divided as those of `rollout.tokens`.
 
 With `config.corrections` the experience has weights of the policy loss, `off_policy.importance_weights` of pi_old /
 pi_rollout, for a rollout whose numbers or weights differ from the trainer's (verl's rollout_correction). A token or row
@@ -36,13 +38,14 @@ from dataclasses import fields, replace
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jrlhf.meshes.rows import divided_like
 from jrlhf.ppo.advantages import group_advantages, group_spread
 from jrlhf.ppo.config.algorithms import GRPOConfig
 from jrlhf.ppo.config.policy import PolicyConfig
 from jrlhf.ppo.losses import kl_estimate
 from jrlhf.ppo.masked import last_token_mask, masked_mean, masked_sum, masked_whiten, response_mask, spread
 from jrlhf.ppo.off_policy import importance_metrics, importance_weights
-from jrlhf.ppo.types import Coefficient, Experience, KLState, Logprobs, Rollout, Scored, Scores
+from jrlhf.ppo.types import Coefficient, Experience, KLState, Logprobs, Rollout, Scored, Scores, check_class
 
 
 def make_group_experience(
@@ -58,8 +61,10 @@ def make_group_experience(
 
     The sums of the responses' rewards are compared, so the KL counts if it is in the reward (RLOO). Whitening
     (REINFORCE++-baseline) is over all response tokens of the batch, as in verl: long responses weigh more in it.
-    Row = prompt * samples + sample; the rows must be a multiple of `config.samples`.
+    Row = prompt * samples + sample; the rows must be a multiple of `config.samples`. `help(jrlhf.ppo.experience)`
+    explains the arguments.
     """
+    check_class("config", config, GRPOConfig)
     experience = rewarded(Scored(rollout, scores, old_logprobs, ref_logprobs, kl_coef), config)
     mask = experience.response_mask
     advantages = group_advantages(
@@ -164,7 +169,13 @@ def rewarded(
     other_scores: further scores of the same rows. They are only checked: a row with a non-finite score is excluded.
     """
     rollout, old_logprobs, ref_logprobs = scored.rollout, scored.old, scored.ref
+    check_class("rollout", rollout, Rollout)
+    check_class("config", config, PolicyConfig)
+    if getattr(rollout.tokens, "ndim", 0) != 2:
+        raise TypeError("rollout.tokens must be an array [B, T]")
     rows, time = rollout.tokens.shape
+    fields_of_rows = ("prompt_lengths", "response_lengths", "finished")
+    check_shapes((rows,), **{f"rollout.{name}": getattr(rollout, name) for name in fields_of_rows})
     if config.old_logprobs != "recompute":
         old_logprobs = rollout.logprobs
     if old_logprobs is None:
@@ -174,7 +185,7 @@ def rewarded(
     arrays = {"rollout.logprobs": rollout.logprobs, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
     check_shapes((rows, time), **arrays)
 
-    mask = response_mask(rollout.prompt_lengths, rollout.response_lengths, time)
+    mask = divided_like(rollout.tokens, response_mask(rollout.prompt_lengths, rollout.response_lengths, time))
     placed, scores = _placed(scored.scores, mask)
     finite = jnp.isfinite(scores)
     if other_scores is not None:
@@ -216,9 +227,8 @@ def rewarded(
 
 def _placed(scores: Array, mask: Bool[Array, "B T"]) -> tuple[Float[Array, "B T"], Float[Array, "B"]]:
     """Returns the scores at the tokens where they count [B, T], and their sum for each response [B]."""
-    rows, time = mask.shape
-    check_shapes((rows,) if scores.ndim < 2 else (rows, time), scores=scores)
-    scores = scores.astype(jnp.float32)
+    check_shapes(mask.shape[:1] if jnp.ndim(scores) < 2 else mask.shape, scores=scores)
+    scores = divided_like(mask, scores.astype(jnp.float32))
     if scores.ndim < 2:
         return jnp.where(last_token_mask(mask), scores[:, None], 0), scores
     placed = jnp.where(mask, scores, 0)
@@ -233,10 +243,12 @@ def with_advantages(experience: Experience, advantages: Array, config: PolicyCon
 
 
 def within(mask: Array, x: Array) -> Array:
-    return jnp.where(mask, x.astype(jnp.float32), 0)
+    return jnp.where(mask, divided_like(mask, x.astype(jnp.float32)), 0)
 
 
 def check_shapes(shape: tuple[int, ...], **arrays: Array | None) -> None:
     for name, x in arrays.items():
+        if x is not None and not hasattr(x, "shape"):
+            raise TypeError(f"{name} is of class {type(x).__name__}, but must be an array of shape {shape}")
         if x is not None and x.shape != shape:
             raise ValueError(f"{name} has shape {x.shape}, but the rollout's tokens ask for {shape}")

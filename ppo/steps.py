@@ -35,7 +35,7 @@ from jrlhf.ppo.off_policy import (
     weight_terms,
     without_older,
 )
-from jrlhf.ppo.types import Experience, SFTBatch, TrainState
+from jrlhf.ppo.types import Experience, SFTBatch, TrainState, check_class
 from jrlhf.ppo.updates import Metrics, Pipeline, Updates, check_output, make_step, run_updates
 
 PyTree = Any
@@ -153,8 +153,8 @@ def actor_update(
     kl_in_loss = config.kl_in == "loss" and config.needs_reference
 
     def summed(params: PyTree, tokens: Array, data: TokenRows, terms: Terms, *frozen: PyTree) -> tuple[Array, Metrics]:
-        logprobs, entropy = logprob_fn(params, tokens, *frozen)
-        check_output("logprob_fn", tokens, logprobs, entropy)
+        output = logprob_fn(params, tokens, *frozen)
+        logprobs, entropy = check_output("logprob_fn", tokens, output, "log-probabilities", "entropies")
         return jax.tree.map(jnp.sum, terms(logprobs, entropy, data))
 
     sums = summed if sums_fn is None or config.couples_tokens else sums_fn
@@ -170,6 +170,8 @@ def actor_update(
     veto = None if target_kl is None else lambda metrics: metrics["approx_kl"] > target_kl
 
     def update(state: TrainState, experience: Experience, *others: PyTree) -> Updates:
+        check_class("state", state, TrainState)
+        check_class("experience", experience, Experience)
         texts, *frozen = others if config.ptx_coef else (None, *others)
         if (experience.importance is None) != (weighed or not config.corrections):
             weights = "no weights" if experience.importance is None else "weights"
@@ -208,6 +210,8 @@ _METRICS = (*_TOKEN_MEANS, "pg_loss", "ptx_loss")
 def _actor_rows(experience: Experience, texts: SFTBatch | None, kl_in_loss: bool) -> ActorRows:
     if kl_in_loss and (experience.ref_logprobs is None or experience.kl_coef is None):
         raise ValueError("kl_in='loss' needs ref_logprobs and kl_coef in the experience: make it with the same config")
+    if experience.kl_coef is not None and not kl_in_loss:
+        raise ValueError("the experience has a KL for the loss, which has none: make both with the same config")
     if texts is not None and texts.tokens.shape != experience.tokens.shape:
         raise ValueError(
             f"texts have shape {texts.tokens.shape}: with ptx_coef they must be as many and as wide as the "

@@ -90,8 +90,9 @@ def make_sft_step(
     micro_batch_tokens: int | None = None,
     pipeline: Pipeline | None = None,
 ) -> Step:
-    """Makes an imitation step: one update on the mean of -log pi over the tokens of the batch in `loss_mask`.
+    """Makes an imitation step: one update on the mean of -log pi over the tokens of an `SFTBatch` in its `loss_mask`.
 
+    logprob_fn: (params, tokens [B, T][, frozen]) -> (log-probabilities, entropies), [B, T] each.
     Metrics: sft/loss (nats per token), sft/entropy.
 
     micro_batch_tokens: number of tokens per part and device, in place of `micro_batches`, as in `PPOConfig`.
@@ -99,8 +100,8 @@ def make_sft_step(
     check_one_division(micro_batches, micro_batch_tokens)
 
     def loss_fn(params: PyTree, rows: SFTBatch, count: Array, *frozen: PyTree) -> tuple[Array, Metrics]:
-        logprobs, entropy = logprob_fn(params, rows.tokens, *frozen)
-        check_output("logprob_fn", rows.tokens, logprobs, entropy)
+        output = logprob_fn(params, rows.tokens, *frozen)
+        logprobs, entropy = check_output("logprob_fn", rows.tokens, output, "log-probabilities", "entropies")
         loss = -masked_sum(logprobs, rows.loss_mask) / count
         return loss, {"loss": loss, "entropy": masked_sum(entropy, rows.loss_mask) / count}
 
@@ -126,7 +127,10 @@ def make_preference_step(
     centre: float = 0.0,
     pipeline: Pipeline | None = None,
 ) -> Step:
-    """Makes a step of reward learning: one update on the mean `bradley_terry_loss` of the pairs.
+    """Makes a step of reward learning: one update on the mean `bradley_terry_loss` of a `PreferenceBatch`'s pairs.
+
+    score_fn: (params, tokens [2B, T], lengths [2B][, frozen]) -> scores [2B]; the rows of a pair are neighbours, chosen
+    first.
 
     Metrics: reward_model/loss, reward_model/accuracy (ties count as wrong), reward_model/margin (mean of r_chosen -
     r_rejected).
@@ -151,14 +155,16 @@ def make_dpo_step(
     *,
     pipeline: Pipeline | None = None,
 ) -> Step:
-    """Makes a DPO step: one update on the mean `dpo_loss` of the pairs, which need the reference's log-probs.
+    """Makes a DPO step: one update on the mean `dpo_loss` of a `PairBatch`, which needs the reference's log-probs.
 
+    logprob_fn: (params, tokens [2B, T][, frozen]) -> (log-probabilities, entropies), [2B, T] each; a pair's rows are
+    neighbours, chosen first.
     Log-probabilities must be at temperature 1. Metrics, under TRL's names: the means of `pair_terms`.
     """
 
     def terms(params: PyTree, rows: PairBatch, *frozen: PyTree) -> dict[str, Array]:
-        logprobs, _ = logprob_fn(params, rows.tokens, *frozen)
-        check_output("logprob_fn", rows.tokens, logprobs)
+        output = logprob_fn(params, rows.tokens, *frozen)
+        logprobs, _ = check_output("logprob_fn", rows.tokens, output, "log-probabilities", "entropies")
         return pair_terms(logprobs, rows, config=config)
 
     return _pair_step("dpo", terms, _DPO, optimizer, config.micro_batches, config.micro_batch_tokens, pipeline)

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from jrlhf.meshes.rows import row_axes
+from jrlhf.meshes.rows import divided_like, row_axes
 from jrlhf.ppo.config.algorithms import PPOConfig, ReinforcePPConfig, ReMaxConfig
 from jrlhf.ppo.config.policy import PolicyConfig
 from jrlhf.ppo.experience import check_shapes, rewarded, with_advantages, within
 from jrlhf.ppo.masked import masked_whiten
-from jrlhf.ppo.types import Coefficient, Experience, Logprobs, Rollout, Scored, Scores
+from jrlhf.ppo.types import Coefficient, Experience, Logprobs, Rollout, Scored, Scores, check_class
 
 
 @jax.named_scope("advantages")
@@ -51,7 +51,8 @@ def gae(
     Returns:
         Advantages and returns, zero where `mask` is False. For a batch use `jax.vmap`.
     """
-    chex.assert_rank([rewards, values, mask], 1)
+    if rewards.ndim != 1:
+        raise ValueError(f"rewards have shape {rewards.shape}, but one sequence [T] is expected: use jax.vmap")
     chex.assert_equal_shape([rewards, values, mask])
 
     def backward(carry: tuple[Array, Array], step: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], Array]:
@@ -92,9 +93,14 @@ def make_experience(
 ) -> Experience:
     """PPO's experience: advantages and returns by `gae` from a critic.
 
+    scores: one per row or per token. old_logprobs: under the actor before its update; None: the rollout's.
+    ref_logprobs: under the reference; None without a KL penalty. kl_coef: the KL penalty's coefficient.
     values: the critic's values (`[:, t]` is V before the token at t).
     bootstrap_values: V after each row's last token. Needed for `truncation="bootstrap"`, read in rows cut off.
+
+    `help(jrlhf.ppo.experience)` has the formulas.
     """
+    check_class("config", config, PPOConfig)
     experience = rewarded(Scored(rollout, scores, old_logprobs, ref_logprobs, kl_coef), config)
     experience = with_critic(experience, values, bootstrap_values, config)
     return with_advantages(experience, experience.advantages, config)
@@ -110,10 +116,11 @@ def make_return_experience(
     config: ReinforcePPConfig | ReMaxConfig,
     kl_coef: Coefficient,
 ) -> Experience:
-    """The experience of REINFORCE++ and ReMax: A_t = `returns_to_go` - baselines[b].
+    """The experience of REINFORCE++ and ReMax: A_t = `returns_to_go` - baselines[b]; other arguments as in PPO's.
 
     baselines: one per row. ReMax needs them: scores of the greedy responses to the rows' prompts. REINFORCE++ has none.
     """
+    check_class("config", config, ReinforcePPConfig, ReMaxConfig)
     if baselines is None and isinstance(config, ReMaxConfig):
         raise ValueError("baselines=None: ReMax needs the greedy responses' scores")
     check_shapes(rollout.prompt_lengths.shape, baselines=baselines)
@@ -123,7 +130,7 @@ def make_return_experience(
     batched = jax.vmap(partial(returns_to_go, discount=config.discount))
     advantages = batched(learned_rewards(experience, config), mask)
     if baselines is not None:
-        advantages = jnp.where(mask, advantages - baselines.astype(jnp.float32)[:, None], 0)
+        advantages = jnp.where(mask, advantages - divided_like(mask, baselines.astype(jnp.float32))[:, None], 0)
     return with_advantages(experience, advantages, config)
 
 
@@ -171,6 +178,8 @@ def with_critic(
     if config.truncation == "bootstrap" and bootstrap_values is None:
         name = f"{prefix}bootstrap_values"
         raise ValueError(f"truncation='bootstrap' needs {name}: pass them, or choose 'zero' or 'mask'")
+    if values is None:
+        raise ValueError(f"{prefix}values=None: a critic's experience needs them")
     check_shapes(experience.tokens.shape, **{f"{prefix}values": values})
     check_shapes(experience.scores.shape, **{f"{prefix}bootstrap_values": bootstrap_values})
     mask = experience.response_mask
@@ -178,7 +187,7 @@ def with_critic(
     after = jnp.zeros_like(experience.scores)
     if config.truncation == "bootstrap":
         assert bootstrap_values is not None
-        after = jnp.where(experience.finished, 0, bootstrap_values.astype(jnp.float32))
+        after = jnp.where(experience.finished, 0, divided_like(mask, bootstrap_values.astype(jnp.float32)))
     batched = jax.vmap(partial(gae, discount=config.discount, lam=config.gae_lambda))
     advantages, returns = batched(learned_rewards(experience, config), values, mask, bootstrap_value=after)
     return replace(experience, values=values, advantages=advantages, returns=returns)

@@ -28,8 +28,9 @@ Coefficient = float | Float[Array, ""]
 class Rollout:
     """Prompts with the responses that the behaviour policy sampled: B rows of T tokens, right-padded, without a gap.
 
-    prompt_lengths, response_lengths: numbers of tokens; a response includes its end-of-sequence token. logprobs: those
-    of the behaviour policy when it drew the token; read at response tokens only. finished: False if the length limit
+    prompt_lengths, response_lengths: numbers of tokens, at least 1 and at least 0, together at most T, which is not
+    checked; a response includes its end-of-sequence token. logprobs: those of the behaviour policy when it drew the
+    token; read at response tokens only. finished: False if the length limit
     cut the response. version: version of the weights. versions: of the weights per token; None: `version` everywhere.
     """
 
@@ -118,6 +119,13 @@ class SFTBatch:
 
     tokens: Int[Array, "B T"]
     loss_mask: Bool[Array, "B T"]  # tokens to learn; index 0 has no log-probability and never counts
+
+
+def check_class(name: str, value: Any, *classes: type) -> None:
+    """Raises TypeError if a value is of none of these classes."""
+    if not isinstance(value, classes):
+        wanted = " or ".join(one.__name__ for one in classes)
+        raise TypeError(f"{name} is of class {type(value).__name__}, but must be of class {wanted}")
 
 
 def on_mesh_of(params: PyTree, tree: PyTree) -> PyTree:

@@ -145,11 +145,16 @@ def make_step(update: Callable[..., Updates], pipeline: Pipeline | None) -> Call
     return lambda *arguments: pipeline(step(*arguments))
 
 
-def check_output(name: str, tokens: Array, *outputs: Array) -> None:
-    """Raises ValueError if a given function did not return a number for each of `tokens`."""
-    for x in outputs:
-        if x.shape != tokens.shape:
-            raise ValueError(f"{name} returned an array of shape {x.shape} for tokens of shape {tokens.shape}")
+def check_output(name: str, tokens: Array, output: Any, *fields: str) -> Any:
+    """Returns the output of a given function: an array of the shape of `tokens`, or a tuple of one for each field."""
+    shapes = [getattr(x, "shape", None) for x in (output if isinstance(output, tuple | list) else (output,))]
+    if shapes != [tokens.shape] * len(fields):
+        wanted = f"({', '.join(fields)})" if len(fields) > 1 else fields[0]
+        raise ValueError(
+            f"{name} returned shapes {', '.join(map(str, shapes))} for tokens of shape {tokens.shape}: it must return "
+            f"{wanted}, with a number for each token"
+        )
+    return output
 
 
 class Run(NamedTuple):
@@ -200,6 +205,7 @@ def run_updates(
         parts = config.micro_batches if tokens is None else ByLength(row_ends(computed), tokens)
         given = {"micro_batches": parts, "counted": jnp.any(computed), "others": (count,), **shared}
         update = yield from apply_update(loss_fn, optimizer, carry.params, carry.opt_state, batch, **given)
+        metrics = jax.tree.map(lambda x: x.astype(jnp.float32), update.metrics)  # float64 with jax_enable_x64
         return _Carry(
             index=carry.index + 1,
             params=update.params,
@@ -207,8 +213,8 @@ def run_updates(
             stop=carry.stop if veto is None else update.sound & veto(update.metrics),
             finite=carry.finite + update.finite.astype(jnp.int32),
             sound=carry.sound + update.sound.astype(jnp.int32),
-            sums=jax.tree.map(lambda s, x: s + jnp.where(update.sound, x, 0), carry.sums, update.metrics),
-            first=jax.tree.map(lambda f, x: jnp.where(carry.index == 0, x, f), carry.first, update.metrics),
+            sums=jax.tree.map(lambda s, x: s + jnp.where(update.sound, x, 0), carry.sums, metrics),
+            first=jax.tree.map(lambda f, x: jnp.where(carry.index == 0, x, f), carry.first, metrics),
         )
 
     none = jnp.zeros((), jnp.int32)

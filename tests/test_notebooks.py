@@ -4,9 +4,12 @@ import json
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -113,7 +116,7 @@ def test_the_versions_to_install_are_in_the_bounds_of_the_project():
             assert bounds and all(version in bound.specifier for bound in bounds)
 
 
-@pytest.mark.proof("notebooks")
+@pytest.mark.full
 def test_the_quickstart_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("JRLHF_NOTEBOOK_OVERRIDES", TINY)
     notebook = Notebook("quickstart", tmp_path)
@@ -205,6 +208,46 @@ def test_plans_are_searched_without_devices(tmp_path, monkeypatch):
     assert {("gsm8k-ppo", "1xh100"), ("llama3-8b-ppo", "8xh100")} <= fits
     assert not {("llama3-8b-ppo", "1xh100"), ("llama3-70b-ppo", "16xh200")} & fits
     assert {path.name for path in tmp_path.glob("*.png")} == {"plan.png", "colocate.png", "split.png"}
+
+
+INTERRUPTED = """
+import os
+from jrlhf.api import train
+
+def train_on(**more):
+    wanted = {"digits": 1}
+    def single(completions):  # captures a value of the notebook
+        return [float(len(text.strip()) == wanted["digits"]) for text in completions]
+    return train("arithmetic-grpo", run_dir="runs", rewards=[{"name": "single", "function": single, "workers": 2}],
+        sft={"steps": 2}, grpo={"iterations": 40, "rollout_batch": 64}, evaluation={"prompts": 8}, **more)
+
+print("kernel", os.getpid())
+"""
+
+
+@pytest.mark.proof("notebooks")
+def test_an_interrupted_cell_leaves_a_run_that_the_next_cells_use_and_resume(tmp_path):
+    """Jupyter interrupts all processes of a kernel, those of reward functions too."""
+    from nbformat.v4 import new_code_cell
+
+    notebook = Notebook("quickstart", tmp_path)
+    cells = INTERRUPTED, "run = train_on()", "print(run.actor.generate('1+2='), len(run.metrics))"
+    notebook.cells.cells = [new_code_cell(code) for code in (*cells, "print(len(train_on(resume=True).metrics))")]
+    metrics = tmp_path / "runs/arithmetic-grpo/metrics.jsonl"
+
+    def interrupt(kernel: int) -> None:
+        end = time.monotonic() + 120
+        while time.monotonic() < end and not (metrics.exists() and '"grpo"' in metrics.read_text()):
+            time.sleep(0.01)
+        os.killpg(kernel, signal.SIGINT)
+
+    with notebook.kernel(), ThreadPoolExecutor(1) as threads:
+        pending = threads.submit(interrupt, int(notebook.run(0, 1).split()[-1]))
+        stopped = notebook.run(1, 2)
+        pending.result()
+        assert "its state is saved; go on with resume=True" in stopped
+        assert 3 <= int(notebook.run(2, 3).split()[-1]) < 42
+        assert notebook.run(3, 4).split()[-1] == "42"
 
 
 @pytest.fixture

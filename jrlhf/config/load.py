@@ -9,6 +9,8 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jrlhf.config.aliases import modernize
 from jrlhf.config.parse import Override, build, override, parse_yaml, section_with
 from jrlhf.config.schema import Config
@@ -72,6 +74,8 @@ def plain_value(value: Any) -> Any:
         return [plain_value(inner) for inner in value]
     if isinstance(value, Path):
         return str(value)
+    if isinstance(value, np.dtype) or (isinstance(value, type) and hasattr(value, "dtype")):  # such as jnp.bfloat16
+        return np.dtype(value).name
     return value.item() if hasattr(value, "dtype") and value.ndim == 0 else value
 
 

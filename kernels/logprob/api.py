@@ -57,7 +57,10 @@ def token_logprobs(
             accelerators; on CPU as many as make 8 MiB of float32 logits, but at least 256.
         implementation: None for the platform's default. A named one that cannot run raises, it never falls back.
     """
+    _check_arrays(hidden, unembedding, targets)
     if isinstance(temperature, Array):
+        if temperature.shape:
+            raise ValueError(f"temperature must be one number, got shape {temperature.shape}")
         if softcap is not None:
             raise ValueError(f"softcap={softcap} needs a temperature that is a Python number, got an array")
         hidden, temperature = (hidden.astype(jax.numpy.float32) / temperature).astype(hidden.dtype), 1.0
@@ -105,6 +108,8 @@ def token_sums(
         entropy_gradient: False where the loss does not depend on the entropy, which it then sees as a constant.
     """
     head = _head(hidden, unembedding, targets, temperature, softcap, vocab_size, axis_name)
+    if targets.ndim != 1:
+        raise ValueError(f"token_sums takes tokens in one dimension, got targets {targets.shape}")
     for x in jax.tree.leaves(data):
         if x.shape[:1] != targets.shape:
             raise ValueError(f"data must have one entry for each of {targets.shape[0]} tokens, got shape {x.shape}")
@@ -188,8 +193,8 @@ def _implementation(implementation: Implementation | None) -> Implementation:
 
 def _check_arrays(hidden: Array, unembedding: Array, targets: Array) -> None:
     shapes = f"hidden {hidden.shape}, unembedding {unembedding.shape}, targets {targets.shape}"
-    if (hidden.shape[-1:], hidden.shape[:-1]) != (unembedding.shape[1:], targets.shape) or targets.ndim != 1:
-        raise ValueError(f"expected hidden [N, D], unembedding [V, D], targets [N] of one N and D, got {shapes}")
+    if (hidden.shape[-1:], hidden.shape[:-1]) != (unembedding.shape[1:], targets.shape):
+        raise ValueError(f"expected hidden [*N, D], unembedding [V, D], targets [*N] of one *N and D, got {shapes}")
     if hidden.dtype != unembedding.dtype or not jax.numpy.issubdtype(hidden.dtype, jax.numpy.floating):
         raise ValueError(
             f"hidden and unembedding must have one floating dtype, got {hidden.dtype} and {unembedding.dtype}"

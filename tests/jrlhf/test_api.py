@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +18,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import yaml
 
-from jrlhf.api import Run, load, plan, train
+import jrlhf.api
+from jrlhf.api import Policy, Run, load, plan, train
 from jrlhf.config import load_config, make_config
 from jrlhf.errors import Preempted, UserError
 from jrlhf.run.console import clean
@@ -310,6 +313,24 @@ for name, (state, metrics) in steps.items():
 assert weights["matrix"].dtype == jnp.bfloat16 and weights["bias"].dtype == jnp.float32
 assert all((x == 1).all() and x.sharding == columns[name] for name, x in weights.items())
 """
+
+
+@pytest.mark.proof("notebooks")
+@pytest.mark.usefixtures("quick_compilation")
+def test_the_examples_of_help_run(tmp_path, monkeypatch):
+    """Runs each as it is written, but "quickstart" is a smaller config. The first one trains what the others load."""
+    tiny = yaml.safe_load((Path(__file__).parent / "tiny.yaml").read_text()) | {"name": "quickstart"}
+    monkeypatch.setattr(
+        jrlhf.api, "make_config", lambda config, *rest: make_config(tiny if config == "quickstart" else config, *rest)
+    )
+    for owner in (jrlhf.api, Run, load, Policy.generate, Policy.logprobs, plan, train):
+        folder = tmp_path / ("another" if owner is train else "first")
+        folder.mkdir(exist_ok=True)
+        monkeypatch.chdir(folder)
+        example = re.search(r"\n\n((?:    .*\n?|\n)+)", inspect.cleandoc(owner.__doc__ or ""))
+        assert example, f"help({owner.__name__}) has no example"
+        exec(textwrap.dedent(example[1]), vars(jrlhf.api).copy())
+    assert len(Run.open("runs/quickstart").column("critic/score/mean")) == 10
 
 
 @pytest.mark.proof("runs")

@@ -4,8 +4,11 @@ import itertools
 import json
 import re
 import runpy
+from pathlib import Path
 
+import jsonschema
 import pytest
+import yaml
 
 import jrlhf.__main__
 from jrlhf import train
@@ -74,8 +77,13 @@ def test_settings_have_their_meaning_as_comment_and_the_reward_scores(tmp_path):
         for key in re.findall(r"^ +(\w+): ", text, re.MULTILINE):
             meaning = descriptions(type(section)).get(key, "") if hasattr(section, key) else ""
             assert meaning.partition(". ")[0] in words, key
-    assert text.startswith(f"# Written by jrlhf init --model {QWEN} --data lab/rows --algorithm grpo --prompt prompt")
-    assert max(map(len, text.splitlines())) <= 120
+    schema, *lines = text.splitlines()
+    assert lines[0].startswith(
+        f"# Written by jrlhf init --model {QWEN} --data lab/rows --algorithm grpo --prompt prompt"
+    )
+    assert max(map(len, lines)) <= 120
+    editor = json.loads(Path(schema.removeprefix("# yaml-language-server: $schema=")).read_text(encoding="utf-8"))
+    jsonschema.validate(yaml.safe_load(text), editor)
     score = runpy.run_path(str(reward))["reward"]
     twenty, one = "word " * 20, "word"
     assert score(prompts=["p"] * 2, completions=[twenty, one], answer=["a"] * 2) == [1.0, pytest.approx(0.05)]

@@ -102,7 +102,7 @@ def test_rows_of_sequences_with_a_traced_temperature():
     np.testing.assert_allclose(slope, -np.sum(np.asarray(logprobs + entropy, np.float64)) / 0.5, rtol=1e-3)
     with pytest.raises(ValueError, match="softcap=3.0 needs a temperature that is a Python number"):
         token_logprobs(hidden, unembedding, targets, temperature=jnp.asarray(0.5), softcap=3.0)
-    with pytest.raises(ValueError, match="of one N and D"):
+    with pytest.raises(ValueError, match=r"of one \*N and D"):
         token_logprobs(rows, unembedding, targets)
 
 
@@ -220,11 +220,12 @@ def test_bad_arguments_are_named():
     )
     gpu = {"implementation": "pallas_gpu"}
     for change, message in [
-        ({"hidden": np.zeros((2, 3, 8), np.float32)}, r"expected hidden \[N, D\].*\(2, 3, 8\)"),
-        ({"hidden": np.zeros((4, 9), np.float32)}, "of one N and D"),
-        ({"targets": np.zeros(5, np.int32)}, "of one N and D"),
+        ({"hidden": np.zeros((2, 3, 8), np.float32)}, r"expected hidden \[\*N, D\].*\(2, 3, 8\)"),
+        ({"hidden": np.zeros((4, 9), np.float32)}, r"of one \*N and D"),
+        ({"targets": np.zeros(5, np.int32)}, r"of one \*N and D"),
         ({"hidden": np.zeros((4, 8), jnp.bfloat16)}, "one floating dtype, got bfloat16 and float32"),
         ({"targets": np.zeros(4, np.float32)}, "targets must be integers, got float32"),
+        ({"temperature": jnp.ones((4, 1))}, r"temperature must be one number, got shape \(4, 1\)"),
         ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
         ({"temperature": float("nan")}, "temperature must be positive, got nan"),
         ({"softcap": -1.0}, "softcap must be positive or None, got -1.0"),

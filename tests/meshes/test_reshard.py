@@ -384,6 +384,38 @@ def test_trees_and_shardings_that_do_not_fit():
     ]:
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             reshard(tree, shardings)
-    message = "['w'] is a ndarray on no device: place it by jax.device_put first"
-    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
-        reshard({"w": np.zeros(8)}, {"w": s})
+    rows = NamedSharding(make_mesh(fsdp=8), P("fsdp"))
+    for array, moved in (("w", {"w": rows, "b": s}), ("b", {"w": s, "b": rows})):
+        with pytest.raises(
+            ValueError, match=rf"^the array at \['{array}'\] has shape .*, which does not divide as P\('fsdp'"
+        ):
+            reshard(tree, moved)
+    with pytest.raises(ValueError, match=r"^the array at \['b'\] is also the array at \['a'\]: donate=True"):
+        reshard({"a": tree["w"], "b": tree["w"]}, s, donate=True)
+    for wrong, shardings, message in [
+        (
+            {"w": np.zeros(8)},
+            {"w": s},
+            "the array at ['w'] is a ndarray on no device: place it by jax.device_put first",
+        ),
+        (tree, P("fsdp"), "the sharding is of class P"),
+        (tree, {"w": s, "b": jax.sharding.SingleDeviceSharding(jax.devices()[0])}, "the sharding at ['b'] is of class"),
+        (tree, make_mesh(fsdp=8), "the sharding is of class Mesh: give a NamedSharding"),
+    ]:
+        with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
+            reshard(wrong, shardings)
+    with pytest.raises(TypeError, match="is traced: .* in a jitted function use jax.device_put"):
+        jax.jit(lambda tree: reshard(tree, s))(tree)
+
+
+def test_keys_move_with_the_weights():
+    mesh = make_mesh(fsdp=8)
+    state = {"key": jax.random.key(3), "keys": jax.random.split(jax.random.key(4), 8), "w": jnp.ones((8, 8))}
+    shardings = {"key": NamedSharding(mesh, P()), "keys": NamedSharding(mesh, P("fsdp")), "w": NamedSharding(mesh, P())}
+    moved = reshard(state, shardings, dtype=jnp.bfloat16)
+    fewer = Mesh(np.array(jax.devices()[:2]), ("x",))
+    moved = reshard(moved, NamedSharding(fewer, P()), donate=True)
+    assert moved["w"].dtype == jnp.bfloat16 and moved["keys"].sharding.mesh == fewer
+    for name in ("key", "keys"):
+        assert moved[name].dtype == state[name].dtype
+        np.testing.assert_array_equal(jax.random.key_data(moved[name]), jax.random.key_data(state[name]))

@@ -203,6 +203,10 @@ def test_a_model_that_does_not_fit_the_mesh_is_refused():
         for make in (make_logprobs, make_values):
             with pytest.raises(ValueError, match=message):
                 make(replace(EVERYTHING, **change), mesh, TRAIN)
+    with pytest.raises(ValueError, match="mesh has axes d, but a model needs data, fsdp, tensor: use make_mesh"):
+        make_logprobs(EVERYTHING, jax.make_mesh((8,), ("d",)), TRAIN)
+    with pytest.raises(TypeError, match="config is of class str, but must be a ModelConfig, such as HFConfig.model"):
+        make_logprobs("llama", make_mesh(fsdp=8), TRAIN)  # pyright: ignore[reportArgumentType]
 
 
 def test_bad_arguments_are_refused():

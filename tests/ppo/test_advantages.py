@@ -31,9 +31,15 @@ def test_hand_computed_golden():
     np.testing.assert_array_equal(returns, [1.125, 2.5, 0, 5])
 
 
-def test_refuses_a_batch():
-    with pytest.raises(AssertionError, match="rank"):
+def test_refuses_a_batch_and_takes_whole_numbers():
+    with pytest.raises(ValueError, match=r"shape \(2, 3\), but one sequence \[T\] is expected: use jax.vmap"):
         gae(jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.ones((2, 3), bool), discount=1.0, lam=1.0)
+    whole = np.array([3, 5, 1, 1])
+    for dtype in (np.int32, np.int64, np.uint8):
+        np.testing.assert_array_equal(
+            grouped(whole.astype(dtype), samples=2, divide_by_std=True),
+            grouped(whole.astype(np.float32), samples=2, divide_by_std=True),
+        )
 
 
 grouped = jax.jit(group_advantages, static_argnames=("samples", "baseline", "divide_by_std"))

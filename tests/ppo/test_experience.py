@@ -15,6 +15,7 @@ from jrlhf.ppo import (
     gae,
     make_experience,
     make_group_experience,
+    make_return_experience,
     response_mask,
 )
 
@@ -124,6 +125,8 @@ def test_arguments_that_do_not_fit_are_named():
     short = replace(rollout, logprobs=rollout.logprobs[:, 1:])
     cut, wide = PPOConfig(truncation="bootstrap"), jnp.pad(values, ((0, 0), (0, 1)))
     late = {"config": cut, "bootstrap_values": after[:, None]}
+    column = replace(rollout, prompt_lengths=rollout.prompt_lengths[:, None])
+    listed = replace(rollout, tokens=rollout.tokens.tolist())
     for arguments, options, message in [
         ((rollout, scores, old, ref, wide), {}, r"values has shape \(6, 11\), .* \(6, 10\)"),
         ((rollout, scores[:5], old, ref, values), {}, r"scores has shape \(5,\)"),
@@ -133,10 +136,20 @@ def test_arguments_that_do_not_fit_are_named():
         ((rollout, scores, old, ref, values), {"config": cut}, "needs bootstrap_values"),
         ((rollout, scores, None, ref, values), {}, "old_logprobs=None"),
         ((rollout, scores, old, None, values), {}, "ref_logprobs=None"),
+        ((rollout, scores, old, ref, None), {}, "^values=None: a critic's experience needs them"),
+        ((column, scores, old, ref, values), {}, r"rollout.prompt_lengths has shape \(6, 1\), .* \(6,\)"),
+        ((replace(rollout, finished=True), scores, old, ref, values), {}, "rollout.finished is of class bool"),
+        ((listed, scores, old, ref, values), {}, r"rollout.tokens must be an array \[B, T\]"),
+        ((rollout, scores, (old, old), ref, values), {}, r"old_logprobs is of class tuple.* \(6, 10\)"),
+        (("rollout", scores, old, ref, values), {}, "rollout is of class str, but must be of class Rollout"),
+        ((rollout, scores, old, ref, values), {"config": GRPOConfig()}, "config is of class GRPOConfig, .* PPOConfig"),
     ]:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, TypeError), match=message):
             given = {"config": PPOConfig(), **options}
-            jax.eval_shape(partial(make_experience, kl_coef=0.1, **given), *arguments)
+            make_experience(*arguments, kl_coef=0.1, **given)
+    for make in (make_group_experience, make_return_experience):
+        with pytest.raises(TypeError, match="config is of class PPOConfig"):
+            make(rollout, scores, old, ref, config=PPOConfig(), kl_coef=0.1)  # pyright: ignore[reportArgumentType]
 
 
 def test_advantages_are_whitened_over_all_response_tokens_and_returns_are_not():

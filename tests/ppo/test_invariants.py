@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jrlhf.meshes import make_mesh
+from jrlhf.meshes.rows import whole
 from jrlhf.ppo import (
     PPOConfig,
     ReinforcePPConfig,
@@ -144,7 +145,8 @@ def test_no_other_algorithms_experience_depends_on_padding_or_the_mesh(toy):
         values, given = toy.values(critic, rollout.tokens), (rollout, scores, old, ref)
         beta: dict[str, Any] = {"kl_coef": BETA}
         safe = SafeRLHFConfig(truncation="zero", discount=0.9)
-        streams = rollout, scores, jnp.sin(scores), old, ref, values, 2 * values
+        # As a reward function on the host gives them: rows are divided over devices in the rollout only.
+        streams = rollout, *map(whole, (scores, jnp.sin(scores), old, ref, values, 2 * values))
         return {
             "rloo": make_group_experience(*given, config=RLOOConfig(samples=4, equal_groups="drop"), **beta),
             "reinforce_pp": make_return_experience(*given, config=ReinforcePPConfig(discount=0.9), **beta),

@@ -1,7 +1,8 @@
 """The steps against an independent NumPy implementation: every loop, every case and every gradient spelled out."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,16 @@ import optax
 import pytest
 
 from jrlhf.meshes.rows import draw_minibatch
-from jrlhf.ppo import PPOConfig, PPOState, TrainState, make_actor_step, make_critic_step, make_ppo_step
+from jrlhf.ppo import (
+    GRPOConfig,
+    PPOConfig,
+    PPOState,
+    Rollout,
+    TrainState,
+    make_actor_step,
+    make_critic_step,
+    make_ppo_step,
+)
 from jrlhf.ppo.token_advantages import gae
 
 ROWS, TIME, RATE = 16, 9, 0.5
@@ -252,11 +262,42 @@ def test_errors_are_raised_before_anything_is_computed(toy):
     def short(params, tokens):
         return toy.values(params, tokens)[:, 1:]
 
-    with pytest.raises(
-        ValueError, match=r"value_fn returned an array of shape \(16, 8\) for tokens of shape \(16, 9\)"
-    ):
+    with pytest.raises(ValueError, match=r"value_fn returned shapes \(16, 8\) for tokens of shape \(16, 9\)"):
         make_critic_step(short, OPTIMIZER, PPOConfig())(state.critic, experience)
+    for output, shapes in (("logprobs", r"\(16, 9\) for"), ("pair", r"\(16, 9\), None for")):
+
+        def wrong(params, tokens, output=output) -> Any:
+            logprobs, _ = toy.logprobs(params, tokens)
+            return logprobs if output == "logprobs" else (logprobs, None)
+
+        with pytest.raises(ValueError, match=rf"returned shapes {shapes} .*: it must return \(log-probabilities, entr"):
+            make_actor_step(wrong, OPTIMIZER, PPOConfig())(state.actor, experience)
+    step = make_ppo_step(toy.logprobs, toy.values, OPTIMIZER, OPTIMIZER, PPOConfig())
+    rollout = Rollout(**{field.name: getattr(experience, field.name) for field in fields(Rollout)})
+    for arguments, message in (
+        ((state, rollout), "experience is of class Rollout, but must be of class Experience"),
+        ((state.actor, experience), "state is of class TrainState, but must be of class PPOState"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            step(*arguments)
+    with pytest.raises(ValueError, match="the experience has a KL for the loss, which has none"):
+        step(state, replace(experience, kl_coef=jnp.ones(())))
+    with pytest.raises(TypeError, match="config is of class GRPOConfig"):
+        make_ppo_step(toy.logprobs, toy.values, OPTIMIZER, OPTIMIZER, GRPOConfig())  # pyright: ignore[reportArgumentType]
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+
+
+def test_float64_is_trained_in_float64(toy):
+    with jax.enable_x64(True):
+        double = lambda tree: jax.tree.map(  # noqa: E731
+            lambda x: x.astype(jnp.float64) if x.dtype == jnp.float32 else x, tree
+        )
+        actor, critic = double(jax.tree.map(jnp.asarray, toy.params()))
+        experience = toy.experience(ROWS, TIME)
+        state = PPOState.create(TrainState.create(actor, OPTIMIZER), TrainState.create(critic, OPTIMIZER), kl_coef=0.1)
+        state, metrics = make_ppo_step(toy.logprobs, toy.values, OPTIMIZER, OPTIMIZER, CONFIG)(state, experience)
+        assert state.actor.params["logits"].dtype == state.critic.params["values"].dtype == jnp.float64
+        assert metrics["actor/pg_loss"].dtype == jnp.float32 and metrics["actor/skipped_updates"] == 0
 
 
 def test_bfloat16_weights_keep_their_type_and_gradients_are_summed_in_float32(toy):
