@@ -162,14 +162,12 @@ def _move(name: str, source: Any, route: dict[int | None, int], targets: list[Na
     slots = tuple(route[index] for index in order)
     move = Move(name, source, tuple(targets[slot] for slot in slots), indices, slots)
     for target in set(move.targets):
-        sizes = [prod(target.mesh.shape[axis] for axis in _axes(part)) for part in target.spec]
-        if len(sizes) > len(move.shape) or any(size % parts for size, parts in zip(move.shape, sizes, strict=False)):
-            raise ValueError(f"{name} has shape {move.shape}, which does not divide as {target.spec} on {target.mesh}")
+        try:
+            target.shard_shape(move.shape)
+        except (ValueError, IndexError) as error:
+            where = f"{target.spec} on {target.mesh}"
+            raise ValueError(f"{name} has shape {move.shape}, which does not divide as {where}") from error
     return move
-
-
-def _axes(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return () if part is None else (part,) if isinstance(part, str) else tuple(part)
 
 
 def _check_distinct(moves: Sequence[Move]) -> None:
