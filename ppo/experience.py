@@ -45,7 +45,17 @@ from jrlhf.ppo.config.policy import PolicyConfig
 from jrlhf.ppo.losses import kl_estimate
 from jrlhf.ppo.masked import last_token_mask, masked_mean, masked_sum, masked_whiten, response_mask, spread
 from jrlhf.ppo.off_policy import importance_metrics, importance_weights
-from jrlhf.ppo.types import Coefficient, Experience, KLState, Logprobs, Rollout, Scored, Scores, check_class
+from jrlhf.ppo.types import (
+    Coefficient,
+    Experience,
+    KLState,
+    Logprobs,
+    Rollout,
+    Scored,
+    Scores,
+    check_class,
+    check_shapes,
+)
 
 
 def make_group_experience(
@@ -171,8 +181,8 @@ def rewarded(
     rollout, old_logprobs, ref_logprobs = scored.rollout, scored.old, scored.ref
     check_class("rollout", rollout, Rollout)
     check_class("config", config, PolicyConfig)
-    if getattr(rollout.tokens, "ndim", 0) != 2:
-        raise TypeError("rollout.tokens must be an array [B, T]")
+    if getattr(rollout.tokens, "ndim", 0) != 2 or not jnp.issubdtype(rollout.tokens.dtype, jnp.integer):
+        raise TypeError("rollout.tokens must be an array [B, T] of integers")
     rows, time = rollout.tokens.shape
     fields_of_rows = ("prompt_lengths", "response_lengths", "finished")
     check_shapes((rows,), **{f"rollout.{name}": getattr(rollout, name) for name in fields_of_rows})
@@ -244,11 +254,3 @@ def with_advantages(experience: Experience, advantages: Array, config: PolicyCon
 
 def within(mask: Array, x: Array) -> Array:
     return jnp.where(mask, divided_like(mask, x.astype(jnp.float32)), 0)
-
-
-def check_shapes(shape: tuple[int, ...], **arrays: Array | None) -> None:
-    for name, x in arrays.items():
-        if x is not None and not hasattr(x, "shape"):
-            raise TypeError(f"{name} is of class {type(x).__name__}, but must be an array of shape {shape}")
-        if x is not None and x.shape != shape:
-            raise ValueError(f"{name} has shape {x.shape}, but the rollout's tokens ask for {shape}")

@@ -24,7 +24,7 @@ from jrlhf.ppo.config.algorithms import DPOConfig
 from jrlhf.ppo.config.policy import check_one_division
 from jrlhf.ppo.masked import masked_sum, token_count
 from jrlhf.ppo.steps import LogprobFn
-from jrlhf.ppo.types import SFTBatch, TrainState
+from jrlhf.ppo.types import SFTBatch, TrainState, check_shapes
 from jrlhf.ppo.updates import Metrics, Pipeline, Update, Updates, apply_update, check_output, make_step
 
 PyTree = Any
@@ -188,6 +188,9 @@ def _pair_step(
         return shares[names[0]], shares
 
     def step(state: TrainState, batch: PreferenceBatch, *frozen: PyTree) -> Updates:
+        others = {name: x for name, x in vars(batch).items() if name not in ("chosen", "rejected")}
+        check_shapes(batch.chosen.shape, rejected=batch.rejected)
+        check_shapes(batch.chosen.shape[:1], **others)
         check_divisible(batch.chosen, 1, micro_batches)
         parts, count = micro_batches, jnp.asarray(batch.chosen.shape[0])
         if micro_batch_tokens is not None:  # a budget for both sequences of a pair

@@ -17,9 +17,9 @@ from jaxtyping import Array, Bool, Float
 from jrlhf.meshes.rows import divided_like, row_axes
 from jrlhf.ppo.config.algorithms import PPOConfig, ReinforcePPConfig, ReMaxConfig
 from jrlhf.ppo.config.policy import PolicyConfig
-from jrlhf.ppo.experience import check_shapes, rewarded, with_advantages, within
+from jrlhf.ppo.experience import rewarded, with_advantages, within
 from jrlhf.ppo.masked import masked_whiten
-from jrlhf.ppo.types import Coefficient, Experience, Logprobs, Rollout, Scored, Scores, check_class
+from jrlhf.ppo.types import Coefficient, Experience, Logprobs, Rollout, Scored, Scores, check_class, check_shapes
 
 
 @jax.named_scope("advantages")

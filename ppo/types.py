@@ -100,7 +100,15 @@ class TrainState:
         """A fresh state. Every leaf is on the mesh of `params`, scalars replicated.
 
         (A scalar left on one device changes its sharding in the first step, so the second one would recompile.)
+        Raises TypeError for a leaf of `params` that cannot be trained, such as a module's function or random key.
         """
+        check_class("optimizer", optimizer, optax.GradientTransformation)
+        for path, leaf in jax.tree.leaves_with_path(params):
+            if not (hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)):
+                raise TypeError(
+                    f"params{jax.tree_util.keystr(path)} is no array of floats: take the weights alone, by "
+                    "nnx.split(module, nnx.Param, ...) or eqx.partition(module, eqx.is_inexact_array)"
+                )
         return cls(params, *on_mesh_of(params, (optimizer.init(params), jnp.zeros((), jnp.int32))))
 
 
@@ -126,6 +134,15 @@ def check_class(name: str, value: Any, *classes: type) -> None:
     if not isinstance(value, classes):
         wanted = " or ".join(one.__name__ for one in classes)
         raise TypeError(f"{name} is of class {type(value).__name__}, but must be of class {wanted}")
+
+
+def check_shapes(shape: tuple[int, ...], **arrays: Any) -> None:
+    """Raises TypeError or ValueError, with its name, for an array that has another shape. None is no array."""
+    for name, x in arrays.items():
+        if x is not None and not hasattr(x, "shape"):
+            raise TypeError(f"{name} is of class {type(x).__name__}, but must be an array of shape {shape}")
+        if x is not None and x.shape != shape:
+            raise ValueError(f"{name} has shape {x.shape}, but the rows ask for {shape}")
 
 
 def on_mesh_of(params: PyTree, tree: PyTree) -> PyTree:

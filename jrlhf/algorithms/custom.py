@@ -7,10 +7,16 @@ import functools
 import inspect
 from collections.abc import Callable
 
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+
+from jrlhf.algorithms.factory import algorithm_of
 from jrlhf.algorithms.roles import ROLES, known_facts
 from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
-from jrlhf.meshes import Graph
+from jrlhf.meshes import AXES, Graph
+from jrlhf.ppo import Experience, Rollout, make_custom_experience
 from jrlhf.rewards.user_code import UserCode, explain, load, resolve
 from jrlhf.roles.graph import Value, trace
 
@@ -32,14 +38,19 @@ def custom_dataflow(config: Config, shipped: Callable) -> UserCode:
 
 def custom_graph(config: Config, dataflow: Callable, shipped: Callable) -> Graph:
     """Traces a user's dataflow, and checks that it makes the calls on which the stage relies."""
+    experiences: list[tuple] = []
     try:
-        graph = trace(_returning_a_pair(dataflow), ROLES, known_facts(config), name=config.algorithm)
+        watched = {"estimator.custom_experience": lambda *arguments: experiences.append(arguments)}
+        facts = known_facts(config)
+        graph = trace(_returning_a_pair(dataflow), ROLES, facts, name=config.algorithm, watched=watched)
     except Exception as error:
         raise UserError(
             f"{_key(config)} cannot be traced ({explain(error)}): let it only make calls of its roles and hand on what "
             "they return, and give what computes with arrays to estimator.custom_experience"
         ) from error
     _check_calls(config, graph, shipped)
+    for arguments in experiences:
+        _check_advantages(config, *arguments)
     return graph
 
 
@@ -55,6 +66,32 @@ def _returning_a_pair(dataflow: Callable) -> Callable:
             raise TypeError("it must return the experience and the metrics of the updates")
 
     return checked
+
+
+def _check_advantages(config: Config, advantages: Callable, *arguments: object) -> None:
+    """Refuses a function for `custom_experience` that fails, or whose results have other shapes than experience has.
+
+    Where values of a critic enter, their shapes are known in a run only.
+    """
+    if len(arguments) > len(("rollout", "scores", "old", "ref", "kl_coef")):
+        return
+    rows, width = config.rl.rollout_batch, config.data.max_prompt + config.data.max_response
+
+    def experience() -> Experience:
+        tokens, logprobs = jnp.zeros((rows, width), jnp.int32), jnp.zeros((rows, width))
+        finished, version = jnp.ones(rows, jnp.bool_), jnp.zeros((), jnp.int32)
+        rollout = Rollout(tokens, tokens[:, 0], tokens[:, 0], logprobs, finished, version)
+        given = rollout, jnp.zeros(rows), logprobs, logprobs
+        return make_custom_experience(*given, advantages=advantages, config=algorithm_of(config), kl_coef=1.0)
+
+    try:
+        with jax.sharding.use_abstract_mesh(AbstractMesh((1,) * len(AXES), AXES)):
+            jax.eval_shape(experience)
+    except Exception as error:
+        raise UserError(
+            f"{_key(config)}: the function that custom_experience gets fails with {rows} rows of {width} tokens "
+            f"({explain(error)})"
+        ) from error
 
 
 def _check_calls(config: Config, graph: Graph, shipped: Callable) -> None:

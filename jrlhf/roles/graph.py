@@ -16,7 +16,12 @@ from jrlhf.roles.placement import CALL, CONDITION
 
 
 def trace(
-    algorithm: Callable, roles: Mapping[str, type], facts: Mapping[str, Any] | None = None, *, name: str | None = None
+    algorithm: Callable,
+    roles: Mapping[str, type],
+    facts: Mapping[str, Any] | None = None,
+    *,
+    name: str | None = None,
+    watched: Mapping[str, Callable[..., None]] | None = None,
 ) -> Graph:
     """Returns the graph of the calls of one iteration of `algorithm`. name: of the graph; None: the function's.
 
@@ -25,8 +30,9 @@ def trace(
     roles: the class of each role, whose decorated methods are its calls.
     facts: values of parameters, and results of undecorated methods (key `role.method`), that are known before a run.
         The value None of a role means that there is no such role.
+    watched: `role.method` -> function that gets the arguments of this call.
     """
-    facts, recorder, inputs = dict(facts or {}), _Recorder(), []
+    facts, recorder, inputs = dict(facts or {}), _Recorder(watched or {}), []
     arguments: dict[str, Any] = {}
     for parameter in inspect.signature(algorithm).parameters:
         if parameter in facts:
@@ -57,7 +63,8 @@ class Value:
 
 
 class _Recorder:
-    def __init__(self):
+    def __init__(self, watched: Mapping[str, Callable[..., None]]):
+        self.watched = watched
         self.calls: list[Call] = []
         self._names: Counter[str] = Counter()
 
@@ -84,7 +91,7 @@ class _StandIn:
     def __getattr__(self, method: str) -> Any:
         if f"{self._name}.{method}" in self._facts:
             return lambda *_: self._facts[f"{self._name}.{method}"]
-        function = getattr(self._role, method, None)
+        function: Any = getattr(self._role, method, None)
         if hasattr(function, CONDITION):
             self._conditions[method] += 1
             return lambda *_: self._conditions[method] == 1
@@ -94,6 +101,10 @@ class _StandIn:
             raise AttributeError(f"{self._name} has no call {method}: its calls are {', '.join(calls)}")
         kind, outputs = getattr(function, CALL)
         outputs = tuple(output.format(role=self._name) for output in outputs)
-        return lambda *arguments, **named: self._recorder.record(
-            self._name, method, kind, outputs, [*arguments, *named.values()]
-        )
+
+        def record(*arguments: Any, **named: Any) -> Any:
+            given = inspect.signature(function).bind(self, *arguments, **named)  # raises where they do not fit
+            self._recorder.watched.get(f"{self._name}.{method}", lambda *_: None)(*given.args[1:])
+            return self._recorder.record(self._name, method, kind, outputs, [*given.args[1:], *given.kwargs.values()])
+
+        return record

@@ -33,7 +33,10 @@ def _bounds() -> Any:
 
 @dataclass(frozen=True)
 class PolicyConfig(Section):
-    """Settings shared by all algorithms that train a policy on its own samples."""
+    """Settings shared by all algorithms that train a policy on its own samples.
+
+    docs/configuration.md explains each field, in the table `ppo.algorithm`.
+    """
 
     # --- KL to the reference ---
     kl_in: KLPlace = checked("reward", **_KL)  # reward: a penalty on each token's reward; loss: a loss term

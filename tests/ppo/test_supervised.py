@@ -218,3 +218,21 @@ def test_a_text_without_a_token_to_learn_is_no_update_and_another_shape_is_named
         make_sft_step(short, OPTIMIZER)(TrainState.create(toy.params()[0], OPTIMIZER), batch)
     with pytest.raises(ValueError, match=r"logprob_fn returned shapes \(16, 8\), \(16, 8\) for"):
         make_dpo_step(short, OPTIMIZER, DPOConfig())(TrainState.create(toy.params()[0], OPTIMIZER), pair_batch())
+    pairs = pair_batch()
+    for change, message in (
+        ({"rejected": pairs.rejected[:, 1:]}, r"rejected has shape \(\d, 8\), but the rows ask for \(\d, 9\)"),
+        ({"prompt_lengths": 2}, r"prompt_lengths has shape \(\), but the rows ask for \(8,\)"),
+        ({"ref_chosen": jnp.zeros((8, 8))}, r"ref_chosen has shape \(8, 8\), but the rows ask for \(8,\)"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            state = TrainState.create(toy.params()[0], OPTIMIZER)
+            make_dpo_step(toy.logprobs, OPTIMIZER, DPOConfig())(state, replace(pairs, **change))
+
+
+def test_only_floats_are_trained(toy):
+    weights = toy.params()[0]
+    for leaf in (jnp.zeros(3, jnp.int32), jax.nn.relu, jax.random.key(0)):
+        with pytest.raises(TypeError, match=r"params\['more'\] is no array of floats: .*nnx.Param.*eqx.partition"):
+            TrainState.create({**weights, "more": leaf}, OPTIMIZER)
+    with pytest.raises(TypeError, match="optimizer is of class function, but must be of class GradientTransformation"):
+        TrainState.create(weights, optax.adam)  # pyright: ignore[reportArgumentType]

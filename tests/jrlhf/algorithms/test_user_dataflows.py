@@ -73,6 +73,10 @@ REFUSED = [
     (OWN.replace("(experience)", "(experience) | actor.update(experience)"), {}, "calls actor.update more than once"),
     (OWN.replace("old, ref = policy_logprobs(actor, reference, rollout)", "old = ref = actor.logprobs(rollout)"),)
     + ({}, "does not call reference.logprobs, and grpo.algorithm.kl_coef=0.04: call it, or set that to 0"),
+    (OWN.replace("update(experience)", "update(experience, loss=3)"), {}, "unexpected keyword argument 'loss'"),
+    (OWN.replace("generate(prompts)", "generate()"), {}, r"missing a required argument: 'prompts'"),
+    (OWN.replace(".reshape(-1)\n", ".sum(0)\n"), {}, r"custom_experience gets fails .*advantages has shape \(8,\)"),
+    (OWN.replace("return (sco", "return 1 / (ros"), {}, r"tokens \(NameError: .*'rosres'.* at .*mine.py:7\)$"),
     (OWN, {"stage": "ppo"}, "does not call critic.update, which stage ppo needs"),
     (OWN, {"stage": "dapo"}, "has the parameter prompts, and stage dapo gives actor, reference, reward, pool"),
 ]
