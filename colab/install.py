@@ -63,6 +63,7 @@ def install() -> None:
         RestartNeeded: a package that this Python has loaded was replaced.
         RuntimeError: pip could not install it.
     """
+    print("Installing jrlhf: a minute or two ...", flush=True)
     before = versions()
     owners = packages_distributions()
     loaded = {plain(name) for module in list(sys.modules) for name in owners.get(module.partition(".")[0], ())}
@@ -81,7 +82,8 @@ def install() -> None:
             pip("uninstall", "-q", "-y", *stale)  # they do not fit the new JAX
     importlib.invalidate_caches()
     after = versions()
-    print(f"jrlhf {after['jrlhf']} with jax {after['jax']}, which was {'replaced' if refused else 'there'}")
+    origin = "there" if not refused else "replaced" if "jax" in before else "installed"
+    print(f"jrlhf {after['jrlhf']} with jax {after['jax']}, which was {origin}")
     if replaced := sorted(name for name in loaded if before.get(name) != after.get(name)):
         raise RestartNeeded(f"{RESTART} Replaced while in use: {', '.join(replaced)}.")
 

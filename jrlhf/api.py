@@ -45,6 +45,7 @@ from jrlhf.ppo.fields import Section, count, natural, positive
 from jrlhf.report.read import Record, read_run
 from jrlhf.rewards.python_code import python_functions
 from jrlhf.run.checkpoints import saved_steps
+from jrlhf.run.console import SHOWN
 from jrlhf.run.directory import run_path
 from jrlhf.run.metrics import read_metrics
 from jrlhf.train import main
@@ -156,10 +157,11 @@ class Run:
         rows = [row for row in self.metrics if name in row and stage in (None, row["stage"])]
         if not rows:
             place = f"{self.path}" if stage is None else f"stage {stage} of {self.path}"
-            word = "score" if "reward" in name else name
-            near = [other for other in self.names if word in other.split("/")] or get_close_matches(name, self.names)
-            hint = f"did you mean {' or '.join(near[:3])}? It" if near else "it"
-            raise UserError(f"{place} has no metric {name}: {hint} has {', '.join(self.names) or 'none yet'}")
+            near = [metric for metric, word, _ in SHOWN if word == name and metric in self.names]  # as the console says
+            near = near or [other for other in self.names if name in other.split("/")]
+            near = near or get_close_matches(name, self.names)
+            hint = f"did you mean {' or '.join(near[:3])}" if near else f"it has {', '.join(self.names) or 'none yet'}"
+            raise UserError(f"{place} has no metric {name}: {hint}")
         values = [np.nan if row[name] is None else row[name] for row in rows]
         return np.array([row["step"] for row in rows]), np.array(values, np.float64)
 

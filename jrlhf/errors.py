@@ -10,7 +10,14 @@ DONE, FAILED, BAD_INPUT, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130  # 75: requeu
 LONGEST = 1500  # maximum characters of a sentence, which may quote input of any length
 
 
-class UserError(Exception):
+class Sentence(Exception):
+    """An exception whose text says it all: a notebook shows it without a traceback."""
+
+    def _render_traceback_(self) -> list[str]:  # IPython asks for this
+        return [f"{type(self).__name__}: {self}"]
+
+
+class UserError(Sentence):
     """Bad input, in one sentence: what is wrong, its value, the remedy. The program prints it and exits with 2.
 
     The text has one line and no control characters. The middle of long words and of a long text is left out.
@@ -22,11 +29,11 @@ class UserError(Exception):
         return text if len(text) <= LONGEST else f"{text[: LONGEST - 500]} ... {text[-400:]}"
 
 
-class RunFailure(Exception):
+class RunFailure(Sentence):
     """The run cannot go on although its input is good, for example with a full disk: one sentence, exit code 1."""
 
 
-class Preempted(Exception):
+class Preempted(Sentence):
     """The run was asked to stop and has saved its state. by_hand: by Ctrl-C, in this process."""
 
     by_hand = False

@@ -165,8 +165,8 @@ def _move(name: str, source: Any, route: dict[int | None, int], targets: list[Na
         try:
             target.shard_shape(move.shape)
         except (ValueError, IndexError) as error:
-            where = f"{target.spec} on {target.mesh}"
-            raise ValueError(f"{name} has shape {move.shape}, which does not divide as {where}") from error
+            message = f"{name} has shape {move.shape}, which does not divide as {target.spec} on {target.mesh}"
+            raise ValueError(message) from error
     return move
 
 

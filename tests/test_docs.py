@@ -24,6 +24,7 @@ from jrlhf.config.check import validate
 from jrlhf.config.stages import TITLES
 from jrlhf.models.hf.presets import PRESETS
 from jrlhf.planning.plans import read_plan
+from jrlhf.run.console import SHOWN
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = {
@@ -193,6 +194,14 @@ def test_commands_run(shown, capsys, tmp_path, monkeypatch):
         else:
             continue
         assert code == 0, (command, capsys.readouterr().err)
+
+
+def test_the_words_of_the_console_are_explained():
+    rows = (ROOT / "docs/metrics.md").read_text().split("## The line of an iteration")[1].split("\n## ")[0]
+    table = re.findall(r"^\| ([^|`]+) \| (`.*`) \|$", rows, re.MULTILINE)
+    assert [(word, metric) for word, metrics in table for metric in re.findall("`(.+?)`", metrics)] == sorted(
+        ((word, metric) for metric, word, _ in SHOWN), key=lambda row: [word for word, _ in table].index(row[0])
+    )
 
 
 def test_every_metric_has_a_meaning():

@@ -228,11 +228,13 @@ print("kernel", os.getpid())
 @pytest.mark.proof("notebooks")
 def test_an_interrupted_cell_leaves_a_run_that_the_next_cells_use_and_resume(tmp_path):
     """Jupyter interrupts all processes of a kernel, those of reward functions too."""
+    from nbclient.exceptions import CellExecutionError
     from nbformat.v4 import new_code_cell
 
     notebook = Notebook("quickstart", tmp_path)
     cells = INTERRUPTED, "run = train_on()", "print(run.actor.generate('1+2='), len(run.metrics))"
-    notebook.cells.cells = [new_code_cell(code) for code in (*cells, "print(len(train_on(resume=True).metrics))")]
+    cells += "print(len(train_on(resume=True).metrics))", "train('quickstrt')"
+    notebook.cells.cells = [new_code_cell(code) for code in cells]
     metrics = tmp_path / "runs/arithmetic-grpo/metrics.jsonl"
 
     def interrupt(kernel: int) -> None:
@@ -248,6 +250,10 @@ def test_an_interrupted_cell_leaves_a_run_that_the_next_cells_use_and_resume(tmp
         assert "its state is saved; go on with resume=True" in stopped
         assert 3 <= int(notebook.run(2, 3).split()[-1]) < 42
         assert notebook.run(3, 4).split()[-1] == "42"
+        with pytest.raises(CellExecutionError):
+            notebook.run(4, 5)
+    (mistake,) = notebook.cells.cells[4].outputs
+    assert mistake["traceback"] == ["UserError: config quickstrt does not exist: did you mean quickstart"]
 
 
 @pytest.fixture

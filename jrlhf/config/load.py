@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -102,6 +103,9 @@ def parse_with_settings(parser: argparse.ArgumentParser, arguments: Sequence[str
     """Parses a command line. Words `key=value` or `--key=value` are settings and go to the list `overrides`."""
     help_text = "settings in place of the file's: seed=1"
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=help_text)
+    words = sys.argv[1:] if arguments is None else arguments
+    if words and not words[0].startswith("-") and "=" not in words[0] and "--config" in parser._option_string_actions:
+        parser.error(f"{words[0]} is no setting: did you mean --config {words[0]}?")
     options, unknown = parser.parse_known_intermixed_args(arguments)
     for word in unknown:
         if "=" not in word:

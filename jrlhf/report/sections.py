@@ -11,6 +11,7 @@ import numpy as np
 from jrlhf.report.charts import COLORS, Chart, Series, number
 from jrlhf.report.read import FAILURES, GOLD, KL, REWARD_KINDS, SCORE, STAGES, Curve, Named, Record, Sample
 from jrlhf.run.console import duration, validation_key
+from jrlhf.tasks.docstrings.rubric import ITEMS
 
 _UNSET = ("", "0", "null")  # values of a setting that is not used
 _ALL = "all"  # the source name of a validation for all prompts together
@@ -259,6 +260,15 @@ def _compared(rows: list[Row]) -> list[Row]:
     """Returns the rows that have both results, or else those that have the first."""
     rows = [row for row in rows if row[2] is not None]
     return [row for row in rows if row[3] is not None] or rows
+
+
+def items_lead(run: Record) -> str:
+    """Returns what the items of the rubric ask for, with their weights; "" for rewards of the user's own."""
+    old, _ = (value or {} for value in run.both("items"))
+    if run.measure != "gold" or not old:
+        return ""
+    meanings = (f"{words(run, name)} ({weight:g}): {text}" for name, (weight, text) in ITEMS.items() if name in old)
+    return f"The gold score is the weighted mean of marks from 0 to 1. {'; '.join(meanings)}."
 
 
 def gold_items(run: Record) -> list[Chart]:

@@ -195,7 +195,7 @@ def _gaps(spans: list[Span], length: float) -> list[Span]:
 
 def _summary(run: Record, record: Metrics, seconds: dict[str, float], count: int) -> str:
     total, first = record["timing_s/step"], run.iterations[0].get("timing_s/step")
-    text = f"Step {record['step']}, the median of {count}, takes {_milliseconds(total)}"
+    text = f"Step {record['step']}, the median of the last {count}, takes {_milliseconds(total)}"
     text += f"; the first one, which compiles, took {duration(first)}." if first and len(run.iterations) > 1 else "."
     if "reshard" in seconds:
         text += f" Switching weights from layout to layout costs {seconds['reshard'] / total:.1%} of it."

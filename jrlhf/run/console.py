@@ -37,7 +37,7 @@ _ESCAPES = re.compile(
 )
 
 # Metrics that an iteration's line shows, in this order: metric, name, format.
-_SHOWN = (
+SHOWN = (
     ("sft/loss", "loss", ".3f"),
     ("sft/eval_loss", "held-out loss", ".3f"),
     ("reward_model/loss", "loss", ".3f"),
@@ -232,7 +232,7 @@ class Progress:
         slow, evaluated = rate is not None and rate <= 1.0, any("/eval_" in metric for metric in metrics)
         if slow or evaluated or ended or now - self._shown >= self.console.quiet:
             self._shown = now
-            values = [(name, metrics[metric], form) for metric, name, form in _SHOWN if metric in metrics]
+            values = [(name, metrics[metric], form) for metric, name, form in SHOWN if metric in metrics]
             values += _rewards(metrics)
             parts = [f"{self.name} {done:>{len(str(self.total))}}/{self.total}"]
             parts += [f"{name} {value:{form}}" for name, value, form in values]

@@ -99,6 +99,7 @@ def _open_context(
         config = replace(config, notices=(*config.notices, line))
     mesh, models, plan = select_resources(config, resume=resume)
     console, placements, moves = _open_console(config), {}, None
+    console.line(_headline(config, mesh))
     if plan is not None:
         graph, ahead, devices = graph_of(config), config.offloading.ahead, list(mesh.devices.flat)
         workload = workload_of(config, graph, models)
@@ -169,6 +170,17 @@ def _open_console(config: Config) -> Console:
         if warning:
             console.warn(warning)
     return console
+
+
+def _headline(config: Config, mesh: Mesh) -> str:
+    """Returns the first line of a run: its stages and their lengths, the devices, and the directory."""
+    stages = []
+    for stage in config.stages:
+        section = vars(config.sections[stage])
+        unit = "iterations" if "iterations" in section else "steps"
+        stages.append(f"{stage} {section[unit]} {unit}")
+    devices = f"{mesh.size} {mesh.devices.flat[0].device_kind} device{'s' * (mesh.size > 1)}"
+    return f"{config.name}: {', '.join(stages)}; {devices}; files in {config.run_dir}/{config.name}"
 
 
 def _devices_line(mesh: Mesh, plan: Plan | None) -> str:

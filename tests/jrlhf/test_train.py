@@ -152,6 +152,9 @@ def test_one_command_leads_to_all(eight, capsys):
     with pytest.raises(SystemExit):
         cli(["--config", "quickstart", "--dryrun"])
     assert "--dryrun is no option, did you mean --dry-run?" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        cli(["quickstart", "seed=1"])
+    assert "quickstart is no setting: did you mean --config quickstart?" in capsys.readouterr().err
     for name in jrlhf.__main__.COMMANDS:
         with pytest.raises(SystemExit, match="0"):
             jrlhf.__main__.cli([name, "--help"])

@@ -70,7 +70,7 @@ def test_lanes_of_slices_and_calls_are_what_ran_when(seed, tmp_path):
     assert rest == pytest.approx((running == 0).sum())
     (overlap,) = map(float, re.findall(r"overlap for ([\d.]+)% of it", text))
     assert overlap == pytest.approx(100 * (running > 1).mean(), abs=0.51)
-    assert text.startswith("Step 4, the median of 3, takes ") and render(run).count("devices ") >= len(groups)
+    assert text.startswith("Step 4, the median of the last 3, takes ") and render(run).count("devices ") >= len(groups)
 
 
 def test_the_unfinished_rows_and_their_move_are_drawn(tmp_path):
