@@ -63,5 +63,7 @@ def test_the_names_that_lead_to_ours_are_theirs():
     trl = {field.name for field in dataclasses.fields(GRPOConfig)}
     verls = {path.rsplit(".", 1)[-1] for path in paths(VERL)}
     scripts = {"dataset_name", "model_name_or_path", "lora_r", "lora_alpha", "lora_target_modules", "reward_funcs"}
-    ppo = {"cliprange", "cliprange_value", "num_ppo_epochs", "reward_model_path"}  # of the PPO of TRL 1.12
+    scripts |= {"use_rslora"}  # of PEFT
+    ppo = {"cliprange", "cliprange_value", "num_mini_batches", "num_ppo_epochs", "response_length"}  # of TRL 1.12
+    ppo |= {"reward_model_path", "sft_model_path", "total_episodes", "vf_coef"}
     assert sorted(PEERS.keys() - trl - verls - scripts - ppo) == []

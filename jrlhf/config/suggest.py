@@ -9,6 +9,9 @@ from typing import Any
 from jrlhf.config.keys import classes_of, flatten, joined, kinds_of, paths_of
 from jrlhf.config.peers import IN_OTHER_STAGES, PEERS
 
+_ALIKE = 0.75  # similarity of a key to what was given; a wrong guess is worse than none
+_LISTED = 14  # number of keys that are listed where none is similar; no section but the whole config has many more
+
 
 class UnknownKey(Exception):
     """A section does not have a key. Who reads the whole config knows where else the key is."""
@@ -31,21 +34,36 @@ def suggestion(unknown: UnknownKey, root: Any, config: object) -> str:
     kinds, sections = kinds_of(cls), kinds_of(root)
     stages = {name for item in fields(root) for name in item.metadata.get("table", ())}
     top = re.split(r"[.[]", path)[0]
-    used = {top} & stages or (stages & set(config) if isinstance(config, Mapping) else set()) or stages
+    given = config if isinstance(config, Mapping) else {}
+    named = stages & set(re.findall(r"\w+", str(given.get("stages")))) or stages & set(given)
+    used = {top} & stages or named or stages
     everywhere = [inner for inner in paths_of(root) if _first(inner) not in stages - used]
     below = everywhere if cls is root else paths_of(cls)
     written = next(iter(flatten(unknown.value, key)), key)  # with the names of the sections inside
-    meant = _translated(path, key, written, below)
-    if stages and (not path or top in stages) and meant not in {_last(x) for x in everywhere if _first(x) in used}:
-        meant = IN_OTHER_STAGES.get(meant, meant)
-    if " " in meant:
-        return meant
+    there = {*everywhere, *(_last(inner) for inner in everywhere if _first(inner) in used or not stages)}
+    meant, note = key, ""
+    options = _translated(path, key, written, below).split(" | ")
+    if stages and (not path or top in stages) and options[0] not in there and options[0] in IN_OTHER_STAGES:
+        options.append(IN_OTHER_STAGES[options[0]])
+    for option in options:
+        name, _, about = option.partition(", ")
+        if " " in name:
+            return option
+        if name in there:
+            meant, note = name, about
+            break
+
+    def first_choice(found: list[str]) -> list[str]:
+        """Prefers, for another name than ours, the setting of exactly this name, then those of the run's stages."""
+        stages_own = [inner for inner in found if _first(inner) in used]
+        return found if meant == key else [meant] if meant in found else stages_own or found
 
     # A similar key of the section comes before a setting of this name further below.
     same = get_close_matches(key, kinds, n=1, cutoff=0.9)
     same = same or [inner for inner in below if "." in written and inner.endswith(f".{written}")]
-    if same := same or [inner for inner in below if meant in (inner, _last(inner))]:
-        return _did_you_mean(joined(path, inner) for inner in same)
+    same = same or [last for last in [_last(written)] if top in stages and last != key and last in kinds]
+    if same := same or first_choice([inner for inner in below if meant in (inner, _last(inner))]):
+        return _did_you_mean((joined(path, inner) for inner in same), note)
     if path and meant == key in sections:
         return f"did you mean {key}, at the top level?"
     apart = joined(path, written).removeprefix(f"{top}.")
@@ -55,33 +73,38 @@ def suggestion(unknown: UnknownKey, root: Any, config: object) -> str:
     elsewhere = [meant] if meant in everywhere else [inner for inner in everywhere if _last(inner) == meant]
     if not elsewhere and meant == key != _last(written):  # a section that is not known, with a setting that is
         elsewhere = [inner for inner in everywhere if _last(inner) == _last(written)]
-    if meant != key:
-        elsewhere = [inner for inner in elsewhere if _first(inner) in used] or elsewhere
-    if 0 < len(elsewhere) <= 3:
-        return _did_you_mean(elsewhere)
-    if meant != key and {_last(written), key} & PEERS.keys():
-        return _did_you_mean([meant])
+    elsewhere = first_choice(elsewhere)
+    if 0 < len(elsewhere) <= 4:
+        return _did_you_mean(elsewhere, note)
+    if elsewhere and meant != key:
+        return _did_you_mean([meant], note)
 
-    is_section = isinstance(unknown.value, Mapping)
-    similar = get_close_matches(key, [name for name in kinds if classes_of(kinds[name]) or not is_section], n=1)
+    if meant == key and {_last(written), key} & PEERS.keys():
+        return "no stage of this run has such a setting, leave it out"
+    is_section, names = isinstance(unknown.value, Mapping), [name for name in kinds if name not in stages - used]
+    similar = get_close_matches(key, [name for name in names if classes_of(kinds[name]) or not is_section], 1, _ALIKE)
     if not similar and not is_section:
-        near = get_close_matches(key, map(_last, below), n=1)
+        near = get_close_matches(key, map(_last, below), 1, _ALIKE)
         similar = [inner for inner in below if _last(inner) in near]
     if similar:
         return _did_you_mean(joined(path, inner) for inner in similar)
     more = "; a function's own arguments are written in options" if "options" in kinds else ""
-    return f"known are {', '.join(kinds)}{more}"
+    if len(names) > _LISTED:
+        names[_LISTED:] = [f"and {len(names) - _LISTED} more, all in docs/configuration.md"]
+    return f"known are {', '.join(names)}{more}"
 
 
 def _translated(path: str, key: str, written: str, below: Iterable[str]) -> str:
-    """Returns our name of a peer's setting, or a sentence about it; the key itself if it is no peer's."""
+    """Returns our names of a peer's setting, or a sentence about it; the key itself if it is no peer's."""
     word = _last(written) if _last(written) in PEERS else key
-    of_section = PEERS.get(re.sub(r"\[\d+\]", "", joined(path, written)))
-    return of_section or (word if word in map(_last, below) else PEERS.get(word, word))
+    dotted = re.sub(r"\[\d+\]", "", joined(path, written))
+    if "." in dotted and dotted in PEERS:
+        return PEERS[dotted]
+    return word if word in map(_last, below) else PEERS.get(word, word)
 
 
-def _did_you_mean(keys: Iterable[str]) -> str:
-    return f"did you mean {' or '.join(keys)}?"
+def _did_you_mean(keys: Iterable[str], note: str = "") -> str:
+    return f"did you mean {' or '.join(keys)}{note and f', {note}'}?"
 
 
 def _first(path: str) -> str:
