@@ -53,12 +53,18 @@ def run_stage(
         records = StageRecords(run.path, name, start, writers=writers) if run.writes else None
         for difference in () if records is None else records.differences(tally):
             console.warn(difference)
+        if start:
+            console.line(
+                f"{name} has done its {steps} steps"
+                if start == steps
+                else f"{name} goes on after step {start} of {steps}"
+            )
         if start == steps:
             return state
         learning = Learning(context.config, name, state, console.warn)
         run.begin(console.line)
 
-        waited: dict[str, float] = {}
+        waited, measured = dict[str, float](), set[str]()
 
         def save(step: int, state: State) -> None:
             began = time.perf_counter()
@@ -79,10 +85,12 @@ def run_stage(
                     compiled, causes = compilations.take()
                 run.check_present()
                 samples, calls = metrics.pop(SAMPLES, ()), metrics.pop(CALLS, ())
+                first, measured = not metrics.keys() <= measured, measured | metrics.keys()
                 metrics |= {"perf/compilations": len(compiled), "training/global_step": step + 1}
                 metrics |= peak_memory(context.mesh)
                 metrics |= learning.measure(state, metrics, step + 1) | dict(waited.popitem() for _ in list(waited))
-                if step - start >= SETTLED and compiled:
+                # The first validation or evaluation of a process compiles, which after a resume may be a late step.
+                if step - start >= SETTLED and compiled and not first:
                     console.warn(f"{name} step {step + 1} compiled {', '.join(compiled)} again: {' '.join(causes)}")
                 elif step - start == SETTLED - 1:
                     compilations.explain()

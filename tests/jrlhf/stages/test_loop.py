@@ -101,12 +101,15 @@ def test_a_stage_saves_when_it_is_asked_to_stop_and_goes_on_from_its_newest_chec
         taken.append(step)
         return advance(state, step)
 
-    state = run(context(tmp_path), step=counted)
-    assert taken == [3, 4, 5, 4, 5]
+    here = context(tmp_path)
+    state = run(here, step=counted)
+    assert taken == [3, 4, 5, 4, 5] and "sft goes on after step 4 of 6" in here.console.warnings
     np.testing.assert_array_equal(state["x"], np.full(8, 15.0))
     records = [(record["step"], record["loss"]) for record in read_metrics(tmp_path)]
     assert records == [(step + 1, float(step)) for step in range(6)]
-    finished = run(context(tmp_path), step=lambda *_: pytest.fail("finished stages do nothing"))
+    here = context(tmp_path)
+    finished = run(here, step=lambda *_: pytest.fail("finished stages do nothing"))
+    assert here.console.warnings == ["sft has done its 6 steps"]
     assert finished["x"].sharding == state["x"].sharding
     with pytest.raises(UserError, match=r"stage sft was made with another reference \(None there, b here\)"):
         run(context(tmp_path), meta={"reference": "b"})
@@ -114,17 +117,19 @@ def test_a_stage_saves_when_it_is_asked_to_stop_and_goes_on_from_its_newest_chec
 
 def test_a_compilation_after_the_first_iterations_is_told_with_its_cause(tmp_path):
     here = context(tmp_path)
-    double = jax.jit(lambda x: 2 * x)
+    double, triple = jax.jit(lambda x: 2 * x), jax.jit(lambda x: 3 * x)
 
     def grows(state, step):
         double(jnp.ones(4 if step < 4 else 5, jnp.float16))
-        return advance(state, step)
+        state, metrics = advance(state, step)
+        # The first validation of a process compiles; after a resume it may be late.
+        return state, metrics | ({"val-core/score": float(triple(jnp.float16(1)))} if step == 3 else {})
 
     run(here, step=grows, save_every=6)
     (warning,) = [text for text in here.console.warnings if "float16" in text or "f16[5]" in text]
     assert warning.startswith("sft step 5 compiled") and "f16[4]" in warning
     counts = [record["perf/compilations"] for record in read_metrics(tmp_path)]
-    assert counts[2:4] == [0, 0] and counts[4] >= 1
+    assert counts[2] == 0 and counts[3] >= 1 and counts[4] >= 1
 
 
 def test_a_hang_ends_the_process_and_shows_where_it_was():
