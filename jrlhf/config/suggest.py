@@ -53,10 +53,10 @@ def suggestion(unknown: UnknownKey, root: Any, config: object) -> str:
             meant, note = name, about
             break
 
-    def first_choice(found: list[str]) -> list[str]:
+    def first_choice(keys: list[str]) -> list[str]:
         """Prefers, for another name than ours, the setting of exactly this name, then those of the run's stages."""
-        stages_own = [inner for inner in found if _first(inner) in used]
-        return found if meant == key else [meant] if meant in found else stages_own or found
+        stages_own = [inner for inner in keys if _first(inner) in used]
+        return keys if meant == key else [meant] if meant in keys else stages_own or keys
 
     # A similar key of the section comes before a setting of this name further below.
     same = get_close_matches(key, kinds, n=1, cutoff=0.9)

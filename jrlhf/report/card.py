@@ -23,7 +23,7 @@ from jrlhf.models.hf.files import CARD, PLOT, PROMPTING, SIGNATURE, check_file
 from jrlhf.models.weights import HeadKind
 from jrlhf.report.charts import Chart, Series
 from jrlhf.report.read import GOLD, SCORE, STAGES, Record
-from jrlhf.report.sections import accuracy, results
+from jrlhf.report.sections import OWN_ANSWERS, accuracy, results
 from jrlhf.roles.pretrained import hub_model
 from jrlhf.run.console import clean, validation_key
 from jrlhf.run.files import to_json
@@ -31,6 +31,7 @@ from jrlhf.run.resume import defines_results
 
 HUB = "https://huggingface.co"
 _LEFT_OUT = "(left out)"
+_VALIDATED = "on held-out prompts before each iteration"
 _PLACES = ("path", "critic", "reference", "model", "adapter", "function", "dataflow")  # settings
 _NAMES_OF_PARTS = ("name", "split")  # settings that the tables show, too
 _ROLES = {"sft": "SFT", "preferences": "preferences", "prompts": "prompts", "heldout": "held-out prompts"}
@@ -171,7 +172,8 @@ def _results(facts: Facts, plot: str) -> list[str]:
     run, scalar = facts.record, facts.head == "scalar"
     shown = accuracy(run, "reward_model", "Reward model", "right about") if scalar else results(run)
     rows = [[title, " → ".join(values), note] for title, values, note in shown]
-    picture = [f"![{plot}]({PLOT})", f"{plot[0].upper()}{plot[1:]}."] if plot else []
+    note = f" {OWN_ANSWERS}" if plot.endswith(_VALIDATED) else ""
+    picture = [f"![{plot}]({PLOT})", f"{plot[0].upper()}{plot[1:]}.{note}"] if plot else []
     table = [_table(["figure", "value", "note"], rows)] if rows else []
     return ["## Results", *table, *picture] if rows or picture else []
 
@@ -185,7 +187,7 @@ def progress(facts: Facts) -> tuple[str, bytes] | None:
     validated = {key: parsed for key in run.names("val-core/") if (parsed := validation_key(key)) is not None}
     means = [key for key, (source, _, statistic) in validated.items() if source == "all" and statistic[:4] == "mean"]
     training = f"in the iterations of {run.title}"
-    curves = [(f"{run.measure_name} on held-out prompts before each iteration", key, None) for key in means]
+    curves = [(f"{run.measure_name} {_VALIDATED}", key, None) for key in means]
     curves += [(f"gold score of the answers {training}", GOLD, None), (f"mean score {training}", SCORE, None)]
     curves += [("share of held-out pairs whose better answer the policy prefers", "dpo/eval_accuracy", "dpo")]
     losses = [("loss on held-out rows in SFT", "sft/eval_loss", "sft"), ("loss in SFT", "sft/loss", "sft")]

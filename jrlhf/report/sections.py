@@ -16,6 +16,7 @@ from jrlhf.tasks.docstrings.rubric import ITEMS
 _UNSET = ("", "0", "null")  # values of a setting that is not used
 _ALL = "all"  # the source name of a validation for all prompts together
 _LATEST = 12  # number of samples shown of training and of validation
+OWN_ANSWERS = "A validation draws answers of its own: it differs by chance from the result before and after training."
 Row = tuple[str, int | None, Any, Any]  # name, number of held-out prompts, results before and after
 Part = tuple[str, list[Chart], list[Chart]]  # text, charts, small charts
 
@@ -306,8 +307,8 @@ def validation(run: Record) -> Part:
         charts.append(Chart(f"{prompts}: {measure}", series, note, xlabel="before iteration"))
     counts = {name.partition("@")[2] for curves in core.values() for name in curves} - {"1"}
     text = "".join(f"mean@{n}: the mean of {n} answers per prompt; best@{n}: the best. " for n in sorted(counts))
-    text += "Scored by the run's own rewards, on prompts it does not train on." if run.measure != "gold" else ""
-    return text, charts, [Chart(title, dots(curves)) for title, curves in others.items()]
+    text += "Scored by the run's own rewards, on prompts it does not train on. " if run.measure != "gold" else ""
+    return text + OWN_ANSWERS if charts else "", charts, [Chart(title, dots(curves)) for title, curves in others.items()]
 
 
 def rewards(run: Record) -> Part:

@@ -241,7 +241,9 @@ def test_the_plot_shows_the_validation_where_there_is_one():
     given = facts()
     picture = matplotlib.image.imread(io.BytesIO(files(given)["progress.png"]))
     assert picture.shape[:2] == (384, 768)
-    assert "![score on held-out prompts before each iteration](progress.png)" in files(given)["README.md"].decode()
+    text = files(given)["README.md"].decode()
+    assert "![score on held-out prompts before each iteration](progress.png)" in text
+    assert "before each iteration. A validation draws answers of its own: it differs by chance" in text
     given.record.metrics["grpo"][:] = given.record.metrics["grpo"][:5]
     assert "mean score in the iterations of GRPO" in files(given)["README.md"].decode()
     given.record.metrics.clear()
