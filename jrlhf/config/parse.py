@@ -161,8 +161,9 @@ def build(cls: type[T], mapping: object, path: str = "") -> T:
 def _build(cls: type[T], mapping: object, path: str) -> T:
     mapping, kinds = {} if mapping is None else mapping, kinds_of(cls)
     if not isinstance(mapping, Mapping):
-        keys = ", ".join(kinds)
-        raise UserError(f"{path}={_shown(mapping)}: it is a section, write {path}.KEY=VALUE for one of {keys}")
+        keys, listed = ", ".join(kinds), path.partition("[")[0]
+        written = f"{path}.KEY=VALUE" if listed == path else f"{listed}=[{{KEY: VALUE}}]"
+        raise UserError(f"{path}={_shown(mapping)}: it is a section, write {written} for one of {keys}")
     mapping, derived = cls.prepare(mapping) if hasattr(cls, "prepare") else (mapping, {})  # pyright: ignore
     values: dict[str, Any] = {}
     for key, value in mapping.items():
@@ -211,7 +212,9 @@ def convert(kind: Any, value: object, path: str) -> Any:
         with contextlib.suppress(ValueError):  # raised by int("1e3")
             return kind(value)  # pyright: ignore  # a number, or text that float() accepts
     if origin is tuple:
-        expected = f"a list, write [{_shown(value)}]"
+        choices = get_args(inner[0]) if get_origin(inner[0]) is Literal else ()
+        no_member = choices and value not in choices
+        expected = f"a list of {', '.join(choices)}" if no_member else f"a list, write [{_shown(value)}]"
     elif origin is Mapping:
         expected = "a mapping, write {key: value}"
     elif origin is Literal:
@@ -238,7 +241,18 @@ def _convert_union(kinds: list[Any], value: object, path: str) -> Any:
         return convert(kinds[0], value, path) if given is None else _convert_tagged(kinds, given, path)
     if given is None:
         return None
-    return in_use(convert(kinds[0], value, path), path)
+    reduced = _without_file(kinds[0], given)
+    return in_use(convert(kinds[0], value if reduced is given else reduced, path), path)
+
+
+def _without_file(kind: Any, given: object) -> object:
+    """Returns a section without the file's settings if overrides switch its feature off."""
+    if not (is_dataclass(kind) and issubclass(kind, Feature) and isinstance(given, Mapping)):  # pyright: ignore
+        return given
+    switches = [given[name] for name in kind.SWITCHES if name in given]
+    overridden = {key: setting for key, setting in given.items() if isinstance(setting, Override)}
+    off = overridden.keys() & set(kind.SWITCHES) and all(parsed(value, "") in (None, []) for value in switches)
+    return overridden if off else given
 
 
 def in_use(value: Any, path: str) -> Any:

@@ -7,8 +7,11 @@ those of TRL 1.12, the last version that had it."""
 _ITSELF = "jrlhf draws the responses itself, leave it out"
 _LENGTH = "the length of a stage is its number of steps or iterations, set that"
 _NO_DROPOUT = "jrlhf trains without dropout, leave it out"
-_PER_ITERATION = "rollout_batch, which is per_device_train_batch_size times steps_per_generation times devices"
-_PER_UPDATE = "batch, which is per_device_train_batch_size times gradient_accumulation_steps times devices"
+_PER_ITERATION = (
+    "rollout_batch, which is per_device_train_batch_size times devices times steps_per_generation (by default "
+    "gradient_accumulation_steps)"
+)
+_PER_UPDATE = "batch, which is per_device_train_batch_size times devices times gradient_accumulation_steps"
 
 PEERS = {
     # TRL: the fields of its configs

@@ -228,6 +228,9 @@ OVERRIDES = {
     "device={platform: gpu, simulated: 2}": "device.simulated=2: it must be null on a gpu",
     "stages=[stf]": "stages[0]=stf: it must be one of sft, reward_model, dpo, ppo, grpo, dr_grpo",
     "lora={rank: 4, path: p}": "lora.rank=4: it must be null with path=p, whose adapter has its own rank",
+    "lora={rank: 4, targets: all-linear}": "lora.targets=all-linear: it must be a list of q_proj, k_proj, v_proj,",
+    "lora={rank: 4, targets: q_proj}": "lora.targets=q_proj: it must be a list, write [q_proj]",
+    "rewards=[my.py:f]": "rewards[0]=my.py:f: it is a section, write rewards=[{KEY: VALUE}] for one of name, model,",
     "lora.alpha=4": "lora.alpha=4.0 has no effect with lora.rank=null: leave it out",
     "sleep.ahead=true": "sleep.ahead=True has no effect with nothing asleep: leave it out",
     "validation.k=2": "validation.k=2 has no effect with validation.every=null: leave it out",
@@ -244,6 +247,18 @@ def test_a_wrong_override_is_one_sentence(tmp_path):
         with pytest.raises(UserError) as caught:
             load_config(write(tmp_path, "seed: 3"), [override])
         assert str(caught.value).startswith(message) and "\n" not in str(caught.value), (override, str(caught.value))
+
+
+def test_a_command_line_switches_a_feature_of_the_file_off(tmp_path):
+    path = write(
+        tmp_path, "validation: {every: 4, k: 2}\nprofile: {iterations: [3], stage: ppo}\nlora: {rank: 4, alpha: 8}"
+    )
+    off = load_config(path, ["validation.every=null", "profile.iterations=[]", "lora.rank=null"])
+    assert (off.validation, off.profile, off.lora) == (None, None, None)
+    named = load_config(path, ["wandb.project={a}"]).wandb
+    assert named is not None and named.project == "{a}"  # an override of a text is taken as it is
+    with pytest.raises(UserError, match="validation.k=3 has no effect with validation.every=null: leave it out"):
+        load_config(path, ["validation.every=null", "validation.k=3"])
 
 
 def test_files_and_names_that_are_not_configs(tmp_path, monkeypatch):
@@ -365,8 +380,8 @@ OF_A_PEER = {  # config and key -> the whole suggestion
         "max_steps": "did you mean grpo.iterations, each of which has epochs times minibatches updates?",
         "importance_sampling_level": "did you mean grpo.algorithm.ratio, where sequence is sequence-mean?",
         "grpo.actor.adam_beta2": "did you mean grpo.actor.b2?",
-        "per_device_train_batch_size": f"did you mean grpo.rollout_batch, which is {PER} steps_per_generation times "
-        "devices?",
+        "per_device_train_batch_size": f"did you mean grpo.rollout_batch, which is {PER} devices times "
+        "steps_per_generation (by default gradient_accumulation_steps)?",
         "sync_ref_model": "the reference is the policy before the stage and does not change, leave it out",
         "delta": "did you mean grpo.algorithm.dual_clip?",
     },
@@ -374,8 +389,8 @@ OF_A_PEER = {  # config and key -> the whole suggestion
         "dpo.loss_type": "did you mean dpo.algorithm.loss?",
         "dpo.algorithm.loss_type": "did you mean dpo.algorithm.loss?",
         "dpo.actor.learning_rate": "did you mean dpo.learning_rate?",
-        "dpo.per_device_train_batch_size": f"did you mean dpo.batch, which is {PER} gradient_accumulation_steps times "
-        "devices?",
+        "dpo.per_device_train_batch_size": f"did you mean dpo.batch, which is {PER} devices times "
+        "gradient_accumulation_steps?",
         "epsilon": "no stage of this run has such a setting, leave it out",
     },
     "quickstart": {
