@@ -38,7 +38,7 @@ def render_chat(
     if tokenizer.chat_template is None:
         raise UserError(
             f"{tokenizer.called} has no chat template, but the data are conversations: add chat_template.jinja to it, "
-            "or give plain-text prompts"
+            "or give plain-text prompts with data.chat=false"
         )
     if not messages:
         raise UserError("a conversation without messages cannot be rendered: remove it")

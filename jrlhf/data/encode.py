@@ -80,6 +80,14 @@ class Pairs(Rows):
         return self._describe("pairs", longer, f"; {self.same} with two equal answers left out" if self.same else "")
 
 
+class _Overlong(Exception):
+    """A row is too long. Who encodes all rows counts them."""
+
+    def __init__(self, sentence: str, tokens: int):
+        super().__init__(sentence)
+        self.tokens = tokens
+
+
 @dataclass(frozen=True)
 class Encoding:
     """Rules for encoding examples as token ids.
@@ -171,14 +179,21 @@ class Encoding:
         """Returns the columns of the encoded rows, and the numbers of rows that were left out or cut, by reason."""
         whole = isinstance(data, Dataset)
         places = data.places if whole else [f"row {row}" for row in range(1, len(data) + 1)]
-        rows, counts = [], Counter[str]()
+        rows, counts, long, first = [], Counter[str](), list[int](), ""
         for place, example in zip(places, data.examples if whole else data, strict=True):
             try:
                 row = encode(self._as_conversation(example), counts)
+            except _Overlong as error:
+                row, first = None, first or f"{place}: {error}"
+                long.append(error.tokens)
             except UserError as error:
                 raise UserError(f"{place}: {error}") from error
             if row is not None:
                 rows.append(row)
+        if long:
+            raise UserError(
+                f"{first}; {len(long)} of {len(places)} rows are too long, the longest has {max(long)} tokens"
+            )
         if not rows:
             longer = f"{counts['filtered']} are longer than {limit} tokens, raise the limit"
             equal = f"{counts['same']} have two equal answers, give other answers"
@@ -213,10 +228,11 @@ class Encoding:
             return None
         parts = f"{len(prompt)} tokens" + (f" of prompt and {answer} of answer" if answer else "")
         if self.overlong == "error":
-            raise UserError(
+            sentence = (
                 f"{parts} are too many for at most {max_length}: raise the limit, or set overlong to filter (leave "
                 "such rows out) or truncate_left (cut their beginnings off)"
             )
+            raise _Overlong(sentence, len(prompt) + answer)
         if room < 1:
             raise UserError(
                 f"{parts} are too many for at most {max_length}, even without the prompt: raise the limit, or use "

@@ -78,6 +78,8 @@ class Dataset:
         used = ", ".join(name if name == column else f"{column} as {name}" for name, column in self.names.items())
         others = [column for column in self.columns if column not in self.names.values()]
         rest = f"; other columns: {', '.join(others)}" if others else ""
+        bare = sum(not example.prompt for example in self.examples) if self.shape == "preference" else 0
+        rest += f"; {bare} have no prompt, because their answers begin differently" if bare else ""
         return f"{self.source}: {len(self.examples)} {self.shape} rows ({kind}) from {used}{rest}"
 
 
@@ -286,7 +288,8 @@ def make_dataset(numbered: Iterable[Numbered], columns: ColumnsConfig, source: s
         raise UserError(f"{source} has no rows: name a dataset that has some")
     for place, row in rows:
         if not isinstance(row, Mapping):
-            raise UserError(f"{place} holds a {type(row).__name__}, not an object with columns: repair it or remove it")
+            kind = type(row).__name__
+            raise UserError(f"{place} is of type {kind}, not an object with columns: repair it or remove it")
     there = tuple(dict.fromkeys(str(column) for _, row in rows for column in row))
     shape, names = _detect(columns, there, source)
     examples = []
@@ -314,10 +317,11 @@ def _detect(columns: ColumnsConfig, there: Sequence[str], source: str) -> tuple[
             hint = f" (did you mean {close[0]}?)" if close else ": name one of these"
             raise UserError(f"{name} is to be read from a column {column!r}, but {listed}{hint}")
     names = {name: column for name, column in (_USUAL | given).items() if column in there}
-    half = {"chosen", "rejected"} & set(names) if not given else ()
+    half = {"chosen", "rejected"} & set(names) if not given else set()
+    if len(half) == 1:  # a mistake, not a prompt with an additional column
+        (other,) = {"chosen", "rejected"} - half
+        raise UserError(f"{listed}: {other} is missing, name its column in the dataset's key columns, or add it")
     for shape, needed in _NEEDS.items():
-        if len(half) == 1:
-            break  # half a pair is a mistake, not a prompt with an additional column
         shape_fields = {*needed, "source", *(["prompt"] if shape == "preference" else [])}
         if set(needed) <= set(names) and set(given) <= shape_fields:
             return shape, {name: column for name, column in names.items() if name in shape_fields}
@@ -375,6 +379,8 @@ def _with_prompt(example: Example) -> Example:
         common = len(os.path.commonprefix([chosen, rejected]))
         common -= common > 0 and chosen[common - 1] == " "
     else:
+        if not isinstance(chosen[-1], str) and chosen[-1]["role"] == "user":
+            raise ValueError("chosen ends with a message of the user, not with an answer of the assistant")
         pairs = zip(chosen[:-1], rejected[:-1], strict=False)  # each keeps at least one message
         common = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)) - 1)
         if not common:
@@ -389,7 +395,7 @@ def _text(value: Any, column: str) -> Text:
     if value is None:
         raise ValueError(f"{column} is null")
     if not isinstance(value, (list, tuple)):
-        raise ValueError(f"{column} is a {type(value).__name__}, neither text nor a list of messages")
+        raise ValueError(f"{column} is of type {type(value).__name__}, neither text nor a list of messages")
     if not value:
         raise ValueError(f"{column} has no messages")
     return tuple(_message(message, f"message {n} of {column}") for n, message in enumerate(value, start=1))
@@ -397,7 +403,7 @@ def _text(value: Any, column: str) -> Text:
 
 def _message(message: Any, place: str) -> Message:
     if not isinstance(message, Mapping):
-        raise ValueError(f"{place} is a {type(message).__name__}, not an object with role and content")
+        raise ValueError(f"{place} is of type {type(message).__name__}, not an object with role and content")
     message = {key: value for key, value in message.items() if value is not None}  # tables fill missing keys with nulls
     if message.get("role") not in _ROLES:
         raise ValueError(f"{place} has the role {message.get('role')!r}, which is none of {', '.join(_ROLES)}")
@@ -417,7 +423,7 @@ def _content(content: Any, place: str) -> str:
                 raise ValueError(f"{place} has a part of type {kind!r}, and only text can be read")
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise ValueError(f"the content of {place} is a {type(content).__name__}, not text")
+        raise ValueError(f"the content of {place} is of type {type(content).__name__}, not text")
     return _well_formed(content, place)
 
 

@@ -82,7 +82,7 @@ def load(spec: str, called: str) -> UserCode:
             raise UserError(f"{called}: there is no {part!r} in {source}, which has {public}")
         function = getattr(function, part)
     if not callable(function):
-        raise UserError(f"{called} is a {type(function).__name__}: name a function")
+        raise UserError(f"{called} is of type {type(function).__name__}: name a function")
     file = getattr(module, "__file__", None)
     if file is None or not os.path.isfile(file):
         return UserCode(function, file, None, {})

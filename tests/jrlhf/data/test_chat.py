@@ -136,7 +136,10 @@ def test_a_template_has_limits_of_time_and_size(monkeypatch):
 
 
 def test_what_cannot_be_rendered_is_refused():
-    with pytest.raises(UserError, match="has no chat template, but the data are conversations"):
+    with pytest.raises(
+        UserError,
+        match="has no chat template, but the data are conversations: .* plain-text prompts with data.chat=false",
+    ):
         render_chat(replace(QWEN, chat_template=None), USER)
     with pytest.raises(UserError, match="without messages"):
         render_chat(QWEN, ())

@@ -66,7 +66,8 @@ def test_prompts(name: str):
         encode_prompts(data, tokenizer, max_prompt=longest - 1)
     assert str(caught.value) == (
         f"row 2: {longest} tokens are too many for at most {longest - 1}: raise the limit, or set overlong to "
-        "filter (leave such rows out) or truncate_left (cut their beginnings off)"
+        f"filter (leave such rows out) or truncate_left (cut their beginnings off); 1 of 3 rows are too long, the "
+        f"longest has {longest} tokens"
     )
     filtered = encode_prompts(data, tokenizer, max_prompt=longest - 1, overlong="filter")
     assert (filtered.ids, filtered.filtered, filtered.truncated) == ((ids[0], ids[2]), 1, 0)

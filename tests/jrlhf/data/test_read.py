@@ -139,8 +139,10 @@ def test_the_implicit_prompt_is_the_one_that_trl_extracts():
         ("x", "y", ""),
     ]
     for chosen, rejected, prompt in pairs:
-        (example,) = from_rows([{"chosen": chosen, "rejected": rejected}]).examples
+        dataset = from_rows([{"chosen": chosen, "rejected": rejected}])
+        (example,) = dataset.examples
         assert example.prompt == prompt
+        assert ("1 have no prompt, because their answers begin differently" in dataset.describe()) is (prompt == "")
         assert (prompt + str(example.chosen), prompt + str(example.rejected)) == (chosen, rejected)
 
 
@@ -188,14 +190,14 @@ def test_some_of_the_rows_keep_their_places(tmp_path: Path):
 
 FILES: list[tuple[str, str | bytes, str]] = [  # file, content, sentence
     ("a.jsonl", '{"prompt": "a"}\n\n{"prompt": "b', "a.jsonl line 3 is not a whole JSON object .* repair it or remove"),
-    ("a.jsonl", '{"prompt": "a"}\n["b"]\n', "a.jsonl line 2 holds a list, not an object"),
+    ("a.jsonl", '{"prompt": "a"}\n["b"]\n', "a.jsonl line 2 is of type list, not an object"),
     ("a.jsonl", b'{"prompt": "a"}\n{"prompt": "\xff"}\n', "a.jsonl line 2 is not UTF-8 text .*: convert"),
     ("a.jsonl", "\n \n", "a.jsonl has no rows"),
     ("a.jsonl", '{"prompt": "a"}\n{"prompt": null}\n', "line 2: prompt is null: repair it or remove it"),
     ("a.jsonl", '{"prompt": "a"}\n{"Prompt": "b"}\n', "line 2 has no column 'prompt', only Prompt"),
     ("a.jsonl", '{"prompt": "\\ud800"}\n', "line 1: prompt holds half of a surrogate pair"),
     ("a.json", '[{"prompt": "a"}, {"pro', "a.json is not a whole JSON array"),
-    ("a.json", '[{"prompt": "a"}, 3]', "a.json row 2 holds a int"),
+    ("a.json", '[{"prompt": "a"}, 3]', "a.json row 2 is of type int"),
     ("a.csv", "prompt,answer\na,1\nb\n", "a.csv line 3 has 1 cells for 2 columns"),
     ("a.csv", 'prompt,answer\na,1\n"b,2\n', "a.csv is not CSV after line 2 .*repair it there"),
     ("a.csv", "prompt,prompt\na,1\n", "a.csv has two columns of one name in its first line \\(prompt, prompt\\)"),
@@ -206,13 +208,13 @@ FILES: list[tuple[str, str | bytes, str]] = [  # file, content, sentence
 ]
 ROWS: list[tuple[dict, str]] = [  # row, sentence
     ({"prompt": []}, "row 1: prompt has no messages"),
-    ({"prompt": 3}, "row 1: prompt is a int, neither text nor a list of messages"),
-    ({"prompt": ["hi"]}, "message 1 of prompt is a str, not an object with role and content"),
+    ({"prompt": 3}, "row 1: prompt is of type int, neither text nor a list of messages"),
+    ({"prompt": ["hi"]}, "message 1 of prompt is of type str, not an object with role and content"),
     ({"messages": "hi"}, "messages is text, not a list of messages"),
     ({"text": [user("hi")]}, "text is a list of messages, not text"),
     ({"prompt": [{"role": "human", "content": "a"}]}, "message 1 of prompt has the role 'human', which is none of"),
     ({"prompt": [user("hi"), {"role": "user"}]}, "message 2 of prompt has no content"),
-    ({"prompt": [{"role": "user", "content": 3}]}, "the content of message 1 of prompt is a int, not text"),
+    ({"prompt": [{"role": "user", "content": 3}]}, "the content of message 1 of prompt is of type int, not text"),
     ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "a part of type 'image', and only text"),
     ({"prompt": "[{'role': 'user', 'content': 'hi'}]"}, "prompt is text that writes out a list of messages"),
     ({"text": '[{"role": "user", "content": "hi"}]'}, "text is text that writes out a list of messages"),
@@ -223,6 +225,8 @@ ROWS: list[tuple[dict, str]] = [  # row, sentence
     ({"prompt": "a", "completion": [Q]}, "completion begins with a message of the user, not of the assistant"),
     ({"chosen": [Q, A], "rejected": "c"}, "must be both text or both lists of messages"),
     ({"chosen": [Q, A], "rejected": [user("c"), assistant("d")]}, "no message in common"),
+    ({"chosen": [Q], "rejected": [Q]}, "chosen ends with a message of the user, not with an answer of the assistant"),
+    ({"chosen": [Q, A]}, "the columns of .* are chosen: rejected is missing, name its column in the dataset's key"),
 ]
 
 
