@@ -107,7 +107,9 @@ class Facts:
         """Describes a failed call in one line, with its first sample; unprintable characters are escaped."""
         among = f"a call with {samples} samples, the first of them" if samples > 1 else "the sample"
         row, names = sample.columns, dict.fromkeys(self.config.columns.get(c, c) for c in self.columns)
-        shown = {"prompt": sample.prompt_text, "response": sample.response.text}
+        shown: dict[str, Any] = {"prompt": sample.prompt_text, "response": sample.response.text}
+        if self.style == "trl" and not isinstance(sample.completion, str):  # what the function got: a list of messages
+            shown = {"prompt": sample.prompt_text, "completion": [dict(message) for message in sample.completion]}
         shown |= {column: row[column] for column in names if column in row}
         text = ", ".join(f"{key}={_short(value)}" for key, value in shown.items())
         return f"{self.called} failed ({failure['failure']}: {failure['detail']}) on {among} {text}"

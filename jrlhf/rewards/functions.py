@@ -225,9 +225,10 @@ class FunctionReward(Closing):
             story = self.facts.story(*failed, len(samples) if whole else 1)
             self._write(f"{story}\n".encode("utf-8", "backslashreplace"))
             if self.on_failure is None:
+                late = f"raise deadline of {self._called}, " if failed[1]["failure"] == "hang" else ""
                 raise RewardFailure(
-                    f"{story}: mend the function, or set on_failure of {self._called} to a score for such samples, and "
-                    "resume the run",
+                    f"{story}: {late}mend the function, or set on_failure of {self._called} to a score for such "
+                    "samples, and resume the run",
                     self.facts.failure_words,
                 )
         return results

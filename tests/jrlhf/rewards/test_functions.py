@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -231,6 +233,10 @@ def test_without_a_replacement_a_failure_stops_with_the_sample(start, tmp_path):
     assert "answer='wrong'" in text and "set on_failure" in text
     assert "\n" not in text and "\x1b" not in text and len(text) < 1500
     np.testing.assert_array_equal(reward.score(samples[:1]).scores, [1])  # and it still works
+    chat = Example(prompt=({"role": "user", "content": "2?"},), source="here", columns={"answer": "wrong"})
+    passed = re.escape("completion=[{'role': 'assistant', 'content': 'response 3'}]")
+    with pytest.raises(RewardFailure, match=passed):  # a conversation is shown as the function gets it
+        reward.score([replace(make_sample(3), example=chat)])
     assert "returned None" in (tmp_path / "log").read_text()
 
 
@@ -275,7 +281,7 @@ STARTS = [  # source, arguments, sentence
     ("def f(completions, /): ...", {}, r"has the signature \(completions, /\)"),
     ("f = print", {}, "has the signature"),
     ("raise SystemExit", {}, "cannot be imported: SystemExit"),
-    ("f = 3", {}, "is a int: name a function"),
+    ("f = 3", {}, "is of type int: name a function"),
     ("g = 3", {}, "there is no 'f' in .*, which has g"),
     ("import no_such_module", {}, r"cannot be imported: ModuleNotFoundError.* at .*function\d+.py:1"),
     ("print('going', flush=True)\nimport os; os.abort()", {}, r"ended while importing .*ended by SIGABRT, at .*:2"),

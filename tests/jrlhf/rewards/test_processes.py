@@ -93,7 +93,10 @@ def test_a_hang_of_a_batch_function_concerns_all_samples_of_the_call_and_names_i
     """
     samples = [make_sample(0), make_sample(1, "hang"), make_sample(2), make_sample(3)]
     reward = start(source, deadline=0.5, workers=2)
-    with pytest.raises(RewardFailure, match=r"hang: no answer within 0.5 s, at .*function0.py:5\) on a call with 2"):
+    with pytest.raises(
+        RewardFailure,
+        match=r"hang: no answer within 0.5 s, at .*function0.py:5\) on a call with 2 .*: raise deadline of .*, mend",
+    ):
         reward.score(samples)
     reward.on_failure = -1.0
     scored = reward.score(samples)
