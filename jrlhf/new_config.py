@@ -12,6 +12,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import resources
@@ -26,8 +27,10 @@ from jrlhf.config import Config, build
 from jrlhf.config.descriptions import commented
 from jrlhf.config.parse import parse_yaml
 from jrlhf.config.places import is_address, local
+from jrlhf.config.schema import ColumnsConfig
 from jrlhf.config.stages import ALGORITHMS, STAGES
-from jrlhf.data.read import is_hub_name, read_rows
+from jrlhf.data.encode import Encoding
+from jrlhf.data.read import is_hub_name, make_dataset, read_rows
 from jrlhf.data.tokenizer_files import load_tokenizer
 from jrlhf.errors import UserError, exit_code, printable
 from jrlhf.ppo.fields import default_of
@@ -74,7 +77,7 @@ def usual(name: str, given: Mapping[str, str]) -> str | None:
     return {
         "model": TINY,
         "data": TASKS[0] if given.get("model") == TINY else "",
-        "algorithm": "ppo" if data == "docstrings" else "grpo",
+        "algorithm": "ppo" if data == "docstrings" else "dpo" if _pairs(data) else "grpo",
         "prompt": prompt,
         "reward": None if pairs else {"docstrings": LEARNED, "arithmetic": "exact_match"}.get(data, FUNCTION),
         "devices": "auto",
@@ -96,8 +99,8 @@ def wrong(name: str, value: str, given: Mapping[str, str]) -> str:
         case "data" if value not in TASKS and not (_rows(value) or is_hub_name(value)):
             return "does not exist: name a file, a directory or a dataset on the hub"
         case "algorithm" if value not in (*ALGORITHMS, "dpo"):
-            close = difflib.get_close_matches(value, ALGORITHMS, n=1)
-            return f"is none: did you mean {close[0]}" if close else f"is none of {', '.join(ALGORITHMS)}, dpo"
+            close = difflib.get_close_matches(value, ALGORITHMS, n=1, cutoff=0.75)
+            return f"is no algorithm: did you mean {close[0]}" if close else f"is none of {', '.join(ALGORITHMS)}, dpo"
         case "algorithm" if value == "dpo" and data not in TASKS[:1]:
             lacking = [column for column in ("chosen", "rejected") if data in TASKS or not _column(data, [column])]
             own = "rename its columns, or name them in data.preferences.columns of a config of your own"
@@ -110,7 +113,11 @@ def wrong(name: str, value: str, given: Mapping[str, str]) -> str:
         case "reward" if _compares(value) and (data == "docstrings" or not _column(data, TRUTHS)):
             return f"compares with answers, which data={data} does not have: choose another"
         case "reward" if ".py:" in value:
-            resolve(value, "reward")
+            path, _, function = resolve(value, "reward").rpartition(":")
+            if not re.search(
+                rf"\b{function.split('.')[0]}\b", Path(path).read_text(encoding="utf-8", errors="replace")
+            ):
+                return f"names no function: there is no {function} in {path}"
         case "reward" if not (value in (LEARNED, FUNCTION, *builtin.NAMES) or ":" in value or here):
             kinds = f"{FUNCTION}, {LEARNED}, {', '.join(builtin.NAMES)}, FILE.py:FUNCTION, or a reward model"
             return "" if is_model_name(value) else f"is none of {kinds}"
@@ -163,6 +170,12 @@ def _column(data: str, names: Sequence[str]) -> str:
     return next((name for name in names if not rows or name in rows[0]), "")
 
 
+def _pairs(data: str) -> bool:
+    """True if a dataset on this machine has pairs of answers."""
+    rows = [] if data in ("", *TASKS) else _rows(data)
+    return bool(rows) and {"chosen", "rejected"} <= rows[0].keys()
+
+
 def _compares(reward: str) -> bool:
     """True if a built-in reward compares responses with the column `answer`."""
     return reward in builtin.NAMES and "answer" in signature(getattr(builtin, reward)).parameters
@@ -211,12 +224,18 @@ def _file(name: str) -> str:
 def _dataset(answers: Answers, base: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the section of a dataset: its columns, and lengths and chat settings that suit the model."""
     lengths = {key: base[key] for key in ("max_prompt", "max_response", "overlong", "heldout_rows")}
-    chat = True
+    chat, rows = True, _rows(answers.data)
     if is_here(answers.model):
         directory, half = locate(answers.model, "model"), describe(answers.model, "model").model.max_positions // 2
-        chat = load_tokenizer(directory).chat_template is not None
+        tokenizer = load_tokenizer(directory)
+        chat = tokenizer.chat_template is not None
         lengths |= {key: min(lengths[key], half) for key in ("max_prompt", "max_response")}
-    if rows := _rows(answers.data):
+        if answers.prompt and 0 < len(rows) < ROWS:  # all rows were read: no prompt is longer than these
+            data = make_dataset([("", row) for row in rows], ColumnsConfig(prompt=answers.prompt), answers.data)
+            with suppress(UserError):  # about a row: the dry run names it
+                prompts = Encoding(tokenizer, "filter", chat).prompts(data, lengths["max_prompt"])
+                lengths["max_prompt"] = min(-(-max(map(len, prompts.ids)) // 8) * 8, lengths["max_prompt"])
+    if rows:
         lengths["heldout_rows"] = min(lengths["heldout_rows"], max(len(rows) // 8, 1))
     key, names = "prompts", {"prompt": answers.prompt}
     if answers.algorithm == "dpo":
@@ -317,7 +336,7 @@ def cli(arguments: Sequence[str] | None = None) -> int:
 
 def _ask(question: str, usual: str) -> str:
     try:
-        return input(f"{question}\n  [{usual}] ")
+        return input(f"{question}\n  [{usual}] " if usual else f"{question}\n  ")
     except EOFError as error:
         raise UserError(f"no answer to: {question}") from error
 

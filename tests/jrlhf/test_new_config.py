@@ -138,17 +138,19 @@ def test_a_config_fits_the_model_and_the_rows_on_this_machine(user, make_model, 
     del settings["chat_template"]
     (plain / "tokenizer_config.json").write_text(json.dumps(settings))
     command = ["init", "--data", f"{user}/qa.jsonl", "--reward", "numeric_answer", "--devices", "8xcpu"]
-    for model, chat, most in ((user / "actor", True, 64), (plain, False, 24)):
+    for model, chat, longest, most in ((user / "actor", True, 56, 64), (plain, False, 16, 24)):  # of all prompts
         assert jrlhf.__main__.cli([*command, "--model", str(model), "-o", f"{model.name}.yaml"]) == 0
         data = load_config(f"{model.name}.yaml").data
         assert isinstance(data, DatasetsData) and data.prompts is not None
-        assert (data.chat, data.max_prompt, data.max_response, data.heldout_rows) == (chat, most, most, 6)
+        assert (data.chat, data.max_prompt, data.max_response, data.heldout_rows) == (chat, longest, most, 6)
         assert data.prompts.columns.prompt == "question"
         assert train.cli(["--config", f"{model.name}.yaml", "--dry-run"]) == 0, capsys.readouterr().err
     capsys.readouterr()
     (tmp_path / "odd.jsonl").write_text(json.dumps({"ask": "1+1?", "key": "2"}) + "\n")
     given = {"model": str(plain), "data": "odd.jsonl"}
     assert complete(given | {"prompt": "ask"}, None).prompt == "ask"
+    assert complete(given | {"data": f"{user}/preferences.jsonl"}, None).algorithm == "dpo"  # its rows are pairs
+    (tmp_path / "mine.py").write_text("def f(completions, **_): ...\n")
     (tmp_path / "long.jsonl").write_text(1024 * '{"prompt": "1+1?"}\n' + "{ which is not read\n")
     assert settings_for(complete(given | {"data": "long.jsonl"}, None), "")["data"]["heldout_rows"] == 128
     for more, sentence in (
@@ -156,6 +158,7 @@ def test_a_config_fits_the_model_and_the_rows_on_this_machine(user, make_model, 
         ({"prompt": "aks"}, "prompt=aks is no column of odd.jsonl, which has ask, key"),
         ({"prompt": "ask", "reward": "exact_match"}, "reward=exact_match compares with answers"),
         ({"prompt": "ask", "reward": "none.py:f"}, "there is no file"),
+        ({"prompt": "ask", "reward": "mine.py:g"}, "reward=mine.py:g names no function: there is no g in "),
         ({"prompt": "ask", "reward": "./none"}, "reward=./none is none of"),
         ({"algorithm": "dpo"}, "learns from pairs, and data=odd.jsonl has no chosen and rejected: rename its"),
         (
