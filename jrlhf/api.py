@@ -282,6 +282,8 @@ class Policy:
 
             [ours] = load("runs/quickstart").logprobs("def add(a, b):")
         """
+        if any(isinstance(text, Mapping | list | tuple) for text in _listed(texts)):
+            raise UserError("logprobs takes texts: give a conversation as the text that its chat template writes")
         listed, generator = convert(tuple[str, ...], _listed(texts), "texts"), self.generator
         temperature = _checked(temperature=temperature).temperature
         rows = [self.tokenizer.encode_prompt(text) for text in listed]

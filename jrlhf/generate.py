@@ -45,6 +45,13 @@ from jrlhf.tasks.docstrings.task import PROMPT_END
 TOKENS = 256  # default maximum tokens of an answer
 STREAMED = 8  # number of tokens of an answer that a conversation shows at a time
 _MOST = 2**16  # answers to a prompt
+_OF_OTHERS = {  # settings of other libraries, and what to write for them
+    "do_sample": "temperature=0 for the most likely tokens",
+    "max_length": "max_new_tokens",
+    "max_tokens": "max_new_tokens",
+    "num_return_sequences": "n",
+    "stop": "stop_ids",
+}
 
 
 @dataclass(frozen=True)
@@ -192,7 +199,9 @@ def load(
 def with_sampling(sampling: SamplingConfig, changes: Mapping[str, Any]) -> SamplingConfig:
     if unknown := [name for name in changes if name not in SamplingConfig.__dataclass_fields__]:
         fields = ", ".join(SamplingConfig.__dataclass_fields__)
-        raise UserError(f"{unknown[0]} is no setting of sampling: choose among {fields}")
+        meant = _OF_OTHERS.get(unknown[0])
+        remedy = f"write {meant}" if meant else f"choose among n, seed, {fields}"
+        raise UserError(f"{unknown[0]} is no setting of sampling: {remedy}")
     kinds = kinds_of(SamplingConfig)
     with user_errors():
         return replace(sampling, **{name: convert(kinds[name], value, name) for name, value in changes.items()})

@@ -51,6 +51,8 @@ def locate(path: str, key: str, *, weights: bool = False) -> Path:
             f"{key}={path} is a run that has not finished: python -m jrlhf.export {path} writes that of its newest "
             "checkpoint"
         )
+    if (directory / "adapter_config.json").is_file():
+        raise UserError(f"{key}={path} is an adapter: name its base here, and this directory in --adapter or lora.path")
     if directory.exists():
         raise UserError(f"{key}={path} holds no model: there is neither a config.json nor a model/config.json in it")
     if not is_model_name(path):

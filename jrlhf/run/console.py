@@ -248,10 +248,10 @@ class Progress:
         if self._mark is not None:
             return
         if self.bar is not None:
-            self.bar(pace=f"compiling {program}, program {number}")
+            self.bar(pace=f"compiling program {number}, {program}")
         elif (now := self.console.now()) - self._told >= self.console.quiet:
             self._told = now
-            self.console.line(f"{self.name}: compiling {program}, program {number}")
+            self.console.line(f"{self.name}: compiling program {number}, {program}")
 
     def _rate(self, now: float) -> float | None:
         """Returns units per second after the first one; None if it is not known yet."""

@@ -45,7 +45,15 @@ def describe(config: Config, *, all_settings: bool = False) -> str:
     data = run.sources()
     settings = config_yaml(config, defaults=all_settings).rstrip()
     head = "all settings:" if all_settings else "settings that are not the defaults (--all prints all):"
-    parts = [run.memory(), run.calls(), run.plan_rows(), run.dpo_rows(), data, [head, indent(settings, "  ")]]
+    parts = [
+        list(config.notices),
+        run.memory(),
+        run.calls(),
+        run.plan_rows(),
+        run.dpo_rows(),
+        data,
+        [head, indent(settings, "  ")],
+    ]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 

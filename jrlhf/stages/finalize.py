@@ -131,7 +131,7 @@ def export(
         tokenizer_dir=tokenizer.directory,
         eos_ids=tokenizer.eos_ids,
         pad_id=tokenizer.pad_id,
-        bos_id=tokenizer.bos_id,
+        bos_id=origin.bos_id if origin is not None and tokenizer.bos_id is None else tokenizer.bos_id,
         generation=None if origin is None else origin.generation,
         card=_card(facts, head),
     )

@@ -164,7 +164,14 @@ def test_a_policy_answers_and_scores(make_model, tmp_path, capsys, monkeypatch):
     answer, same = policy.generate([question, [turn]], temperature=0.0, max_new_tokens=8)
     assert same == answer
     assert len(set(policy.generate([turn], n=8, max_new_tokens=8))) > 4 and policy.generate([]) == []
-    assert "top is no setting of sampling: choose among max_new_tokens" in refused(policy.generate, "a", top=1)
+    assert "top is no setting of sampling: choose among n, seed, max_new_tokens" in refused(policy.generate, "a", top=1)
+    for theirs, ours in {
+        "max_tokens": "max_new_tokens",
+        "num_return_sequences": "n",
+        "do_sample": "temperature=0",
+    }.items():
+        assert f"{theirs} is no setting of sampling: write {ours}" in refused(policy.generate, "a", **{theirs: 1})
+    assert "logprobs takes texts" in refused(policy.logprobs, [{"role": "user", "content": "a"}])
     assert "temperature=-1" in refused(policy.generate, "a", temperature=-1)
     for sentence, prompts, settings in (
         ("n=1.5: it must be a whole number", "a", {"n": 1.5}),

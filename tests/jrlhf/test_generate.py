@@ -250,6 +250,8 @@ def test_answers_of_a_run_are_as_long_as_in_its_training(tmp_path, user, monkeyp
 
 
 def test_bad_input_is_one_sentence(ask, tmp_path, user):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     table = [
         (["--out", "x.jsonl", "--prompt", "a"], "--out holds the answers to --file"),
         (["--column", "question", "--prompt", "a"], "--column holds the prompts of --file: give a file"),
@@ -272,6 +274,10 @@ def test_bad_input_is_one_sentence(ask, tmp_path, user):
         (["--prompt", "a", "--top-k", "0"], "top_k"),
         (["--prompt", "a", "--model", str(tmp_path / "gone")], "does not exist"),
         (["--prompt", "a", "--model", str(tmp_path)], "holds no model"),
+        (
+            ["--prompt", "a", "--model", str(tmp_path / "adapter")],
+            "is an adapter: name its base here, and this directory in --adapter",
+        ),
         (["--prompt", "a", "--model", str(user / "reward")], "holds a reward model"),
     ]
     for arguments, message in table:

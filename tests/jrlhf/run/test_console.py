@@ -130,7 +130,7 @@ def test_a_phase_that_compiles_for_long_is_not_silent(plain, clock):
         progress.advance(1)
         clock.time += 60
         progress.compiling(9, "update")
-    assert lines() == ["ppo: compiling update, program 3", "ppo: compiling update, program 6", "ppo 1/3"]
+    assert lines() == ["ppo: compiling program 3, update", "ppo: compiling program 6, update", "ppo 1/3"]
 
 
 def test_samples_are_cleaned_aligned_and_not_shown_too_often(plain, clock):

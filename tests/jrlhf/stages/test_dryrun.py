@@ -1,6 +1,7 @@
 """A dry run: adapters as rewards and costs, datasets that are not here, and the move of the last rows."""
 
 import sys
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any, cast
@@ -85,7 +86,8 @@ def test_the_move_of_the_last_rows_needs_prices_and_is_described(settings, monke
     with pytest.raises(UserError, match="nothing is known of .* on cpu devices: .*, or set rollout.last_groups=null"):
         describe(config)
     monkeypatch.setattr(setup, "prices_here", of_h100s)
-    text = describe(config)
+    text = describe(replace(config, notices=("old keys were read",)))
+    assert text.startswith("old keys were read\n\n")  # as the run itself does
     assert "the last rows move as the lengths of the last 4 rollouts suggest, of the first not;\n" in text
     assert "  actor.generate: the last rows " in text and " s until all rows are drawn and scored" in text
 

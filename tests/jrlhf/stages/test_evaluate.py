@@ -3,6 +3,7 @@
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from jrlhf.config import Config
+from jrlhf.config.schema import ModelSection
 from jrlhf.data.encode import Prompts
 from jrlhf.data.types import Example, Response
 from jrlhf.errors import UserError
@@ -146,6 +148,20 @@ def test_two_policies_are_compared_prompt_by_prompt():
     assert result["before"]["sources"] == {"x": {"mean": 1.0, "n": 2}, "y": {"mean": 1.0, "n": 1}}
     assert result["after"]["failures"] == {"helper": 2} and "failures" not in result["before"]
     assert result["before"]["distinct"] == 3 and result["after"]["distinct"] == 2
+
+
+def test_an_export_keeps_the_token_that_begins_texts_where_the_tokenizer_names_none(monkeypatch):
+    written: list[dict] = []
+    origin = SimpleNamespace(bos_id=0, dtype="float32", family="qwen2", generation={})
+    monkeypatch.setattr(finalize, "describe", lambda *_: origin)
+    monkeypatch.setattr(finalize, "export_hf", lambda *_, **more: written.append(more))
+    model: Any = SimpleNamespace(params={}, base=None, architecture=SimpleNamespace(lora=None), config=None)
+    model.onloaded = lambda: model
+    for named in (None, 5):
+        tokenizer: Any = SimpleNamespace(directory=None, eos_ids=(), pad_id=0, bos_id=named, to_json=str)
+        config = Config(model=ModelSection(path="base"))
+        finalize.export(Run(Path("run"), writes=False), config, tokenizer, model, None)
+    assert [more["bos_id"] for more in written] == [0, 5]
 
 
 def test_a_file_of_the_user_in_the_place_of_the_model_ends_the_run_with_a_sentence(tmp_path, monkeypatch):
