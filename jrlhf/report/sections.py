@@ -308,7 +308,11 @@ def validation(run: Record) -> Part:
     counts = {name.partition("@")[2] for curves in core.values() for name in curves} - {"1"}
     text = "".join(f"mean@{n}: the mean of {n} answers per prompt; best@{n}: the best. " for n in sorted(counts))
     text += "Scored by the run's own rewards, on prompts it does not train on. " if run.measure != "gold" else ""
-    return text + OWN_ANSWERS if charts else "", charts, [Chart(title, dots(curves)) for title, curves in others.items()]
+    return (
+        text + OWN_ANSWERS if charts else "",
+        charts,
+        [Chart(title, dots(curves)) for title, curves in others.items()],
+    )
 
 
 def rewards(run: Record) -> Part:

@@ -14,7 +14,10 @@ import yaml
 from benchmarks.tutorials import FOLDER, PEERS, commands, files, page, rows, settings
 from jrlhf import generate, train
 from jrlhf.config import Config, load_config
+from jrlhf.config.keys import paths_of
+from jrlhf.config.load import make_config
 from jrlhf.config.peers import PEERS as NAMES
+from jrlhf.errors import UserError
 from tests.jrlhf.conftest import questions, write_jsonl
 
 NOT_COMPARED = {  # what follows from other settings, or is a choice that there is not
@@ -75,6 +78,18 @@ def test_names_of_the_tables_that_the_reader_of_configs_suggests_are_the_same():
                     assert same or " " in options[0], (key, ours)
                     checked += 1
     assert checked >= 30
+
+
+def test_fields_of_trls_other_configs_lead_to_the_settings_in_the_table():
+    table = re.findall(r"^\| `(\w+)Config\.(\w+)` \| ([^|]+) \|", page("from-trl"), re.MULTILINE)
+    assert len(table) >= 20
+    for theirs, field, here in table:
+        ours = re.findall("`([^`]+)`", here)
+        assert ours and set(ours) <= set(paths_of(Config)), (theirs, field)
+        section = {"DPO": "dpo", "Reward": "reward_model", "PPO": "ppo", "Lora": "lora"}[theirs]
+        if field != ours[0].rsplit(".", 1)[-1]:
+            with pytest.raises(UserError, match=re.escape(ours[0])):
+                make_config({"stages": [section] if section != "lora" else ["ppo"]}, {f"{section}.{field}": 1})
 
 
 def test_every_tutorial_is_run():
