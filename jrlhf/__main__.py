@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from jrlhf import __version__
+from jrlhf.errors import report
 
 COMMANDS = {
     "init": ("jrlhf.new_config", "asks for model, data and reward, and writes a config"),
@@ -24,7 +25,11 @@ def cli(arguments: Sequence[str] | None = None) -> int:
     """
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ("--help",)
     if name in COMMANDS:
-        return import_module(COMMANDS[name][0]).cli(rest)
+        try:
+            command = import_module(COMMANDS[name][0])  # takes seconds
+        except KeyboardInterrupt as interrupt:
+            return report(interrupt) or 1
+        return command.cli(rest)
     if name == "--version":
         print(f"jrlhf {__version__}")
         return 0

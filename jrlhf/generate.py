@@ -301,13 +301,14 @@ def _write_answers(prompts: Prompts, answers: Iterator[Response], out: str) -> N
 
 
 def converse(generator: Generator, name: str, seed: int = 0, *, terminal: bool = True) -> None:
-    """Answers each line until an empty one: with a chat template to the whole conversation, else to that line alone.
+    """Answers each line: with a chat template to the whole conversation, else to that line alone.
 
-    terminal: whether a user types the lines; then instructions are printed.
+    terminal: whether a user types the lines; then instructions are printed, and an empty line ends the conversation.
     """
     system = generator.asked.system
     if terminal:
-        print(f"{name} answers in up to {generator.sampling.max_new_tokens} tokens; an empty line ends this")
+        alone = "" if generator.chat else "each line by itself, "
+        print(f"{name} answers {alone}in up to {generator.sampling.max_new_tokens} tokens; an empty line ends this")
     messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
     for turn in itertools.count():
         try:
@@ -315,7 +316,9 @@ def converse(generator: Generator, name: str, seed: int = 0, *, terminal: bool =
         except EOFError:
             return
         if not line:
-            return
+            if terminal:
+                return
+            continue
         messages.append({"role": "user", "content": line})
         example = Example(prompt=tuple(messages)) if generator.chat else generator.asked.example(line)
         (ids,) = generator.encode([example]).ids

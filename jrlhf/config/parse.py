@@ -81,7 +81,8 @@ def parse_yaml(text: str, source: str) -> object:
         mark = getattr(error, "problem_mark", None)
         position = source if mark is None else f"{source}, line {mark.line + 1}, column {mark.column + 1}"
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "unreadable"
-        raise UserError(f"{position}: not valid YAML: {problem}") from error
+        hint = ", indent with spaces instead" if "'\\t'" in problem else ""
+        raise UserError(f"{position}: not valid YAML: {problem}{hint}") from error
     except RecursionError as error:
         raise UserError(f"{source}: not a config: nested too deeply") from error
 

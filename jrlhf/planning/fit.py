@@ -54,7 +54,7 @@ def check_memory(
         remedy = " or ".join(_written(config, setting, workload, own) for setting in settings[:MOST_NAMED])
         remedy = remedy or "fewer rows, smaller models or more memory, for no other setting fits"
         raise UserError(
-            f"{worst.call} needs {worst.total / GIB:.4g} GiB of each device, of which roles keep "
+            f"{worst.call} needs {worst.total / GIB:,.1f} GiB of each device, of which roles keep "
             f"{worst.resident / GIB:.4g}, and {source} has {limit / GIB:.4g}: choose {remedy}"
         )
 

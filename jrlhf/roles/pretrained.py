@@ -67,7 +67,7 @@ def locate(path: str, key: str, *, weights: bool = False) -> Path:
             return Path(snapshot_download(path, allow_patterns=[*wanted], ignore_patterns=[*_IGNORED, CARD]))
     except Exception as error:  # the library's own, the network's, the file system's
         reason = hub_reason(error, path) or f"it cannot be downloaded ({type(error).__name__}: {first_line(error)})"
-        raise UserError(f"{key}={path} is no directory here, and {reason}") from error
+        raise UserError(f"{key}={path} is no directory in {Path.cwd()}, and {reason}") from error
 
 
 def describe(path: str, key: str) -> HFConfig:

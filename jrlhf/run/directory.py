@@ -248,6 +248,9 @@ def check_run(config: Config, resume: bool) -> None:
     with writable(config):
         _check_run(path, resume)
         if (path / CONFIG).exists():
+            run = Run(path)
+            run.lock()  # first: who is told to delete a run must not delete one that is in use
+            run.close()
             _compare(path, config, resume)
 
 
@@ -300,7 +303,7 @@ def refuse_other(path: Path | str, saved: str, config: Config, resume: bool) -> 
     refused, line = changes(path, saved, config)
     if refused:
         more = f" and {len(refused) - 5} more" if len(refused) > 5 else ""
-        remedy = "resume it with its own config" if resume else "give this run another name="
+        remedy = f"resume it with its own config, {path}/{CONFIG}" if resume else "give this run another name="
         raise UserError(
             f"{path} holds a run with another config ({'; '.join(refused[:5])}{more}): {remedy}, or delete it"
         )

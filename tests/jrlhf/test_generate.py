@@ -177,7 +177,7 @@ def test_prompts_on_the_command_line_are_answered_in_order(ask, asked):
 
 
 def test_a_conversation_remembers_what_was_said(ask, asked, monkeypatch, model):
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"{QUESTION}\nAnd 3?\n\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{QUESTION}\n\nAnd 3?\n"))
     assert ask("--temperature", "0") == (0, "42\n42\n", "")
     turns = (("user", QUESTION), ("assistant", "42"), ("user", "And 3?"))
     talk = [{"role": role, "content": content} for role, content in turns]

@@ -163,7 +163,7 @@ MISTAKES = {
 NO_YAML = {  # the beginning of the sentence
     "a: b: c": "test.yaml, line 1, column 5: not valid YAML",
     "a: [1": "test.yaml, line 1",
-    "a: 1\n\tb: 2": "test.yaml, line 2",
+    "a:\n\tb: 2": "test.yaml, line 2, column 1: not valid YAML: found character '\\t' that cannot start any token,",
     "a: 1\n---\nb: 2": "test.yaml, line 2",
     "a: &x [1]\nb: *x": "test.yaml, line 2, column 4: not valid YAML: aliases are not read, write the value out",
     "a: \x01": "test.yaml: not valid YAML: special characters are not allowed",

@@ -67,8 +67,8 @@ def test_models_come_by_their_hub_name_or_with_a_sentence(ask, make_model, tmp_p
         tiny, gated, private, none = ask(hub.environment(home, token=None), *names)
         assert tiny == [expected, "lab/tiny"]
         assert gated == (
-            "error: model.path=lab/gated is no directory here, and lab/gated is gated: accept its licence on its page, "
-            "then `hf auth login`, or set HF_TOKEN"
+            f"error: model.path=lab/gated is no directory in {Path.cwd()}, and lab/gated is gated: accept its licence "
+            "on its page, then `hf auth login`, or set HF_TOKEN"
         )
         for name, sentence in {"private": private, "none": none}.items():
             assert f"the hub has no lab/{name} for you: check the name; if it is private, `hf auth login`" in sentence

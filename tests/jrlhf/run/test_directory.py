@@ -84,7 +84,7 @@ def test_another_config_is_refused_with_its_differences_and_nothing_changes(make
         f"{run.path} holds a run with another config (seed: 0 there, 7 here; sft.steps: 500 there, 9 here): "
         "give this run another name=, or delete it"
     )
-    assert refused(make("seed=7"), resume=True).endswith("resume it with its own config, or delete it")
+    assert refused(make("seed=7"), resume=True).endswith("/config.yaml, or delete it")
     many = [f"{key}=3" for key in ("seed", "sft.steps", "sft.batch", "model.layers", "ppo.top_k", "data.max_prompt")]
     assert "; " in refused(make(*many)) and "and 1 more" in refused(make(*many))
     assert contents(tmp_path / "runs") == before
