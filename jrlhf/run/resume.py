@@ -1,15 +1,22 @@
-"""Decides which settings may change when a run is resumed: those that do not define its results, and its length."""
+"""Decides which settings may change when a run is resumed: those that do not define its results, and its length.
 
-from collections.abc import Iterator, Mapping
+It also decides which settings may differ between the processes of a run.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+import jax
+
+from jrlhf import __version__
 from jrlhf.config import Config, build, config_yaml
 from jrlhf.config.keys import flatten
 from jrlhf.config.parse import parse_yaml
 from jrlhf.config.stages import OptimizerConfig, PPOStageConfig
 from jrlhf.errors import UserError
 from jrlhf.run.checkpoints import saved_steps
+from jrlhf.run.processes import from_main, several, to_main
 
 # Patterns of keys that may change. The results stay the same,
 _SAME = (
@@ -26,6 +33,8 @@ _ROUNDED = (
 )
 _SCHEDULE = "rollout.slots", "rollout.chunk"  # in asynchronous runs they decide which weights draw which tokens
 _TILE = "compute.score_rows"
+# Settings of one process: its place, files that only process 0 reads, and a directory that is checked on its own.
+_OF_A_PROCESS = "distributed.*", "plan", "storage.scratch"
 
 
 def changes(path: Path | str, saved: str, config: Config) -> tuple[list[str], str]:
@@ -54,6 +63,52 @@ def changes(path: Path | str, saved: str, config: Config) -> tuple[list[str], st
 def _is_moved(key: str, before: str, now: str) -> bool:
     """True for a reward function whose file has only moved. Checkpoints hold a digest of its code."""
     return key.endswith("].function") and Path(before).name == Path(now).name
+
+
+def refuse_other_processes(config: Config) -> None:
+    """Refuses processes whose settings are not those of process 0: they would wait for each other, or train otherwise.
+
+    All processes must call this, before they compile or write anything.
+    """
+    if not several():
+        return
+    own = _keys(parse_yaml(config_yaml(config, off=True), "config")) | {"jrlhf": __version__, "jax": jax.__version__}
+    settings = to_main(own)
+
+    def compare() -> None:
+        if others := other_settings(settings):
+            raise UserError(
+                f"the processes of a run must have the same settings, and {'; '.join(others)}: start all processes "
+                "with the same config, overrides and versions"
+            )
+
+    from_main(compare)
+
+
+def other_settings(settings: Sequence[Mapping[str, str]]) -> list[str]:
+    """Returns clauses on the processes whose settings differ from those of process 0.
+
+    Files and directories may have other parents, because hosts may mount them elsewhere.
+    """
+    first, processes = settings[0], dict[str, list[int]]()
+    for process, own in enumerate(settings):
+        differences = [
+            f"{key}={own.get(key, 'absent')} (process 0: {first.get(key, 'absent')})"
+            for key in {**first, **own}
+            if not (_matches(key, _OF_A_PROCESS) or _is_same(first.get(key, ""), own.get(key, "")))
+        ]
+        if differences:
+            processes.setdefault(", ".join(differences), []).append(process)
+    verbs = {1: "process {} has"}
+    return [
+        f"{verbs.get(len(numbers), 'processes {} have').format(', '.join(map(str, numbers)))} {what}"
+        for what, numbers in processes.items()
+    ]
+
+
+def _is_same(value: str, other: str) -> bool:
+    paths = Path(value), Path(other)
+    return value == other or (all(path.is_absolute() for path in paths) and paths[0].name == paths[1].name)
 
 
 def saved_tile(config: Path) -> int | None:

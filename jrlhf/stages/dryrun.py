@@ -27,6 +27,7 @@ from jrlhf.roles.planned_placement import LAYOUTS, place_roles
 from jrlhf.roles.pretrained import abstract_weights, is_here
 from jrlhf.run.devices import select
 from jrlhf.run.processes import from_main
+from jrlhf.run.resume import refuse_other_processes
 from jrlhf.stages.setup import check_sources, load_task, prices_of_rollouts, select_resources, tiles_of_a_new_run
 from jrlhf.storage.mirror import check_place
 
@@ -40,6 +41,7 @@ def describe(config: Config, *, all_settings: bool = False) -> str:
     test whether the run's directory can be written.
     """
     select(config.device, config.distributed)  # connects the processes
+    refuse_other_processes(config)
     from_main(partial(check_place, config, partial(print, flush=True)))
     run = _DryRun(config, *select_resources(config))
     data = run.sources()

@@ -65,7 +65,7 @@ from jrlhf.run.directory import CONFIG, HUB, PLAN, TOKENIZER, check_run, explain
 from jrlhf.run.files import seal, to_json, unsealed
 from jrlhf.run.preemption import PreemptionGuard
 from jrlhf.run.processes import from_main, is_main, several
-from jrlhf.run.resume import saved_tile
+from jrlhf.run.resume import refuse_other_processes, saved_tile
 from jrlhf.run.tracking import check_wandb, tracking
 from jrlhf.stages.context import Context
 from jrlhf.stages.identity import Identity, note_failure, numbers
@@ -78,6 +78,7 @@ from jrlhf.tasks.docstrings import task as docstrings
 def open_context(config: Config, *, resume: bool, accept_rewards: bool = False) -> Iterator[Context]:
     """Checks everything that a run needs, cheapest first, and opens its directory and services."""
     select(config.device, config.distributed)  # connects the processes
+    refuse_other_processes(config)
     with (
         mirrored(config, resume=resume, tell=Console(enabled=is_main()).line) as mirror,
         ExitStack() as stack,

@@ -70,7 +70,10 @@ class Launched:
 
 
 def launch(count: int, directory: Path, *arguments: str, **more: str) -> Launched:
-    """Starts the same command in `count` processes that find each other by the environment."""
+    """Starts the same command in `count` processes that find each other by the environment.
+
+    `{process}` in an argument stands for the number of the process.
+    """
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} | more
     if count > 1:
         environment |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": str(count)}
@@ -80,7 +83,7 @@ def launch(count: int, directory: Path, *arguments: str, **more: str) -> Launche
         launched.logs.append(directory / f"{arguments[-1].replace('/', '-')[-40:]}.{number}.log")
         with open(launched.logs[-1], "w") as log:
             output = log if arguments[0] == "-m" else subprocess.PIPE
-            command = [sys.executable, *arguments]
+            command = [sys.executable, *(argument.replace("{process}", str(number)) for argument in arguments)]
             process = subprocess.Popen(command, stdout=output, stderr=log, text=True, env=variables, cwd=ROOT)
             launched.processes.append(process)
     return launched

@@ -14,6 +14,7 @@ from jrlhf.config import load_config
 from jrlhf.config.schema import DistributedConfig
 from jrlhf.errors import UserError
 from jrlhf.run.processes import start
+from jrlhf.run.resume import other_settings
 from tests.support.launched import LAYOUTS, TINY, launch
 from tests.support.processes import free_port
 
@@ -168,3 +169,32 @@ def test_a_coordinator_that_does_not_answer_is_named(tmp_path: Path, source: str
     assert sentence.count("\n") == 0 and sentence.startswith("error: ") and place in sentence
     assert "distributed.timeout=1 seconds" in sentence
     assert not (tmp_path / "tiny").exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [(), ("--dry-run",)])
+def test_processes_with_other_settings_are_refused_at_the_start(tmp_path: Path, options: tuple[str, ...]):
+    settings = f"run_dir={tmp_path}", "device.simulated=1", "mesh.fsdp=2", "seed={process}"
+    launched = launch(2, tmp_path, "-m", "jrlhf.train", "--config", TINY, *options, *settings)
+    launched.assert_codes(120, 2, 2)
+    for number in range(2):
+        (sentence,) = re.findall("^error: .*", launched.text(number), re.M)
+        assert "process 1 has seed=1 (process 0: 0): start all processes with the same config" in sentence
+    assert not (tmp_path / "tiny").exists()
+
+
+def test_only_settings_of_a_process_may_differ_between_processes():
+    own = {"seed": "0", "distributed.process": "0", "plan": "a.yaml", "storage.scratch": "/a", "model.path": "/a/Qwen"}
+    cases: list[tuple[dict[str, str], str]] = [
+        ({"distributed.process": "1", "plan": "auto", "storage.scratch": "/b", "model.path": "/data/Qwen"}, ""),
+        ({"seed": "1"}, "processes 1, 2 have seed=1 (process 0: 0)"),
+        ({"model.path": "/a/Llama"}, "processes 1, 2 have model.path=/a/Llama (process 0: /a/Qwen)"),
+        ({"model.path": "org/Qwen"}, "processes 1, 2 have model.path=org/Qwen (process 0: /a/Qwen)"),
+        ({"seed": "1", "jax": "2"}, "processes 1, 2 have seed=1 (process 0: 0), jax=2 (process 0: absent)"),
+    ]
+    for change, clause in cases:
+        assert other_settings([own, own | change, own | change]) == [clause] * bool(clause), change
+    assert other_settings([own, own | {"seed": "1"}, own, own | {"seed": "3"}]) == [
+        "process 1 has seed=1 (process 0: 0)",
+        "process 3 has seed=3 (process 0: 0)",
+    ]
