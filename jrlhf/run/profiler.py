@@ -2,8 +2,10 @@
 
 import faulthandler
 import logging
+import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,12 +16,15 @@ import jax
 from jax.sharding import Mesh
 
 from jrlhf.config.schema import Config
+from jrlhf.errors import FAILED
 from jrlhf.run.processes import is_main
 
 Result = TypeVar("Result")
 
 PROFILE = "profile"  # a run's directory of traces
-_ends = dict[object, float]()  # when each block of `deadline` must have ended
+_GRACE = 10.0  # seconds after a deadline in which a thread of Python can end the process
+_ends = dict[object, tuple[float, float]]()  # for each block of `deadline`: when it must have ended, and its seconds
+_timer: threading.Timer | None = None
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
@@ -50,12 +55,12 @@ def peak_memory(mesh: Mesh) -> dict[str, float]:
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Ends the process, with a trace of all threads, if the block takes longer, so that no hang goes unnoticed.
+    """Ends the process, with a trace of all threads and a sentence, if the block takes longer: no hang goes unnoticed.
 
     Blocks may be nested, and run in several threads.
     """
     block = object()
-    _ends[block] = time.monotonic() + seconds
+    _ends[block] = time.monotonic() + seconds, seconds
     _arm()
     try:
         yield
@@ -65,12 +70,35 @@ def deadline(seconds: float) -> Iterator[None]:
 
 
 def _arm() -> None:
-    """Starts the timer of the block that must end first, or stops it if there is none."""
+    """Starts the timer of the block that must end first, or stops it if there is none.
+
+    A call that holds the interpreter lock keeps the timer from running; then the C thread of faulthandler ends it.
+    """
+    global _timer
     assert sys.__stderr__ is not None  # a notebook's sys.stderr has no descriptor
     faulthandler.cancel_dump_traceback_later()
+    if _timer is not None:
+        _timer.cancel()
     if _ends:
-        left = max(1e-3, min([*_ends.values()]) - time.monotonic())  # other threads may change the dict
-        faulthandler.dump_traceback_later(left, exit=True, file=sys.__stderr__)
+        end, seconds = min([*_ends.values()])  # other threads may change the dict
+        left = max(1e-3, end - time.monotonic())
+        faulthandler.dump_traceback_later(left + _GRACE, exit=True, file=sys.__stderr__)
+        _timer = threading.Timer(left, _end, (seconds,))
+        _timer.daemon = True
+        _timer.start()
+
+
+def _end(seconds: float) -> None:
+    assert sys.__stderr__ is not None
+    faulthandler.dump_traceback(file=sys.__stderr__)
+    print(
+        f"error: an iteration, or a batch of held-out answers, took longer than deadline={seconds:g} seconds: see in "
+        "the threads above where it waits, or in the output of another process why that one ended; for slow "
+        "iterations set a longer deadline, and resume the run",
+        file=sys.__stderr__,
+        flush=True,
+    )
+    os._exit(FAILED)
 
 
 class CompilationWatch(logging.Handler):
