@@ -93,7 +93,8 @@ class _Watch:
     def _beat(self) -> None:
         for turn in itertools.count():
             with suppress(Exception):  # if the coordinator does not answer, `_judge` notices
-                self._client.key_value_set(f"jrlhf/alive/{self._number}", str(turn), allow_overwrite=True)
+                sign = f"{turn} {socket.gethostname()}"
+                self._client.key_value_set(f"jrlhf/alive/{self._number}", sign, allow_overwrite=True)
                 signs = self._client.key_value_dir_get("jrlhf/alive/")
                 self._answered = time.monotonic()
                 for key, sign in signs:
@@ -105,11 +106,12 @@ class _Watch:
     def _judge(self) -> None:
         while (silent := self._silent()) is None:
             time.sleep(self.seconds / _BEATS)
-        role = ", the coordinator," if silent == 0 else ""
+        role, host = ", the coordinator," if silent == 0 else "", self._signs[silent][0].partition(" ")[2]
+        place = f" on {host}" if host else ""  # it may never have given a sign
         print(
-            f"error: process {silent} of {self._processes}{role} gave no sign of life to process {self._number} for "
-            f"distributed.heartbeat={self.seconds:g} seconds: see why it ended or cannot be reached, and resume the "
-            "run",
+            f"error: process {silent} of {self._processes}{place}{role} gave no sign of life to process "
+            f"{self._number} for distributed.heartbeat={self.seconds:g} seconds: see why it ended or cannot be "
+            "reached, and resume the run",
             file=sys.stderr,
             flush=True,
         )
@@ -147,8 +149,8 @@ def _watch_coordinator(coordinator: str, number: int, processes: int) -> None:
             except ConnectionRefusedError:
                 time.sleep(1)  # at the end of a run this process leaves JAX's cluster in this time
                 if distributed.global_state.client is not None:
-                    sentence = f"error: process 0 of {processes}, the coordinator of process {number}, ended: "
-                    os.write(2, f"{sentence}see why, and resume the run\n".encode())
+                    sentence = f"error: process 0 of {processes}, the coordinator of process {number}"
+                    os.write(2, f"{sentence} at {coordinator}, ended: see why, and resume the run\n".encode())
                     os._exit(FAILED)
             except OSError:  # `_Watch` handles a coordinator that cannot be reached
                 time.sleep(1)

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,8 @@ def kill_second(launched: Launched, run: Path, iterations: int) -> None:
     launched.wait_until(lambda: metrics.exists() and metrics.read_text().count('"stage": "ppo"') == iterations, 400)
     launched.processes[1].kill()
     launched.processes[1].wait()
-    assert launched.processes[0].wait(60) == 1 and "process 1 of 2" in launched.text(0)
+    assert launched.processes[0].wait(60) == 1
+    assert f"process 1 of 2 on {socket.gethostname()} gave no sign of life" in launched.text(0)
 
 
 @pytest.fixture(scope="module")
