@@ -350,7 +350,8 @@ def mirrored(config: Config, *, resume: bool, tell: Callable[[str], None]) -> It
         except RunFailure as failure:
             if isinstance(error, Preempted):
                 raise failure from error
-            tell(f"warning: {failure}")
+            if str(failure) != str(error):  # the run may have ended for this reason
+                tell(f"warning: {failure}")
         raise
     except BaseException:
         mirror.close()

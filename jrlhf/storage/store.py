@@ -5,6 +5,7 @@ Every request has a deadline. A request that fails for a temporary reason, such 
 
 import importlib
 import logging
+import math
 import os
 import threading
 import time
@@ -21,8 +22,8 @@ from jrlhf.errors import UserError
 
 T = TypeVar("T")
 
-# Seconds before the second attempt; the maximum after repeated doubling; the pause before which users are told.
-_PAUSES = 0.5, 30.0, 8.0
+_PAUSES = 0.5, 30.0  # seconds before the second attempt; the maximum after repeated doubling
+_SILENT, _AGAIN = 5.0, 60.0  # seconds of failures after which users are told, and then told again
 _SLOWEST = 1e6  # bytes per second; slower transfers are aborted
 _FIRST = StorageConfig(timeout=15.0, patience=10.0)  # for the first request, for which a user waits
 _NOTICE = 3.0  # seconds without a first answer after which the waiting user is told
@@ -62,7 +63,7 @@ class Store:
     def __init__(self, address: str, section: StorageConfig, tell: Callable[[str], None] = lambda sentence: None):
         self.address, self._section, self._tell = address.rstrip("/"), section, tell
         self._scheme, _, self._root = self.address.partition("://")
-        self._told = False
+        self._told, self._warned = False, -math.inf
         package = PACKAGES[self._scheme]
         try:
             importlib.import_module(package)
@@ -172,7 +173,8 @@ class Store:
         changes: whether it changes the store. Such a request is never repeated, nor followed by another one, while it
         may still take effect, because old content could replace new. It is waited for up to `patience`.
         """
-        pause, until = _PAUSES[0], time.monotonic() + self._section.patience
+        pause, began = _PAUSES[0], time.monotonic()
+        until = began + self._section.patience
         while True:
             limit = self._section.timeout + size / _SLOWEST
             try:
@@ -196,9 +198,13 @@ class Store:
                     raise StoreError(reason, _CREDENTIALS.get(self._scheme, "") * _unknown(error)) from error
                 if time.monotonic() + pause > until:
                     raise StoreError(f"for storage.patience={self._section.patience:g} seconds, {reason}") from error
-                if pause == _PAUSES[2]:
-                    patience = f"storage.patience={self._section.patience:g} seconds"
-                    self._tell(f"{self.address} does not answer as it should ({reason}): trying for {patience}")
+                now = time.monotonic()
+                if now - began >= _SILENT and now - self._warned >= _AGAIN:  # other threads may have warned
+                    self._warned, patience = now, f"storage.patience={self._section.patience:g} seconds"
+                    self._tell(
+                        f"{self.address} has not answered as it should for {now - began:.0f} seconds ({reason}): "
+                        f"trying for {patience}"
+                    )
             time.sleep(pause)
             pause = min(2 * pause, _PAUSES[1])
 

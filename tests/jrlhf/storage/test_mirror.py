@@ -353,7 +353,7 @@ def test_a_run_whose_files_cannot_be_copied_ends_in_a_sentence(memory, config, m
         raise OSError("503 SlowDown")
 
     with pytest.raises(RunFailure, match=r"memory://bucket/runs/run cannot be written \(for .*503 SlowDown\): resume"):
-        with copied(config, resume=False, tell=print) as mirror:
+        with copied(config, resume=False, tell=pytest.fail) as mirror:
             mirror.begin()
             with open_run(config) as run:
                 mirror.start(run)
@@ -365,8 +365,9 @@ def test_a_run_whose_files_cannot_be_copied_ends_in_a_sentence(memory, config, m
 
 
 def test_failed_requests_are_repeated_and_a_hang_has_a_deadline(memory, config, monkeypatch):
-    monkeypatch.setattr(store_module, "_PAUSES", (0.01, 0.02, 0.02))
-    answers = [OSError("503 SlowDown"), TimeoutError("late"), b"data"]
+    monkeypatch.setattr(store_module, "_PAUSES", (0.02, 0.04))
+    monkeypatch.setattr(store_module, "_SILENT", 0.015)
+    answers = [OSError("503 SlowDown"), TimeoutError("late"), TimeoutError("still"), b"data"]
 
     def answer(path: str) -> bytes:
         result = answers.pop(0)
@@ -380,8 +381,9 @@ def test_failed_requests_are_repeated_and_a_hang_has_a_deadline(memory, config, 
     store._section = type(config.storage)(timeout=0.1, patience=20.0)
     assert store.read("name") == b"data"
     assert sentences == [
-        "memory://bucket/x does not answer as it should (TimeoutError: late): trying for storage.patience=20 seconds"
-    ]
+        "memory://bucket/x has not answered as it should for 0 seconds (TimeoutError: late): trying for "
+        "storage.patience=20 seconds"
+    ]  # not again within a minute
     answers[:] = [PermissionError("Forbidden")]
     with pytest.raises(StoreError, match="PermissionError: Forbidden"):
         store.read("name")
