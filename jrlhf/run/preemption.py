@@ -58,5 +58,8 @@ class PreemptionGuard:
         self.requested, self._number = True, number
         if number == signal.SIGHUP:
             drop_closed_outputs()
+        what = b"the iteration is finished and saved first"
+        if not self._iterating:
+            what = b"the next iteration is finished and saved first; if none is left, the run ends as usual"
         with suppress(OSError):
-            os.write(2, b"\nstopping: the iteration is finished and saved first\n")  # print is not safe in a handler
+            os.write(2, b"\nstopping: " + what + b"\n")  # print is not safe in a handler

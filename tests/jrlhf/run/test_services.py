@@ -80,17 +80,17 @@ def interrupted() -> None:
         time.sleep(1)
 
 
-def test_signals_wait_for_an_iteration_and_a_second_interrupt_for_nothing():
+def test_signals_wait_for_an_iteration_and_a_second_interrupt_for_nothing(capfd):
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with PreemptionGuard() as guard:
         assert not guard.requested
         os.kill(os.getpid(), signal.SIGTERM)
-        assert guard.requested
+        assert guard.requested and "the next iteration is finished and saved first; if none" in capfd.readouterr().err
         interrupted()
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
     with PreemptionGuard() as guard, guard.iterating():
         os.kill(os.getpid(), signal.SIGINT)
-        assert guard.requested
+        assert guard.requested and "stopping: the iteration is finished and saved first" in capfd.readouterr().err
         interrupted()
     with PreemptionGuard() as guard:
         interrupted()
