@@ -7,12 +7,15 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from jrlhf import __version__
 from jrlhf.config import Config, config_yaml
@@ -275,6 +278,8 @@ def _open(run: Run, config: Config, resume: bool) -> None:
         fresh = not (path / CONFIG).exists()  # checked again under the lock: another process may have made it
         if not fresh and (change := _compare(path, config, resume)):
             run.changes.append(change)
+        if not fresh and (change := _other_processes(path)):
+            run.changes.append(change)
         if fresh or run.changes:
             run.write(CONFIG, config_yaml(config))
         if run.seeds() == 2:
@@ -287,6 +292,14 @@ def _open(run: Run, config: Config, resume: bool) -> None:
         for leftover in (entry for name in EXPORTS for entry in path.glob(f".{name}-*")):
             shutil.rmtree(leftover)
         undo.pop_all()
+
+
+def _other_processes(path: Path) -> str:
+    """Returns a clause if the run's last start had another number of processes; empty if not, or if it wrote none."""
+    text = (path / ENVIRONMENT).read_text(encoding="utf-8", errors="replace") if (path / ENVIRONMENT).exists() else ""
+    starts = re.findall(r"^# \d+ .*? device\(s\), mesh .*?(?:, (\d+) process\(es\))?(?:, plan .*)?$", text, re.M)
+    before, now = int((starts or [jax.process_count()])[-1] or 1), jax.process_count()
+    return "" if before == now else f"in {now} process(es) (was {before})"
 
 
 def _compare(path: Path, config: Config, resume: bool) -> str:

@@ -23,6 +23,7 @@ import yaml
 
 from jrlhf.config import Config, config_yaml
 from jrlhf.errors import UserError
+from jrlhf.run.checkpoints import saved_steps
 from jrlhf.run.directory import Run
 from jrlhf.run.files import sha256, write_atomic
 
@@ -100,7 +101,8 @@ class Prometheus:
 
     A metric such as `critic/score/mean` is the gauge `jrlhf_critic_score_mean` with the labels run and stage; if two
     had the same name, the later one ends in `_2`. `jrlhf_step` and `jrlhf_timestamp_seconds` are the newest iteration
-    and its time. The file is replaced atomically, and deleted when the run ends, so that its series end, too.
+    and its time, `jrlhf_checkpoint_timestamp_seconds` is the time of the stage's newest checkpoint. The file is
+    replaced atomically, and deleted when the run ends, so that its series end, too.
     """
 
     def __init__(self, path: Path, name: str):
@@ -108,7 +110,9 @@ class Prometheus:
 
     def log(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
         """Replaces the file."""
-        own = {"step": step, "timestamp_seconds": time.time()}
+        own, saved = {"step": step, "timestamp_seconds": time.time()}, self._path.parent / "checkpoints" / stage
+        for newest in saved_steps(saved)[-1:]:
+            own["checkpoint_timestamp_seconds"] = (saved / str(newest)).stat().st_mtime
         names, lines = set[str](), list[str]()
         for metric, value in {**own, **metrics}.items():
             gauge = first = "jrlhf_" + re.sub(r"\W", "_", metric, flags=re.ASCII)

@@ -139,6 +139,13 @@ def test_a_run_goes_on_with_settings_that_do_not_define_its_results(make):
         assert load_config(str(run.path / "config.yaml")).rl.iterations == 50
         run.begin(lines.append)
         assert len(lines) == 1
+    devices = "# 8 cpu device(s), mesh {'data': 1}, 2 process(es), plan split"
+    (run.path / "environment.txt").write_text(f"# 2026-11-27T00:00:00+00:00\n{devices}\n")
+    with open_run(make("ppo.iterations=50"), resume=True, notes=[devices[2:].replace(", 2 process(es)", "")]) as run:
+        run.begin(lines.append)
+        assert lines[1:].pop().endswith("in 1 process(es) (was 2)")
+    with open_run(make("ppo.iterations=50"), resume=True) as run:
+        assert not run.changes
     changed = ("ppo.iterations=50", "mesh.tensor=2", "ppo.algorithm.micro_batches=2", "evaluation.every=5")
     with open_run(make(*changed), resume=True) as run:
         (line,) = run.changes

@@ -1,6 +1,7 @@
 """Metrics to Weights & Biases, which a stand-in replaces: it gets every number, and it cannot stop the run."""
 
 import json
+import os
 import re
 import time
 
@@ -140,6 +141,10 @@ def test_prometheus_reads_each_number_of_the_newest_iteration_under_a_name_of_it
     before = time.time()
     with open_run(config) as run, tracking.tracking(config, run, print) as (prometheus,):
         prometheus.log("sft", 9, {"old": 1.0})
+        assert "checkpoint" not in (run.path / "metrics.prom").read_text(encoding="utf-8")
+        for step in (1, 10):
+            (run.path / "checkpoints" / "ppo" / str(step)).mkdir(parents=True)
+            os.utime(run.path / "checkpoints" / "ppo" / str(step), (step, step))
         prometheus.log("ppo", 3, metrics)
         *lines, end = (run.path / "metrics.prom").read_text(encoding="utf-8").split("\n")
         assert end == "" and [file.name for file in run.path.glob("*.prom")] == ["metrics.prom"]
@@ -152,6 +157,7 @@ def test_prometheus_reads_each_number_of_the_newest_iteration_under_a_name_of_it
         samples[match[1]] = match[4]
     assert samples.pop("jrlhf_step") == "3.0"
     assert before <= float(samples.pop("jrlhf_timestamp_seconds")) <= time.time()
+    assert samples.pop("jrlhf_checkpoint_timestamp_seconds") == "10.0"
     names = ["jrlhf_critic_score_mean", "jrlhf_critic_score_mean_2", "jrlhf_timing_s_gen", "jrlhf_a_b"]
     assert list(samples) == [*names, "jrlhf_actor_infinite", "jrlhf_flag", "jrlhf_perf__"]
     assert list(samples.values()) == ["0.1", "2.0", "1e-300", "NaN", "-Inf", "1.0", "7.0"]
