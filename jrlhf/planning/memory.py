@@ -88,6 +88,13 @@ def trained_bytes(model: RoleModel, fsdp: int, tensor: int, pipeline: int = 1) -
     return shards_of(model.config, model.head, layout, fsdp, tensor, model.lora).stored(WIDE, pipeline)
 
 
+def checkpoint_bytes(workload: Workload) -> float:
+    """Returns the bytes of weights and optimizer states in a checkpoint: three float32 for each trained number."""
+    models = {role: models[0] for role, models in workload.models.items() if role != LEARNER}
+    models |= dict(zip(("actor", "critic"), workload.models.get(LEARNER, ()), strict=False))
+    return sum(3 * trained_bytes(model, 1, 1) for model in models.values() if model.trained)
+
+
 def state_bytes(models: Sequence[RoleModel], itemsize: int, home: Placement) -> dict[str, float]:
     """Returns the bytes that a role stores of all its models on each device of its home, by part.
 

@@ -1,5 +1,6 @@
 """`--dry-run`: describes memory, calls and plan of a run. The sizes of states are exact; nothing is compiled or run."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,8 @@ from jax.sharding import Mesh
 from jrlhf.algorithms.registry import graph_of, stage_graph
 from jrlhf.config import Config, config_yaml
 from jrlhf.config.schema import DatasetsData
-from jrlhf.data.read import hub_library
+from jrlhf.data.read import hub_library, is_hub_name
+from jrlhf.errors import UserError
 from jrlhf.fleet.predict import lengths_of_a_new_run
 from jrlhf.meshes import GENERATE, SCORE, TRAIN, Call, Layout, tree_reshard_cost
 from jrlhf.meshes.plan import Plan
@@ -21,6 +23,7 @@ from jrlhf.planning.fusion.last_rows import RECENT
 from jrlhf.planning.fusion.tiles import describe as describe_moves
 from jrlhf.planning.fusion.tiles import scored_early
 from jrlhf.planning.fusion.updates import fused_updates
+from jrlhf.planning.memory import away_parts, checkpoint_bytes
 from jrlhf.planning.show import in_columns
 from jrlhf.planning.workload import Workload, workload_of
 from jrlhf.roles.planned_placement import LAYOUTS, place_roles
@@ -70,7 +73,7 @@ class _DryRun:
 
     def sources(self) -> list[str]:
         """The data's description; or the models and datasets that are not on this machine."""
-        config = self.config
+        config, reasons = self.config, list[str]()
         paths = {"model.path": config.model.path, "roles.critic": config.roles.critic}
         paths |= {"roles.reference": config.roles.reference}
         paths |= {f"{key}.model": part.model for key, _, part in config.rewards_and_costs}
@@ -78,12 +81,12 @@ class _DryRun:
             datasets = {part: getattr(config.data, part) for part in ("sft", "preferences", "prompts", "heldout")}
             used = {f"data.{part}.path": dataset.path for part, dataset in datasets.items() if dataset is not None}
             for path in (path for path in used.values() if path is not None and not is_here(path)):
-                hub_library(path)
+                reasons += _unread(path)
             paths |= used
         missing = {key: path for key, path in paths.items() if path is not None and not is_here(path)}
         if missing:
             lines = [f"{key}={path} is not here: not looked at" for key, path in missing.items()]
-            return [*lines, "so neither the data nor the rewards were checked"]
+            return [*lines, *reasons, "so neither the data nor the rewards were checked"]
         task = load_task(config, self.models["actor"])
         check_sources(config, task, self.models["actor"], self.mesh)
         return task.description.splitlines()
@@ -93,7 +96,27 @@ class _DryRun:
         graph = stage_graph(self.config, self.config.stages[-1])
         roles = memory_of(self.config, graph, self.mesh, self.models, self.plan).roles
         rows = [(role, f"{sum(parts.values()) / MIB:.3f}", _parts(parts)) for role, parts in roles.items()]
-        return ["memory of a device where a role lives, MiB, of what it keeps there:", *in_columns(rows)]
+        return [
+            "memory of a device where a role lives, MiB, of what it keeps there:",
+            *in_columns(rows),
+            *self.places(),
+        ]
+
+    def places(self) -> list[str]:
+        """The sizes of the last stage in host memory and on disk."""
+        config, graph = self.config, stage_graph(self.config, self.config.stages[-1])
+        workload, keep = workload_of(config, graph, self.models), config.checkpoints.keep
+        size, lines = checkpoint_bytes(workload), list[str]()
+        roles, asleep = (
+            memory_of(config, graph, self.mesh, self.models, self.plan).roles,
+            defaultdict[str, float](float),
+        )
+        for (role, call), places in away_parts(config, workload).items():
+            asleep[call] += sum(roles[role].get(part, 0.0) for part, place in places.items() if place == "pinned_host")
+        if host := max(asleep.values(), default=0.0):
+            lines.append(f"host memory for what sleeps, at most {host / MIB:.3f} MiB for each device")
+        where = f"{keep + 1} of them: checkpoints.keep={keep}, and the one that is written"
+        return [*lines, f"a checkpoint of {graph.name}: {size / MIB:.3f} MiB; run_dir needs room for {where}"]
 
     def calls(self) -> list[str]:
         """A table of the calls: all memory of a device during each, and the memory that the call alone needs."""
@@ -158,6 +181,17 @@ class _DryRun:
         workload = workload_of(self.config, graph, self.models)
         sizes = " x ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
         return [f"plan of a step of dpo on {sizes}:", *in_columns([_row(call, workload) for call in graph])]
+
+
+def _unread(source: str) -> list[str]:
+    """Returns why a run on this machine cannot download a dataset, if it cannot. Refuses what is no name on the hub."""
+    try:
+        hub_library(source)
+    except UserError as error:
+        if not is_hub_name(source):
+            raise
+        return [str(error)]
+    return []
 
 
 def _parts(parts: Mapping[str, float]) -> str:

@@ -49,6 +49,9 @@ def test_adapters_of_rewards_and_costs_are_counted_and_lie_on_the_base(tmp_path,
         bias = 4  # of the head, which is not written where it is 0
         assert roles[role] == {"weights": sum(tensor.nbytes for tensor in stored.values()) + bias}
     assert {"reward.score", "cost.score"} <= {call.name for call in graph_of(config)}
+    trained = "actor", "critic", "cost_critic"
+    size = 3 * sum(roles[role]["weights"] for role in trained) / 2**20  # every device has all of an adapter
+    assert f"a checkpoint of safe_rlhf: {size:.3f} MiB; run_dir needs room for 3 of them" in describe(config)
     plan = {line.split()[0]: line for line in describe(config).split("plan of ")[1].splitlines() if line}
     assert all("layout generate" in plan[name] for name in ("reward.score", "cost.score", "cost_critic.values"))
 
@@ -57,7 +60,7 @@ def test_adapters_of_rewards_and_costs_are_counted_and_lie_on_the_base(tmp_path,
     assert "cost.score" in text and text.count("functions, beside the rest") == 1 and "cost words" not in text
 
 
-def test_datasets_that_a_run_could_not_read_are_refused(settings, monkeypatch):
+def test_datasets_that_a_run_could_not_read_are_named(settings, monkeypatch):
     def config(path: str) -> Config:
         sft = {"path": path, "columns": {}}
         return build(Config, settings(stages=["sft"], rewards=[], data={"sft": sft}))
@@ -68,8 +71,8 @@ def test_datasets_that_a_run_could_not_read_are_refused(settings, monkeypatch):
     with pytest.raises(UserError, match="gone.jsonl does not exist: name a file, a directory or a dataset on the hub"):
         describe(config("gone.jsonl"))
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match=r"someone/rows is no file: .*pip install 'jrlhf\[hf\]'"):
-        describe(config("someone/rows"))
+    text = describe(config("someone/rows"))  # memory and plan all the same
+    assert "someone/rows is no file: to load it from disk or the hub, pip install 'jrlhf[hf]'" in text
 
 
 def of_h100s(_, workload, *__) -> CostModel:
