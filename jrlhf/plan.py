@@ -23,6 +23,7 @@ from jrlhf.planning import auto, fit, plans, profile, show
 from jrlhf.planning.fusion import tiles
 from jrlhf.planning.fusion.last_rows import Work
 from jrlhf.planning.fusion.updates import fused_prices
+from jrlhf.planning.memory import GIB
 from jrlhf.planning.search import Found
 from jrlhf.planning.simulate import simulate
 from jrlhf.planning.time import CostModel
@@ -33,6 +34,7 @@ from jrlhf.run.files import check_writable
 from jrlhf.stages.setup import architectures, of_one_process
 
 SECONDS = 20.0
+_FULL = 0.9  # part of a device's memory above which users are told
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -179,7 +181,9 @@ def make_plan(
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"{name}={value} must be more than 0 and finite")
         if value is not None and plan is not None:
-            raise UserError(f"{name}={value} has no effect with plan={plan}, which searches for nothing: leave one out")
+            raise UserError(
+                f"{name}={value} (--{name}) has no effect with plan={plan}, which searches for nothing: leave one out"
+            )
     if config.algorithm is None and plan is not None:
         raise UserError(f"plan={plan} has no effect with {_unplanned(config)}: leave it out")
     _check_options(config, search)
@@ -210,9 +214,12 @@ def make_plan(
         lines = [show.describe_plan(prices, outcome), "", "divisions of the devices, the fastest first:"]
         lines += predict.table(divisions)
     elif plan is None:
+        seconds = SECONDS if seconds is None and proposals is None else seconds
+        if progress is None:
+            say("searching" if seconds is None else f"searching for {seconds:g} seconds")
         result = setting.search(
             proposals=proposals,
-            seconds=SECONDS if seconds is None and proposals is None else seconds,
+            seconds=seconds,
             seed=search.seed,
             hypothetical=search.hypothetical,
             lockstep=not search.overlap,
@@ -257,6 +264,11 @@ def make_plan(
             f"{alone} is for runs of one process, which has the devices of one host, and {cluster} has "
             f"{prices.cluster.hosts} hosts: this is a prediction only"
         )
+    if config.device.memory is None and _FULL * prices.capacity < outcome.simulation.peak <= prices.capacity:
+        lines.append(
+            "the fullest device has less than a tenth of its memory free, and predictions err by some percent: "
+            f"device.memory={int(_FULL * prices.capacity / GIB)} admits only plans that leave a tenth free"
+        )
     own = predictions[0] if predictions else None
     planned = Planned(config, prices, outcome, "\n".join(lines), asynchronous=own, rollouts=rollouts)
     try:
@@ -288,8 +300,8 @@ def _check_options(config: Config, search: Search) -> None:
     for name in budget:
         if getattr(search, name):
             raise UserError(
-                f"{name}={getattr(search, name)} has no effect with {key}, whose divisions of the devices are few and "
-                "all priced: leave it out"
+                f"{name}={getattr(search, name)} (--{name}) has no effect with {key}, whose divisions of the devices "
+                "are few and all priced: leave it out"
             )
 
 

@@ -29,10 +29,12 @@ def mesh_sizes(mesh: MeshConfig, device_count: int, *, simulates: bool = True) -
     product = math.prod(size for size in sizes if size != -1)
     wrong = device_count % product if -1 in sizes else device_count - product
     if wrong:
+        takes_rest = -1 not in sizes and device_count % (mesh.data * mesh.tensor) == 0
         choices = ", ".join(map(str, divisors(device_count)))
         raise UserError(
             f"{written} does not fit {device_count} device(s): choose sizes whose product is {device_count} "
             f"(its divisors are {choices})"
+            + (", or mesh.fsdp=-1 for all that remain" if takes_rest else "")
             + (f", or set device.simulated={product} to simulate that many on the CPU" if simulates else "")
         )
     data, fsdp, tensor = (device_count // product if size == -1 else size for size in sizes)
@@ -291,16 +293,21 @@ def _batches(config: Config, devices: int, groups: int) -> Iterator[str]:
         micro_batches = (section.algorithm if stage == "dpo" else section).micro_batches
         over = f"{devices} device(s)" + _times(micro_batches, "micro-batches")
         yield from _rows(f"{stage}.batch", section.batch, devices * micro_batches, f"divide over {over}")
-    divisor, parts, samples = devices, f"divide over {devices} device(s)", config.samples
+    divisor, parts, samples, micro_batches = devices, f"divide over {devices} device(s)", config.samples, 1
     key, sampled = "sampling.batch", " (so many answers are sampled at a time)"
     if config.algorithm is not None:
         key, sampled, algorithm = f"{config.algorithm}.rollout_batch", "", config.rl.algorithm
-        divisor *= algorithm.minibatches * algorithm.micro_batches
-        parts += _times(algorithm.minibatches, "minibatches") + _times(algorithm.micro_batches, "micro-batches")
+        divisor *= algorithm.minibatches
+        micro_batches = algorithm.micro_batches
+        parts += _times(algorithm.minibatches, "minibatches") + _times(micro_batches, "micro-batches")
+    whole = samples * groups if samples > 1 else 1
     if samples > 1:
-        divisor = math.lcm(divisor, samples * groups)
         parts += f" and into {samples} samples of each prompt on {groups} group(s) of devices"
-    yield from _rows(key, config.sampled_rows, divisor, parts, sampled)
+    divisors_by_parts = {count: math.lcm(divisor * count, whole) for count in range(micro_batches, 0, -1)}
+    fewer = next((count for count, by in divisors_by_parts.items() if config.sampled_rows % by == 0), None)
+    other = "" if fewer is None else f", or {config.algorithm}.algorithm.micro_batches={fewer}"
+    for sentence in _rows(key, config.sampled_rows, divisors_by_parts[micro_batches], parts, sampled):
+        yield f"{sentence}{other}"
     slots = config.rollout.slots
     if slots is not None and slots % devices:
         yield (

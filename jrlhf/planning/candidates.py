@@ -105,7 +105,8 @@ def undivided_rows(workload: Workload, call: Call, placement: Placement) -> Iter
             rules = [(workload.rows_key, workload.rows, count * parts, over)]
             if call.kind == "infer" and isinstance(workload.score_rows, int):
                 rules.append(("compute.score_rows", workload.score_rows, count * parts, over))
-    yield from (undivided(*rule) for rule in rules if rule[1] % rule[2])
+    choices = parts if call.kind == "train" else 1
+    yield from (undivided(*rule, choices) for rule in rules if rule[1] % rule[2])
     if call.kind == "generate" and slots is not None and slots < samples:
         yield f"rollout.slots={slots} has no room for {prompts}: raise it"
 
@@ -127,8 +128,11 @@ def stuck_rows(workload: Workload, call: Call, placement: Placement) -> str | No
     )
 
 
-def undivided(key: str, rows: int, divisor: int, over: str) -> str:
-    return f"{key}={rows} does not divide over {over}: choose a multiple of {divisor}"
+def undivided(key: str, rows: int, divisor: int, over: str, parts: int = 1) -> str:
+    """Returns a sentence on rows that `divisor` does not divide. parts: the micro-batches in it, which may be fewer."""
+    fewer = next((some for some in range(parts - 1, 0, -1) if rows % (divisor // parts * some) == 0), None)
+    other = "" if fewer is None else f", or take micro_batches={fewer}"
+    return f"{key}={rows} does not divide over {over}: choose a multiple of {divisor}{other}"
 
 
 def candidates(prices: CostModel, *, hypothetical: bool = False) -> dict[str, list[Price]]:

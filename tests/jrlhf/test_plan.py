@@ -182,7 +182,7 @@ def test_bad_input_is_one_sentence(capsys):
         (f"{cluster} --proposals 9999999999", "proposals=9999999999: it must be at most 2147483647"),
         (f"{cluster} --save .", "--save . is a directory: name a file in it"),
         (f"{cluster} --plan mine.yaml", "plan=mine.yaml is neither colocate,"),
-        (f"{cluster} --plan split --seconds 1", "seconds=1.0 has no effect with plan=split"),
+        (f"{cluster} --plan split --seconds 1", "seconds=1.0 (--seconds) has no effect with plan=split"),
         (f"{cluster} --plan split stages=[sft]", "plan=split has no effect with stages=[sft]"),
         (f"{cluster} --mean-response 9e9", "mean_response=9e+09 must be from 1 to data.max_response=1024"),
         (f"{cluster} --sigma 1", "sigma=1 has no effect without asynchronous training or compute.score_rows"),
@@ -190,11 +190,12 @@ def test_bad_input_is_one_sentence(capsys):
         (f"{cluster} --sigma 1 ppo.asynchronous.staleness=1", "sigma=1 needs mean_response"),
         (f"{cluster} --plan split --overlap ppo.asynchronous.staleness=1", "overlap=True has no effect with ppo.async"),
         (f"{cluster} --processes 2 ppo.asynchronous.clock=wall", "asynchronous.clock=wall is for runs of one process"),
-        (f"{few} ppo.asynchronous.staleness=1", "proposals=10 has no effect with ppo.asynchronous, whose divisions"),
+        (f"{few} ppo.asynchronous.staleness=1", "proposals=10 (--proposals) has no effect with ppo.asynch"),
         (f"{cluster} --processes 3", "processes=3 must divide the 8 devices: each has equally many"),
         (f"{cluster} --plot plan.txt", "must end in .svg, .png, .pdf"),
         (f"{few} --plot /proc/none/plan.svg", "cannot be written (No such file or directory): choose another place"),
         (f"{few} ppo.rolout_batch=512", "ppo.rolout_batch"),
+        ("--cluster v5e-64 --plan colocate mesh.fsdp=-1", "choose a multiple of 2048, or take micro_batches=1"),
     ):
         assert cli(["--config", "llama3-8b-ppo", *arguments.split()]) == 2, arguments
         error = capsys.readouterr().err

@@ -21,7 +21,8 @@ mesh.tensor=3
 mesh.tensor=-1
     mesh data=1, fsdp=-1, tensor=-1: only one axis may be -1
 mesh.fsdp=8
-    mesh data=1, fsdp=8, tensor=1 does not fit 4 device(s)
+    mesh data=1, fsdp=8, tensor=1 does not fit 4 device(s): choose sizes whose product is 4 (its divisors are 1, 2,
+    4), or mesh.fsdp=-1 for all that remain, or set device.simulated=8 to simulate that many on the CPU
 model.kv_heads=3
     model kv_heads=3 must divide heads=4
 data.max_prompt=50 ; data.max_response=50
@@ -38,6 +39,9 @@ sft.batch=30
     sft.batch=30 does not divide over 4 device(s): choose a multiple of 4, such as 28 or 32
 ppo.rollout_batch=24 ; ppo.algorithm.minibatches=2 ; ppo.algorithm.micro_batches=2
     ppo.rollout_batch=24 does not divide over 4 device(s) x 2 minibatches x 2 micro-batches: choose a multiple of
+    16, such as 16 or 32, or ppo.algorithm.micro_batches=1
+ppo.rollout_batch=20 ; ppo.algorithm.minibatches=2 ; ppo.algorithm.micro_batches=2
+    ppo.rollout_batch=20 does not divide over 4 device(s) x 2 minibatches x 2 micro-batches: choose a multiple of
     16, such as 16 or 32
 ppo.algorithm.kl_horizon=25 ; ppo.algorithm.kl_target=4
     ppo.algorithm.kl_horizon=25 must exceed a fifth of ppo.rollout_batch=128: the KL coefficient could turn
