@@ -3,6 +3,9 @@
 #   TPU=my-tpu ZONE=us-east5-a BUCKET=gs://my-bucket SOURCE=git+https://HOST/jrlhf.git@COMMIT \
 #       configs/launch/tpu-pod.sh CONFIG [key=value ...]
 # On a v5p-512, for instance: llama3-70b-ppo
+# FILES="my_rewards.py data.jsonl" copies files that your config names, by their names alone, to every host.
+# The output of all hosts comes to this terminal alone: run it in tmux with `2>&1 | tee NAME.log`. If the terminal closes,
+# the run saves and ends; after any end but 0 the same command resumes it.
 # PYTHON names the hosts' Python 3.11 or newer; without it python3.
 # SECRET names a secret of Secret Manager with a token for gated models, which the hosts' service account may read.
 # The runs lie in the bucket, which every host mounts: process 0 writes, all of them save and restore checkpoints.
@@ -22,6 +25,9 @@ on_all() {
 on_all "$python -c 'import sys; sys.exit(f\"jrlhf needs Python 3.11 or newer, and {sys.executable} is {sys.version.split()[0]}: install a newer one, and name it by PYTHON=\" if sys.version_info < (3, 11) else 0)' &&
     $python -m pip install --quiet 'jrlhf[tpu,hf] @ $SOURCE'"
 on_all "mkdir -p ~/runs && (mountpoint -q ~/runs || gcsfuse --implicit-dirs '${BUCKET#gs://}' ~/runs)"
+for file in ${FILES:-}; do
+    gcloud compute tpus tpu-vm scp "$file" "$TPU:$(basename "$file")" --zone="$ZONE" --worker=all
+done
 if [[ -f "$config" ]]; then
     gcloud compute tpus tpu-vm scp "$config" "$TPU:config.yaml" --zone="$ZONE" --worker=all
     config=config.yaml

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ POD = closed(
     restartPolicy={"const": "Never"},  # what a podFailurePolicy demands
     terminationGracePeriodSeconds=COUNT,
     containers=several(CONTAINER),
-    volumes=several(closed("name", "persistentVolumeClaim emptyDir")),
+    volumes=several(closed("name", "persistentVolumeClaim emptyDir hostPath")),
 )
 RULE = closed(
     "action",
@@ -110,6 +111,7 @@ def test_the_processes_of_a_jobset_find_each_other(name):
     assert manifest["spec"]["network"] == {"enableDNSHostnames": True} and "JAX_PROCESS_ID" in variables
     volumes = {volume["name"] for volume in job["template"]["spec"]["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+    assert {"/runs", "/cache"} <= {mount["mountPath"] for mount in container["volumeMounts"]}
     (token,) = (entry["valueFrom"] for entry in container["env"] if entry["name"] == "HF_TOKEN")
     assert token["secretKeyRef"] == {"name": "jrlhf-tokens", "key": "HF_TOKEN", "optional": True}
     subprocess.run(["bash", "-n", "-c", container["args"][0]], check=True)
@@ -165,7 +167,8 @@ def test_the_commands_of_launch_templates_suit_their_devices(monkeypatch: pytest
     on_nodes = gpu_job["parallelism"] * gpu_container["resources"]["limits"]["nvidia.com/gpu"]
     sky = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
     sky_gpus = sky["num_nodes"] * int(sky["resources"]["accelerators"].partition(":")[2])
-    on_sky = [word.replace("$RUN_DIR", "s3://bucket/runs") for word in words(sky["run"])]
+    values = ("$RUN_DIR", "s3://bucket/runs"), ("$CONFIG", sky["envs"]["CONFIG"]), ("$name", "mine")
+    on_sky = [reduce(lambda text, pair: text.replace(*pair), values, word) for word in words(sky["run"])]
     commands = [(int(total), on_slurm.split()), (cluster(pod).devices, on_pod.split())]
     commands += [(chips, words(container["args"][0])), (on_nodes, words(gpu_container["args"][0])), (sky_gpus, on_sky)]
     for devices, command in commands:
@@ -223,12 +226,30 @@ def test_slurm_requeues_after_75_only(tmp_path, code):
 
 def test_slurm_resumes_a_run_in_a_store(tmp_path):
     stand_in(tmp_path, "srun", "exit 0")
-    stand_in(tmp_path, "python", codes(tmp_path, 1, 0))  # no run in the bucket; then one
+    stand_in(tmp_path, "python", codes(tmp_path, 3, 0, 1))  # no run in the bucket; then one; then no answer
     variables = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(tmp_path), "RUN_DIR": "s3://bucket/runs"}
     for resumed in (False, True):
         assert bash(tmp_path, LAUNCH / "slurm.sh", "quickstart", **variables).returncode == 0
         assert calls(tmp_path, "python")[-1][-1] == "s3://bucket/runs/quickstart-7/config.yaml"
         assert ("--resume" in calls(tmp_path, "srun")[-1]) == resumed
+    starts = calls(tmp_path, "srun")
+    done = bash(tmp_path, LAUNCH / "slurm.sh", "quickstart", **variables)
+    assert (done.returncode, calls(tmp_path, "srun")) == (1, starts)
+    assert done.stderr.endswith("mend what the lines above say, and submit again with NAME=quickstart-7\n")
+
+
+@pytest.mark.parametrize("script", ["slurm.sh", "ray-slurm.sh"])
+def test_a_job_of_slurm_takes_the_run_of_another_and_runs_nowhere_else(tmp_path, script):
+    stand_in(tmp_path, "srun", "exit 0")
+    stand_in(tmp_path, "scontrol", "echo one")
+    (tmp_path / "runs" / "quickstart-6").mkdir(parents=True)
+    (tmp_path / "runs" / "quickstart-6" / "config.yaml").touch()
+    job = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(tmp_path), "NAME": "quickstart-6"}
+    job |= {"SLURM_JOB_NODELIST": "one", "SLURM_JOB_NUM_NODES": "1"}
+    assert bash(tmp_path, LAUNCH / script, "quickstart", **job).returncode == 0
+    (train,) = (call for call in calls(tmp_path, "srun") if "jrlhf.train" in call)
+    assert {"name=quickstart-6", "--resume"} <= {*train}
+    assert "start this script by sbatch" in bash(tmp_path, LAUNCH / script, "quickstart", SLURM_JOB_ID="").stderr
 
 
 @pytest.mark.parametrize("version, code", [("3.10.12", 1), ("3.11.0", 0)])
@@ -322,7 +343,10 @@ def test_every_host_of_a_pod_gets_the_overrides_and_nothing_else(tmp_path, overr
 
 @pytest.mark.parametrize("ends, code", [((75, 75, 0), 0), ((75, 2), 2)])
 def test_a_host_of_a_pod_starts_again_after_75_only(tmp_path, ends, code):
-    last = on_pod(tmp_path, SECRET="tokens")[-1]
+    (tmp_path / "data").mkdir()
+    last = on_pod(tmp_path, SECRET="tokens", FILES="data/rows.jsonl my_rewards.py")[-1]
+    copies = [call[3:6] for call in calls(tmp_path, "gcloud") if "scp" in call]
+    assert copies == [["scp", "data/rows.jsonl", "pod:rows.jsonl"], ["scp", "my_rewards.py", "pod:my_rewards.py"]]
     stand_in(tmp_path, "python3", f'test "$HF_TOKEN" = secret || exit 9; {codes(tmp_path, *ends)}')
     stand_in(tmp_path, "sleep", "mkdir -p $HOME/runs/quickstart; touch $HOME/runs/quickstart/config.yaml")
     stand_in(tmp_path, "gcloud", 'test "$*" = "secrets versions access latest --secret=tokens" && echo secret')
@@ -336,17 +360,20 @@ def test_skypilot_recovers_after_75_without_counting_it_and_resumes(tmp_path):
     assert sky.keys() == {"name", "num_nodes", "resources", "envs", "secrets", "setup", "run"}
     recovery = sky["resources"]["job_recovery"]
     assert recovery == {"max_restarts_on_errors": 3, "recover_on_exit_codes": [75]}
-    assert {*sky["envs"].values(), *sky["secrets"].values()} == {None}  # SkyPilot refuses to start without them
-    stand_in(tmp_path, "python", codes(tmp_path, 1, 75, 0, 75))  # no run in the bucket; then one
+    given = {name: value for name, value in (sky["envs"] | sky["secrets"]).items() if value is not None}
+    assert given == {"CONFIG": "llama3-8b-ppo"}  # SkyPilot refuses to start without the others
+    stand_in(tmp_path, "python", codes(tmp_path, 3, 75, 0, 75, 1))  # no run in the bucket; then one; then no answer
     for resume in ([], ["--resume"]):
-        done = bash(tmp_path, "-c", sky["run"], RUN_DIR="s3://bucket/runs")
+        done = bash(tmp_path, "-c", sky["run"], RUN_DIR="s3://bucket/runs", **given)
         assert done.returncode == 75
         test, train = calls(tmp_path, "python")[-2:]
         assert test[-1] == "s3://bucket/runs/llama3-8b-ppo/config.yaml"
-        assert train[3:] == ["--config", "llama3-8b-ppo", "run_dir=s3://bucket/runs", *resume]
+        assert train[3:] == ["--config", "llama3-8b-ppo", "run_dir=s3://bucket/runs", "name=llama3-8b-ppo", *resume]
+    assert bash(tmp_path, "-c", sky["run"], RUN_DIR="s3://bucket/runs", **given).returncode == 1
+    assert calls(tmp_path, "python")[-1] == test  # and did not train
     program = tmp_path / "stored"
     program.mkdir()
-    for name, code in (("there", 0), ("absent", 1)):
+    for name, code in (("there", 0), ("absent", 3)):
         (program / "there").touch()
         done = subprocess.run([sys.executable, *test[:-1], f"file://{program / name}"], timeout=60)
         assert done.returncode == code
@@ -379,3 +406,6 @@ def test_the_image_has_what_the_templates_run():
         done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
         names = {re.split(r"[\[<>=;]", line)[0] for line in done.stdout.splitlines()}
         assert {"jax", "flax", "transformers", "fsspec", "ray"} <= names and f"jax[{extra}]" in done.stdout.splitlines()
+    script = program[1].replace("${EXTRA}", "gpu").replace("${MORE}", "")
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("error: there is no extra ['gpu']: EXTRA and MORE must be")
