@@ -115,8 +115,8 @@ class _DryRun:
             asleep[call] += sum(roles[role].get(part, 0.0) for part, place in places.items() if place == "pinned_host")
         if host := max(asleep.values(), default=0.0):
             lines.append(f"host memory for what sleeps, at most {host / MIB:.3f} MiB for each device")
-        where = f"{keep + 1} of them: checkpoints.keep={keep}, and the one that is written"
-        return [*lines, f"a checkpoint of {graph.name}: {size / MIB:.3f} MiB; run_dir needs room for {where}"]
+        room = f"{keep + 1} of them: checkpoints.keep={keep}, and the one that is written"
+        return [*lines, f"a checkpoint of {graph.name}: {size / MIB:.3f} MiB; run_dir needs room for {room}"]
 
     def calls(self) -> list[str]:
         """A table of the calls: all memory of a device during each, and the memory that the call alone needs."""
