@@ -297,7 +297,7 @@ def _open(run: Run, config: Config, resume: bool) -> None:
 def _other_processes(path: Path) -> str:
     """Returns a clause if the run's last start had another number of processes; empty if not, or if it wrote none."""
     text = (path / ENVIRONMENT).read_text(encoding="utf-8", errors="replace") if (path / ENVIRONMENT).exists() else ""
-    starts = re.findall(r"^# \d+ .*? device\(s\), mesh .*?(?:, (\d+) process\(es\))?(?:, plan .*)?$", text, re.M)
+    starts = re.findall(r"^# # \d+ .*? device\(s\), mesh .*?(?:, (\d+) process\(es\))?(?:, plan .*)?$", text, re.M)
     before, now = int((starts or [jax.process_count()])[-1] or 1), jax.process_count()
     return "" if before == now else f"in {now} process(es) (was {before})"
 

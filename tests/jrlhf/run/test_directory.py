@@ -139,7 +139,7 @@ def test_a_run_goes_on_with_settings_that_do_not_define_its_results(make):
         assert load_config(str(run.path / "config.yaml")).rl.iterations == 50
         run.begin(lines.append)
         assert len(lines) == 1
-    devices = "# 8 cpu device(s), mesh {'data': 1}, 2 process(es), plan split"
+    devices = "# # 8 cpu device(s), mesh {'data': 1}, 2 process(es), plan split"
     (run.path / "environment.txt").write_text(f"# 2026-11-27T00:00:00+00:00\n{devices}\n")
     with open_run(make("ppo.iterations=50"), resume=True, notes=[devices[2:].replace(", 2 process(es)", "")]) as run:
         run.begin(lines.append)
