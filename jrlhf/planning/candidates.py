@@ -196,7 +196,7 @@ def call_candidates(prices: CostModel, call: Call, *, hypothetical: bool = False
         limit = "" if widest == cluster.devices else f", {widest} of which can divide its {workload.rows} rows"
         raise NoPlan(
             f"{call.name} fits nowhere on {cluster.devices} device(s) of {prices.capacity / GIB:.0f} GiB{limit}: it "
-            f"needs {smallest / GIB:.1f} GiB of each"
+            f"needs {smallest / GIB:.1f} GiB of each device"
         )
     survivors: list[Price] = []
     for alternatives in fitting.values():

@@ -107,7 +107,7 @@ def search(
     if chains.best is None:
         raise NoPlan(
             f"no plan was found in which all models fit {prices.capacity / GIB:.0f} GiB a device: the leanest of "
-            f"{chains.proposals} needs {chains.least / GIB:.1f}"
+            f"{chains.proposals} plans needs {chains.least / GIB:.1f} GiB of each device"
         )
 
     def simulated(plan: Plan) -> Found:

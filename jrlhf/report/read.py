@@ -142,7 +142,9 @@ class Record:
 def read_run(run_dir: Path | str) -> Record:
     directory = Path(run_dir)
     if not (directory / CONFIG).exists() and not (directory / METRICS).exists():
-        raise UserError(f"{directory} holds no run (neither {CONFIG} nor {METRICS}): name a run's directory")
+        near = sorted(str(path.parent) for path in Path().glob(f"*/*/{CONFIG}") if path.parent.name == directory.name)
+        hint = "".join(f", such as {path}" for path in near[:1])
+        raise UserError(f"{directory} holds no run (neither {CONFIG} nor {METRICS}): name a run's directory{hint}")
 
     def text(name: str) -> str:
         return (directory / name).read_text(encoding="utf-8") if (directory / name).exists() else ""

@@ -226,9 +226,10 @@ class FunctionReward(Closing):
             self._write(f"{story}\n".encode("utf-8", "backslashreplace"))
             if self.on_failure is None:
                 late = f"raise deadline of {self._called}, " if failed[1]["failure"] == "hang" else ""
+                output = "" if self._config.in_process else f"; what it printed is in {self._log}"
                 raise RewardFailure(
                     f"{story}: {late}mend the function, or set on_failure of {self._called} to a score for such "
-                    "samples, and resume the run",
+                    f"samples, and resume the run{output}",
                     self.facts.failure_words,
                 )
         return results

@@ -1,7 +1,8 @@
 """Preemption: SIGTERM, SIGHUP or Ctrl-C lets the current iteration finish and save; the run exits with 75 (requeue).
 
-One process of the run that gets the signal is enough. Outside of iterations everything is saved already, so Ctrl-C ends
-the run at once. A run outside of the main thread, where Python delivers no signals, ignores them.
+One process of the run that gets the signal is enough. Outside of iterations, or as the second signal, Ctrl-C ends the
+run at once: what was done since the last checkpoint is lost, such as responses that were sampled for a reward model. A
+run outside of the main thread, where Python delivers no signals, ignores them.
 """
 
 import os
@@ -61,5 +62,6 @@ class PreemptionGuard:
         what = b"the iteration is finished and saved first"
         if not self._iterating:
             what = b"the next iteration is finished and saved first; if none is left, the run ends as usual"
+        again = b"a second Ctrl-C or interrupt stops at once and loses what was done since the last checkpoint"
         with suppress(OSError):
-            os.write(2, b"\nstopping: " + what + b"\n")  # print is not safe in a handler
+            os.write(2, b"\nstopping: " + what + b" (" + again + b")\n")  # print is not safe in a handler

@@ -5,6 +5,7 @@ import inspect
 import io
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -94,8 +95,13 @@ def test_settings_in_python_are_those_of_the_command_line(tmp_path):
     assert "did you mean quickstart" in refused(make_config, "quickstar")
 
 
-def test_a_run_is_a_table(tmp_path):
+def test_a_run_is_a_table(tmp_path, monkeypatch):
     assert "holds no run" in refused(Run.open, tmp_path)
+    (tmp_path / "runs/mine").mkdir(parents=True)
+    (tmp_path / "runs/mine/config.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+    assert refused(Run.open, "mine").endswith("name a run's directory, such as runs/mine")
+    shutil.rmtree("runs")
     rows = [{"stage": "sft", "step": step, "sft/loss": 1.0 / step} for step in (1, 2)]
     rows += [{"stage": "grpo", "step": step, "critic/score/mean": step / 4, "objective/kl": None} for step in (1, 2, 3)]
     append_jsonl(tmp_path / METRICS, rows)

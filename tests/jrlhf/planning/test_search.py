@@ -150,7 +150,7 @@ def scarce(number: int):
         try:
             search(problem(devices, actor, critic, **sizes, memory=share * states / devices), proposals=10_000)
         except UserError as error:
-            (least,) = re.findall(r"the leanest of \d+ needs ([\d.]+)", str(error))
+            (least,) = re.findall(r"the leanest of \d+ plans needs ([\d.]+) GiB of each", str(error))
             memory = 2**30 * float(least) * draw.choice((1.002, 1.01, 1.03, 1.06))
             return problem(devices, actor, critic, **sizes, memory=memory)
     raise AssertionError("every plan fits")

@@ -231,6 +231,7 @@ def test_without_a_replacement_a_failure_stops_with_the_sample(start, tmp_path):
     assert isinstance(caught.value, UserError)
     assert "'judge' failed (none: returned None) on the sample prompt='<user>prompt 1', response='\\x1b[31mred" in text
     assert "answer='wrong'" in text and "set on_failure" in text
+    assert text.endswith(f"resume the run; what it printed is in {tmp_path / 'log'}")
     assert "\n" not in text and "\x1b" not in text and len(text) < 1500
     np.testing.assert_array_equal(reward.score(samples[:1]).scores, [1])  # and it still works
     chat = Example(prompt=({"role": "user", "content": "2?"},), source="here", columns={"answer": "wrong"})

@@ -90,7 +90,9 @@ def test_signals_wait_for_an_iteration_and_a_second_interrupt_for_nothing(capfd)
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
     with PreemptionGuard() as guard, guard.iterating():
         os.kill(os.getpid(), signal.SIGINT)
-        assert guard.requested and "stopping: the iteration is finished and saved first" in capfd.readouterr().err
+        line = capfd.readouterr().err
+        assert guard.requested and "stopping: the iteration is finished and saved first (a second Ctrl-C" in line
+        assert "loses what was done since the last checkpoint" in line
         interrupted()
     with PreemptionGuard() as guard:
         interrupted()
