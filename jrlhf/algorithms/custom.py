@@ -85,7 +85,8 @@ def _check_advantages(config: Config, advantages: Callable, *arguments: object) 
         return make_custom_experience(*given, advantages=advantages, config=algorithm_of(config), kl_coef=1.0)
 
     try:
-        with jax.sharding.use_abstract_mesh(AbstractMesh((1,) * len(AXES), AXES)):
+        here = jax.sharding.get_abstract_mesh().shape  # a mesh in a mesh has the same size
+        with jax.sharding.use_abstract_mesh(AbstractMesh(tuple(here.get(axis, 1) for axis in AXES), AXES)):
             jax.eval_shape(experience)
     except Exception as error:
         raise UserError(

@@ -3,6 +3,7 @@
 import shutil
 import sys
 
+import jax
 import numpy as np
 import pytest
 
@@ -11,6 +12,7 @@ from jrlhf.config import Config, load_config
 from jrlhf.config.check import validate
 from jrlhf.config.parse import build
 from jrlhf.errors import UserError
+from jrlhf.meshes import make_mesh
 from jrlhf.models import ModelConfig
 from jrlhf.train import main
 from tests.support.runs import stage_of
@@ -55,6 +57,8 @@ def test_its_graph_is_that_of_its_calls(config_of):
     assert [call.name for call in without] == [name for name in CALLS if name != "reference.logprobs"]
     changed = OWN.replace("kl_coef)\n    return", "kl_coef, actor.generate_greedy(prompts))\n    return")
     assert "actor.generate_greedy" in [call.name for call in graph_of(config_of(changed))]
+    with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):  # as when a stage of a run begins
+        assert [call.name for call in graph_of(config_of(OWN))] == CALLS
 
 
 REFUSED = [
