@@ -19,7 +19,7 @@ PLUGINS = {  # extra -> the packages that it brings
     "cuda13": ("jax-cuda13-plugin", "jax-cuda13-pjrt"),
     "tpu": ("libtpu",),
 }
-RESTART = "Installed. Restart the session now (Runtime > Restart session), then run all cells. Once is enough."
+RESTART = "Installed. Restart the session now, once (Runtime > Restart session), then run all cells again."
 
 
 class RestartNeeded(RuntimeError):

@@ -15,12 +15,14 @@ from pathlib import Path
 
 import pytest
 
+from jrlhf.api import plan
 from jrlhf.config import make_config
 from jrlhf.run import devices
 from jrlhf.run.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 COLAB = ROOT / "colab"
+PAGE = (ROOT / "docs/notebooks.md").read_text(encoding="utf-8")
 INSTALL = runpy.run_path(str(COLAB / "install.py"), run_name="install")
 TINY = (
     "model.embed=32 model.layers=2 model.heads=2 model.kv_heads=2 model.head_dim=16 model.mlp=64 sft.steps=4 "
@@ -65,6 +67,34 @@ def code_of(name: str) -> list[str]:
 
 def test_notebooks_begin_with_the_same_installation():
     assert len({code_of(path.stem)[0] for path in COLAB.glob("*.ipynb")}) == 1
+
+
+def test_the_page_has_the_variables_the_versions_and_the_rule_for_the_restart():
+    notebooks = {path.stem: path.read_text(encoding="utf-8") for path in COLAB.glob("*.ipynb")}
+    read = {name for text in notebooks.values() for name in re.findall(r'environ\.get\(\\"(\w+)', text)}
+    rows = re.findall(r"^\| (`[A-Z_`, ]+`) \|", PAGE, re.MULTILINE)
+    assert read == {name for row in rows for name in re.findall(r"\w+", row)}
+    pins = re.findall(r"^(\w+)==([\d.]+)", (COLAB / "constraints.txt").read_text(), re.MULTILINE)
+    assert len(pins) == 4 and all(f"{name} {version}" in PAGE for name, version in pins)
+    for text in (PAGE, INSTALL["RESTART"], *notebooks.values()):
+        assert "once" in text and "then run all cells again" in " ".join(text.split())
+    assert [name for name, text in notebooks.items() if "docs/notebooks.md#words" not in text] == []
+    results = [name for name in notebooks for code in code_of(name) if "run.summary[" in code or "report.html" in code]
+    assert len(results) == 4
+    assert [name for name in results if "the run was interrupted: run its cell again" not in notebooks[name]] == []
+
+
+def test_the_memory_on_the_page_is_that_of_the_notebook(tmp_path):
+    (cell,) = (cell for cell in code_of("grpo_your_reward") if '"stages": ["grpo"]' in cell)
+    scope = {"work": tmp_path, "accelerator": lambda: "gpu", "MODEL": "Qwen/Qwen2.5-0.5B-Instruct", "tiny": False}
+    exec(cell[cell.index("settings =") : cell.index("overrides =")], scope | {"vowels": len}, scope)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Praise tea."}\n' * 64)
+    rows = re.findall(r"^\| `lora.rank=(\d+)`.* \| (\w+) \| ([\d.]+) \| ([\d.]+) \|$", PAGE, re.MULTILINE)
+    assert len(rows) == 4
+    for rank, dtype, *written in rows:
+        more = {"compute.dtype": dtype} | ({"lora.rank": int(rank)} if int(rank) else {})
+        plans = (plan(scope["settings"], cluster, plan="colocate", **more) for cluster in ("v5e-1", "1xh100"))
+        assert [f"{one.peak / 2**30:.1f}" for one in plans] == written
 
 
 def test_notebooks_are_stored_without_outputs():
@@ -121,7 +151,8 @@ def test_the_quickstart_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("JRLHF_NOTEBOOK_OVERRIDES", TINY)
     notebook = Notebook("quickstart", tmp_path)
     with notebook.kernel():
-        assert "gold on 16 held-out signatures" in notebook.run()
+        printed = notebook.run()
+    assert "gold on 16 held-out signatures" in printed and "display.IFrame" not in printed
     assert (tmp_path / "runs" / "quickstart" / "report.html").exists()
 
 
@@ -177,6 +208,10 @@ def test_an_algorithm_of_ones_own_is_trained_beside_grpo(tmp_path, monkeypatch):
         "grpo.save_every=3 evaluation.prompts=32",
     )
     notebook = Notebook("algorithm_of_your_own", tmp_path)
+    other = (
+        "import jax\njax.config.update('jax_num_cpu_devices', 4)\njax.devices()\n"  # of another notebook in this kernel
+    )
+    notebook.cells.cells[1].source = other + notebook.cells.cells[1].source
     with notebook.kernel():
         printed = notebook.run()
     assert re.findall(r"(\w+): right on held-out sums", printed) == ["grpo", "median"]
