@@ -17,7 +17,7 @@ _UNSET = ("", "0", "null")  # values of a setting that is not used
 _ALL = "all"  # the source name of a validation for all prompts together
 _LATEST = 12  # number of samples shown of training and of validation
 OWN_ANSWERS = "A validation draws answers of its own: it differs by chance from the result before and after training."
-Row = tuple[str, int | None, Any, Any]  # name, number of held-out prompts, results before and after
+Row = tuple[str, int | str | None, Any, Any]  # name, number of held-out prompts or meaning, results before and after
 Part = tuple[str, list[Chart], list[Chart]]  # text, charts, small charts
 
 
@@ -246,8 +246,11 @@ def words(run: Record, name: str) -> str:
 
 
 def items(run: Record) -> list[Row]:
+    """Returns the parts of the measure; those of the rubric with their weights and what they ask for."""
     old, new = (value or {} for value in run.both("items"))
-    return _compared([(words(run, name), None, value, new.get(name)) for name, value in old.items()])
+    rubric = ITEMS.items() if run.measure == "gold" else ()
+    meanings = {name: f"weight {weight:g}: {text}" for name, (weight, text) in rubric}
+    return _compared([(words(run, name), meanings.get(name), value, new.get(name)) for name, value in old.items()])
 
 
 def sources(run: Record) -> list[Row]:
@@ -261,15 +264,6 @@ def _compared(rows: list[Row]) -> list[Row]:
     """Returns the rows that have both results, or else those that have the first."""
     rows = [row for row in rows if row[2] is not None]
     return [row for row in rows if row[3] is not None] or rows
-
-
-def items_lead(run: Record) -> str:
-    """Returns what the items of the rubric ask for, with their weights; "" for rewards of the user's own."""
-    old, _ = (value or {} for value in run.both("items"))
-    if run.measure != "gold" or not old:
-        return ""
-    meanings = (f"{words(run, name)} ({weight:g}): {text}" for name, (weight, text) in ITEMS.items() if name in old)
-    return f"The gold score is the weighted mean of marks from 0 to 1. {'; '.join(meanings)}."
 
 
 def gold_items(run: Record) -> list[Chart]:
