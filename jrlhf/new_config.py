@@ -114,9 +114,8 @@ def wrong(name: str, value: str, given: Mapping[str, str]) -> str:
             return f"compares with answers, which data={data} does not have: choose another"
         case "reward" if ".py:" in value:
             path, _, function = resolve(value, "reward").rpartition(":")
-            if not re.search(
-                rf"\b{function.split('.')[0]}\b", Path(path).read_text(encoding="utf-8", errors="replace")
-            ):
+            text = Path(path).read_text(encoding="utf-8", errors="replace")
+            if not re.search(rf"\b{function.split('.')[0]}\b|import \*|\b__getattr__\b", text):
                 return f"names no function: there is no {function} in {path}"
         case "reward" if not (value in (LEARNED, FUNCTION, *builtin.NAMES) or ":" in value or here):
             kinds = f"{FUNCTION}, {LEARNED}, {', '.join(builtin.NAMES)}, FILE.py:FUNCTION, or a reward model"
@@ -231,8 +230,8 @@ def _dataset(answers: Answers, base: Mapping[str, Any]) -> dict[str, Any]:
         chat = tokenizer.chat_template is not None
         lengths |= {key: min(lengths[key], half) for key in ("max_prompt", "max_response")}
         if answers.prompt and 0 < len(rows) < ROWS:  # all rows were read: no prompt is longer than these
-            data = make_dataset([("", row) for row in rows], ColumnsConfig(prompt=answers.prompt), answers.data)
             with suppress(UserError):  # about a row: the dry run names it
+                data = make_dataset([("", row) for row in rows], ColumnsConfig(prompt=answers.prompt), answers.data)
                 prompts = Encoding(tokenizer, "filter", chat).prompts(data, lengths["max_prompt"])
                 lengths["max_prompt"] = min(-(-max(map(len, prompts.ids)) // 8) * 8, lengths["max_prompt"])
     if rows:

@@ -267,7 +267,7 @@ def make_plan(
     if config.device.memory is None and _FULL * prices.capacity < outcome.simulation.peak <= prices.capacity:
         lines.append(
             "the fullest device has less than a tenth of its memory free, and predictions err by some percent: "
-            f"device.memory={int(_FULL * prices.capacity / GIB)} admits only plans that leave a tenth free"
+            f"device.memory={_FULL * prices.capacity / GIB:.3g} admits only plans that leave a tenth free"
         )
     own = predictions[0] if predictions else None
     planned = Planned(config, prices, outcome, "\n".join(lines), asynchronous=own, rollouts=rollouts)

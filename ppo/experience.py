@@ -18,8 +18,8 @@ Shared arguments:
     ref_logprobs: log-probs under the reference; they may be None where `config.needs_reference` is False.
     kl_coef: beta, the coefficient of the KL controller. If the KL is in the loss, the experience carries it there.
 All functions raise ValueError for arrays whose shapes do not fit, and for None where the config needs an array, and
-TypeError for arguments of another class, such as another algorithm's config. On a mesh with Explicit axes all arrays
-get their rows divided as those of `rollout.tokens`.
+TypeError for arguments of another class, such as another algorithm's config. On a mesh with Explicit axes, under
+`jax.set_mesh`, all arrays get their rows divided as those of `rollout.tokens`.
 
 With `config.corrections` the experience has weights of the policy loss, `off_policy.importance_weights` of pi_old /
 pi_rollout, for a rollout whose numbers or weights differ from the trainer's (verl's rollout_correction). A token or row

@@ -163,8 +163,8 @@ def make_dpo_step(
     """
 
     def terms(params: PyTree, rows: PairBatch, *frozen: PyTree) -> dict[str, Array]:
-        output = logprob_fn(params, rows.tokens, *frozen)
-        logprobs, _ = check_output("logprob_fn", rows.tokens, output, "log-probabilities", "entropies")
+        logprobs, _ = logprob_fn(params, rows.tokens, *frozen)
+        check_output("logprob_fn", rows.tokens, logprobs, "log-probabilities")
         return pair_terms(logprobs, rows, config=config)
 
     return _pair_step("dpo", terms, _DPO, optimizer, config.micro_batches, config.micro_batch_tokens, pipeline)

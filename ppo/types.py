@@ -102,9 +102,10 @@ class TrainState:
         (A scalar left on one device changes its sharding in the first step, so the second one would recompile.)
         Raises TypeError for a leaf of `params` that cannot be trained, such as a module's function or random key.
         """
-        check_class("optimizer", optimizer, optax.GradientTransformation)
+        if not callable(getattr(optimizer, "init", None)):
+            raise TypeError(f"optimizer is of class {type(optimizer).__name__}, but must be a GradientTransformation")
         for path, leaf in jax.tree.leaves_with_path(params):
-            if not (hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)):
+            if not jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact):
                 raise TypeError(
                     f"params{jax.tree_util.keystr(path)} is no array of floats: take the weights alone, by "
                     "nnx.split(module, nnx.Param, ...) or eqx.partition(module, eqx.is_inexact_array)"

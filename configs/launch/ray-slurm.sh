@@ -19,7 +19,7 @@ set -uo pipefail
 config=${1:?usage: sbatch ray-slurm.sh CONFIG [key=value ...]}
 shift
 : "${SLURM_JOB_ID:?is not set: start this script by sbatch}"
-name=${NAME:-$(basename "$config" .yaml)-$SLURM_JOB_ID} # the same after a requeue; NAME=.. resumes that of another job
+name=${RUN_NAME:-$(basename "$config" .yaml)-$SLURM_JOB_ID} # the same after a requeue; RUN_NAME=.. resumes that of another job
 # RUN_DIR is on a file system that outlives the node, or an address, s3://BUCKET/PREFIX.
 run_dir=${RUN_DIR:-$SLURM_SUBMIT_DIR/runs}
 resume=()
@@ -30,7 +30,7 @@ case $? in
     0) resume=(--resume) ;;
     3) ;; # there is no run yet
     *)
-        echo "error: $run_dir cannot be read: mend what the lines above say, and submit again with NAME=$name" >&2
+        echo "error: $run_dir cannot be read: mend what the lines above say, and submit again with RUN_NAME=$name" >&2
         exit 1
         ;;
 esac

@@ -20,7 +20,7 @@ shift
 : "${SLURM_JOB_ID:?is not set: start this script by sbatch}"
 # JAX finds the other processes, and each its GPU, by Slurm's own variables. RUN_DIR is on a shared file system, or an
 # address, s3://BUCKET/PREFIX, of runs with storage.scratch on one.
-name=${NAME:-$(basename "$config" .yaml)-$SLURM_JOB_ID} # the same after a requeue; NAME=.. resumes that of another job
+name=${RUN_NAME:-$(basename "$config" .yaml)-$SLURM_JOB_ID} # the same after a requeue; RUN_NAME=.. resumes that of another job
 run_dir=${RUN_DIR:-$SLURM_SUBMIT_DIR/runs}
 resume=()
 # Slurm copies this file alone to the node, so that it can read no other. fsspec takes a directory and an address.
@@ -30,7 +30,7 @@ case $? in
     0) resume=(--resume) ;;
     3) ;; # there is no run yet
     *)
-        echo "error: $run_dir cannot be read: mend what the lines above say, and submit again with NAME=$name" >&2
+        echo "error: $run_dir cannot be read: mend what the lines above say, and submit again with RUN_NAME=$name" >&2
         exit 1
         ;;
 esac

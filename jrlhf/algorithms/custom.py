@@ -6,6 +6,7 @@ Its parameters are some of those of the shipped dataflow. `estimator.custom_expe
 import functools
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,20 +69,22 @@ def _returning_a_pair(dataflow: Callable) -> Callable:
     return checked
 
 
-def _check_advantages(config: Config, advantages: Callable, *arguments: object) -> None:
+def _check_advantages(config: Config, advantages: Callable, *arguments: Any) -> None:
     """Refuses a function for `custom_experience` that fails, or whose results have other shapes than experience has.
 
     Where values of a critic enter, their shapes are known in a run only.
     """
-    if len(arguments) > len(("rollout", "scores", "old", "ref", "kl_coef")):
+    _, _, old, ref, _, *others = arguments
+    if others:
         return
     rows, width = config.rl.rollout_batch, config.data.max_prompt + config.data.max_response
 
     def experience() -> Experience:
         tokens, logprobs = jnp.zeros((rows, width), jnp.int32), jnp.zeros((rows, width))
         finished, version = jnp.ones(rows, jnp.bool_), jnp.zeros((), jnp.int32)
-        rollout = Rollout(tokens, tokens[:, 0], tokens[:, 0], logprobs, finished, version)
-        given = rollout, jnp.zeros(rows), logprobs, logprobs
+        versions = None if config.asynchronous is None else tokens
+        rollout = Rollout(tokens, tokens[:, 0], tokens[:, 0], logprobs, finished, version, versions=versions)
+        given = rollout, jnp.zeros(rows), *(None if value is None else logprobs for value in (old, ref))
         return make_custom_experience(*given, advantages=advantages, config=algorithm_of(config), kl_coef=1.0)
 
     try:

@@ -188,6 +188,6 @@ def explain(error: BaseException) -> str:
     except Exception:  # a user's __str__ may fail
         text = type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
-    text = text.partition("-" * 20)[0]  # JAX adds a note about its own frames
+    text = text.partition(f"\n{'-' * 20}\nFor simplicity, JAX has removed")[0]
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return printable(" ".join(text.split())[:DETAIL] + place)

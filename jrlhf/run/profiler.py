@@ -25,6 +25,7 @@ PROFILE = "profile"  # a run's directory of traces
 _GRACE = 10.0  # seconds after a deadline in which a thread of Python can end the process
 _ends = dict[object, tuple[float, float]]()  # for each block of `deadline`: when it must have ended, and its seconds
 _timer: threading.Timer | None = None
+_arming = threading.Lock()
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
@@ -76,23 +77,28 @@ def _arm() -> None:
     """
     global _timer
     assert sys.__stderr__ is not None  # a notebook's sys.stderr has no descriptor
-    faulthandler.cancel_dump_traceback_later()
-    if _timer is not None:
-        _timer.cancel()
-    if _ends:
-        end, seconds = min([*_ends.values()])  # other threads may change the dict
-        left = max(1e-3, end - time.monotonic())
-        faulthandler.dump_traceback_later(left + _GRACE, exit=True, file=sys.__stderr__)
-        _timer = threading.Timer(left, _end, (seconds,))
-        _timer.daemon = True
-        _timer.start()
+    with _arming:
+        faulthandler.cancel_dump_traceback_later()
+        if _timer is not None:
+            _timer.cancel()
+        if _ends:
+            end, _ = min([*_ends.values()])  # other threads may change the dict
+            left = max(1e-3, end - time.monotonic())
+            faulthandler.dump_traceback_later(left + _GRACE, exit=True, file=sys.__stderr__)
+            _timer = threading.Timer(left, _end)
+            _timer.daemon = True
+            _timer.start()
 
 
-def _end(seconds: float) -> None:
+def _end() -> None:
+    """Ends the process, unless the block whose time is over has ended meanwhile."""
+    late = [seconds for end, seconds in [*_ends.values()] if end <= time.monotonic()]
+    if not late:
+        return
     assert sys.__stderr__ is not None
     faulthandler.dump_traceback(file=sys.__stderr__)
     print(
-        f"error: an iteration, or a batch of held-out answers, took longer than deadline={seconds:g} seconds: see in "
+        f"error: an iteration, or a batch of answers or scores, took longer than deadline={late[0]:g} seconds: see in "
         "the threads above where it waits, or in the output of another process why that one ended; for slow "
         "iterations set a longer deadline, and resume the run",
         file=sys.__stderr__,

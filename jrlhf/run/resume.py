@@ -65,14 +65,15 @@ def _is_moved(key: str, before: str, now: str) -> bool:
     return key.endswith("].function") and Path(before).name == Path(now).name
 
 
-def refuse_other_processes(config: Config) -> None:
+def refuse_other_processes(config: Config, **options: bool) -> None:
     """Refuses processes whose settings are not those of process 0: they would wait for each other, or train otherwise.
 
-    All processes must call this, before they compile or write anything.
+    All processes must call this, before they compile or write anything. options: of the command, which must also agree.
     """
     if not several():
         return
     own = _keys(parse_yaml(config_yaml(config, off=True), "config")) | {"jrlhf": __version__, "jax": jax.__version__}
+    own |= {f"--{name.replace('_', '-')}": str(value).lower() for name, value in options.items()}
     settings = to_main(own)
 
     def compare() -> None:

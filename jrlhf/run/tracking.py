@@ -13,7 +13,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -111,8 +111,9 @@ class Prometheus:
     def log(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
         """Replaces the file."""
         own, saved = {"step": step, "timestamp_seconds": time.time()}, self._path.parent / "checkpoints" / stage
-        for newest in saved_steps(saved)[-1:]:
-            own["checkpoint_timestamp_seconds"] = (saved / str(newest)).stat().st_mtime
+        with suppress(OSError):  # it may just be removed
+            for newest in saved_steps(saved)[-1:]:
+                own["checkpoint_timestamp_seconds"] = (saved / str(newest)).stat().st_mtime
         names, lines = set[str](), list[str]()
         for metric, value in {**own, **metrics}.items():
             gauge = first = "jrlhf_" + re.sub(r"\W", "_", metric, flags=re.ASCII)

@@ -44,7 +44,7 @@ def describe(config: Config, *, all_settings: bool = False) -> str:
     test whether the run's directory can be written.
     """
     select(config.device, config.distributed)  # connects the processes
-    refuse_other_processes(config)
+    refuse_other_processes(config, dry_run=True, resume=False, accept_rewards=False)
     from_main(partial(check_place, config, partial(print, flush=True)))
     run = _DryRun(config, *select_resources(config))
     data = run.sources()

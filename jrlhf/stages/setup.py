@@ -78,7 +78,7 @@ from jrlhf.tasks.docstrings import task as docstrings
 def open_context(config: Config, *, resume: bool, accept_rewards: bool = False) -> Iterator[Context]:
     """Checks everything that a run needs, cheapest first, and opens its directory and services."""
     select(config.device, config.distributed)  # connects the processes
-    refuse_other_processes(config)
+    refuse_other_processes(config, dry_run=False, resume=resume, accept_rewards=accept_rewards)
     with (
         mirrored(config, resume=resume, tell=Console(enabled=is_main()).line) as mirror,
         ExitStack() as stack,

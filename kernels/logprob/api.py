@@ -49,7 +49,8 @@ def token_logprobs(
         hidden: final hidden states, floating, such as [N, D] or [B, T, D].
         unembedding: one row per token, in the dtype of `hidden`.
         targets: token ids. One outside [0, vocab_size) has log-probability −inf and no gradient.
-        temperature: divides the logits after the softcap; an array, even if traced, divides `hidden`, without softcap.
+        temperature: divides the logits after the softcap; an array, even if traced, divides `hidden`, without softcap:
+            one number, or one for each token [*N, 1].
         softcap: bound of the logits before temperature; None for none.
         vocab_size: rows with this global index and above are padding and have probability 0; None: all rows count.
         axis_name: the mesh axis over which the vocabulary is divided.
@@ -59,8 +60,9 @@ def token_logprobs(
     """
     _check_arrays(hidden, unembedding, targets)
     if isinstance(temperature, Array):
-        if temperature.shape:
-            raise ValueError(f"temperature must be one number, got shape {temperature.shape}")
+        sizes = zip(reversed(temperature.shape), (1, *reversed(targets.shape)), strict=False)
+        if temperature.ndim > hidden.ndim or any(size not in (1, whole) for size, whole in sizes):
+            raise ValueError(f"temperature must be one number, or one for each token, got shape {temperature.shape}")
         if softcap is not None:
             raise ValueError(f"softcap={softcap} needs a temperature that is a Python number, got an array")
         hidden, temperature = (hidden.astype(jax.numpy.float32) / temperature).astype(hidden.dtype), 1.0

@@ -235,7 +235,7 @@ def test_slurm_resumes_a_run_in_a_store(tmp_path):
     starts = calls(tmp_path, "srun")
     done = bash(tmp_path, LAUNCH / "slurm.sh", "quickstart", **variables)
     assert (done.returncode, calls(tmp_path, "srun")) == (1, starts)
-    assert done.stderr.endswith("mend what the lines above say, and submit again with NAME=quickstart-7\n")
+    assert done.stderr.endswith("mend what the lines above say, and submit again with RUN_NAME=quickstart-7\n")
 
 
 @pytest.mark.parametrize("script", ["slurm.sh", "ray-slurm.sh"])
@@ -244,7 +244,7 @@ def test_a_job_of_slurm_takes_the_run_of_another_and_runs_nowhere_else(tmp_path,
     stand_in(tmp_path, "scontrol", "echo one")
     (tmp_path / "runs" / "quickstart-6").mkdir(parents=True)
     (tmp_path / "runs" / "quickstart-6" / "config.yaml").touch()
-    job = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(tmp_path), "NAME": "quickstart-6"}
+    job = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(tmp_path), "RUN_NAME": "quickstart-6"}
     job |= {"SLURM_JOB_NODELIST": "one", "SLURM_JOB_NUM_NODES": "1"}
     assert bash(tmp_path, LAUNCH / script, "quickstart", **job).returncode == 0
     (train,) = (call for call in calls(tmp_path, "srun") if "jrlhf.train" in call)

@@ -225,7 +225,7 @@ def test_bad_arguments_are_named():
         ({"targets": np.zeros(5, np.int32)}, r"of one \*N and D"),
         ({"hidden": np.zeros((4, 8), jnp.bfloat16)}, "one floating dtype, got bfloat16 and float32"),
         ({"targets": np.zeros(4, np.float32)}, "targets must be integers, got float32"),
-        ({"temperature": jnp.ones((4, 1))}, r"temperature must be one number, got shape \(4, 1\)"),
+        ({"temperature": jnp.ones(8)}, r"temperature must be one number, or one for each token, got shape \(8,\)"),
         ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
         ({"temperature": float("nan")}, "temperature must be positive, got nan"),
         ({"softcap": -1.0}, "softcap must be positive or None, got -1.0"),

@@ -216,7 +216,7 @@ def test_a_text_without_a_token_to_learn_is_no_update_and_another_shape_is_named
 
     with pytest.raises(ValueError, match=r"logprob_fn returned shapes \(8, 6\), \(8, 6\) for"):
         make_sft_step(short, OPTIMIZER)(TrainState.create(toy.params()[0], OPTIMIZER), batch)
-    with pytest.raises(ValueError, match=r"logprob_fn returned shapes \(16, 8\), \(16, 8\) for"):
+    with pytest.raises(ValueError, match=r"logprob_fn returned shapes \(16, 8\) for"):
         make_dpo_step(short, OPTIMIZER, DPOConfig())(TrainState.create(toy.params()[0], OPTIMIZER), pair_batch())
     pairs = pair_batch()
     for change, message in (
@@ -234,5 +234,6 @@ def test_only_floats_are_trained(toy):
     for leaf in (jnp.zeros(3, jnp.int32), jax.nn.relu, jax.random.key(0)):
         with pytest.raises(TypeError, match=r"params\['more'\] is no array of floats: .*nnx.Param.*eqx.partition"):
             TrainState.create({**weights, "more": leaf}, OPTIMIZER)
-    with pytest.raises(TypeError, match="optimizer is of class function, but must be of class GradientTransformation"):
+    TrainState.create(weights, optax.MultiSteps(optax.adam(1e-3), 2))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="optimizer is of class function, but must be a GradientTransformation"):
         TrainState.create(weights, optax.adam)  # pyright: ignore[reportArgumentType]

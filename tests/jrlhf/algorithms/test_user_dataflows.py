@@ -57,6 +57,9 @@ def test_its_graph_is_that_of_its_calls(config_of):
     assert [call.name for call in without] == [name for name in CALLS if name != "reference.logprobs"]
     changed = OWN.replace("kl_coef)\n    return", "kl_coef, actor.generate_greedy(prompts))\n    return")
     assert "actor.generate_greedy" in [call.name for call in graph_of(config_of(changed))]
+    aged = OWN.replace("return (scores", "scores += experience.versions.sum()\n    return (scores")
+    asynchronous = {"asynchronous": {"staleness": 1}, "algorithm": {"kl_coef": 0.0}}
+    assert "actor.update" in [call.name for call in graph_of(config_of(aged, grpo=asynchronous))]
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):  # as when a stage of a run begins
         assert [call.name for call in graph_of(config_of(OWN))] == CALLS
 

@@ -172,14 +172,25 @@ def test_a_coordinator_that_does_not_answer_is_named(tmp_path: Path, source: str
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("options", [(), ("--dry-run",)])
-def test_processes_with_other_settings_are_refused_at_the_start(tmp_path: Path, options: tuple[str, ...]):
-    settings = f"run_dir={tmp_path}", "device.simulated=1", "mesh.fsdp=2", "seed={process}"
-    launched = launch(2, tmp_path, "-m", "jrlhf.train", "--config", TINY, *options, *settings)
+@pytest.mark.parametrize(
+    ("more", "difference"),
+    [
+        ("[f'seed={number}']", "seed=1 (process 0: 0)"),
+        ("[f'seed={number}', '--dry-run']", "seed=1 (process 0: 0)"),
+        ("['--resume'] * int(number)", "--resume=true (process 0: false)"),
+    ],
+)
+def test_processes_with_other_settings_are_refused_at_the_start(tmp_path: Path, more: str, difference: str):
+    settings = f"run_dir={tmp_path}", "device.simulated=1", "mesh.fsdp=2"
+    command, code = tmp_path / "command.py", "import sys\nfrom jrlhf.train import cli\nnumber, *given = sys.argv[1:]\n"
+    command.write_text(f"{code}if __name__ == '__main__':\n    sys.exit(cli([*given, *{more}]))\n")
+    launched = launch(2, tmp_path, str(command), "{process}", "--config", TINY, *settings)
     launched.assert_codes(120, 2, 2)
+    for process in launched.processes:
+        process.communicate()  # closes its pipe
     for number in range(2):
         (sentence,) = re.findall("^error: .*", launched.text(number), re.M)
-        assert "process 1 has seed=1 (process 0: 0): start all processes with the same config" in sentence
+        assert f"process 1 has {difference}: start all processes with the same config" in sentence
     assert not (tmp_path / "tiny").exists()
 
 

@@ -3,6 +3,8 @@
 import contextlib
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +26,7 @@ from jrlhf.run.checkpoints import saved_steps
 from jrlhf.run.directory import Run
 from jrlhf.run.metrics import read_metrics
 from jrlhf.run.preemption import PreemptionGuard
+from jrlhf.run.profiler import deadline
 from jrlhf.stages.identity import Identity
 from jrlhf.stages.learning import Learning
 from jrlhf.stages.loop import run_stage
@@ -139,6 +142,24 @@ def test_a_hang_ends_the_process_and_shows_where_it_was():
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     assert ended.returncode == 1 and "line 6" in ended.stderr
     assert "took longer than deadline=0.3 seconds" in ended.stderr.splitlines()[-1]  # below the threads
+
+
+def test_threads_with_deadlines_leave_no_timer():
+    def short() -> None:
+        for _ in range(200):
+            with deadline(600):
+                pass
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(3) as threads:
+            for pending in [threads.submit(short) for _ in range(3)]:
+                pending.result()
+    finally:
+        sys.setswitchinterval(interval)
+    timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    assert [timer for timer in timers if not timer.finished.is_set()] == []
 
 
 def test_an_update_without_a_row_whose_score_is_finite_is_one_that_is_not_finite():
