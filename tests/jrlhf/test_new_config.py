@@ -153,6 +153,10 @@ def test_a_config_fits_the_model_and_the_rows_on_this_machine(user, make_model, 
     (tmp_path / "mine.py").write_text("def f(completions, **_): ...\n")
     (tmp_path / "long.jsonl").write_text(1024 * '{"prompt": "1+1?"}\n' + "{ which is not read\n")
     assert settings_for(complete(given | {"data": "long.jsonl"}, None), "")["data"]["heldout_rows"] == 128
+    (tmp_path / "null.jsonl").write_text('{"prompt": null}\n{"prompt": "1+1?"}\n')  # which the dry run names
+    assert settings_for(complete(given | {"data": "null.jsonl"}, None), "")["data"]["max_prompt"] == 24
+    (tmp_path / "more.py").write_text("from mine import *\n")
+    assert complete(given | {"prompt": "ask", "reward": "more.py:f"}, None).reward == "more.py:f"
     for more, sentence in (
         ({}, "prompt is no column of odd.jsonl, which has ask, key"),
         ({"prompt": "aks"}, "prompt=aks is no column of odd.jsonl, which has ask, key"),
