@@ -321,7 +321,14 @@ def converse(generator: Generator, name: str, seed: int = 0, *, terminal: bool =
             continue
         messages.append({"role": "user", "content": line})
         example = Example(prompt=tuple(messages)) if generator.chat else generator.asked.example(line)
-        (ids,) = generator.encode([example]).ids
+        try:
+            (ids,) = generator.encode([example]).ids
+        except UserError as error:  # such as a line that is too long
+            if not terminal:
+                raise
+            print(f"error: {error}")
+            messages.pop()
+            continue
         text, shown = "", 0
         for text in generator.stream(ids, key_for(seed, "generate", turn)):
             whole = clean_lines(text.rstrip("\ufffd"))  # the last tokens of a character may be missing

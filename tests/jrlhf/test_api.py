@@ -190,9 +190,10 @@ def test_a_policy_answers_and_scores(make_model, tmp_path, capsys, monkeypatch):
     assert "texts[0] has no value" in refused(policy.logprobs, None)
     assert "temperature=0.0: it must be above 0" in refused(policy.logprobs, "a", temperature=0.0)
     assert repr(policy) == f"Policy('{model}')"
-    monkeypatch.setattr("sys.stdin", io.StringIO(f"{question}\n\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{'a ' * 200}\n{question}\n\n"))
     policy.chat(temperature=0.0, max_new_tokens=8)
-    assert f"{clean(answer)}\n" in capsys.readouterr().out
+    printed = capsys.readouterr().out  # a line that is too long does not end the conversation, and is no part of it
+    assert "error: prompt 1 has 2" in printed and f"{clean(answer)}\n" in printed
 
     short, long = policy.logprobs(["What", question])
     assert [len(short), len(long)] == [len(policy.tokenizer.encode_prompt(text)) - 1 for text in ("What", question)]
