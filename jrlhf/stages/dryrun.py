@@ -50,15 +50,8 @@ def describe(config: Config, *, all_settings: bool = False) -> str:
     data = run.sources()
     settings = config_yaml(config, defaults=all_settings).rstrip()
     head = "all settings:" if all_settings else "settings that are not the defaults (--all prints all):"
-    parts = [
-        list(config.notices),
-        run.memory(),
-        run.calls(),
-        run.plan_rows(),
-        run.dpo_rows(),
-        data,
-        [head, indent(settings, "  ")],
-    ]
+    tables = run.memory(), run.calls(), run.plan_rows(), run.dpo_rows()
+    parts = [list(config.notices), *tables, data, [head, indent(settings, "  ")]]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
@@ -96,21 +89,16 @@ class _DryRun:
         graph = stage_graph(self.config, self.config.stages[-1])
         roles = memory_of(self.config, graph, self.mesh, self.models, self.plan).roles
         rows = [(role, f"{sum(parts.values()) / MIB:.3f}", _parts(parts)) for role, parts in roles.items()]
-        return [
-            "memory of a device where a role lives, MiB, of what it keeps there:",
-            *in_columns(rows),
-            *self.places(),
-        ]
+        head = "memory of a device where a role lives, MiB, of what it keeps there:"
+        return [head, *in_columns(rows), *self.places()]
 
     def places(self) -> list[str]:
         """The sizes of the last stage in host memory and on disk."""
         config, graph = self.config, stage_graph(self.config, self.config.stages[-1])
         workload, keep = workload_of(config, graph, self.models), config.checkpoints.keep
         size, lines = checkpoint_bytes(workload), list[str]()
-        roles, asleep = (
-            memory_of(config, graph, self.mesh, self.models, self.plan).roles,
-            defaultdict[str, float](float),
-        )
+        roles = memory_of(config, graph, self.mesh, self.models, self.plan).roles
+        asleep = defaultdict[str, float](float)
         for (role, call), places in away_parts(config, workload).items():
             asleep[call] += sum(roles[role].get(part, 0.0) for part, place in places.items() if place == "pinned_host")
         if host := max(asleep.values(), default=0.0):
