@@ -82,14 +82,16 @@ Source = str | Path | Mapping[str, Any]
 Conversation = Sequence[Mapping[str, str]]
 
 
-def train(config: Source, *, resume: bool = False, accept_rewards: bool = False, **settings: Any) -> "Run":
+def train(
+    config: Source, *, resume: bool | Literal["auto"] = False, accept_rewards: bool = False, **settings: Any
+) -> "Run":
     """Runs the stages of a config in this process; returns the run.
 
     config: a packaged name, a YAML file, or the settings as a nested dict. settings: further ones, which replace those
     of the config: dotted keys, or sections as dicts, of which only the given keys change. docs/configuration.md lists
     all. Reward functions and dataflows may be Python functions, also lambdas and closures: `rewards=[f]`,
     `rewards=[{"name": "short", "function": f, "weight": 0.1}]`, `grpo={"dataflow": f}`. resume: continues the run of
-    this name. accept_rewards: even if its reward functions were changed.
+    this name; "auto": if there is one. accept_rewards: even if its reward functions were changed.
 
     Ctrl-C in a training loop finishes the iteration, saves it, and returns the run; `train(..., resume=True)` continues
     it. Ctrl-C at another time raises KeyboardInterrupt; earlier checkpoints remain. After SIGTERM or SIGHUP, as

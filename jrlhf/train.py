@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
+from typing import Literal
 
 import jax
 
@@ -22,12 +23,13 @@ from jrlhf.stages.setup import open_context
 from jrlhf.stages.sft import train_sft
 
 
-def main(config: Config, *, resume: bool = False, accept_rewards: bool = False) -> dict:
+def main(config: Config, *, resume: bool | Literal["auto"] = False, accept_rewards: bool = False) -> dict:
     """Runs the stages of the config, each on the weights of the one before, and returns the summary of the run.
 
     Files are written to `config.run_dir/config.name`. Bad input raises UserError before anything is lost. A process
     that was asked to stop saves its state and raises Preempted.
 
+    resume: continues the run in that directory; "auto": if there is one, else begins it.
     accept_rewards: allows a resume although reward functions have changed since the checkpoint.
     """
     phases = Stopwatch()
@@ -63,6 +65,8 @@ def cli(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="check everything, print memory and plan, exit")
     parser.add_argument("--all", action="store_true", help="with --dry-run: print all settings, also the defaults")
     parser.add_argument("--resume", action="store_true", help="go on with the run of this name")
+    automatic = "the same if there is one, else begin it"  # an option of its own: `--resume` takes no value
+    parser.add_argument("--resume=auto", dest="resume", action="store_const", const="auto", help=automatic)
     parser.add_argument("--accept-rewards", action="store_true", help="with --resume: also if reward code was changed")
     options = parse_with_settings(parser, arguments)
     return (exit_code_of_printing if options.dry_run else exit_code)(partial(_run, options))

@@ -22,18 +22,6 @@ shift
 name=${RUN_NAME:-$(basename "$config" .yaml)-$SLURM_JOB_ID} # the same after a requeue; RUN_NAME=.. resumes that of another job
 # RUN_DIR is on a file system that outlives the node, or an address, s3://BUCKET/PREFIX.
 run_dir=${RUN_DIR:-$SLURM_SUBMIT_DIR/runs}
-resume=()
-# Slurm copies this file alone to the node, so that it can read no other. fsspec takes a directory and an address.
-python -c "import sys; from fsspec.core import url_to_fs; store, path = url_to_fs(sys.argv[1]); sys.exit(0 if store.exists(path) else 3)" \
-    "$run_dir/$name/config.yaml"
-case $? in
-    0) resume=(--resume) ;;
-    3) ;; # there is no run yet
-    *)
-        echo "error: $run_dir cannot be read: mend what the lines above say, and submit again with RUN_NAME=$name" >&2
-        exit 1
-        ;;
-esac
 
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)
 # Others on the network can reach Ray's port: only who has the token is served.
@@ -54,7 +42,7 @@ for _ in $(seq 60); do
 done
 
 srun --nodes=1 --ntasks=1 --nodelist="$head" --overlap --gpus-per-node=8 \
-    python -u -m jrlhf.train --config "$config" "run_dir=$run_dir" "name=$name" "$@" "${resume[@]}" &
+    python -u -m jrlhf.train --config "$config" "run_dir=$run_dir" "name=$name" "$@" --resume=auto &
 trainer=$!
 trap 'kill -TERM "$trainer"' TERM
 wait "$trainer"

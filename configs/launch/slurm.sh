@@ -22,22 +22,10 @@ shift
 # address, s3://BUCKET/PREFIX, of runs with storage.scratch on one.
 name=${RUN_NAME:-$(basename "$config" .yaml)-$SLURM_JOB_ID} # the same after a requeue; RUN_NAME=.. resumes that of another job
 run_dir=${RUN_DIR:-$SLURM_SUBMIT_DIR/runs}
-resume=()
-# Slurm copies this file alone to the node, so that it can read no other. fsspec takes a directory and an address.
-python -c "import sys; from fsspec.core import url_to_fs; store, path = url_to_fs(sys.argv[1]); sys.exit(0 if store.exists(path) else 3)" \
-    "$run_dir/$name/config.yaml"
-case $? in
-    0) resume=(--resume) ;;
-    3) ;; # there is no run yet
-    *)
-        echo "error: $run_dir cannot be read: mend what the lines above say, and submit again with RUN_NAME=$name" >&2
-        exit 1
-        ;;
-esac
 
 # A process that fails ends the others; srun must not, for a killed task would hide the code 75.
 srun --kill-on-bad-exit=0 --wait=300 \
-    python -u -m jrlhf.train --config "$config" "run_dir=$run_dir" "name=$name" "$@" "${resume[@]}"
+    python -u -m jrlhf.train --config "$config" "run_dir=$run_dir" "name=$name" "$@" --resume=auto
 code=$?
 if [[ $code -eq 75 ]]; then
     scontrol requeue "$SLURM_JOB_ID"

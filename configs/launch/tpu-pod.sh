@@ -44,8 +44,7 @@ on_all "
     set -u
     $token
     while true; do
-        resume=\$(test -e ~/runs/$name/config.yaml && echo --resume)
-        $python -u -m jrlhf.train --config $config run_dir=\$HOME/runs name=$name device.platform=tpu$overrides \$resume
+        $python -u -m jrlhf.train --config $config run_dir=\$HOME/runs name=$name device.platform=tpu$overrides --resume=auto
         code=\$?
         test \$code -eq 75 || exit \$code
         sleep 30

@@ -65,7 +65,7 @@ def _is_moved(key: str, before: str, now: str) -> bool:
     return key.endswith("].function") and Path(before).name == Path(now).name
 
 
-def refuse_other_processes(config: Config, **options: bool) -> None:
+def refuse_other_processes(config: Config, **options: bool | str) -> None:
     """Refuses processes whose settings are not those of process 0: they would wait for each other, or train otherwise.
 
     All processes must call this, before they compile or write anything. options: of the command, which must also agree.

@@ -69,18 +69,21 @@ from jrlhf.run.resume import refuse_other_processes, saved_tile
 from jrlhf.run.tracking import check_wandb, tracking
 from jrlhf.stages.context import Context
 from jrlhf.stages.identity import Identity, note_failure, numbers
-from jrlhf.storage.mirror import Mirror, mirrored
+from jrlhf.storage.mirror import Mirror, holds_run, mirrored
 from jrlhf.tasks.arithmetic import task as arithmetic
 from jrlhf.tasks.docstrings import task as docstrings
 
 
 @contextmanager
-def open_context(config: Config, *, resume: bool, accept_rewards: bool = False) -> Iterator[Context]:
+def open_context(config: Config, *, resume: bool | Literal["auto"], accept_rewards: bool = False) -> Iterator[Context]:
     """Checks everything that a run needs, cheapest first, and opens its directory and services."""
     select(config.device, config.distributed)  # connects the processes
     refuse_other_processes(config, dry_run=False, resume=resume, accept_rewards=accept_rewards)
+    tell = Console(enabled=is_main()).line
+    if resume == "auto":
+        resume = from_main(partial(holds_run, config, tell))
     with (
-        mirrored(config, resume=resume, tell=Console(enabled=is_main()).line) as mirror,
+        mirrored(config, resume=resume, tell=tell) as mirror,
         ExitStack() as stack,
         _open_context(config, mirror, stack, resume, accept_rewards) as context,
     ):

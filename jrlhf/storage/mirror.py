@@ -43,7 +43,7 @@ class Mirror(Closing):
     """Copies a run to its address. Every process of the run has one; that of process 0 copies, in a thread."""
 
     def __init__(self, config: Config, tell: Callable[[str], None]):
-        self.address = f"{config.run_dir.rstrip('/')}/{config.name}"
+        self.address = _address(config)
         self._config, self._path, self._tell = config, run_path(config), tell
         self._store = Store(self.address, config.storage, tell)
         lock = self._path.with_name(f".{self._path.name}.claim")
@@ -323,6 +323,17 @@ def check_place(config: Config, tell: Callable[[str], None]) -> None:
             store.try_out()
 
 
+def holds_run(config: Config, tell: Callable[[str], None]) -> bool:
+    """True if there is a run in a config's directory, here or in a store."""
+    check_directory(config)
+    with _refused(config):
+        if not is_address(config.run_dir):
+            return (run_path(config) / CONFIG).exists()
+        store = Store(_address(config), config.storage, tell)
+        store.contact()
+        return store.read(CONFIG) is not None
+
+
 @contextmanager
 def _refused(config: Config) -> Iterator[None]:
     """Turns errors of the store, and of the scratch directory, into UserErrors."""
@@ -357,6 +368,10 @@ def mirrored(config: Config, *, resume: bool, tell: Callable[[str], None]) -> It
         mirror.close()
         raise
     mirror.close()
+
+
+def _address(config: Config) -> str:
+    return f"{config.run_dir.rstrip('/')}/{config.name}"
 
 
 def _leave(file: Path, word: str) -> str:

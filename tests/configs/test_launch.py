@@ -149,7 +149,7 @@ def test_a_jobset_counts_crashes_and_no_requeues(name):
 def words(script: str) -> list[str]:
     """The config and the overrides of the command in a script."""
     parts = shlex.split(script.replace("\\\n", " "), comments=True)
-    return parts[parts.index("--config") + 1 : parts.index("${resume[@]}")]
+    return parts[parts.index("--config") + 1 : parts.index("--resume=auto")]
 
 
 def test_the_commands_of_launch_templates_suit_their_devices(monkeypatch: pytest.MonkeyPatch):
@@ -215,40 +215,23 @@ def test_slurm_requeues_after_75_only(tmp_path, code):
     stand_in(tmp_path, "srun", f"exit {code}")
     stand_in(tmp_path, "scontrol", "exit 0")
     variables = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(tmp_path)}
-    for resumed in (False, True):
-        done = bash(tmp_path, LAUNCH / "slurm.sh", "quickstart", "seed=1", **variables)
+    for place, more in ((f"{tmp_path}/runs", {}), ("s3://bucket/runs", {"RUN_DIR": "s3://bucket/runs"})):
+        done = bash(tmp_path, LAUNCH / "slurm.sh", "quickstart", "seed=1", **variables, **more)
         assert done.returncode == code
-        assert ("--resume" in calls(tmp_path, "srun")[-1]) == resumed and "seed=1" in calls(tmp_path, "srun")[-1]
-        (tmp_path / "runs" / "quickstart-7").mkdir(parents=True, exist_ok=True)
-        (tmp_path / "runs" / "quickstart-7" / "config.yaml").touch()
+        given = ["--config", "quickstart", f"run_dir={place}", "name=quickstart-7", "seed=1", "--resume=auto"]
+        assert calls(tmp_path, "srun")[-1][-6:] == given
     assert calls(tmp_path, "scontrol") == [["requeue", "7"]] * (2 if code == 75 else 0)
-
-
-def test_slurm_resumes_a_run_in_a_store(tmp_path):
-    stand_in(tmp_path, "srun", "exit 0")
-    stand_in(tmp_path, "python", codes(tmp_path, 3, 0, 1))  # no run in the bucket; then one; then no answer
-    variables = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(tmp_path), "RUN_DIR": "s3://bucket/runs"}
-    for resumed in (False, True):
-        assert bash(tmp_path, LAUNCH / "slurm.sh", "quickstart", **variables).returncode == 0
-        assert calls(tmp_path, "python")[-1][-1] == "s3://bucket/runs/quickstart-7/config.yaml"
-        assert ("--resume" in calls(tmp_path, "srun")[-1]) == resumed
-    starts = calls(tmp_path, "srun")
-    done = bash(tmp_path, LAUNCH / "slurm.sh", "quickstart", **variables)
-    assert (done.returncode, calls(tmp_path, "srun")) == (1, starts)
-    assert done.stderr.endswith("mend what the lines above say, and submit again with RUN_NAME=quickstart-7\n")
 
 
 @pytest.mark.parametrize("script", ["slurm.sh", "ray-slurm.sh"])
 def test_a_job_of_slurm_takes_the_run_of_another_and_runs_nowhere_else(tmp_path, script):
     stand_in(tmp_path, "srun", "exit 0")
     stand_in(tmp_path, "scontrol", "echo one")
-    (tmp_path / "runs" / "quickstart-6").mkdir(parents=True)
-    (tmp_path / "runs" / "quickstart-6" / "config.yaml").touch()
     job = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(tmp_path), "RUN_NAME": "quickstart-6"}
     job |= {"SLURM_JOB_NODELIST": "one", "SLURM_JOB_NUM_NODES": "1"}
     assert bash(tmp_path, LAUNCH / script, "quickstart", **job).returncode == 0
     (train,) = (call for call in calls(tmp_path, "srun") if "jrlhf.train" in call)
-    assert {"name=quickstart-6", "--resume"} <= {*train}
+    assert {"name=quickstart-6", "--resume=auto"} <= {*train}
     assert "start this script by sbatch" in bash(tmp_path, LAUNCH / script, "quickstart", SLURM_JOB_ID="").stderr
 
 
@@ -276,21 +259,17 @@ def test_ray_on_slurm_starts_the_cluster_before_the_trainer_and_requeues_after_7
     stand_in(tmp_path, "scontrol", '[[ "$1" = show ]] && printf "one\\ntwo\\nthree\\n"; exit 0')
     variables = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(tmp_path)}
     variables |= {"SLURM_JOB_NODELIST": "nodes", "SLURM_JOB_NUM_NODES": "3"}
-    for resumed in (False, True):
-        (tmp_path / "called").unlink(missing_ok=True)
-        done = bash(tmp_path, LAUNCH / "ray-slurm.sh", "quickstart", "fleet.engine=ray", **variables)
-        assert done.returncode == code, done.stderr
-        starts = calls(tmp_path, "srun")
-        (head,), (workers,) = ([call for call in starts if word in call] for word in ("--head", "--exclude=one"))
-        assert "--nodelist=one" in head and "--num-gpus=0" in head and "--nodes=2" in workers
-        (train,) = (call for call in starts if "jrlhf.train" in call)
-        assert starts.index(head) < starts.index(train)
-        assert "--nodelist=one" in train and "fleet.engine=ray" in train and ("--resume" in train) == resumed
-        requeues = [call for call in calls(tmp_path, "scontrol") if call[0] == "requeue"]
-        assert requeues == ([["requeue", "7"]] if code == 75 else [])
-        (tmp_path / "runs" / "quickstart-7").mkdir(parents=True, exist_ok=True)
-        (tmp_path / "runs" / "quickstart-7" / "config.yaml").touch()
-    assert (tmp_path / "address").read_text().split() == ["one:6379"] * 2
+    done = bash(tmp_path, LAUNCH / "ray-slurm.sh", "quickstart", "fleet.engine=ray", **variables)
+    assert done.returncode == code, done.stderr
+    starts = calls(tmp_path, "srun")
+    (head,), (workers,) = ([call for call in starts if word in call] for word in ("--head", "--exclude=one"))
+    assert "--nodelist=one" in head and "--num-gpus=0" in head and "--nodes=2" in workers
+    (train,) = (call for call in starts if "jrlhf.train" in call)
+    assert starts.index(head) < starts.index(train)
+    assert {"--nodelist=one", "fleet.engine=ray", "--resume=auto"} <= {*train}
+    requeues = [call for call in calls(tmp_path, "scontrol") if call[0] == "requeue"]
+    assert requeues == ([["requeue", "7"]] if code == 75 else [])
+    assert (tmp_path / "address").read_text() == "one:6379\n"
 
 
 def test_a_rayjob_gives_the_trainer_the_gpus_of_the_head_and_resumes():
@@ -319,9 +298,9 @@ def test_a_rayjob_gives_the_trainer_the_gpus_of_the_head_and_resumes():
     assert (shell, option) == ("bash", "-c")
     subprocess.run(["bash", "-n", "-c", script], check=True)
     given = shlex.split(script)
-    settings = dict(word.split("=") for word in given if re.fullmatch(r"[\w.]+=\S+", word) and "()" not in word)
+    settings = dict(word.split("=") for word in given if re.fullmatch(r"[\w.]+=\S+", word))
     assert settings["fleet.workers"] == str(workers["replicas"]) and settings["fleet.engine"] == "ray"
-    assert f"{settings['run_dir']}/{settings['name']}/config.yaml" in given and "${resume[@]}" in given
+    assert given[-1] == "--resume=auto"
 
 
 def on_pod(tmp_path: Path, *overrides: str, **more: str) -> list[str]:
@@ -338,7 +317,7 @@ def test_every_host_of_a_pod_gets_the_overrides_and_nothing_else(tmp_path, overr
     assert "jrlhf[tpu,hf] @ https://host/jrlhf.whl" in install
     (train,) = (line for line in last.splitlines() if "jrlhf.train" in line)
     _, given = train.split("device.platform=tpu")
-    assert shlex.split(given) == [*overrides, "$resume"]
+    assert shlex.split(given) == [*overrides, "--resume=auto"]
 
 
 @pytest.mark.parametrize("ends, code", [((75, 75, 0), 0), ((75, 2), 2)])
@@ -348,11 +327,11 @@ def test_a_host_of_a_pod_starts_again_after_75_only(tmp_path, ends, code):
     copies = [call[3:6] for call in calls(tmp_path, "gcloud") if "scp" in call]
     assert copies == [["scp", "data/rows.jsonl", "pod:rows.jsonl"], ["scp", "my_rewards.py", "pod:my_rewards.py"]]
     stand_in(tmp_path, "python3", f'test "$HF_TOKEN" = secret || exit 9; {codes(tmp_path, *ends)}')
-    stand_in(tmp_path, "sleep", "mkdir -p $HOME/runs/quickstart; touch $HOME/runs/quickstart/config.yaml")
+    stand_in(tmp_path, "sleep", "exit 0")
     stand_in(tmp_path, "gcloud", 'test "$*" = "secrets versions access latest --secret=tokens" && echo secret')
     assert bash(tmp_path, "-c", last).returncode == code
     starts = calls(tmp_path, "python3")
-    assert [start[-1] == "--resume" for start in starts] == [False, *[True] * (len(ends) - 1)]
+    assert [start[-1] for start in starts] == ["--resume=auto"] * len(ends)
 
 
 def test_skypilot_recovers_after_75_without_counting_it_and_resumes(tmp_path):
@@ -362,21 +341,10 @@ def test_skypilot_recovers_after_75_without_counting_it_and_resumes(tmp_path):
     assert recovery == {"max_restarts_on_errors": 3, "recover_on_exit_codes": [75]}
     given = {name: value for name, value in (sky["envs"] | sky["secrets"]).items() if value is not None}
     assert given == {"CONFIG": "llama3-8b-ppo"}  # SkyPilot refuses to start without the others
-    stand_in(tmp_path, "python", codes(tmp_path, 3, 75, 0, 75, 1))  # no run in the bucket; then one; then no answer
-    for resume in ([], ["--resume"]):
-        done = bash(tmp_path, "-c", sky["run"], RUN_DIR="s3://bucket/runs", **given)
-        assert done.returncode == 75
-        test, train = calls(tmp_path, "python")[-2:]
-        assert test[-1] == "s3://bucket/runs/llama3-8b-ppo/config.yaml"
-        assert train[3:] == ["--config", "llama3-8b-ppo", "run_dir=s3://bucket/runs", "name=llama3-8b-ppo", *resume]
-    assert bash(tmp_path, "-c", sky["run"], RUN_DIR="s3://bucket/runs", **given).returncode == 1
-    assert calls(tmp_path, "python")[-1] == test  # and did not train
-    program = tmp_path / "stored"
-    program.mkdir()
-    for name, code in (("there", 0), ("absent", 3)):
-        (program / "there").touch()
-        done = subprocess.run([sys.executable, *test[:-1], f"file://{program / name}"], timeout=60)
-        assert done.returncode == code
+    stand_in(tmp_path, "python", "exit 75")
+    assert bash(tmp_path, "-c", sky["run"], RUN_DIR="s3://bucket/runs", **given).returncode == 75
+    settings = ["run_dir=s3://bucket/runs", "name=llama3-8b-ppo"]
+    assert calls(tmp_path, "python")[0][3:] == ["--config", "llama3-8b-ppo", *settings, "--resume=auto"]
 
 
 def test_scripts_can_be_run():

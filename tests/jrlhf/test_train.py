@@ -80,8 +80,9 @@ def test_an_interrupt_before_the_run_begins_is_one_sentence(tmp_path, capsys, mo
         raise KeyboardInterrupt
 
     monkeypatch.setattr(setup, "load_task", interrupted)
-    assert cli(["--config", TINY, f"run_dir={tmp_path}"]) == 130
-    assert capsys.readouterr().err == "interrupted\n" and not list(tmp_path.iterdir())
+    for more in ([], ["--resume=auto"]):  # there is no run, so it begins one
+        assert cli(["--config", TINY, f"run_dir={tmp_path}", *more]) == 130
+        assert capsys.readouterr().err == "interrupted\n" and not list(tmp_path.iterdir())
 
 
 @pytest.fixture
@@ -127,11 +128,12 @@ def test_a_resume_of_a_run_with_another_config_is_refused_before_data_is_read(ei
     monkeypatch.setattr(setup, "load_task", None)
     (tmp_path / "runs" / "sums").mkdir(parents=True)
     (tmp_path / "runs" / "sums" / "config.yaml").write_text(config_yaml(load_config(eight[1])))
-    for change in ("compute.score_rows=4 rollout.chunk=2", "seed=9"):
-        assert cli([*eight, "--resume", *change.split()]) == 2
-        output = capsys.readouterr()
-        assert f"{change.split('=')[0]}: " in output.err and "holds a run with another config" in output.err
-        assert "reading the data" not in output.out
+    for resume in ("--resume", "--resume=auto"):
+        for change in ("compute.score_rows=4 rollout.chunk=2", "seed=9"):
+            assert cli([*eight, resume, *change.split()]) == 2
+            output = capsys.readouterr()
+            assert f"{change.split('=')[0]}: " in output.err and "holds a run with another config" in output.err
+            assert "resume it with its own config" in output.err and "reading the data" not in output.out
 
 
 def test_a_dry_run_is_done_if_its_reader_leaves(eight, monkeypatch):

@@ -139,7 +139,7 @@ def test_a_store_that_lost_its_run_after_any_write_holds_one_that_can_be_resumed
 @pytest.mark.usefixtures("quick_compilation")
 def test_a_run_at_an_address_and_its_resume_elsewhere_are_those_of_a_directory(memory, config, tmp_path):
     main(load_config(str(tmp_path / "given.yaml"), [f"run_dir={tmp_path}", "name=local"]))
-    main(config)
+    main(config, resume="auto")  # there is none, so it begins one
     stored, local = objects(memory), tmp_path / "local"
     assert ".mirror/claim.json" not in stored and ".lock" not in stored
     assert timeless(run_path(config)) == timeless(local) and digest(run_path(config) / "model") == digest(
@@ -152,7 +152,7 @@ def test_a_run_at_an_address_and_its_resume_elsewhere_are_those_of_a_directory(m
     put(memory, {name: data for name, data in stored.items() if not name.startswith(late)})
     elsewhere = [f"storage.scratch={tmp_path / 'elsewhere'}", "run_dir=memory://bucket/runs", "name=run"]
     moved = load_config(str(tmp_path / "given.yaml"), elsewhere)
-    main(moved, resume=True)
+    main(moved, resume="auto")
     assert timeless(run_path(moved)) == timeless(local)
     assert objects(memory)["model/model.safetensors"] == stored["model/model.safetensors"]
     markers = {name for name in objects(memory) if name.startswith(".mirror/checkpoints")}
@@ -185,8 +185,10 @@ def test_a_checkpoint_whose_arrays_are_damaged_is_passed_over_and_written_again(
     [
         ([], False, "memory://bucket/runs/run already holds this run: resume it (--resume"),
         (["seed=7"], True, "memory://bucket/runs/run holds a run with another config (seed: 0 there, 7 here)"),
+        (["seed=7"], "auto", "memory://bucket/runs/run holds a run with another config (seed: 0 there, 7 here)"),
         (["name=other"], True, "there is no run in memory://bucket/runs/other to resume"),
         (["name=foreign"], False, "memory://bucket/runs/foreign exists and is not a run"),
+        (["name=foreign"], "auto", "memory://bucket/runs/foreign exists and is not a run"),
     ],
 )
 def test_a_run_that_is_refused_leaves_the_store_as_it_is(memory, config, tmp_path, change, resume, sentence):
@@ -365,8 +367,8 @@ def test_a_run_whose_files_cannot_be_copied_ends_in_a_sentence(memory, config, m
 
 
 def test_failed_requests_are_repeated_and_a_hang_has_a_deadline(memory, config, monkeypatch):
-    monkeypatch.setattr(store_module, "_PAUSES", (0.02, 0.04))
-    monkeypatch.setattr(store_module, "_SILENT", 0.015)
+    monkeypatch.setattr(store_module, "_PAUSES", (0.2, 0.4))
+    monkeypatch.setattr(store_module, "_SILENT", 0.15)
     answers = [OSError("503 SlowDown"), TimeoutError("late"), TimeoutError("still"), b"data"]
 
     def answer(path: str) -> bytes:
