@@ -11,10 +11,10 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from jrlhf.config.places import PACKAGES, StorageConfig
@@ -258,23 +258,17 @@ def _within(seconds: float, request: Callable[[], T], notice: Callable[[], None]
 
     notice: called once if there is no answer for a while.
     """
-    answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+    answer: Future[T] = Future()
 
     def run() -> None:
         try:
-            answers.put((request(), None))
+            answer.set_result(request())
         except BaseException as error:
-            answers.put((None, error))
+            answer.set_exception(error)
 
     threading.Thread(target=run, name="request", daemon=True).start()
-    try:
-        try:
-            value, error = answers.get(timeout=min(seconds, _NOTICE))
-        except Empty:
-            notice()
-            value, error = answers.get(timeout=max(seconds - _NOTICE, 0.0))
-    except Empty:
-        raise TimeoutError(f"no answer within {seconds:g} seconds") from None
-    if error is not None:
-        raise error
-    return value
+    if not wait([answer], min(seconds, _NOTICE)).done:
+        notice()
+        if not wait([answer], max(seconds - _NOTICE, 0.0)).done:
+            raise TimeoutError(f"no answer within {seconds:g} seconds")
+    return answer.result()
