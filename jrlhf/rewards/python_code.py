@@ -239,14 +239,19 @@ def _is_part(value: Any, module: str | None, name: str, main: bool = False) -> b
 
 
 def _installed(module: str | None) -> bool:
-    """True if a module belongs to Python, to an installed package or to this program."""
+    """True if a module that is imported is not the user's."""
     top = (module or "").partition(".")[0]
     if top == "__main__":  # in a notebook its file is one of the kernel's package
         return False
-    if top == "jrlhf" or top in sys.stdlib_module_names:
-        return True
     files = [getattr(sys.modules.get(name), "__file__", None) for name in (module or "", top)]
-    return any({"site-packages", "dist-packages"} & set(Path(file).parts) for file in files if file)
+    return is_installed(top, *files)
+
+
+def is_installed(module: str, *files: str | None) -> bool:
+    """True if a module belongs to Python, to this program or, by one of its files, to an installed package."""
+    top, packages = module.partition(".")[0], {"site-packages", "dist-packages"}
+    ours = top == "jrlhf" or top in sys.stdlib_module_names
+    return ours or any(packages & {*Path(file).parts} for file in files if file)
 
 
 def _sha(*words: str) -> str:

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from jrlhf.errors import UserError, printable
-from jrlhf.rewards.python_code import PREFIX, python_code
+from jrlhf.rewards.python_code import PREFIX, is_installed, python_code
 
 DETAIL = 500  # maximum number of characters of an explanation
 
@@ -126,15 +126,14 @@ def imported_modules(file: str, package: str = "") -> dict[str, str]:
     pending = [(file, package)]
     while pending:
         for name in _imports(*pending.pop()):
-            top = name.partition(".")[0]
-            if name in modules or top == "jrlhf" or top in sys.stdlib_module_names:
+            if name in modules or is_installed(name):
                 continue
             try:
                 spec = importlib.util.find_spec(name)
             except Exception:  # an attribute of a module, or a missing module whose import error the file handles
                 continue
             origin = None if spec is None or not spec.has_location else spec.origin
-            if spec is None or origin is None or {"site-packages", "dist-packages"} & set(Path(origin).parts):
+            if spec is None or origin is None or is_installed(name, origin):
                 continue
             modules[name] = _sha256(origin)
             pending.append((origin, spec.parent or ""))
