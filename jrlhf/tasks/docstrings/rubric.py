@@ -12,24 +12,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 
 from jrlhf.tasks.docstrings.corpus import Example
 
 # The items of the rubric: their weights in the score, and what they ask for. Each has a mark in [0, 1].
-ITEMS: Mapping[str, tuple[float, str]] = MappingProxyType(
-    {
-        "one_line": (0.5, "there is text, and all of it on one line"),
-        "imperative": (2.0, "it begins with a verb in its base form: Return, not Returns or Returning"),
-        "capital": (1.0, "its first character is a capital letter"),
-        "full_stop": (1.5, "it ends with a full stop, and not with several"),
-        "length": (0.5, "3 to 15 words; a third less for each word too few or too many"),
-        "own_words": (1.0, "it does not repeat the signature"),
-        "known_words": (1.0, "all words occur in the corpus or in this signature; half if one does not, 0 if more"),
-        "specific": (2.0, "it uses words of the class, function or parameters; half for a single common word"),
-    }
-)
-WEIGHTS: Mapping[str, float] = MappingProxyType({name: weight for name, (weight, _) in ITEMS.items()})
+ITEMS: Mapping[str, tuple[float, str]] = {
+    "one_line": (0.5, "there is text, and all of it on one line"),
+    "imperative": (2.0, "it begins with a verb in its base form: Return, not Returns or Returning"),
+    "capital": (1.0, "its first character is a capital letter"),
+    "full_stop": (1.5, "it ends with a full stop, and not with several"),
+    "length": (0.5, "3 to 15 words; a third less for each word too few or too many"),
+    "own_words": (1.0, "it does not repeat the signature"),
+    "known_words": (1.0, "all words occur in the corpus or in this signature; half if one does not, 0 if more"),
+    "specific": (2.0, "it uses words of the class, function or parameters; half for a single common word"),
+}
+WEIGHTS: Mapping[str, float] = {name: weight for name, (weight, _) in ITEMS.items()}
 
 _SHORTEST, _LONGEST = 3, 15  # words of a summary that is neither a label nor a paragraph
 _COMMON_SHARE = 0.01  # a word in a larger share of the corpus' summaries hardly distinguishes functions
