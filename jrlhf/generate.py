@@ -5,7 +5,6 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,8 +16,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jrlhf.config import load_config
+from jrlhf.config.check import divisors, indivisible
 from jrlhf.config.keys import kinds_of
 from jrlhf.config.parse import convert
+from jrlhf.config.peers import SAMPLING
 from jrlhf.config.places import expanded, is_address, local
 from jrlhf.config.schema import ColumnsConfig, DatasetsData, DeviceConfig
 from jrlhf.data.batches import key_for, pad_rows, program_width, put_rows, read_responses, row_keys, whole_batches
@@ -31,7 +32,6 @@ from jrlhf.meshes import GENERATE, make_mesh
 from jrlhf.models import ModelConfig, SamplingConfig, Schedule
 from jrlhf.models.generation.continuous import ContinuousBatch, Prompt
 from jrlhf.models.hf import load_adapter
-from jrlhf.models.weights import check_tensor
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.model import Architecture, Compute, Model
 from jrlhf.roles.pretrained import describe, load_weights, locate, own_tokenizer
@@ -45,13 +45,6 @@ from jrlhf.tasks.docstrings.task import PROMPT_END
 TOKENS = 256  # default maximum tokens of an answer
 STREAMED = 8  # number of tokens of an answer that a conversation shows at a time
 _MOST = 2**16  # answers to a prompt
-_OF_OTHERS = {  # settings of other libraries, and what to write for them
-    "do_sample": "temperature=0 for the most likely tokens",
-    "max_length": "max_new_tokens",
-    "max_tokens": "max_new_tokens",
-    "num_return_sequences": "n",
-    "stop": "stop_ids",
-}
 
 
 @dataclass(frozen=True)
@@ -197,24 +190,17 @@ def load(
 
 
 def with_sampling(sampling: SamplingConfig, changes: Mapping[str, Any]) -> SamplingConfig:
-    if unknown := [name for name in changes if name not in SamplingConfig.__dataclass_fields__]:
-        fields = ", ".join(SamplingConfig.__dataclass_fields__)
-        meant = _OF_OTHERS.get(unknown[0])
-        remedy = f"write {meant}" if meant else f"choose among n, seed, {fields}"
-        raise UserError(f"{unknown[0]} is no setting of sampling: {remedy}")
     kinds = kinds_of(SamplingConfig)
+    for name in [name for name in changes if name not in kinds]:
+        remedy = f"write {SAMPLING[name]}" if name in SAMPLING else f"choose among n, seed, {', '.join(kinds)}"
+        raise UserError(f"{name} is no setting of sampling: {remedy}")
     with user_errors():
         return replace(sampling, **{name: convert(kinds[name], value, name) for name, value in changes.items()})
 
 
 def _tensor_parallelism(config: ModelConfig, devices: int) -> int:
     """Returns the largest `tensor` size that the model allows. The remaining factor of devices divides the rows."""
-    for tensor in range(devices, 1, -1):
-        if devices % tensor == 0:
-            with suppress(ValueError):
-                check_tensor(config, tensor)
-                return tensor
-    return 1
+    return max(tensor for tensor in divisors(devices) if not any(indivisible(config, 1, tensor)))
 
 
 def cli(arguments: Sequence[str] | None = None) -> int:

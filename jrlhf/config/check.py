@@ -1,9 +1,10 @@
 """Checks of a config as a whole: sections against each other, the models and the devices."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+from jrlhf.config.keys import as_line
 from jrlhf.config.places import is_address
 from jrlhf.config.schema import (
     Config,
@@ -104,7 +105,7 @@ def _violations(config: Config, device_count: int, models: Mapping[str, ModelCon
 
 
 def _stages(config: Config) -> Iterator[str]:
-    stages, given = config.stages, f"stages={_list(config.stages)}"
+    stages, given = config.stages, f"stages={as_line(config.stages)}"
     if not stages:
         yield "stages=[]: name at least one of sft, reward_model, dpo or an algorithm, such as ppo"
     repeated = [stage for stage in stages if stages.count(stage) > 1]
@@ -175,7 +176,7 @@ def _without_effect(config: Config) -> Iterator[tuple[str, object, str]]:
 
 def _void_settings(config: Config) -> Iterator[tuple[bool, str, str]]:
     """Yields (condition, keys, reason): if the condition holds, the settings have no effect."""
-    name, dpo, stages = config.algorithm, "dpo" in config.stages, f"stages={_list(config.stages)}"
+    name, dpo, stages = config.algorithm, "dpo" in config.stages, f"stages={as_line(config.stages)}"
     datasets, parts = isinstance(config.data, DatasetsData), (*config.rewards, *config.costs)
     scored = "reward_model" in config.stages or any(part.function is None for part in parts)
     texts = False  # an algorithm imitates texts in addition
@@ -249,7 +250,7 @@ def _validation(config: Config, validation: ValidationConfig) -> Iterator[str]:
 def _profile(config: Config, profile: ProfileConfig) -> Iterator[str]:
     stage = profile.stage or config.stages[-1]
     if stage not in config.stages:
-        yield f"profile.stage={stage} is not among stages={_list(config.stages)}: name one that the run has"
+        yield f"profile.stage={stage} is not among stages={as_line(config.stages)}: name one that the run has"
     steps = config.length(stage)
     beyond = [number for number in profile.iterations if number > steps]
     if beyond:
@@ -274,7 +275,7 @@ def _model(config: Config, role: str, model: ModelConfig, fsdp: int, tensor: int
 
 def indivisible(model: ModelConfig, fsdp: int, tensor: int) -> Iterator[tuple[str, int, int, str, int]]:
     """Yields (key, value, divided size, mesh axis, size of the axis) for each size of a model that does not divide."""
-    kv_heads = tensor if model.kv_heads < tensor else model.kv_heads  # fewer kv-heads than slices are repeated
+    kv_heads = model.kv_heads if tensor % model.kv_heads else tensor  # fewer kv-heads than slices are repeated
     for key, written, size, axis, parts in (
         ("embed", model.embed, model.embed, "fsdp", fsdp),
         ("heads", model.heads, model.heads, "tensor", tensor),
@@ -436,7 +437,3 @@ def divisors(number: int) -> list[int]:
     """Returns all divisors of a number in ascending order."""
     small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
     return sorted({*small, *(number // divisor for divisor in small)})
-
-
-def _list(items: Sequence[str]) -> str:
-    return f"[{', '.join(items)}]"

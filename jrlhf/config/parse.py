@@ -32,6 +32,10 @@ class Feature(Section):
     SWITCHES: ClassVar[tuple[str, ...]]  # the fields that turn the feature on
     OFF: ClassVar[str]  # how messages name a config without the feature; {path} stands for the section's key
 
+    @property
+    def on(self) -> bool:
+        return any(key in self.SWITCHES for key, _ in changed(self))
+
 
 class _Quoted(str):
     """A quoted scalar, which is never null."""
@@ -105,18 +109,13 @@ def section_with(mapping: dict[str, Any], key: str, called: str) -> tuple[dict[s
     """
     *sections, name = key.split(".")
     for depth, part in enumerate(sections, start=1):
-        mapping = section_in(mapping, part)
+        value = parsed(mapping.get(part), part)
+        mapping[part] = {} if value is None else value
+        mapping = mapping[part]
         if not isinstance(mapping, dict):
             path = ".".join(sections[:depth])
             raise UserError(f"{called}: {path}={_shown(mapping)} is no section, it has no {name}")
     return mapping, name
-
-
-def section_in(mapping: dict[str, Any], name: str) -> Any:
-    """Returns the value of a key in a parsed mapping; adds an empty section if there is none."""
-    value = parsed(mapping.get(name), name)
-    mapping[name] = {} if value is None else value
-    return mapping[name]
 
 
 def parsed(value: object, path: str) -> object:
@@ -242,23 +241,17 @@ def _convert_union(kinds: list[Any], value: object, path: str) -> Any:
         return convert(kinds[0], value, path) if given is None else _convert_tagged(kinds, given, path)
     if given is None:
         return None
-    reduced = _without_file(kinds[0], given)
-    return in_use(convert(kinds[0], value if reduced is given else reduced, path), path)
-
-
-def _without_file(kind: Any, given: object) -> object:
-    """Returns a section without the file's settings if overrides switch its feature off."""
-    if not (is_dataclass(kind) and issubclass(kind, Feature) and isinstance(given, Mapping)):  # pyright: ignore
-        return given
-    switches = [given[name] for name in kind.SWITCHES if name in given]
-    overridden = {key: setting for key, setting in given.items() if isinstance(setting, Override)}
-    off = overridden.keys() & set(kind.SWITCHES) and all(parsed(value, "") in (None, []) for value in switches)
-    return overridden if off else given
+    setting = convert(kinds[0], value, path)
+    if isinstance(setting, Feature) and not setting.on and isinstance(given, Mapping):
+        overrides = {key: inner for key, inner in given.items() if isinstance(inner, Override)}
+        if overrides.keys() & {*setting.SWITCHES}:  # they switch it off, so the file's settings do not count
+            setting = convert(kinds[0], overrides, path)
+    return in_use(setting, path)
 
 
 def in_use(value: Any, path: str) -> Any:
     """Returns a setting, or None for a feature that is off. Refuses changed settings of a feature that is off."""
-    if not isinstance(value, Feature) or any(key in value.SWITCHES for key, _ in changed(value)):
+    if not isinstance(value, Feature) or value.on:
         return value
     for key, setting in changed(value):
         raise UserError(f"{path}.{key}={setting} has no effect with {value.OFF.format(path=path)}: leave it out")

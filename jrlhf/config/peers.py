@@ -1,8 +1,4 @@
-"""Names of settings in TRL and verl, mapped to the names here. They are only suggested in errors, never accepted.
-
-A setting without a key here has a sentence; a name with dots is that of one section only. "a, NOTE | b" is a, with a
-note about its value, or b in a run whose stages do not have a. The names are those of TRL 1.16 and verl 0.9; for PPO
-those of TRL 1.12, the last version that had it."""
+"""Names of settings in other libraries, mapped to the names here. They are only suggested in errors, never accepted."""
 
 _ITSELF = "jrlhf draws the responses itself, leave it out"
 _LENGTH = "the length of a stage is its number of steps or iterations, set that"
@@ -13,13 +9,16 @@ _PER_ITERATION = (
 )
 _PER_UPDATE = "batch, which is per_device_train_batch_size times devices times gradient_accumulation_steps"
 
-PEERS = {
+# Settings of a run. One without a key here has a sentence; a name with dots is that of one section only. "a, NOTE" is
+# a, with a note about its value; (a, b) is a, or b in a run whose stages do not have a. The names are those of TRL 1.16
+# and verl 0.9; for PPO those of TRL 1.12, the last version that had it.
+PEERS: dict[str, str | tuple[str, ...]] = {
     # TRL: the fields of its configs
     "adam_beta1": "b1",
     "adam_beta2": "b2",
     "adam_epsilon": "eps",
     "batch_size": "batch",
-    "beta": "kl_coef | beta",
+    "beta": ("kl_coef", "beta"),
     "bf16": "compute.dtype, write bfloat16",
     "cliprange": "clip_low",
     "cliprange_value": "value_clip",
@@ -42,13 +41,13 @@ PEERS = {
     "lora_dropout": _NO_DROPOUT,
     "lora_r": "lora.rank",
     "lora_target_modules": "lora.targets",
-    "loss_type": "aggregation, where grpo is seq-mean-token-mean, dapo token-mean and dr_grpo constant | loss",
+    "loss_type": ("aggregation, where grpo is seq-mean-token-mean, dapo token-mean and dr_grpo constant", "loss"),
     "lr_scheduler_type": "final, the share of the learning rate at the end of a cosine decay",
     "mask_truncated_completions": "truncation, write mask",
     "max_completion_length": "data.max_response",
     "max_length": "a prompt with its answer has at most data.max_prompt + data.max_response tokens, set these",
     "max_new_tokens": "data.max_response",
-    "max_steps": "iterations, each of which has epochs times minibatches updates | steps",
+    "max_steps": ("iterations, each of which has epochs times minibatches updates", "steps"),
     "mesh.devices": "the mesh has all devices of the run, set device.simulated for more of a CPU",
     "model.name": "model.path",
     "model_name_or_path": "model.path",
@@ -58,7 +57,7 @@ PEERS = {
     "num_ppo_epochs": "epochs",
     "num_train_epochs": _LENGTH,
     "output_dir": "run_dir",
-    "per_device_train_batch_size": f"{_PER_ITERATION} | {_PER_UPDATE}",
+    "per_device_train_batch_size": (_PER_ITERATION, _PER_UPDATE),
     "push_to_hub": "python -m jrlhf.export RUN --push USER/NAME uploads a model, leave it out",
     "r": "lora.rank",
     "report_to": "wandb.project",
@@ -70,7 +69,7 @@ PEERS = {
     "save_steps": "save_every",
     "scale_rewards": "divide_by_std, where group is true and none is false",
     "sft_model_path": "model.path",
-    "steps_per_generation": f"{_PER_ITERATION} | the pairs and rows of a stage are not generated, leave it out",
+    "steps_per_generation": (_PER_ITERATION, "the pairs and rows of a stage are not generated, leave it out"),
     "sync_ref_model": "the reference is the policy before the stage and does not change, leave it out",
     "target_modules": "lora.targets",
     "top_entropy_quantile": "all response tokens are learned from, leave it out",
@@ -144,4 +143,13 @@ IN_OTHER_STAGES = {
     "iterations": "steps",
     "rollout_batch": "batch",
     "steps": "iterations",
+}
+
+# Settings of sampling in Python, mapped to what to write here.
+SAMPLING = {
+    "do_sample": "temperature=0 for the most likely tokens",
+    "max_length": "max_new_tokens",
+    "max_tokens": "max_new_tokens",
+    "num_return_sequences": "n",
+    "stop": "stop_ids",
 }

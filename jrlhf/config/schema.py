@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from jrlhf.config.aliases import modernize
+from jrlhf.config.keys import as_line
 from jrlhf.config.parse import Feature, changed, in_use
 from jrlhf.config.places import HUB, StorageConfig, address, file_name, place
 from jrlhf.config.stages import (
@@ -430,7 +431,7 @@ class Config(Section):
             # A run that is reduced to its first stages may keep the sections of the others.
             if name in self.stages or not learner or not list(changed(self.sections[name])):
                 continue
-            void = f"section {name} has no effect with stages=[{', '.join(self.stages)}]"
+            void = f"section {name} has no effect with stages={as_line(self.stages)}"
             if name not in ("sft", "reward_model"):  # old configs may have these two
                 raise ValueError(f"{void}: leave it out")
             object.__setattr__(self, "notices", (*self.notices, void))

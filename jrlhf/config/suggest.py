@@ -34,15 +34,13 @@ def suggestion(unknown: UnknownKey, root: Any, config: object) -> str:
     kinds, sections = kinds_of(cls), kinds_of(root)
     stages = {name for item in fields(root) for name in item.metadata.get("table", ())}
     top = re.split(r"[.[]", path)[0]
-    given = config if isinstance(config, Mapping) else {}
-    named = stages & set(re.findall(r"\w+", str(given.get("stages")))) or stages & set(given)
-    used = {top} & stages or named or stages
+    used = {top} & stages or _stages_of(config, stages) or stages
     everywhere = [inner for inner in paths_of(root) if _first(inner) not in stages - used]
     below = everywhere if cls is root else paths_of(cls)
     written = next(iter(flatten(unknown.value, key)), key)  # with the names of the sections inside
     there = {*everywhere, *(_last(inner) for inner in everywhere if _first(inner) in used or not stages)}
     meant, note = key, ""
-    options = _translated(path, key, written, below).split(" | ")
+    options = _translated(path, key, written, below)
     if stages and (not path or top in stages) and options[0] not in there and options[0] in IN_OTHER_STAGES:
         options.append(IN_OTHER_STAGES[options[0]])
     for option in options:
@@ -81,26 +79,38 @@ def suggestion(unknown: UnknownKey, root: Any, config: object) -> str:
 
     if meant == key and {_last(written), key} & PEERS.keys():
         return "no stage of this run has such a setting, leave it out"
-    is_section, names = isinstance(unknown.value, Mapping), [name for name in kinds if name not in stages - used]
+    return _alike(unknown, [name for name in kinds if name not in stages - used], below)
+
+
+def _stages_of(config: object, stages: set[str]) -> set[str]:
+    """Returns the stages that a config names or, if it names none, those that have a section in it."""
+    given = config if isinstance(config, Mapping) else {}
+    return stages & set(re.findall(r"\w+", str(given.get("stages")))) or stages & set(given)
+
+
+def _alike(unknown: UnknownKey, names: list[str], below: Iterable[str]) -> str:
+    """Suggests a similar key of the section (names), or a similar one further below; else lists the section's keys."""
+    key, kinds, is_section = unknown.key, kinds_of(unknown.cls), isinstance(unknown.value, Mapping)
     similar = get_close_matches(key, [name for name in names if classes_of(kinds[name]) or not is_section], 1, _ALIKE)
     if not similar and not is_section:
         near = get_close_matches(key, map(_last, below), 1, _ALIKE)
         similar = [inner for inner in below if _last(inner) in near]
     if similar:
-        return _did_you_mean(joined(path, inner) for inner in similar)
-    more = "; a function's own arguments are written in options" if "options" in kinds else ""
-    if len(names) > _LISTED:
-        names[_LISTED:] = [f"and {len(names) - _LISTED} more, all in docs/configuration.md"]
-    return f"known are {', '.join(names)}{more}"
+        return _did_you_mean(joined(unknown.path, inner) for inner in similar)
+    listed, others = ", ".join(names[:_LISTED]), len(names) - _LISTED
+    listed += f", and {others} more, all in docs/configuration.md" if others > 0 else ""
+    return f"known are {listed}" + ("; a function's own arguments are written in options" if "options" in kinds else "")
 
 
-def _translated(path: str, key: str, written: str, below: Iterable[str]) -> str:
+def _translated(path: str, key: str, written: str, below: Iterable[str]) -> list[str]:
     """Returns our names of a peer's setting, or a sentence about it; the key itself if it is no peer's."""
     word = _last(written) if _last(written) in PEERS else key
     dotted = re.sub(r"\[\d+\]", "", joined(path, written))
     if "." in dotted and dotted in PEERS:
-        return PEERS[dotted]
-    return word if word in map(_last, below) else PEERS.get(word, word)
+        ours = PEERS[dotted]
+    else:
+        ours = word if word in map(_last, below) else PEERS.get(word, word)
+    return [ours] if isinstance(ours, str) else [*ours]
 
 
 def _did_you_mean(keys: Iterable[str], note: str = "") -> str:

@@ -33,6 +33,8 @@ mesh.tensor=4 ; model.heads=6
     model.heads=6 does not divide over mesh.tensor=4
 mesh.tensor=4 ; model.heads=12 ; model.kv_heads=6
     model.kv_heads=6 does not divide over mesh.tensor=4
+mesh.tensor=4 ; model.heads=12 ; model.kv_heads=3
+    model.kv_heads=3 does not divide over mesh.tensor=4
 mesh.tensor=4 ; model.mlp=30
     model.mlp=30 does not divide over mesh.tensor=4
 sft.batch=30
