@@ -12,9 +12,8 @@ from jrlhf.kernels.logprob.common import Head, Terms, evaluate, once, target_pla
 Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 
-# On CPUs and GPUs the implementation that was measured to be fastest, forward and backward together. A Pallas kernel
-# becomes a default only where a measurement shows that it is fastest; on TPUs nothing has been measured.
-DEFAULTS: dict[str, Implementation] = {"cpu": "xla", "gpu": "xla", "tpu": "xla"}
+# On CPUs and GPUs it was measured to be fastest, forward and backward together; on TPUs nothing has been measured.
+DEFAULT: Implementation = "xla"
 
 
 def token_logprobs(
@@ -67,9 +66,9 @@ def token_logprobs(
             raise ValueError(f"softcap={softcap} needs a temperature that is a Python number, got an array")
         hidden, temperature = (hidden.astype(jax.numpy.float32) / temperature).astype(hidden.dtype), 1.0
     shape = targets.shape
-    if len(shape) != 1 and hidden.shape[:-1] == shape:
+    if len(shape) != 1:
         hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    head = _head(hidden, unembedding, targets, temperature, softcap, vocab_size, axis_name)
+    head = _head(unembedding, temperature, softcap, vocab_size, axis_name)
     logprobs, entropy = _logprobs(hidden, unembedding, targets, head, tile, implementation)
     return logprobs.reshape(shape), entropy.reshape(shape)
 
@@ -109,7 +108,8 @@ def token_sums(
             one tile at a time, must treat each token by itself, and may close over no traced array: these are `data`.
         entropy_gradient: False where the loss does not depend on the entropy, which it then sees as a constant.
     """
-    head = _head(hidden, unembedding, targets, temperature, softcap, vocab_size, axis_name)
+    _check_arrays(hidden, unembedding, targets)
+    head = _head(unembedding, temperature, softcap, vocab_size, axis_name)
     if targets.ndim != 1:
         raise ValueError(f"token_sums takes tokens in one dimension, got targets {targets.shape}")
     for x in jax.tree.leaves(data):
@@ -151,16 +151,9 @@ def _logprobs(
 
 
 def _head(
-    hidden: Array,
-    unembedding: Array,
-    targets: Array,
-    temperature: float,
-    softcap: float | None,
-    vocab_size: int | None,
-    axis_name: str | None,
+    unembedding: Array, temperature: float, softcap: float | None, vocab_size: int | None, axis_name: str | None
 ) -> Head:
     """Checks the arguments and returns the numbers that implementations take."""
-    _check_arrays(hidden, unembedding, targets)
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
     if softcap is not None and not softcap > 0:
@@ -187,7 +180,7 @@ def _tile(unembedding: Array, tile: int | None) -> int:
 
 def _implementation(implementation: Implementation | None) -> Implementation:
     if implementation is None:
-        return DEFAULTS.get(target_platform(), "xla")
+        return DEFAULT
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"unknown implementation {implementation!r}: known are {', '.join(IMPLEMENTATIONS)}")
     return implementation
