@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from jrlhf.meshes.layout import axis_names
-from jrlhf.meshes.mesh import Device
+from jrlhf.meshes.mesh import Device, mesh_of
 
 Permutation = tuple[tuple[int, int], ...]  # (sender, receiver) of each copy, by position among the devices
 _AXIS = "device"
@@ -62,8 +62,7 @@ def _divisions(sharding: NamedSharding, rank: int) -> list[int]:
 
 def _coarsen(sharding: NamedSharding, parts: Sequence[int]) -> NamedSharding:
     """Reduces every mesh axis to its largest major factor with which each dimension's parts divide `parts`."""
-    mesh = sharding.mesh
-    assert isinstance(mesh, Mesh), "an array's mesh has devices"
+    mesh = mesh_of(sharding)
     sizes = dict.fromkeys(mesh.shape, 1)
     for entry, left in zip(sharding.spec, parts, strict=False):
         for axis in axis_names(entry):
@@ -87,9 +86,7 @@ def copied(arrays: Sequence[jax.Array], shardings: Sequence[NamedSharding]) -> l
     """
     if not (arrays[0].is_fully_addressable and shardings[0].is_fully_addressable):
         return exchange(arrays, shardings)
-    mesh = shardings[0].mesh
-    assert isinstance(mesh, Mesh), "an array's mesh has devices"
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh_of(shardings[0])):
         return jax.device_put(list(arrays), list(shardings))
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 
 import jax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 MeshAxes = str | tuple[str, ...] | None
@@ -63,7 +63,7 @@ class Layout:
         """Rows over the batch axes; further dimensions are whole."""
         return P(self.batch)
 
-    def sharding(self, mesh: Mesh, logical_axes: tuple[str | None, ...]) -> NamedSharding:
+    def sharding(self, mesh: Mesh | AbstractMesh, logical_axes: tuple[str | None, ...]) -> NamedSharding:
         """The storage of a weight with these logical axes on `mesh`."""
         return NamedSharding(mesh, self.storage.spec(logical_axes))
 

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
 AXES = ("data", "fsdp", "tensor")
 Device: TypeAlias = Any  # jax.Device, which type checkers do not know, because jaxlib has no stubs
@@ -52,6 +52,12 @@ def make_mesh(
         )
     # Mesh and not jax.make_mesh, because it keeps the caller's device order, also for a slice of the devices.
     return Mesh(np.asarray(devices).reshape(tuple(sizes.values())), AXES, axis_types=(axis_type,) * len(AXES))
+
+
+def mesh_of(sharding: Sharding) -> Mesh:
+    """The mesh of an array's sharding; it has devices, unlike that of a traced array."""
+    assert isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
+    return sharding.mesh
 
 
 @lru_cache(maxsize=1024)

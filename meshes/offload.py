@@ -6,8 +6,9 @@ from math import prod
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
+from jrlhf.meshes.mesh import mesh_of
 from jrlhf.meshes.reshard import GROUP_BYTES, grouped, host_transfers_refused
 from jrlhf.meshes.transfer import HOST, is_on_host
 
@@ -73,13 +74,8 @@ def _move(tree: Any, kind: str, *, free: bool, group_bytes: int) -> Any:
 
 def _put(array: jax.Array, kind: str) -> jax.Array:
     sharding = array.sharding.with_memory_kind(kind)
-    with nullcontext() if sharding.is_fully_addressable else jax.set_mesh(_mesh_of(array)), host_transfers_refused():
+    with nullcontext() if sharding.is_fully_addressable else jax.set_mesh(mesh_of(sharding)), host_transfers_refused():
         return jax.device_put(array, sharding)  # with several processes JAX runs a program, which needs a mesh
-
-
-def _mesh_of(array: jax.Array) -> Mesh:
-    assert isinstance(array.sharding, NamedSharding) and isinstance(array.sharding.mesh, Mesh)
-    return array.sharding.mesh
 
 
 def _memory(array: jax.Array) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from jax.tree_util import KeyPath, SequenceKey, keystr
 from jax.typing import DTypeLike
 
 from jrlhf.meshes.exchange import copied, landing_of, stage_of
-from jrlhf.meshes.mesh import Device
+from jrlhf.meshes.mesh import Device, mesh_of
 
 GROUP_BYTES = 256 * 2**20
 T = TypeVar("T")
@@ -272,8 +272,7 @@ def _mesh(move: Move) -> Mesh:
     """The mesh to trace under, independent of the caller's: arrays with Explicit axes accept only their own."""
     sharding = move.source_sharding
     if isinstance(sharding, NamedSharding):
-        assert isinstance(sharding.mesh, Mesh), "an array's mesh has devices"
-        return sharding.mesh
+        return mesh_of(sharding)
     return Mesh(np.asarray(move.devices()[0]), ("devices",))
 
 

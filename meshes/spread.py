@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from jrlhf.meshes.layout import axis_names
-from jrlhf.meshes.mesh import absent_processes
+from jrlhf.meshes.mesh import absent_processes, mesh_of
 from jrlhf.meshes.offload import DEVICE, groups, onload
 from jrlhf.meshes.reshard import GROUP_BYTES, reshard
 
@@ -50,7 +50,8 @@ def _over_all(leaf: jax.Array | jax.ShapeDtypeStruct, *, divides: bool = True) -
     """Returns the array's sharding extended by a group of further devices for each of its own, over which each shard is
     divided along one axis, or else replicated. divides: False: always replicated, if there are such groups."""
     sharding = leaf.sharding
-    assert isinstance(sharding, NamedSharding) and isinstance(source := sharding.mesh, Mesh), "it has devices"
+    assert isinstance(sharding, NamedSharding), "only such an array is on some of the processes"
+    source = mesh_of(sharding)
     own = list(np.asarray(source.devices).flat)
     others = [device for device in jax.devices() if device not in own]
     times, rest = divmod(len(own) + len(others), len(own))
@@ -102,8 +103,7 @@ def move(arrays: Sequence[jax.Array], shardings: Sequence[Any], *, donate: bool)
             continue
         layer = NamedSharding(target.mesh, P(*others), memory_kind=target.memory_kind)
         pieces = reshard({"x": x}, {"x": [layer] * x.shape[0]}, donate=donate, group_bytes=limit)
-        assert isinstance(target.mesh, Mesh), "an array's mesh has devices"
-        with jax.set_mesh(target.mesh):
+        with jax.set_mesh(mesh_of(target)):
             moved.append(_stack(target)(pieces["x"]))
     return moved
 
