@@ -139,7 +139,7 @@ class Sleeps:
         def released(rollout: _Rollout, rows: Rows) -> int:
             if self._lengths is None:
                 return release(rollout, rows)
-            tables, counts = rollout._occupancy.tables, jax.device_get(rows.lengths)
+            tables, counts = rollout.occupancy.tables, jax.device_get(rows.lengths)
             self._chunk_ends = _sleep_until(self._chunk_ends + CHUNK * STEP)
             parts = np.split(counts, len(tables)), np.split(self._lengths, len(tables))
             for table, count, own in zip(tables, *parts, strict=True):

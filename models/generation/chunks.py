@@ -88,7 +88,7 @@ def empty_cache(
     return LayerCache(key, jnp.zeros((rows, kv_heads, size, head_dim), dtype), transposed)
 
 
-def filled_cache(cache: LayerCache, slots: Int[Array, "m"], other: LayerCache, rows: Int[Array, "m"]) -> LayerCache:
+def filled_cache(cache: LayerCache, other: LayerCache, rows: Int[Array, "m"], slots: Int[Array, "m"]) -> LayerCache:
     """Copies `rows` of the cache `other` into `slots`, padded with zeros. Slots past the end are ignored.
 
     Later positions have attention weight 0, but without the zeros 0 times a NaN of a slot's former row would be NaN.
@@ -114,7 +114,8 @@ class Programs:
         self.chunk = jax.jit(chunk, donate_argnums=(2, 3))
         # (params, adapter, prompts, indices of some of them) -> their caches, layer by layer.
         self.prefill = jax.jit(decoder.on_mesh(self._prefilled, (SHARED, SHARED), CACHE))
-        self._fill_cache = jax.jit(self._mapped(_filled_cache, (CACHE, CACHE, SHARED), CACHE), donate_argnums=0)
+        fill = self._mapped(filled_cache, (CACHE, CACHE, SHARED, SHARED), CACHE)
+        self._fill_cache = jax.jit(fill, donate_argnums=0)
         self._fill_rows = jax.jit(self._mapped(_filled_rows, (OWN, SHARED, SHARED), OWN), donate_argnums=0)
         self._take_cache = jax.jit(self._mapped(_taken, (CACHE, SHARED), CACHE))
         self._take_rows = jax.jit(self._mapped(_taken_rows, (OWN, SHARED), OWN))
@@ -168,7 +169,7 @@ class Programs:
     def fill_caches(self, slots: Slots, prefilled: list[LayerCache], admitted: Admitted) -> None:
         """Replaces the caches of slots by prefilled ones."""
         for layer, cache in enumerate(slots.caches):
-            slots.caches[layer] = self._fill_cache(cache, prefilled[layer], admitted)
+            slots.caches[layer] = self._fill_cache(cache, prefilled[layer], admitted.source, admitted.slot)
 
     def take(self, slots: Slots, chosen: Int[Array, "b"]) -> None:
         """Keeps only these slots, in this order. Slots of other groups of devices are moved to these devices."""
@@ -177,9 +178,10 @@ class Programs:
         slots.rows = self._take_rows(transfer(slots.rows, self.mesh), chosen)
 
     def grow(self, slots: Slots, length: int) -> None:
-        """Gives the caches more positions."""
+        """Gives the caches `length` positions, if they have fewer."""
         for layer, cache in enumerate(slots.caches):
-            slots.caches[layer] = self._grow(cache, length)
+            if cache.size < length:
+                slots.caches[layer] = self._grow(cache, length)
 
     # Functions that run on each device -------------------------------------------------------------------------------
 
@@ -211,10 +213,6 @@ class Programs:
 
     def _mapped(self, local: Callable, in_specs: Any, out_specs: Any) -> Callable:
         return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
-
-
-def _filled_cache(cache: LayerCache, prefilled: LayerCache, admitted: Admitted) -> LayerCache:
-    return filled_cache(cache, admitted.slot, prefilled, admitted.source)
 
 
 def _filled_rows(rows: Rows, prompts: Prompts, admitted: Admitted) -> Rows:
@@ -316,47 +314,45 @@ class ChunkedRollouts:
         return self._on_fewer[last.groups]
 
 
+@dataclass(frozen=True)
 class _Rollout:
-    """One call. fewer: programs on the groups to which its last rows move; None: they stay."""
+    """One call.
 
-    def __init__(
-        self,
-        programs: Programs,
-        weights: tuple[Params, Params],
-        prompts: Prompts,
-        occupancy: Occupancy,
-        read: ToHosts,
-        last: LastRows | None = None,
-        fewer: Programs | None = None,
-    ):
-        self._programs, self._weights, self._prompts, self._occupancy = programs, weights, prompts, occupancy
-        self._rows, self._limit = len(prompts.keys), programs.decoder.sampling.max_new_tokens
-        self._read, self._last, self._fewer = read, last, fewer
+    last: when its last rows move to fewer groups of devices. fewer: programs on those; None: the rows stay.
+    """
+
+    programs: Programs
+    weights: tuple[Params, Params]
+    prompts: Prompts
+    occupancy: Occupancy
+    read: ToHosts
+    last: LastRows | None = None
+    fewer: Programs | None = None
 
     def generate(self, watch: Watch | None = None) -> Generation:
-        slots = self._programs.empty(self._prompts, self._occupancy.counts[0], self._occupancy.length)
-        return self._decode(slots, self._programs.no_results(self._rows), 0, watch)
+        slots = self.programs.empty(self.prompts, self.occupancy.counts[0], self.occupancy.length)
+        return self._decode(slots, self._no_results(), 0, watch)
 
     def _decode(self, slots: Slots, results: Results, longest: int, watch: Watch | None) -> Generation:
         """Decodes until all rows are done. longest: number of tokens of the longest row."""
-        programs, occupancy = self._programs, self._occupancy
-        assembled = partial(programs.assemble, self._prompts.prompts, self._prompts.lengths)
+        programs, occupancy = self.programs, self.occupancy
+        assembled = partial(programs.assemble, self.prompts.prompts, self.prompts.lengths)
         while True:
             while (entering := occupancy.admit()) is not None:
                 self._admit(slots, *entering)
-                longest = max(longest, self._prompts.prompts.shape[1])
+                longest = max(longest, self.prompts.prompts.shape[1])
             if not any(occupancy.running):
                 return assembled(results)
             for places in occupancy.shrink():
                 programs.take(slots, programs.per_group(places))
-            if (fewer := self._fewer) is not None and occupancy.moves(self._last):
+            if (fewer := self.fewer) is not None and occupancy.moves(self.last):
                 with jax.set_mesh(fewer.mesh):
                     generation = self._moved(fewer, slots)._decode(slots, transfer(results, fewer.mesh), longest, watch)
                 return transfer(generation, programs.mesh)
             for longer in occupancy.grow(longest + programs.steps):
                 programs.grow(slots, longer)
             row_of = programs.per_group([table.row for table in occupancy.tables])
-            slots, results = programs.chunk(*self._weights, slots, results, row_of)
+            slots, results = programs.chunk(*self.weights, slots, results, row_of)
             longest = self._release(slots.rows)
             done = occupancy.done
             if watch is not None and not done.all():
@@ -364,54 +360,54 @@ class _Rollout:
 
     def _release(self, rows: Rows) -> int:
         """Empties the slots of rows that are done; returns the length of the longest other row."""
-        tables = self._occupancy.tables
-        prompts, lengths, finished = self._read((rows.prompt_lengths, rows.lengths, rows.finished))
-        for table, done in zip(tables, np.split(finished | (lengths >= self._limit), len(tables)), strict=True):
+        tables, limit = self.occupancy.tables, self.programs.decoder.sampling.max_new_tokens
+        prompts, lengths, finished = self.read((rows.prompt_lengths, rows.lengths, rows.finished))
+        for table, done in zip(tables, np.split(finished | (lengths >= limit), len(tables)), strict=True):
             table.release(done)
         occupied = np.concatenate([table.occupied for table in tables])
         return int((prompts + lengths)[occupied].max(initial=0))
 
     def _admit(self, slots: Slots, wave: int, admissions: Sequence[Admission]) -> None:
-        programs, occupancy = self._programs, self._occupancy
+        programs, occupancy = self.programs, self.occupancy
         admitted = programs.admitted(admissions, wave, occupancy.samples, occupancy.counts[0])
-        prefilled = programs.prefill(*self._weights, self._prompts, admitted.prompts)
-        programs.admit(slots, prefilled, self._prompts, admitted)
+        prefilled = programs.prefill(*self.weights, self.prompts, admitted.prompts)
+        programs.admit(slots, prefilled, self.prompts, admitted)
+
+    def _no_results(self) -> Results:
+        return self.programs.no_results(len(self.prompts.keys))
 
     def _moved(self, fewer: Programs, slots: Slots) -> "_Rollout":
         """Returns this call on fewer groups. Each gets the rows of equally many neighbours, in one group's slots."""
-        params, adapter = (base_on(own, fewer.mesh) for own in self._weights)
-        occupancy, places = self._occupancy.merged(fewer.groups)
+        params, adapter = (base_on(own, fewer.mesh) for own in self.weights)
+        occupancy, places = self.occupancy.merged(fewer.groups)
         fewer.take(slots, fewer.per_group(places))
-        return _Rollout(fewer, (params, adapter), transfer(self._prompts, fewer.mesh), occupancy, self._read)
+        return _Rollout(fewer, (params, adapter), transfer(self.prompts, fewer.mesh), occupancy, self.read)
 
     def warm(self) -> None:
         """Compiles every program that a call of this shape may need on all groups, by running it on finished rows."""
-        programs, occupancy = self._programs, self._occupancy
+        programs, occupancy = self.programs, self.occupancy
         counts, lengths = occupancy.counts, occupancy.lengths
         for wave in occupancy.waves:
             nobody = programs.admitted([((), ())] * programs.groups, wave, occupancy.samples, counts[0])
-            prefilled = programs.prefill(*self._weights, self._prompts, nobody.prompts)
-            slots = programs.empty(self._prompts, counts[0], lengths[0])
+            prefilled = programs.prefill(*self.weights, self.prompts, nobody.prompts)
+            slots = programs.empty(self.prompts, counts[0], lengths[0])
             for length in lengths:
-                if length != lengths[0]:
-                    programs.grow(slots, length)
-                programs.admit(slots, prefilled, self._prompts, nobody)
+                programs.grow(slots, length)
+                programs.admit(slots, prefilled, self.prompts, nobody)
             jax.block_until_ready(slots)
         for count, fewer in zip(counts, (*counts[1:], None), strict=True):
             self._warm_steps(count, fewer)
-        no_results = programs.no_results(self._rows)
-        jax.block_until_ready(programs.assemble(self._prompts.prompts, self._prompts.lengths, no_results))
+        generation = programs.assemble(self.prompts.prompts, self.prompts.lengths, self._no_results())
+        jax.block_until_ready(generation)
 
     def _warm_steps(self, count: int, fewer: int | None) -> None:
         """Compiles chunks of `count` slots for each cache length, and the move into fewer slots."""
-        programs, lengths = self._programs, self._occupancy.lengths
-        results = programs.no_results(self._rows)
+        programs, lengths, results = self.programs, self.occupancy.lengths, self._no_results()
         row_of = programs.per_group([np.full(count, EMPTY, np.int32)] * programs.groups)
-        slots = programs.empty(self._prompts, count, lengths[0])
+        slots = programs.empty(self.prompts, count, lengths[0])
         for length in lengths:
-            if length != lengths[0]:
-                programs.grow(slots, length)
-            slots, results = programs.chunk(*self._weights, slots, results, row_of)
+            programs.grow(slots, length)
+            slots, results = programs.chunk(*self.weights, slots, results, row_of)
             if fewer is not None:
                 first_layer = Slots(slots.caches[:1], slots.rows)
                 programs.take(first_layer, programs.per_group([np.arange(fewer, dtype=np.int32)] * programs.groups))
@@ -421,18 +417,17 @@ class _Rollout:
 
     def warm_move(self) -> None:
         """Compiles the move of the last rows, if they move, and the chunks after it."""
-        programs, occupancy, fewer = self._programs, self._occupancy, self._fewer
+        programs, occupancy, fewer = self.programs, self.occupancy, self.fewer
         if fewer is None:
             return
-        slots = programs.empty(self._prompts, occupancy.counts[-1], occupancy.lengths[0])
+        slots = programs.empty(self.prompts, occupancy.counts[-1], occupancy.lengths[0])
         for length in occupancy.lengths:
-            if length != occupancy.lengths[0]:
-                programs.grow(slots, length)
+            programs.grow(slots, length)
             with jax.set_mesh(fewer.mesh):
                 moved = self._moved(fewer, Slots([*slots.caches], slots.rows))
-                jax.block_until_ready(moved._prompts)
-        results = programs.no_results(self._rows)
+                jax.block_until_ready(moved.prompts)
+        results = self._no_results()
         with jax.set_mesh(fewer.mesh):
             moved._warm_steps(occupancy.counts[-1], None)
-            generation = fewer.assemble(moved._prompts.prompts, moved._prompts.lengths, transfer(results, fewer.mesh))
+            generation = fewer.assemble(moved.prompts.prompts, moved.prompts.lengths, transfer(results, fewer.mesh))
         jax.block_until_ready(transfer(generation, programs.mesh))

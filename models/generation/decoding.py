@@ -217,15 +217,16 @@ class Decoder:
         x = scaled_embeddings(total(lookup(params["embedding"], tokens), TENSOR), self.config)
         return x + params["positions"][positions] if self.config.positions == "learned" else x
 
-    def layers(self, params: Params, positions: Int[Array, "#b T"]) -> Iterator[tuple[Callable, Rotation | None, bool]]:
-        """Yields each layer's function, its rotation at these positions, and whether the layer is local."""
+    def layers(self, params: Params, positions: Int[Array, "#b T"]) -> Iterator[tuple[Callable, dict[str, Any]]]:
+        """Yields each layer's function of (x, attend), at these positions, and its keywords of attention."""
         rotations = layer_rotations(positions, self.config)
         adapters = params.get("adapters", [NO_ADAPTERS] * self.config.layers)
         for weights, local, low in zip(params["layers"], self.config.locality, adapters, strict=True):
-            yield partial(self.layer, weights, low), of_layer(rotations, local), local
+            scores = {**self.config.scores, "local": local, "implementation": self.attention}
+            yield partial(self.layer, weights, low, of_layer(rotations, local)), scores
 
     def layer(
-        self, weights: Params, adapters: Adapters, x: Float[Array, "b T D"], rotation: Rotation | None, attend: Attend
+        self, weights: Params, adapters: Adapters, rotation: Rotation | None, x: Float[Array, "b T D"], attend: Attend
     ) -> tuple[Float[Array, "b T D"], LayerCache]:
         loaded = dequantised(weights, self.dtype, after=x)
         return Block(self.config, loaded)(x, rotation, attend, TENSOR, adapters)
@@ -235,14 +236,13 @@ class Decoder:
         """Each layer's keys and values of the prompts, in caches of `size` positions."""
         positions = jnp.arange(prompts.shape[1])[None, :]
         x, caches, transposed = self.embed(params, prompts, positions), [], transposes_keys(self.mesh)
-        for layer, rotation, local in self.layers(params, positions):
+        for layer, scores in self.layers(params, positions):
 
-            def attend(query, key, value, local=local):
-                scores = {**self.config.scores, "local": local, "implementation": self.attention}
+            def attend(query, key, value, scores=scores):
                 out = attention(query, key, value, **scores)
                 return out, prefilled_cache(key, value, size, transposed=transposed)
 
-            x, cache = layer(x, rotation, attend)
+            x, cache = layer(x, attend)
             caches.append(cache)
         return caches
 
@@ -253,14 +253,13 @@ class Decoder:
         """Feeds one token a row at its position -> its final hidden state, and the longer caches."""
         tokens, at = tokens[:, None], positions[:, None]
         x, longer = self.embed(params, tokens, at), []
-        for (layer, rotation, local), cache in zip(self.layers(params, at), caches, strict=True):
+        for (layer, scores), cache in zip(self.layers(params, at), caches, strict=True):
 
-            def attend(query, key, value, cache=cache, local=local):
+            def attend(query, key, value, cache=cache, scores=scores):
                 appended = append(cache, key, value, positions)
-                scores = {**self.config.scores, "local": local, "implementation": self.attention}
                 return cached_attention(query, appended, positions + 1, **scores), appended
 
-            x, cache = layer(x, rotation, attend)
+            x, cache = layer(x, attend)
             longer.append(cache)
         return Norm(self.config, params["final_norm"])(x)[:, 0], longer
 

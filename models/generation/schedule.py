@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from jrlhf.models.config.checks import is_count
+
 FILLING = 2048  # tokens of a prefill; fewer would not keep an accelerator busy
 
 
@@ -39,7 +41,7 @@ class Schedule:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             word = value is None and getattr(Schedule, name) is None or (name, value) == ("last_groups", "auto")
-            if not word and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31):
+            if not word and not (is_count(value) and value < 2**31):
                 raise ValueError(f"{name}={value!r} must be an integer of at least 1 and below 2**31")
 
     def is_one_program(self, rows: int, response: int) -> bool:

@@ -63,7 +63,7 @@ def test_rows_enter_a_grown_cache(transposed):
         # A former row's NaN would spoil the next row even where its weight is 0: it must be gone.
         decoding = jax.tree.map(lambda x: x.at[jnp.array([0, 2])].set(jnp.nan), decoding)
         slots, rows = jnp.array([2, B, 0]), jnp.array([1, 0, 0])  # the second row enters nowhere
-        return prompts, decoding, filled_cache(decoding, slots, prompts, rows)
+        return prompts, decoding, filled_cache(decoding, prompts, rows, slots)
 
     prompts, decoding, result = enter(normal(B, T, K, H), normal(B, T, K, H + 1)[..., :H], normal(B, 1, K, H))
     for name in ("key", "value"):

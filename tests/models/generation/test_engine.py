@@ -174,7 +174,7 @@ def test_the_engine_draws_the_tokens_of_one_program_and_compiles_nothing_after_t
     assert_same(setting.call(engine, setting.prompts, setting.keys), expected)
     holding_the_model = {"_run_chunk": 2 * 2, "_prefilled": 2}
     rows = {"_filled_rows": 2, "_taken_rows": 1, "_all_done": 2, "_assembled": 1}
-    caches = {"_filled_cache": 2 * 2, "_taken": 2, "empty_cache": 2}
+    caches = {"filled_cache": 2 * 2, "_taken": 2, "empty_cache": 2}
     compiled.pop("grown_cache", None)  # one that the engines of a process share
     assert compiled == holding_the_model | rows | caches and prefilled == set(schedule.waves(U, 4, P)) == {1, 4}
     compiled.clear()
@@ -248,7 +248,7 @@ def test_the_simulator_of_the_last_rows_has_the_looks_of_the_engine(monkeypatch)
     release = _Rollout._release
 
     def sized(self, rows):
-        sizes.append((len(self._occupancy.tables[0].row), self._occupancy.length))
+        sizes.append((len(self.occupancy.tables[0].row), self.occupancy.length))
         return release(self, rows)
 
     monkeypatch.setattr(_Rollout, "warm", lambda self: None)
