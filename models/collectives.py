@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from jrlhf.kernels.logprob.common import target_platform
+from jrlhf.kernels.logprob.common import target_platform, vary
 from jrlhf.kernels.row_sums import row_sums
 from jrlhf.meshes import AXES
 
@@ -20,18 +20,6 @@ TENSOR = AXES[-1]
 def place(x: Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Array:
     """Reshards `x` to `spec`. With Explicit axes the arguments of a `shard_map` must already have their in_specs."""
     return jax.device_put(x, NamedSharding(mesh, spec))
-
-
-def vary(x: Array, axes: str | Sequence[str] | None) -> Array:
-    """Casts `x` to a type that varies over `axes`: it may differ between their devices.
-
-    The transpose is a sum over those axes. An explicit cast at the place where a value fans out makes it one sum, where
-    implicit casts at each use would sum each use's gradient on its own.
-    """
-    requested = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
-    own = jax.typeof(x).manual_axis_type.varying
-    missing = tuple(axis for axis in requested if axis not in own)
-    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def total(x: Array, axis: str | None) -> Array:

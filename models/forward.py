@@ -8,7 +8,6 @@ scan. So at most one layer's whole weights exist at any time, in the backward pa
 reduce-scatters the gradient back into slices.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,9 +21,11 @@ from jaxtyping import Array, Float, Int
 
 from jrlhf.kernels.logprob import Terms, token_logprobs, token_sums
 from jrlhf.kernels.logprob.api import Implementation
+from jrlhf.kernels.logprob.common import vary
 from jrlhf.meshes import AXES, GENERATE, Layout, gather
 from jrlhf.models.attention import attention, layer_rotations, of_layer
-from jrlhf.models.collectives import TENSOR, check_rows, lookup, own_rows, place, total, vary
+from jrlhf.models.collectives import TENSOR, check_rows, lookup, own_rows, place, total
+from jrlhf.models.config.checks import positive
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.flash import AttentionImplementation
 from jrlhf.models.lora import LoRAConfig, lora_shardings, with_adapter
@@ -62,7 +63,7 @@ class ForwardOptions:
         policy(self.remat)
         if self.span is not None and self.span < 1:
             raise ValueError(f"span={self.span} must be a positive number of tokens, or None")
-        if not 0 < self.temperature < math.inf:
+        if not positive(self.temperature):
             raise ValueError(f"temperature={self.temperature} must be positive and finite")
 
 

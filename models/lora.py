@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array, PRNGKeyArray
 
+from jrlhf.kernels.logprob.common import vary
 from jrlhf.meshes import AXES, GENERATE, lies_elsewhere
-from jrlhf.models.collectives import vary
-from jrlhf.models.config.checks import positive
+from jrlhf.models.config.checks import is_count, positive
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.init import draw
 from jrlhf.models.modules import Adapters, Int8, dequantised
@@ -45,7 +45,7 @@ class LoRAConfig:
     rslora: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
+        if not is_count(self.rank):
             raise ValueError(f"lora rank={self.rank!r} must be a positive integer")
         if not positive(self.alpha):
             raise ValueError(f"lora alpha={self.alpha!r} must be positive and finite")

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jrlhf.meshes import AXES, GENERATE, Layout
 from jrlhf.models.config.decoder import ModelConfig
@@ -75,7 +75,7 @@ def param_shardings(
 
 def stored(axes: Params, mesh: Mesh | AbstractMesh, layout: Layout) -> Params:
     """Returns a tree of NamedShardings, with which `layout` stores weights of these axes."""
-    return jax.tree.map(lambda leaf: NamedSharding(mesh, layout.storage.spec(leaf)), axes, is_leaf=is_axes)
+    return jax.tree.map(partial(layout.sharding, mesh), axes, is_leaf=is_axes)
 
 
 def spec_tree(shardings: Params) -> Params:

@@ -13,7 +13,7 @@ M and log Σ total stay two numbers: float32 holds their sum only to 2^-10 where
 into the same relative error of every probability.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -164,12 +164,19 @@ def target_platform() -> str:
 def varying(*arrays: Array) -> tuple[Array, ...]:
     """Casts all arrays, inside `shard_map`, to vary over every mesh axis that any of them varies over.
 
-    An array that was the same on all devices of such an axis thereby gets its gradient summed over that axis, which is
-    the transpose of the cast.
+    An array that was the same on all devices of such an axis thereby gets its gradient summed over that axis.
     """
-    axes = [jax.typeof(x).manual_axis_type.varying for x in arrays]
-    union = frozenset().union(*axes)
-    return tuple(
-        lax.pcast(x, tuple(sorted(union - own)), to="varying") if union - own else x
-        for x, own in zip(arrays, axes, strict=True)
-    )
+    union = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
+    return tuple(vary(x, sorted(union)) for x in arrays)
+
+
+def vary(x: Array, axes: str | Sequence[str] | None) -> Array:
+    """Casts `x` to a type that varies over `axes`: it may differ between their devices.
+
+    The transpose is a sum over those axes. An explicit cast at the place where a value fans out makes it one sum, where
+    implicit casts at each use would sum each use's gradient on its own.
+    """
+    requested = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+    own = jax.typeof(x).manual_axis_type.varying
+    missing = tuple(axis for axis in requested if axis not in own)
+    return lax.pcast(x, missing, to="varying") if missing else x
