@@ -103,10 +103,8 @@ def make_critic_step(
 
     An update's loss is the mean of `value_loss` over the minibatch's response tokens. pipeline: see `make_actor_step`.
 
-    Metrics: critic/vf_loss, critic/vf_clipfrac, critic/vpred_mean, critic/grad_norm as means over the updates that were
-    not skipped; critic/skipped_updates and critic/nonfinite_updates as in `make_actor_step`; and
-    critic/vf_explained_var = 1 - Var(returns - values) / (Var(returns) + 1e-5) of the values in the experience, i.e.
-    before the update (verl's definition).
+    docs/metrics.md explains the metrics, which are means as in `make_actor_step`. critic/vf_explained_var is
+    1 - Var(returns - values) / (Var(returns) + 1e-5) of the values before the update (verl's definition).
     """
     return make_step(critic_update(value_fn, optimizer, config, pipeline is not None), pipeline)
 

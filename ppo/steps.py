@@ -117,21 +117,11 @@ def make_actor_step(
     `config.target_kl` bounds the k3 estimate of a minibatch's KL(old, new), mean(rho - 1 - log rho) over tokens in the
     update's own forward pass. The first update that exceeds it is not applied and ends the call.
 
-    Metrics are means over the updates that were not skipped (NaN if there was none). All but the first are
-    means over tokens, independent of the aggregation:
-        actor/pg_loss (as aggregated), actor/entropy, actor/ppo_kl (k1: mean of -log rho of tokens), actor/approx_kl
-        (k3), actor/ratio, actor/pg_clipfrac, actor/pg_clipfrac_lower (dual clip), actor/grad_norm;
-        actor/kl_loss: the KL's estimate before its weight, where it is in the loss;
-        actor/ptx_loss: the mean over the texts' tokens before its weight, with ptx_coef; and
-        actor/initial_ratio_gap: mean |rho - 1| in the first minibatch, 0 up to rounding with recomputed log-probs;
-        actor/skipped_updates: not applied because something was not finite, or no token of the minibatch counted;
-        actor/nonfinite_updates: those of them in which something was not finite;
-        actor/stopped_updates: not applied because of `target_kl`, which a skipped one does not reach.
-    With `config.corrections` or `config.staleness`, shares of the batch's response tokens under verl's names:
-    rollout_corr/rollout_rs_masked_fraction (of weight 0), rollout_corr/rollout_rs_seq_masked_fraction (rows with such a
-    token), rollout_corr/rollout_is_ratio_fraction_high (truncated), and rollout_corr/full_weight (neither) by length.
-    Where the weights are interpolated, the first and third are means over the updates, without the others, and
-    rollout_corr/rollout_is_mean is the weights' mean. Where the experience has versions, the metrics of `age_metrics`.
+    docs/metrics.md explains the metrics. Losses and ratios are means over the updates that were not skipped (NaN if
+    there was none); all but actor/pg_loss are means over tokens, independent of the aggregation. actor/..._updates
+    count updates; one that is skipped does not reach `target_kl`. With `config.corrections` or `config.staleness` there
+    are the `off_policy.weight_shares` of the batch; where the weights are interpolated, the WEIGHT_MEANS instead, as
+    means over the updates. Where the experience has versions, there are the metrics of `age_metrics`.
 
     Raises ValueError when first called with rows that do not divide into minibatches x micro_batches, with texts of
     another shape, or with an experience that was made with another config.
