@@ -2,17 +2,17 @@
 
 import sys
 from dataclasses import fields
-from typing import Any
-
-_CHOICES = {"activation": ("silu", "gelu_tanh"), "norm": ("rms", "layer"), "positions": ("rotary", "learned")}
+from typing import Any, Literal, get_args, get_origin
 
 
 def check_decoder(config: Any) -> None:
     """Raises a ValueError that names the first invalid number or switch of a `ModelConfig`."""
     for field in fields(config):
         value = getattr(config, field.name)
-        if field.type in (int, "int") and not is_count(value):
+        if field.type is int and not is_count(value):
             raise ValueError(f"model {field.name}={value!r} must be a positive integer")
+        if get_origin(field.type) is Literal and value not in get_args(field.type):
+            raise ValueError(f"model {field.name}={value!r}: known are {', '.join(get_args(field.type))}")
     for name in ("rope_theta", "norm_eps", "initializer_range"):
         if not positive(getattr(config, name)):
             raise ValueError(f"model {name}={getattr(config, name)!r} must be positive")
@@ -20,9 +20,6 @@ def check_decoder(config: Any) -> None:
         value = getattr(config, name)
         if value is not None and not positive(value):
             raise ValueError(f"model {name}={value!r} must be positive, or null for none")
-    for name, choices in _CHOICES.items():
-        if getattr(config, name) not in choices:
-            raise ValueError(f"model {name}={getattr(config, name)!r}: known are {', '.join(choices)}")
     if config.heads % config.kv_heads:
         raise ValueError(f"model kv_heads={config.kv_heads} must divide heads={config.heads}")
     if config.positions == "rotary" and config.head_dim % 2:
