@@ -52,7 +52,7 @@ def _over_all(leaf: jax.Array | jax.ShapeDtypeStruct, *, divides: bool = True) -
     sharding = leaf.sharding
     assert isinstance(sharding, NamedSharding), "only such an array is on some of the processes"
     source = mesh_of(sharding)
-    own = list(np.asarray(source.devices).flat)
+    own = dict.fromkeys(np.asarray(source.devices).flat)  # in order, and quick to search
     others = [device for device in jax.devices() if device not in own]
     times, rest = divmod(len(own) + len(others), len(own))
     if rest:
