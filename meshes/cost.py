@@ -1,6 +1,5 @@
 """Computes the cost of a reshard in bytes per device, from shardings alone."""
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
@@ -27,6 +26,9 @@ class ReshardCost:
     received: dict[int, int]
     redundant: dict[int, int]
 
+    def __add__(self, other: "ReshardCost") -> "ReshardCost":
+        return ReshardCost(_sum(self.received, other.received), _sum(self.redundant, other.redundant))
+
 
 def reshard_cost(shape: tuple[int, ...], itemsize: int, src: Sharding, dst: Sharding) -> ReshardCost:
     """The cost of moving one array with `itemsize` bytes per element from `src` to `dst`, on the devices of both."""
@@ -38,17 +40,15 @@ def tree_reshard_cost(tree: Any, shardings: Any, *, dtype: DTypeLike | None = No
 
     `tree` may hold `jax.ShapeDtypeStruct`s with shardings.
     """
-    received, redundant = Counter[int](), Counter[int]()
+    total = ReshardCost({}, {})
     for move in pair(tree, shardings)[0]:
         targets = [_boxes(target, move.shape) for target in move.targets]
         if move.indices is not None:
             layers = zip(move.indices, targets, strict=True)
             targets = [{d: ((i, i + 1), *box) for d, box in boxes.items()} for i, boxes in layers]
         source = _boxes(move.source_sharding, move.source.shape)
-        cost = _cost(move.dtype(dtype).itemsize, source, targets)
-        received.update(cost.received)
-        redundant.update(cost.redundant)
-    return ReshardCost(dict(received), dict(redundant))
+        total += _cost(move.dtype(dtype).itemsize, source, targets)
+    return total
 
 
 def _boxes(sharding: Sharding, shape: tuple[int, ...]) -> dict[int, Box]:
@@ -75,3 +75,7 @@ def _volume(box: Box) -> int:
 
 def _overlap(a: Box, b: Box) -> int:
     return prod(max(0, min(a1, b1) - max(a0, b0)) for (a0, a1), (b0, b1) in zip(a, b, strict=True))
+
+
+def _sum(a: dict[int, int], b: dict[int, int]) -> dict[int, int]:
+    return {device: a.get(device, 0) + b.get(device, 0) for device in sorted(a.keys() | b.keys())}
