@@ -20,7 +20,7 @@ from jrlhf.models.pipeline import Gradients, PipelinePlacement, Stages, Task, ru
 from jrlhf.ppo.updates import Pipeline, Updates, finish
 from jrlhf.roles.compiled import CompiledModel, Function
 from jrlhf.roles.model import Architecture, Compute
-from jrlhf.roles.placement import CallPlacement, Pending
+from jrlhf.roles.placement import CallPlacement, Pending, ready
 
 Metrics = dict[str, jax.Array]
 
@@ -32,7 +32,7 @@ class PendingMetrics(Pending[Metrics]):
         return self  # an update sets its meshes itself
 
     def __or__(self, other: "Metrics | PendingMetrics") -> "PendingMetrics":
-        return PendingMetrics(lambda: self.result() | _ready(other))
+        return PendingMetrics(lambda: self.result() | ready(other))
 
     def __ror__(self, other: Metrics) -> "PendingMetrics":
         return PendingMetrics(lambda: other | self.result())
@@ -201,7 +201,3 @@ def _sliced(rows: Any, start: int, count: int) -> Any:
 @jax.jit
 def _added(shares: list[Gradients]) -> Gradients:
     return jax.tree.map(lambda *x: sum(x[1:], start=x[0]), *shares)
-
-
-def _ready(metrics: Metrics | PendingMetrics) -> Metrics:
-    return metrics.result() if isinstance(metrics, PendingMetrics) else metrics

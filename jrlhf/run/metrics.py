@@ -32,7 +32,7 @@ class MetricsLog(Closing):
     If the process is killed, no line is lost for which `log` has returned. If the machine fails, lines since the last
     `sync` may be lost.
 
-    enabled: False in every process but the first: `log` then only returns the numbers.
+    enabled: False in every process but the first, which then writes nothing; `log` only returns the numbers.
     """
 
     def __init__(self, run_dir: Path | str, *, enabled: bool = True):
@@ -160,14 +160,16 @@ class StageRecords:
     Checkpoints record their number and a checksum. The constructor drops the records of the stage after `step`, and a
     torn last line; call it before opening the log. Each file is replaced atomically, and only if it changes.
 
-    writers: names of the stages of the run, and of others that write lines.
+    writers: names of the stages of the run, and of others that write lines. enabled: as in `MetricsLog`.
     """
 
-    def __init__(self, run_dir: Path | str, stage: str, step: int, *, writers: Collection[str] = ()):
+    def __init__(
+        self, run_dir: Path | str, stage: str, step: int, *, writers: Collection[str] = (), enabled: bool = True
+    ):
         # path -> (number of bytes read, number of the stage's lines, their hash)
         self._files: dict[Path, tuple[int, int, Any]] = {}
         self._strays: dict[str, int] = {}  # name of a file -> number of lines that name no writer
-        paths = [Path(run_dir) / name for name in (METRICS, SAMPLES, TIMELINE)]
+        paths = [Path(run_dir) / name for name in (METRICS, SAMPLES, TIMELINE)] if enabled else []
         records = {path: list(jsonl_lines(path)) for path in paths}  # both are read before one is changed
         for path in paths:
             lines = [(line, record) for line, record in records[path] if not _is_after(record, stage, step)]

@@ -7,7 +7,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -27,6 +27,7 @@ _ends = dict[object, tuple[float, float]]()  # for each block of `deadline`: whe
 _timer: threading.Timer | None = None
 _arming = threading.Lock()
 _COMPILED = "/jax/core/compile/backend_compile_duration"
+_SETTLED = 2  # iterations of a stage after which nothing may compile any more
 
 
 def traced(config: Config, run_dir: Path, stage: str, step: int, iteration: Callable[[], Result]) -> Result:
@@ -119,6 +120,7 @@ class CompilationWatch(logging.Handler):
         self._names: list[str] = []
         self._causes: list[str] = []
         self._propagate = True
+        self._iterations, self._measured = 0, set[str]()
 
     def __enter__(self) -> "CompilationWatch":
         jax.monitoring.register_scalar_listener(self._on_begin)
@@ -145,6 +147,20 @@ class CompilationWatch(logging.Handler):
         taken = self._names, self._causes
         self._names, self._causes = [], []
         return taken
+
+    def end_iteration(self, metrics: Iterable[str]) -> tuple[int, str]:
+        """Returns how many programs an iteration compiled, and a clause on them if nothing should compile any more.
+
+        metrics: their names. New ones explain a compilation: the first validation may come late, after a resume.
+        """
+        (names, causes), before = self.take(), len(self._measured)
+        self._measured.update(metrics)
+        self._iterations += 1
+        if self._iterations == _SETTLED:
+            self.explain()
+        if not names or self._iterations <= _SETTLED or len(self._measured) > before:
+            return len(names), ""
+        return len(names), f"compiled {', '.join(names)} again: {' '.join(causes)}"
 
     def _on_begin(self, event: str, value: float | int, fun_name: object = "a function", **_) -> None:
         if event == _COMPILED:  # JAX reports the start under the same name

@@ -67,7 +67,7 @@ def train_dpo(context: Context, policy: Model) -> Model:
         pairs()  # collected now, because pairs may be sampled from the policy, whose arrays training frees
     meta = {"corpus": context.task.fingerprint, "reference": reference_model.fingerprint()}
     init = partial(built.create, policy.params)
-    state = run_stage(context, "dpo", config.steps, init, advance, save_every=config.save_every, meta=meta)
+    state = run_stage(context, "dpo", init, advance, meta=meta)
     return policy.holding(state.params)
 
 

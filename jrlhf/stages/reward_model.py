@@ -58,7 +58,7 @@ def train_reward_model(context: Context, policy: Model) -> Model:
 
     init = partial(TrainState.create, start.params, optimizer)
     meta = {"corpus": context.task.fingerprint, "policy": policy.fingerprint()}
-    state = run_stage(context, "reward_model", config.steps, init, advance, save_every=config.save_every, meta=meta)
+    state = run_stage(context, "reward_model", init, advance, meta=meta)
     return stored(start.holding(state.params), context.config.offloading.reward)
 
 

@@ -44,7 +44,7 @@ from jrlhf.ppo import (
 from jrlhf.ppo.shaping import RunningMoments
 from jrlhf.rewards.mixture import Rewards
 from jrlhf.roles.model import Model
-from jrlhf.roles.placement import Pending, RolePlacement
+from jrlhf.roles.placement import RolePlacement, ready
 from jrlhf.run.metrics import verl_figures
 from jrlhf.run.processes import is_main
 from jrlhf.stages.context import Context
@@ -113,8 +113,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
             fleet.start(state.fleet, roles.actor)
         if roles.pool is None:
             values["prompts"] = draw(generating, draws)
-        experience, metrics = dataflow(**roles.arguments(dataflow), **values)
-        metrics = metrics.result() if isinstance(metrics, Pending) else metrics
+        experience, metrics = map(ready, dataflow(**roles.arguments(dataflow), **values))
         if roles.pool is None:
             batch, raw, rounds = values["prompts"], rewards.raw, 1
         else:
@@ -151,8 +150,8 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
     meta |= {f"reward {reward}": digest for reward, digest in rewards.identities.items()}
     meta |= {} if costs is None else {f"cost {cost}": digest for cost, digest in costs.identities.items()}
     with fleet or nullcontext():
-        saved, every = None if fleet is None else fleet.saved, section.save_every
-        state = run_stage(context, name, section.iterations, init, advance, save_every=every, meta=meta, saved=saved)
+        options = {} if fleet is None else {"saved": fleet.saved}
+        state = run_stage(context, name, init, advance, meta=meta, **options)
     return RolePlacement.of(context.mesh).store(models["actor"].holding(state.trained["actor"].params))
 
 

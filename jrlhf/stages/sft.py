@@ -36,7 +36,7 @@ def train_sft(context: Context, policy: Model) -> Model:
 
     init = partial(TrainState.create, policy.params, optimizer)
     meta = {"corpus": context.task.fingerprint, "start": policy.fingerprint()}
-    state = run_stage(context, "sft", config.steps, init, advance, save_every=config.save_every, meta=meta)
+    state = run_stage(context, "sft", init, advance, meta=meta)
     return policy.holding(state.params)
 
 

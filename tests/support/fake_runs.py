@@ -50,7 +50,7 @@ Before = Callable[[int], None]  # is called before a step
 def play(directory: Path, *, resume: bool = False, before: Before = lambda step: None, deadline: float = 60) -> Any:
     """Runs the stage; returns what must be the same after any resume, and the warnings."""
     source = directory.parent / "given.yaml"
-    source.write_text("stages: [sft]\nsft: {steps: 6, warmup: 0, final: 1.0}\n")
+    source.write_text("stages: [sft]\nsft: {steps: 6, save_every: 2, warmup: 0, final: 1.0}\n")
     settings = [f"name={directory.name}", f"run_dir={directory.parent}", f"deadline={deadline}"]
     warnings: list[str] = []
     mesh = make_mesh(1, 1, 1, devices=jax.devices()[:1])
@@ -81,7 +81,7 @@ def play(directory: Path, *, resume: bool = False, before: Before = lambda step:
             texts = [{"prompt": "1+1=", "response": f"{step} \u2028 ü"}]
             return {"x": state["x"] * 1.5 + step + 1}, {"loss": 1 / (step + 3), SAMPLES: texts}
 
-        state = run_stage(context, "sft", STEPS, init, advance, save_every=2, meta={"corpus": "task"})
+        state = run_stage(context, "sft", init, advance, meta={"corpus": "task"})
         run.begin()
         records = [[row for row in read_jsonl(run.path / name)] for name in ("metrics.jsonl", "samples.jsonl")]
         timed = "perf/", "timing_"

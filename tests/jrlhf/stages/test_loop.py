@@ -47,9 +47,10 @@ class Services:
         yield SimpleNamespace(advance=lambda *_: None, compiling=lambda number, program: None)
 
 
-def context(path, *, section=None, stop_after_skipped=5):
+def context(path, *, steps=6, section=None, stop_after_skipped=5):
     own = {
-        "sections": {"sft": section or SFTConfig(warmup=0)},
+        "sections": {"sft": section or SFTConfig(warmup=0, save_every=2)},
+        "length": lambda stage: steps,
         "stop_after_skipped": stop_after_skipped,
         "stages": ("stage",),
     }
@@ -71,20 +72,20 @@ def advance(state, step):
     return add(state, float(step)), {"loss": float(step)}
 
 
-def run(here, steps=6, step=advance, meta=None, save_every=2):
+def run(here, step=advance, meta=None):
     with jax.set_mesh(MESH):
-        return run_stage(here, "sft", steps, init, step, save_every=save_every, meta=meta or {})
+        return run_stage(here, "sft", init, step, meta=meta or {})
 
 
 def test_a_stage_saves_when_it_is_asked_to_stop_and_goes_on_from_its_newest_checkpoint(tmp_path):
-    here = context(tmp_path)
+    here = context(tmp_path, section=SFTConfig(warmup=0, save_every=6))
 
     def asked(state, step):
         here.preemption.requested = step == 2
         return advance(state, step)
 
     with pytest.raises(Preempted, match="sft stopped at step 3 of 6"):
-        run(here, step=asked, save_every=6)
+        run(here, step=asked)
     here, taken = context(tmp_path), []
 
     def broken(state, step):
@@ -119,7 +120,7 @@ def test_a_stage_saves_when_it_is_asked_to_stop_and_goes_on_from_its_newest_chec
 
 
 def test_a_compilation_after_the_first_iterations_is_told_with_its_cause(tmp_path):
-    here = context(tmp_path)
+    here = context(tmp_path, section=SFTConfig(warmup=0, save_every=6))
     double, triple = jax.jit(lambda x: 2 * x), jax.jit(lambda x: 3 * x)
 
     def grows(state, step):
@@ -128,7 +129,7 @@ def test_a_compilation_after_the_first_iterations_is_told_with_its_cause(tmp_pat
         # The first validation of a process compiles; after a resume it may be late.
         return state, metrics | ({"val-core/score": float(triple(jnp.float16(1)))} if step == 3 else {})
 
-    run(here, step=grows, save_every=6)
+    run(here, step=grows)
     (warning,) = [text for text in here.console.warnings if "float16" in text or "f16[5]" in text]
     assert warning.startswith("sft step 5 compiled") and "f16[4]" in warning
     counts = [record["perf/compilations"] for record in read_metrics(tmp_path)]
@@ -221,7 +222,7 @@ def test_updates_that_nothing_is_learned_from_are_told_and_counted_and_end_the_r
         factors = [
             rng.choice(np.array([np.nan, np.inf, -np.inf, 3e38], np.float32)) if kind == "bad" else 1 for kind in kinds
         ]
-        here: Any = context(tmp_path / str(number), section=config, stop_after_skipped=int(limit))
+        here: Any = context(tmp_path / str(number), steps=len(kinds), section=config, stop_after_skipped=int(limit))
         here.run.path.mkdir()
 
         def advance(state, step, kinds=kinds, factors=factors):
@@ -241,7 +242,7 @@ def test_updates_that_nothing_is_learned_from_are_told_and_counted_and_end_the_r
                 break
         try:
             with jax.set_mesh(MESH):
-                run_stage(here, "sft", len(kinds), init, advance, save_every=100, meta={})
+                run_stage(here, "sft", init, advance, meta={})
             assert end > len(kinds)
             ends["done"] += 1
         except RunFailure as error:

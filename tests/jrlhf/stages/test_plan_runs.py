@@ -74,13 +74,13 @@ def watching() -> Iterator[list[tuple[int, Any, set[int]]]]:
     """Notes of each iteration: its number, all bits that it starts from, the devices of the critic."""
     begun = []
 
-    def watched(context, name, steps, init, advance, **options):
+    def watched(context, name, init, advance, **options):
         def noted(state, step):
             critic = {device.id for leaf in jax.tree.leaves(state.trained["critic"]) for device in leaf.devices()}
             begun.append((step, fingerprint_of(state), critic))
             return advance(state, step)
 
-        return run_stage(context, name, steps, init, noted, **options)
+        return run_stage(context, name, init, noted, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rl, "run_stage", watched)
