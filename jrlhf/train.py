@@ -73,6 +73,19 @@ def cli(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
+    _refuse_void(options)
+    config = load_config(options.config, options.overrides)
+    with together(report):
+        if options.dry_run:
+            text = describe(config, all_settings=options.all)
+            if is_main():
+                print(text)
+        else:
+            main(config, resume=options.resume, accept_rewards=options.accept_rewards)
+            Console(enabled=is_main()).commands(config)
+
+
+def _refuse_void(options: argparse.Namespace) -> None:
     for option, other, is_void in (
         ("--all", "without --dry-run", options.all and not options.dry_run),
         ("--resume", "with --dry-run", options.resume and options.dry_run),
@@ -80,15 +93,6 @@ def _run(options: argparse.Namespace) -> None:
     ):
         if is_void:
             raise UserError(f"{option} has no effect {other}: leave it out")
-    config = load_config(options.config, options.overrides)
-    with together(report):
-        if not options.dry_run:
-            main(config, resume=options.resume, accept_rewards=options.accept_rewards)
-            Console(enabled=is_main()).commands(config)
-            return
-        described = describe(config, all_settings=options.all)
-        if is_main():
-            print(described)
 
 
 if __name__ == "__main__":
