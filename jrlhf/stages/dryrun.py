@@ -15,7 +15,7 @@ from jrlhf.config.schema import DatasetsData
 from jrlhf.data.read import hub_library, is_hub_name
 from jrlhf.errors import UserError
 from jrlhf.fleet.predict import lengths_of_a_new_run
-from jrlhf.meshes import GENERATE, SCORE, TRAIN, Call, Layout, tree_reshard_cost
+from jrlhf.meshes import GENERATE, SCORE, TRAIN, Call, Graph, Layout, tree_reshard_cost
 from jrlhf.meshes.plan import Plan
 from jrlhf.models import ModelConfig, param_shardings
 from jrlhf.planning.fit import backend_of, capacity, memory_of
@@ -90,14 +90,13 @@ class _DryRun:
         roles = memory_of(self.config, graph, self.mesh, self.models, self.plan).roles
         rows = [(role, f"{sum(parts.values()) / MIB:.3f}", _parts(parts)) for role, parts in roles.items()]
         head = "memory of a device where a role lives, MiB, of what it keeps there:"
-        return [head, *in_columns(rows), *self.places()]
+        return [head, *in_columns(rows), *self._places(graph, roles)]
 
-    def places(self) -> list[str]:
-        """The sizes of the last stage in host memory and on disk."""
-        config, graph = self.config, stage_graph(self.config, self.config.stages[-1])
-        workload, keep = workload_of(config, graph, self.models), config.checkpoints.keep
+    def _places(self, graph: Graph, roles: Mapping[str, Mapping[str, float]]) -> list[str]:
+        """The sizes of a stage's state in host memory and on disk. roles: the parts of each on a device, in bytes."""
+        config, keep = self.config, self.config.checkpoints.keep
+        workload = workload_of(config, graph, self.models)
         size, lines = checkpoint_bytes(workload), list[str]()
-        roles = memory_of(config, graph, self.mesh, self.models, self.plan).roles
         asleep = defaultdict[str, float](float)
         for (role, call), places in away_parts(config, workload).items():
             asleep[call] += sum(roles[role].get(part, 0.0) for part, place in places.items() if place == "pinned_host")

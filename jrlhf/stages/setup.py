@@ -47,6 +47,7 @@ from jrlhf.rewards import builtin
 from jrlhf.rewards.functions import FunctionReward, RewardFailure
 from jrlhf.rewards.text_model import is_ours, reward_tokenizer
 from jrlhf.roles.model import Compute
+from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.planned_placement import place_roles
 from jrlhf.roles.pretrained import (
     actor_adapter,
@@ -69,7 +70,7 @@ from jrlhf.run.resume import refuse_other_processes, saved_tile
 from jrlhf.run.tracking import check_wandb, tracking
 from jrlhf.stages.context import Context
 from jrlhf.stages.identity import Identity, note_failure, numbers
-from jrlhf.storage.mirror import Mirror, holds_run, mirrored
+from jrlhf.storage.mirror import holds_run, mirrored
 from jrlhf.tasks.arithmetic import task as arithmetic
 from jrlhf.tasks.docstrings import task as docstrings
 
@@ -82,61 +83,37 @@ def open_context(config: Config, *, resume: bool | Literal["auto"], accept_rewar
     tell = Console(enabled=is_main()).line
     if resume == "auto":
         resume = from_main(partial(holds_run, config, tell))
-    with (
-        mirrored(config, resume=resume, tell=tell) as mirror,
-        ExitStack() as stack,
-        _open_context(config, mirror, stack, resume, accept_rewards) as context,
-    ):
-        yield context
-
-
-@contextmanager
-def _open_context(
-    config: Config, mirror: Mirror | None, stack: ExitStack, resume: bool, accept_rewards: bool
-) -> Iterator[Context]:
-    if resume:
-        from_main(partial(check_origins, hub_names(config), run_path(config)))
-    if resume or mirror is None:  # at an address the mirror has refused another run
-        from_main(partial(check_run, config, resume))
-    if resume and config.compute.score_rows == "auto":
-        config, line = resumed_tiles(config, from_main(partial(saved_tile, run_path(config) / CONFIG)))
-        config = replace(config, notices=(*config.notices, line))
-    mesh, models, plan = select_resources(config, resume=resume)
-    console, placements, moves = _open_console(config), {}, None
-    console.line(_headline(config, mesh))
-    if plan is not None:
-        graph, ahead, devices = graph_of(config), config.offloading.ahead, list(mesh.devices.flat)
-        workload = workload_of(config, graph, models)
-        placements = place_roles(plan, graph, devices, fused=fused_updates(workload, plan), prefetch=ahead)
-        prices = prices_of_rollouts(config, workload, devices)
-        if config.compute.score_rows == "auto":
-            config, line = tiles_of_a_new_run(config, workload, plan, prices)
+    with ExitStack() as stack:
+        mirror = stack.enter_context(mirrored(config, resume=resume, tell=tell))
+        if resume:
+            from_main(partial(check_origins, hub_names(config), run_path(config)))
+        if resume or mirror is None:  # at an address the mirror has refused another run
+            from_main(partial(check_run, config, resume))
+        if resume and config.compute.score_rows == "auto":
+            config, line = resumed_tiles(config, from_main(partial(saved_tile, run_path(config) / CONFIG)))
+            config = replace(config, notices=(*config.notices, line))
+        mesh, models, plan = select_resources(config, resume=resume)
+        console, placements, moves = _open_console(config), {}, None
+        console.line(_headline(config, mesh))
+        if plan is not None:
+            config, placements, moves = _place(config, models, list(mesh.devices.flat), plan, console.line)
+            if config.fleet is not None and config.fleet.engine == "ray":
+                gpus = plan["actor.generate"].devices.count if mesh.devices.flat[0].platform == "gpu" else 0
+                stack.enter_context(joined(config.fleet.workers or 0, gpus, console.line))
+        # Templates write the day on which the run began, also after a resume and in every process.
+        now = datetime.now(UTC)
+        stack.enter_context(dated(from_main(lambda: first_day(run_path(config), now) if resume else f"{now.date()}")))
+        with console.status("reading the data"):
+            task = load_task(config, models["actor"])
+        for line in task.description.splitlines():
             console.line(line)
-        if config.rollout.last_groups == "auto":
-            tiled = config
-            moves = Moves(lambda: rollouts_of(tiled, prices(), plan), config.rollout.last_rows, console.line)
-    if plan is not None and (line := transfer_line(plan, [device.process_index for device in mesh.devices.flat])):
-        console.line(line)
-    if plan is not None and config.fleet is not None and config.fleet.engine == "ray":
-        gpus = plan["actor.generate"].devices.count if mesh.devices.flat[0].platform == "gpu" else 0
-        stack.enter_context(joined(config.fleet.workers or 0, gpus, console.line))
-    # Templates write the day on which the run began, also after a resume and in every process.
-    now = datetime.now(UTC)
-    stack.enter_context(dated(from_main(lambda: first_day(run_path(config), now) if resume else f"{now.date()}")))
-    with console.status("reading the data"):
-        task = load_task(config, models["actor"])
-    for line in task.description.splitlines():
-        console.line(line)
-    words = check_sources(config, task, models["actor"], mesh) | _model_words(models, task.tokenizer)
-    functions = {f"{kind} {part.name}" for _, kind, part in config.rewards_and_costs if part.function is not None}
-    if mirror is not None:
-        mirror.begin()
-    with (
-        open_run(config, resume=resume, notes=[_devices_line(mesh, plan)], now=now) as run,
-        explained(run),
-        PreemptionGuard() as preemption,
-        tracking(config, run, console.warn) as trackers,
-    ):
+        words = check_sources(config, task, models["actor"], mesh) | _model_words(models, task.tokenizer)
+        if mirror is not None:
+            mirror.begin()
+        run = stack.enter_context(open_run(config, resume=resume, notes=[_devices_line(mesh, plan)], now=now))
+        stack.enter_context(explained(run))
+        preemption = stack.enter_context(PreemptionGuard())
+        trackers = stack.enter_context(tracking(config, run, console.warn))
         if mirror is not None:
             mirror.start(run)
         run.write(TOKENIZER, task.tokenizer.to_json())
@@ -145,15 +122,42 @@ def _open_context(
             run.write(HUB, "".join(f"{name}\n" for name in hub_names(config)))
         if plan is not None:
             run.write(PLAN, seal(plan_yaml(plan)))
-        compute, vocab_size = compute_of(config.compute), models["actor"].vocab_size
         words["seeds"] = str(from_main(run.seeds))
+        functions = {f"{kind} {part.name}" for _, kind, part in config.rewards_and_costs if part.function is not None}
         identity = Identity(words, frozenset(functions), accept_rewards)
+        compute, vocab_size = compute_of(config.compute), models["actor"].vocab_size
+        services = run, console, preemption, identity, trackers, placements, moves
         try:
-            services = run, console, preemption, identity, trackers, placements, moves
             yield Context(config, mesh, compute, task, vocab_size, *services)
         except RewardFailure as failure:
             note_failure(run, failure.identity, str(failure))
             raise
+
+
+def _place(
+    config: Config,
+    models: Mapping[str, ModelConfig],
+    devices: Sequence[Device],
+    plan: Plan,
+    tell: Callable[[str], None],
+) -> tuple[Config, dict[str, RolePlacement], Moves | None]:
+    """Places the roles as the plan says, and decides what the config leaves to a simulation of rollouts.
+
+    Returns the config with the tiles that a new run chooses, the placements, and what chooses the moves of last rows.
+    """
+    graph, moves = graph_of(config), None
+    workload = workload_of(config, graph, models)
+    fused, ahead = fused_updates(workload, plan), config.offloading.ahead
+    placements = place_roles(plan, graph, devices, fused=fused, prefetch=ahead)
+    prices = prices_of_rollouts(config, workload, devices)
+    if config.compute.score_rows == "auto":
+        config, line = tiles_of_a_new_run(config, workload, plan, prices)
+        tell(line)
+    if config.rollout.last_groups == "auto":
+        moves = Moves(lambda: rollouts_of(config, prices(), plan), config.rollout.last_rows, tell)
+    if line := transfer_line(plan, [device.process_index for device in devices]):
+        tell(line)
+    return config, placements, moves
 
 
 def _model_words(models: Mapping[str, ModelConfig], tokenizer: Tokenizer) -> dict[str, str]:
