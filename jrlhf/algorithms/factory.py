@@ -21,7 +21,6 @@ from jrlhf.algorithms import (
 )
 from jrlhf.algorithms.roles import Roles
 from jrlhf.config.schema import Config
-from jrlhf.config.stages import OptimizerConfig, PPOStageConfig
 from jrlhf.meshes import Graph
 from jrlhf.models import SamplingConfig
 from jrlhf.planning.fusion.last_rows import Moves
@@ -95,17 +94,16 @@ class RoleFactory:
         section, algorithm, placement, clock = self.config.rl, self.algorithm, self.placement, self.clock
         lengths: Any = {"temperature": self.sampling.temperature, "responses": self.sampling.max_new_tokens}
         rollouts = {"sampling": self.sampling, "samples": section.samples, "schedule": self.config.rollout}
-        kind = Actor
-        if (rows := self.config.compute.score_rows) is not None:
-            kind, rollouts = EarlyActor, {**rollouts, "rows": rows, "moves": self.moves}
-        actor = self._trained(kind, "actor", models["actor"], section.actor, **rollouts)
+        if (rows := self.config.compute.score_rows) is None:
+            actor = self._trained(Actor, "actor", models["actor"], **rollouts)
+        else:
+            actor = self._trained(EarlyActor, "actor", models["actor"], **rollouts, rows=rows, moves=self.moves)
         optional: dict[str, Any] = {"cost": costs}
         if "reference" in models:
             optional["reference"] = Reference(models["reference"], self._site("reference"), **lengths)
         for name, kind in (("critic", Critic), ("cost_critic", CostCritic)):
             if name in models:
-                assert isinstance(section, PPOStageConfig)
-                optional[name] = self._trained(kind, name, models[name], section.critic)
+                optional[name] = self._trained(kind, name, models[name])
         if "learner" in graph.roles:
             trained = actor, optional.get("critic")
             optional["learner"] = FusedUpdate(*trained, self._site("learner"), algorithm=algorithm, **lengths)
@@ -119,14 +117,11 @@ class RoleFactory:
     def _site(self, role: str, offloader: Offloader | None = None) -> Site:
         return Site(self.placement(role), self.compute, self.clock, offloader)
 
-    def _trained(
-        self, kind: type[Trained], name: str, model: Model, optimizer: OptimizerConfig, **options: Any
-    ) -> Trained:
+    def _trained(self, kind: type[Trained], name: str, model: Model, **options: Any) -> Trained:
         """Builds a trained role, with the micro-batches of its update's placement."""
-        algorithm: Any = self.algorithm
+        section, algorithm = self.config.rl, self.algorithm
         if algorithm.micro_batch_tokens is None:
             algorithm = replace(algorithm, micro_batches=self.placement(name)["update"].parts)
         site = self._site(name, Offloader.of(name, self.config.offloading, self.clock))
-        return kind(
-            model, site, optimizer=adamw(optimizer, updates=self.config.rl.updates), algorithm=algorithm, **options
-        )
+        options |= {"optimizer": adamw(section.optimizer_of(name), updates=section.updates), "algorithm": algorithm}
+        return kind(model, site, **options)

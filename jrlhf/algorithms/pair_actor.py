@@ -21,8 +21,7 @@ class PairActor(TrainedRole):
 
     def logprobs(self, pairs: PairBatch) -> Float[Array, "2*B T"]:
         """Log-probs of the pairs' tokens under the present weights, for evaluation."""
-        logprobs, _ = self._logprobs(self.state.params, pairs.tokens, pairs.lengths, *self._model.frozen)
-        return logprobs
+        return self._logprobs(self.state.params, pairs.tokens, pairs.lengths, *self._model.frozen)[0]
 
     @call("train", "metrics")
     def update(self, pairs: PairBatch, ref: Float[Array, "2*B T"]) -> dict[str, Array]:
@@ -41,8 +40,7 @@ class PairReference(Role):
     @timed("ref")
     def logprobs(self, pairs: PairBatch) -> Float[Array, "2*B T"]:
         """Log-probs of the pairs' tokens."""
-        logprobs, _ = self._logprobs(self._weights("logprobs"), pairs.tokens, pairs.lengths, *self._frozen("logprobs"))
-        return logprobs
+        return self._infer("logprobs", self._logprobs, pairs.tokens, pairs.lengths)[0]
 
 
 add_reference = jax.jit(with_reference)

@@ -47,7 +47,7 @@ class Actor(TrainedRole):
         greedy = replace(sampling, temperature=0.0, top_k=None, top_p=None)
 
         def on_mesh(method: str) -> CompiledModel:  # not `self.compiled`: a `Sampler` on this mesh shares the program
-            return CompiledModel(self.architecture, self.placement[method].mesh, self._compute)
+            return CompiledModel(self.architecture, self.placement[method].mesh, self.compute)
 
         self._engines = {"generate": on_mesh("generate").generate(sampling, schedule, samples)}
         self._engines["generate_greedy"] = on_mesh("generate_greedy").generate(greedy, schedule)
@@ -83,7 +83,7 @@ class Actor(TrainedRole):
     def _copy(self, stored: Params, mesh: Mesh) -> Params:
         """Returns the weights in the layout GENERATE. Frees the onloaded copy of offloaded weights on the way."""
         params = self.offloader.onload(stored)
-        return generation_weights(self._model.holding(params), mesh, self._compute, donate=params is not stored)
+        return generation_weights(self._model.holding(params), mesh, self.compute, donate=params is not stored)
 
     def _draw(self, method: str, prompts: Batch) -> Any:  # returns a Rollout; subclasses may return an open one
         return self._sample(method, self._switch(method), prompts, watch=self.clock.watch)
@@ -102,8 +102,7 @@ class Actor(TrainedRole):
     @timed("old_log_prob")
     def logprobs(self, rollout: Rollout) -> Float[Array, "B T"]:
         """Log-probs of response tokens under the present weights; undefined at other positions."""
-        logprobs, _ = self._logprobs(self._weights("logprobs"), *_responses(rollout), *self._frozen("logprobs"))
-        return logprobs
+        return self._infer("logprobs", self._logprobs, *_responses(rollout))[0]
 
     @call("infer", "old", "ref", rows="each")
     @timed("old_log_prob")
@@ -131,8 +130,7 @@ class Reference(Role):
     @timed("ref")
     def logprobs(self, rollout: Rollout) -> Float[Array, "B T"]:
         """Log-probs of response tokens; undefined at other positions."""
-        logprobs, _ = self._logprobs(self._weights("logprobs"), *_responses(rollout), *self._frozen("logprobs"))
-        return logprobs
+        return self._infer("logprobs", self._logprobs, *_responses(rollout))[0]
 
     def is_base_of(self, actor: Actor) -> bool:
         """True if the actor is an adapter on this very model, which then needs no separate pass."""

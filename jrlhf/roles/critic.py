@@ -46,11 +46,8 @@ class Critic(TrainedRole):
     @call("infer", "{role}_values", "{role}_after", rows="each")
     def values(self, rollout: Rollout) -> tuple[Float[Array, "B T"], Float[Array, "B"]]:
         """V before every token, and V after each row's last token, for rows that the length limit cut off."""
-
-        def values() -> tuple[Array, Array]:
-            return self._values(self._weights("values"), rollout.tokens, rollout.lengths, *self._frozen("values"))
-
-        return self.clock.run(self.timed_values, values)
+        rows = rollout.tokens, rollout.lengths
+        return self.clock.run(self.timed_values, self._infer, "values", self._values, *rows)
 
     @call("train", "{role}_metrics")
     def update(self, experience: Experience) -> dict[str, Array]:
@@ -76,8 +73,7 @@ class Reward(Role):
     @timed("reward")
     def score(self, rollout: Rollout, method: str = "score") -> Float[Array, "B"]:
         """The learned score of every row, read at its last token. method: the method of `Rewards` that calls this."""
-        scores = self.compiled(method).score_sequences()
-        return scores(self._weights(method), rollout.tokens, rollout.lengths, *self._frozen(method))
+        return self._infer(method, self.compiled(method).score_sequences(), rollout.tokens, rollout.lengths)
 
 
 class Constraint:

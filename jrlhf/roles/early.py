@@ -9,7 +9,7 @@ A call runs the same program on the same tiles in both cases, so its results do 
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -35,14 +35,13 @@ Watch = Callable[[Bool[np.ndarray, "B"], ReadRows, Mesh], None]  # (mask of fini
 OF_ROWS = "tokens", "prompt_lengths", "response_lengths", "logprobs", "finished"  # fields of a rollout
 
 
+@dataclass
 class _Reader:
-    """A registered function of tiles, and its results so far.
+    """A registered function of tiles, which runs while other rows decode on devices other than `devices`."""
 
-    early: it may run while other rows decode, provided that they do not decode on `devices`.
-    """
-
-    def __init__(self, function: Callable[[slice, Rollout], Any], early: bool, devices: frozenset[Device]):
-        self.function, self.early, self.devices, self.results = function, early, devices, dict[int, Any]()
+    function: Callable[[slice, Rollout], Any]
+    devices: frozenset[Device]
+    results: dict[int, Any] = field(default_factory=dict)  # by the number of a tile
 
 
 class OpenRollout(Pending[Rollout]):
@@ -72,14 +71,12 @@ class OpenRollout(Pending[Rollout]):
         """Returns this rollout unchanged, because the actor's call sets the mesh itself."""
         return self
 
-    def each(
-        self, function: Callable[[slice, Rollout], T], *, early: bool = True, devices: Iterable[Device] = ()
-    ) -> Pending[list[T]]:
+    def each(self, function: Callable[[slice, Rollout], T], *, devices: Iterable[Device] = ()) -> Pending[list[T]]:
         """Returns the pending results of `function(rows, tile)` for all tiles, in order. Tiles are on the host.
 
-        early: tiles may be passed while other rows decode on devices other than `devices`, in any order.
+        Tiles may be passed in any order, and while other rows decode on devices other than `devices`.
         """
-        reader = _Reader(function, early, frozenset(devices))
+        reader = _Reader(function, frozenset(devices))
         if self._draw is None:
             self._complete(reader)
         else:
@@ -107,7 +104,7 @@ class OpenRollout(Pending[Rollout]):
             (reader, number)
             for reader in self._readers
             for number in ready
-            if reader.early and number not in reader.results and reader.devices.isdisjoint(mesh.devices.flat)
+            if number not in reader.results and reader.devices.isdisjoint(mesh.devices.flat)
         ]
         if wanted:
             needed = np.zeros_like(done)

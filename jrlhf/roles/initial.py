@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jrlhf.config.schema import Config
 from jrlhf.config.stages import OptimizerConfig
 from jrlhf.data.batches import key_for
-from jrlhf.meshes import GENERATE, TRAIN
+from jrlhf.meshes import GENERATE, TRAIN, reshard
 from jrlhf.models import (
     LoRAConfig,
     ModelConfig,
@@ -20,11 +20,11 @@ from jrlhf.models import (
     init_sharded,
     int8_error,
     lora_shardings,
+    param_shardings,
     scalar_from,
     to_int8,
 )
 from jrlhf.models.params import Params
-from jrlhf.models.weights import HeadKind
 from jrlhf.roles.model import Architecture, Compute, Model
 from jrlhf.roles.pretrained import (
     actor_adapter,
@@ -33,7 +33,6 @@ from jrlhf.roles.pretrained import (
     frozen_copy,
     load_weights,
     reward_adapter,
-    share,
 )
 from jrlhf.run.console import Console
 
@@ -51,23 +50,26 @@ class InitialModels:
         """The actor before any training: `model.path`, or fresh weights. With LoRA these are the base of an adapter."""
         config, adapted = self.config, self.config.lora is not None
         if config.model.path is None:
-            model = fresh_model(config.model)
-            params = init_sharded(model, key_for(config.seed, "init"), self.mesh)
-            params = share(params, model, self.mesh, self.compute.dtype) if adapted else params
+            size = fresh_model(config.model)
+            model = Model(Architecture(size), init_sharded(size, key_for(config.seed, "init"), self.mesh))
+            if adapted:
+                shardings = param_shardings(size, self.mesh, GENERATE)
+                model = model.holding(reshard(model.params, shardings, dtype=self.compute.dtype))
         else:
             layout, dtype = (GENERATE, self.compute.dtype) if adapted else (TRAIN, jnp.dtype(jnp.float32))
-            model, params = self._load(config.model.path, "model.path", layout=layout, dtype=dtype)
+            model = self._load(config.model.path, "model.path", layout=layout, dtype=dtype)
         if not adapted:
-            return Model(Architecture(model), params)
-        lora, adapter = self._adapter(model)
-        return Model(Architecture(model, lora, shared=True), adapter, self._base(params))
+            return model
+        lora, adapter = self._adapter(model.config)
+        return Model(Architecture(model.config, lora, shared=True), adapter, self._base(model.params))
 
     def reference(self, policy: Model) -> Model:
         """The reference of the KL penalty: `roles.reference`, or a copy of the present policy."""
         path = self.config.roles.reference
         if path is None:
             return self._frozen(policy)
-        return stored(self._load_frozen(path, "roles.reference"), self.config.offloading.reference)
+        reference = self._load(path, "roles.reference", dtype=self.compute.dtype)
+        return stored(reference, self.config.offloading.reference)
 
     def critic(self, policy: Model, reward: Model | None) -> Model:
         """The critic: `roles.critic`, else the reward model that the run trained, else the policy with a new head."""
@@ -75,15 +77,14 @@ class InitialModels:
         if path is None and config.lora is not None and not config.lora.critic:
             path = config.model.path
         if path is not None:
-            model, params = self._load(path, "roles.critic", head="scalar", dtype=jnp.dtype(jnp.float32))
-            return Model(Architecture(model), params)
+            return self._load(path, "roles.critic", head="scalar", dtype=jnp.dtype(jnp.float32))
         if reward is not None:
             return reward.holding(copied(reward.onloaded().params))
         return scalar_model(policy)
 
     def reward(self, path: str, key: str) -> Model:
         """A frozen reward model from its directory."""
-        return stored(self._load_frozen(path, key, head="scalar"), self.config.offloading.reward)
+        return stored(self._load(path, key, head="scalar", dtype=self.compute.dtype), self.config.offloading.reward)
 
     def reward_adapter(self, policy: Model, path: str, key: str) -> Model:
         """A frozen reward model that is an adapter and a head on the policy's base."""
@@ -119,14 +120,10 @@ class InitialModels:
         params = copied(policy.params) if is_adapter else frozen_copy(policy.params, self.compute.dtype)
         return stored(policy.holding(params), self.config.offloading.reference)
 
-    def _load_frozen(self, path: str, key: str, head: HeadKind = "lm") -> Model:
-        model, params = self._load(path, key, head=head, dtype=self.compute.dtype)
-        return Model(Architecture(model), params)
-
-    def _load(self, path: str, key: str, **options: Any) -> tuple[ModelConfig, Params]:
+    def _load(self, path: str, key: str, **options: Any) -> Model:
         with self.console.loading(path) as progress:
             config, params = load_weights(path, key, self.mesh, progress=progress, **options)
-        return config.model, params
+        return Model(Architecture(config.model), params)
 
 
 def scalar_model(policy: Model) -> Model:

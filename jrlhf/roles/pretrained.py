@@ -17,7 +17,7 @@ from jrlhf.data.read import is_hub_name
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.tokenizer_files import check_vocabulary, load_tokenizer
 from jrlhf.errors import UserError, user_errors
-from jrlhf.meshes import GENERATE, TRAIN, Layout, reshard
+from jrlhf.meshes import TRAIN, Layout
 from jrlhf.models import PRESETS, LoRAConfig, ModelConfig, init_lm, lora_shardings, param_shardings
 from jrlhf.models.hf import HFConfig, check_hf, load_adapter, load_hf, read_config
 from jrlhf.models.hf.files import CARD
@@ -199,11 +199,6 @@ def frozen_copy(params: Params, dtype: jnp.dtype) -> Params:
     """
     shardings = jax.tree.map(lambda x: x.sharding, params)
     return jax.jit(partial(cast_matrices, dtype=dtype), out_shardings=shardings)(params)
-
-
-def share(params: Params, config: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> Params:
-    """Moves weights to the layout GENERATE, as a base that several roles share."""
-    return reshard(params, param_shardings(config, mesh, GENERATE), dtype=dtype)
 
 
 def copied(params: Params) -> Params:

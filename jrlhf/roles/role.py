@@ -94,7 +94,7 @@ class Role:
     """A frozen model and its calls, which the subclasses define."""
 
     def __init__(self, model: Model, site: Site):
-        self._model, self._compute, self.clock = model, site.compute, site.clock
+        self._model, self.compute, self.clock = model, site.compute, site.clock
         self.placement, self.offloader = RolePlacement.of(site.placement), site.offloader or Offloader(site.clock)
 
     @property
@@ -102,14 +102,9 @@ class Role:
         """The model with its present weights."""
         return self._model
 
-    @property
-    def compute(self) -> Compute:
-        """The settings that all models of the run share."""
-        return self._compute
-
     def compiled(self, method: str) -> CompiledModel:
         """The compiled functions of the model on the devices of a call."""
-        return self.placement[method].compiled(self._model.architecture, self._compute)
+        return self.placement[method].compiled(self._model.architecture, self.compute)
 
     def prefetch(self, kind: Kind) -> None:
         """Starts bringing the offloaded arrays that the next call, of this kind, needs."""
@@ -122,7 +117,11 @@ class Role:
     def _weights(self, method: str) -> Params:
         """The weights as a call needs them, on its devices."""
         model = self._model.holding(self.offloader.onload(self.model.params))
-        return self.placement.weights(method, model, self._compute, self.clock)
+        return self.placement.weights(method, model, self.compute, self.clock)
+
+    def _infer(self, method: str, function: Callable[..., Any], *rows: Array) -> Any:
+        """Calls a compiled function of the model with the weights of a call, on its devices."""
+        return function(self._weights(method), *rows, *self._frozen(method))
 
 
 class TrainedRole(Role):

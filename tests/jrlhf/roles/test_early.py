@@ -74,7 +74,7 @@ class Drawing:
 
 def test_a_tile_is_handed_out_at_the_first_look_at_which_its_rows_are_done():
     drawing, sums = Drawing(mesh_on(0)), rows()["tokens"].reshape(-1, TILE, WIDTH).sum(axis=(1, 2))
-    early, late = drawing.open.each(drawing.note), drawing.open.each(drawing.note, early=False)
+    early, late = drawing.open.each(drawing.note), drawing.open.each(drawing.note, devices=mesh_on(0).devices.flat)
     assert drawing.events == []  # nobody needs a row
     assert late.result() == sums.tolist()
     assert drawing.events == ["chunk", 4, "chunk", 2, "chunk", 0, "drawn", 6, *range(0, ROWS, TILE)]
