@@ -26,8 +26,8 @@ from rich.text import Text
 
 from jrlhf.config import Config
 from jrlhf.config.places import is_address
-from jrlhf.config.stages import ALGORITHMS
 from jrlhf.run.directory import run_path
+from jrlhf.run.resume import length_key
 
 _ESCAPES = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI: colours, cursor movements
@@ -199,14 +199,13 @@ class Console:
         """Shows shell commands for what to do next with a run that has ended."""
         at_address = is_address(config.run_dir)
         place = f"{config.run_dir.rstrip('/')}/{config.name}" if at_address else run_path(config)
-        run, stage = shlex.quote(str(place)), config.stages[-1]
+        run = shlex.quote(str(place))
         self.line(f"to talk to it: python -m jrlhf.generate --model {run}")
         if at_address:
             return  # the other commands take no address
         self.line(f"to upload it: python -m jrlhf.export {run} --push USER/NAME")
-        if stage != "reward_model":
-            length = f"{stage}.{'iterations' if stage in ALGORITHMS else 'steps'}=N"
-            self.line(f"to train it longer: python -m jrlhf.train --config {run}/config.yaml --resume {length}")
+        if (length := length_key(config)) is not None:
+            self.line(f"to train it longer: python -m jrlhf.train --config {run}/config.yaml --resume {length}=N")
 
 
 @dataclass

@@ -276,10 +276,8 @@ def _open(run: Run, config: Config, resume: bool) -> None:
         run.lock()
         run.wait()
         fresh = not (path / CONFIG).exists()  # checked again under the lock: another process may have made it
-        if not fresh and (change := _compare(path, config, resume)):
-            run.changes.append(change)
-        if not fresh and (change := _other_processes(path)):
-            run.changes.append(change)
+        if not fresh:
+            run.changes += filter(None, (_compare(path, config, resume), _other_processes(path)))
         if fresh or run.changes:
             run.write(CONFIG, config_yaml(config))
         if run.seeds() == 2:

@@ -3,7 +3,7 @@
 It also decides which settings may differ between the processes of a run.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def changes(path: Path | str, saved: str, config: Config) -> tuple[list[str], st
     old, new = _settings(parse_yaml(saved, str(path)), config)
     differing = [key for key in {**new, **old} if old.get(key) != new.get(key)]
     differing = [key for key in differing if (key, new.get(key)) != (_TILE, "auto")]  # the run has chosen
-    longer = [key for key in differing if key == _length_key(config) and key in old]
+    longer = [key for key in differing if key == length_key(config) and key in old]
     scheduled = () if config.asynchronous is None else _SCHEDULE
     allowed = longer + [key for key in differing if _is_moved(key, old.get(key, ""), new.get(key, ""))]
     free = [key for key in differing if key in allowed or (_matches(key, _SAME + _ROUNDED) and key not in scheduled)]
@@ -100,10 +100,9 @@ def other_settings(settings: Sequence[Mapping[str, str]]) -> list[str]:
         ]
         if differences:
             processes.setdefault(", ".join(differences), []).append(process)
-    verbs = {1: "process {} has"}
+    subjects = {what: ", ".join(map(str, numbers)) for what, numbers in processes.items()}
     return [
-        f"{verbs.get(len(numbers), 'processes {} have').format(', '.join(map(str, numbers)))} {what}"
-        for what, numbers in processes.items()
+        f"processes {who} have {what}" if "," in who else f"process {who} has {what}" for what, who in subjects.items()
     ]
 
 
@@ -155,7 +154,7 @@ def _matches(key: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
-def _length_key(config: Config) -> str | None:
+def length_key(config: Config) -> str | None:
     """Returns the key of the last stage's length; None for a reward model, which its last step normalises."""
     stage = config.stages[-1]
     if stage == "reward_model":
@@ -164,28 +163,19 @@ def _length_key(config: Config) -> str | None:
 
 
 def _check_length(path: Path | str, config: Config, key: str, old: Mapping[str, str]) -> None:
-    stage, _, name = key.rpartition(".")
-    before, length = int(old[key]), getattr(config.sections[stage], name)
+    stage = config.stages[-1]
+    section, before, length = config.sections[stage], int(old[key]), config.length(stage)
     done = max(saved_steps(Path(path, "checkpoints", stage)), default=0)
     if length < done:
         raise UserError(f"{key}={length}: {path} has done {done} already, set it to {done} or more")
-    for name, optimizer, updates in _optimizers(config):
+    optimizers, updates = {stage: section}, section.updates // length  # updates of each step
+    if not isinstance(section, OptimizerConfig):
+        roles = ("actor", "critic") if isinstance(section, PPOStageConfig) else ("actor",)
+        optimizers = {f"{stage}.{role}": section.optimizer_of(role) for role in roles}
+    for name, optimizer in optimizers.items():
         if optimizer.duration(updates * before) != optimizer.duration(updates * length):
             raise UserError(
                 f"{key}={length}: the learning rates of {path} are those of a run of {before} "
                 f"({name}.final={optimizer.final:g}, {name}.warmup={optimizer.warmup}): resume it with {key}={before}, "
                 "or give a run of another length another name="
             )
-
-
-def _optimizers(config: Config) -> Iterator[tuple[str, OptimizerConfig, int]]:
-    """Yields (key, settings, updates per step) of the last stage's optimizers."""
-    stage = config.stages[-1]
-    section = config.sections[stage]
-    if isinstance(section, OptimizerConfig):
-        yield stage, section, 1
-        return
-    updates = section.algorithm.epochs * section.algorithm.minibatches
-    yield f"{stage}.actor", section.actor, updates
-    if isinstance(section, PPOStageConfig):
-        yield f"{stage}.critic", section.critic, updates
