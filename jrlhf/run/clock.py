@@ -109,9 +109,10 @@ class Clock:
 
     def add_chunk(self, lane: int, seconds: float) -> None:
         """Records that rollout processes, those of a lane of a fleet, decoded for these seconds until now."""
-        end = time.perf_counter()
+        end = time.perf_counter() - self._started
+        start = max(end - seconds, 0.0)
         with self._lock:
-            self._chunks.append((lane, max(end - seconds, self._started), end))
+            self._chunks.append({"name": "chunk", "lane": lane, "start": round(start, 6), "end": round(end, 6)})
 
     def start(self) -> None:
         """Clears the records: an iteration begins."""
@@ -119,7 +120,7 @@ class Clock:
         self._calls, self._pending = list[_Call](), []
         self._running: _Call | None = None
         self._parallel: dict[str, float] = {}
-        self._chunks: list[tuple[int, float, float]] = []
+        self._chunks: list[dict[str, Any]] = []
 
     def take(self) -> dict[str, float]:
         """Returns `timing_s/*` since `start`, with `timing_s/step` for the whole; waits until every call has ended.
@@ -184,12 +185,7 @@ class Clock:
                 changes = [span.rows[0], *(new for old, new in pairwise(span.rows) if old[1] != new[1])]
                 records[-1]["rows"] = [[round(when, 6), left] for when, left in changes]
         with self._lock:
-            chunks = [(lane, start - self._started, end - self._started) for lane, start, end in self._chunks]
-        records += [
-            {"name": "chunk", "lane": lane, "start": round(start, 6), "end": round(end, 6)}
-            for lane, start, end in chunks
-        ]
-        return records
+            return records + self._chunks
 
 
 class _Call:
