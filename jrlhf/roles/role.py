@@ -161,11 +161,11 @@ class TrainedRole(Role):
             return begin(self, update(self.state, *arguments, *self._model.frozen))
         self.state = self.offloader.consume(self.state)
 
-        def run() -> dict[str, Array]:
+        def run(*inputs: Any) -> dict[str, Array]:
             # Only the metrics are returned: the clock holds results until they are ready, and a state is large.
-            self.state, metrics = update(self.state, *arguments, *self._frozen("update"))
+            self.state, metrics = update(self.state, *inputs, *self._frozen("update"))
             return metrics
 
-        metrics = self.clock.run(name, run)
+        metrics = self.clock.run(name, run, *arguments)
         self.state = self.offloader.offload(self.state)
         return metrics
