@@ -64,12 +64,19 @@ class InitialModels:
         return Model(Architecture(model.config, lora, shared=True), adapter, self._base(model.params))
 
     def reference(self, policy: Model) -> Model:
-        """The reference of the KL penalty: `roles.reference`, or a copy of the present policy."""
-        path = self.config.roles.reference
-        if path is None:
-            return self._frozen(policy)
-        reference = self._load(path, "roles.reference", dtype=self.compute.dtype)
-        return stored(reference, self.config.offloading.reference)
+        """The reference of the KL penalty: `roles.reference`, or a copy of the present policy.
+
+        It is the shared base itself where the policy is an adapter that changes nothing yet.
+        """
+        path, place = self.config.roles.reference, self.config.offloading.reference
+        if path is not None:
+            return stored(self._load(path, "roles.reference", dtype=self.compute.dtype), place)
+        if self.config.reference_is_base:
+            assert policy.base is not None
+            return Model(Architecture(policy.config, shared=True), policy.base)
+        is_adapter = policy.architecture.lora is not None
+        params = copied(policy.params) if is_adapter else frozen_copy(policy.params, self.compute.dtype)
+        return stored(policy.holding(params), place)
 
     def critic(self, policy: Model, reward: Model | None) -> Model:
         """The critic: `roles.critic`, else the reward model that the run trained, else the policy with a new head."""
@@ -110,15 +117,6 @@ class InitialModels:
             init = jax.jit(partial(init_lora, model, lora), out_shardings=lora_shardings(model, self.mesh, lora))
             adapter = init(key_for(self.config.seed, "lora"))
         return lora, adapter
-
-    def _frozen(self, policy: Model) -> Model:
-        """A copy of the present policy, which is never trained; the shared base itself where that is the policy."""
-        if self.config.reference_is_base:
-            assert policy.base is not None
-            return Model(Architecture(policy.config, shared=True), policy.base)
-        is_adapter = policy.architecture.lora is not None
-        params = copied(policy.params) if is_adapter else frozen_copy(policy.params, self.compute.dtype)
-        return stored(policy.holding(params), self.config.offloading.reference)
 
     def _load(self, path: str, key: str, **options: Any) -> Model:
         with self.console.loading(path) as progress:

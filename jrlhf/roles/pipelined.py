@@ -110,12 +110,12 @@ class PipelinedPlacement(CallPlacement):
 
 @dataclass(frozen=True)
 class _Begun:
-    """Updates that have begun. mesh: the mesh of their rows. keep: is called with their final state."""
+    """Updates of a bound role that have begun. mesh: the mesh of their rows."""
 
+    role: Any
     updates: Updates
     stages: tuple[Stages, ...]
     mesh: Mesh
-    keep: Callable[[Any], None]
 
 
 class JointUpdate:
@@ -131,22 +131,17 @@ class JointUpdate:
 
     def begin(self, role: Any, updates: Updates) -> PendingMetrics:
         """Begins a bound role's updates, whose result is (state, metrics). Runs both roles' once both have begun."""
-        placement = role.placement
-        model = role.compiled("update")
-
-        def keep(state: Any) -> None:
-            role.state = state
-
-        self._metrics.pop(placement.role, None)
-        self._begun[placement.role] = _Begun(updates, model.pipelines, model.mesh, keep)
+        name, model = role.placement.role, role.compiled("update")
+        self._metrics.pop(name, None)
+        self._begun[name] = _Begun(role, updates, model.pipelines, model.mesh)
         end = partial(role.clock.run, "update", self._finish)
         if len(self._begun) == len(self._pipelines):
             end()
 
         def metrics() -> Metrics:
-            if placement.role in self._begun:  # the other role's update was never called
+            if name in self._begun:  # the other role's update was never called
                 end()
-            return self._metrics[placement.role]
+            return self._metrics[name]
 
         return PendingMetrics(metrics)
 
@@ -161,8 +156,7 @@ class JointUpdate:
                     with jax.set_mesh(begun[role].mesh):
                         asked[role] = begun[role].updates.send(gradients)
                 except StopIteration as end:
-                    state, self._metrics[role] = end.value
-                    begun[role].keep(state)
+                    begun[role].role.state, self._metrics[role] = end.value
             answers = self._gradients({role: (begun[role].stages, *share) for role, share in asked.items()})
         return dict(self._metrics)
 

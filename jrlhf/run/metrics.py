@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -67,10 +68,11 @@ class MetricsLog(Closing):
             timeline.flush()
         if time.monotonic() - self._synced > 1.0:
             self.sync()
-        kinds = dict.fromkeys(sample.get("kind", "samples") for sample in samples)
-        rows = {kind: [sample for sample in samples if sample.get("kind", "samples") == kind] for kind in kinds}
+        tables = defaultdict[str, list[Mapping[str, object]]](list)
+        for sample in samples:
+            tables[str(sample.get("kind", "samples"))].append(sample)
+        texts = {kind: markdown_table(table) for kind, table in tables.items()}
         finite = {name: number for name, number in numbers.items() if math.isfinite(number)}
-        texts = {str(kind): markdown_table(table) for kind, table in rows.items()}
         if stage not in self._writers:
             self._writers[stage] = TensorBoardEvents(self._directory / TENSORBOARD / stage, step)
         self._writers[stage].add(int(step), finite, texts)

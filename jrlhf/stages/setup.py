@@ -182,13 +182,10 @@ def _open_console(config: Config) -> Console:
 
 def _headline(config: Config, mesh: Mesh) -> str:
     """Returns the first line of a run: its stages and their lengths, the devices, and the directory."""
-    stages = []
-    for stage in config.stages:
-        section = vars(config.sections[stage])
-        unit = "iterations" if "iterations" in section else "steps"
-        stages.append(f"{stage} {section[unit]} {unit}")
+    units = {stage: "iterations" if stage == config.algorithm else "steps" for stage in config.stages}
+    stages = ", ".join(f"{stage} {config.length(stage)} {unit}" for stage, unit in units.items())
     devices = f"{mesh.size} {mesh.devices.flat[0].device_kind} device{'s' * (mesh.size > 1)}"
-    return f"{config.name}: {', '.join(stages)}; {devices}; files in {config.run_dir}/{config.name}"
+    return f"{config.name}: {stages}; {devices}; files in {config.run_dir}/{config.name}"
 
 
 def _devices_line(mesh: Mesh, plan: Plan | None) -> str:
