@@ -204,9 +204,7 @@ def measure(cases: tuple[Case, ...], repeats: int) -> dict[str, dict[str, list[f
 def predict(case: Case, measured_by: Any) -> dict[str, Mapping[str, float]]:
     """Each call's parts."""
     costs, local = ProfiledCosts(measured_by, case.workload), cluster_of(measured_by, memory=4e9)
-    return {
-        call.name: CostModel(case.workload, local, costs=costs).time(call, case.plan[call.name]).parts for call in CALLS
-    }
+    return {call.name: CostModel(case.workload, local, costs=costs).parts(call, case.plan[call.name]) for call in CALLS}
 
 
 def summary(calls: Sequence[list[float]]) -> dict[str, float]:
@@ -257,7 +255,7 @@ def published_rows() -> list[dict[str, Any]]:
                 seconds = row.seconds if graphs else row.without_graphs
                 if seconds is not None:
                     call, work = published.GRAPH[row.call], published.workload()
-                    predicted = CostModel(work, cluster).time(call, row.placement).seconds
+                    predicted = CostModel(work, cluster).seconds(call, row.placement)
                     rows.append({"plan": name, "call": row.call, "measured": seconds, "predicted": predicted})
     return rows
 

@@ -99,7 +99,7 @@ def quality(proposals: int, seeds: int) -> dict[str, object]:
     for seed in range(seeds):
         spent, result = cpu(lambda seed=seed: search(prices, proposals=proposals, seed=seed))
         seconds.append(round(spent, 2))
-        search_seconds.append(result.best.simulation.seconds)
+        search_seconds.append(result.best.seconds)
     options_of = candidates(prices)
     simulator = Simulator(prices.workload.graph, prices, prices.workload.models, lockstep=True)
     choices = [
@@ -135,7 +135,7 @@ def scale(devices: str, proposals: int, network: float | None = None) -> dict[st
     prices = replace(setting.prices)  # without its remembered prices
     alone, chains = cpu(lambda: search(prices, **budget))
     assert isinstance(result, Result) and isinstance(chains, Result)
-    rules = {name: plan.simulation.seconds for name, plan in result.rules.items()}
+    rules = {name: plan.seconds for name, plan in result.rules.items()}
     return {
         "devices": devices,
         "network": on.hardware.network,
@@ -143,8 +143,8 @@ def scale(devices: str, proposals: int, network: float | None = None) -> dict[st
         "proposals": result.proposals,
         "cpu_seconds": round(spent, 1),
         "cpu_seconds_without_pipelines": round(alone, 1),
-        "seconds_found": result.best.simulation.seconds,
-        "seconds_without_pipelines": chains.best.simulation.seconds,
+        "seconds_found": result.best.seconds,
+        "seconds_without_pipelines": chains.best.seconds,
         "rules": rules,
         "trace": result.trace,
         "plan": result.best.plan.as_dict(),

@@ -7,7 +7,8 @@ With --plan FILE, or the name of a usual plan, it predicts that plan without a s
 import argparse
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -24,8 +25,7 @@ from jrlhf.planning.fusion import tiles
 from jrlhf.planning.fusion.last_rows import Work
 from jrlhf.planning.fusion.updates import fused_prices
 from jrlhf.planning.memory import GIB
-from jrlhf.planning.search import Found
-from jrlhf.planning.simulate import simulate
+from jrlhf.planning.simulate import Simulation, simulate
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import without_budgeted
 from jrlhf.ppo.fields import Section
@@ -84,30 +84,33 @@ def _run(options: argparse.Namespace) -> None:
         search = Search(**{item.name: getattr(options, item.name) for item in fields(Search)})
     planned = make_plan(config, search, say=say, progress=_progress if sys.stderr.isatty() else None)
     print(planned.text)
-    for name, write in (("plot", planned.plot), ("save", planned.save)):
-        if (path := getattr(options, name)) is not None:
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write(path)
-            except OSError as error:
-                raise UserError(
-                    f"--{name} {path} cannot be written ({error.strerror}): choose another place"
-                ) from error
+    for path, write in ((options.plot, planned.plot), (options.save, planned.save)):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(path)
     planned.check()
+
+
+@contextmanager
+def _writing(path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}): choose another place") from error
 
 
 @dataclass(frozen=True)
 class Planned:
     """A plan of a config on a cluster, with its prediction. `str` gives a table of its calls and a timeline.
 
-    prices: the seconds and bytes of the workload's calls on the cluster. outcome: the plan and its simulation. text:
-    the command's output. problem: why no run can use the plan; empty if one can. asynchronous: the prediction for
+    prices: the seconds and bytes of the workload's calls on the cluster. outcome: the simulated plan. text: the
+    command's output. problem: why no run can use the plan; empty if one can. asynchronous: the prediction for
     asynchronous training.
     """
 
     config: Config
     prices: CostModel
-    outcome: Found
+    outcome: Simulation
     text: str
     problem: str = ""
     asynchronous: predict.Predicted | None = None
@@ -121,27 +124,26 @@ class Planned:
     @property
     def seconds(self) -> float:
         """Seconds of an iteration; in asynchronous training, from update to update."""
-        return self.outcome.simulation.seconds if self.asynchronous is None else self.asynchronous.seconds
+        return self.outcome.seconds if self.asynchronous is None else self.asynchronous.seconds
 
     @property
     def peak(self) -> float:
         """Bytes on the fullest device."""
-        return self.outcome.simulation.peak
+        return self.outcome.peak
 
     def plot(self, path: str | Path) -> None:
         """Draws the timeline into an SVG, PNG or PDF."""
         show.check_picture(Path(path))
         workload, cluster = self.prices.workload, self.prices.cluster
         title = f"{workload.graph.name} on {cluster.devices} x {cluster.hardware.name}"
-        show.plot(self.outcome.simulation, title, Path(path), show.tables(workload, self.plan), self.rollouts())
+        with _writing(path):
+            show.plot(self.outcome, title, Path(path), show.tables(workload, self.plan), self.rollouts())
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as YAML, for `plan: FILE` of a config."""
         text = plans.plan_yaml(without_budgeted(self.config, self.prices.workload.graph, self.plan))
-        try:
+        with _writing(path):
             Path(path).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{path} cannot be written ({error.strerror}): choose another place") from error
 
     def check(self) -> None:
         """Raises UserError if no run can use the plan: it does not fit, or a call spans parts of several processes."""
@@ -175,9 +177,100 @@ def make_plan(
 
     say: called with lines about measurements. progress: called with (number of plans, seconds of the best).
     """
-    cluster, plan, mean_response, processes = search.cluster, search.plan, search.mean_response, search.processes
-    seconds, proposals = search.seconds, search.proposals
-    for name, value in (("seconds", seconds), ("proposals", proposals)):
+    _check_options(config, search)
+    setting, sigma = _setting(config, search, say), search.sigma or 0.0
+    prices, workload, devices = setting.prices, setting.workload, setting.prices.cluster.devices
+    if search.processes is not None and (search.processes < 1 or devices % search.processes):
+        raise UserError(f"processes={search.processes} must divide the {devices} devices: each has equally many")
+    alone = of_one_process(config)
+    processes = search.processes or (1 if search.cluster is None or alone else prices.cluster.hosts)
+    if search.plan is not None:
+        if search.cluster is not None and search.plan in plans.NAMES:
+            mesh_sizes(config.mesh, devices, simulates=False)
+        plan = plans.plan_of_config(replace(config, plan=search.plan), workload, devices)
+        prices = fused_prices(prices, plan, processes=processes)
+        outcome = simulate(workload.graph, plan, prices, lockstep=not search.overlap)
+        lines = [show.describe_plan(prices, outcome)]
+    elif config.asynchronous is not None and config.fleet is None:
+        divisions = predict.choose(setting, sigma)
+        outcome = divisions[0].outcome
+        lines = [show.describe_plan(prices, outcome), "", "divisions of the devices, the fastest first:"]
+        lines += predict.table(divisions)
+    else:
+        seconds = SECONDS if search.seconds is None and search.proposals is None else search.seconds
+        if progress is None:
+            say("searching" if seconds is None else f"searching for {seconds:g} seconds")
+        budget = {"proposals": search.proposals, "seconds": seconds, "seed": search.seed, "progress": progress}
+        result = setting.search(
+            processes=processes, lockstep=not search.overlap, hypothetical=search.hypothetical, **budget
+        )
+        if progress is not None:
+            print(file=sys.stderr)
+        outcome = result.best
+        prices = fused_prices(prices, outcome.plan, processes=processes)
+        lines = [show.describe(prices, result)]
+        if shared := [call.name for call in workload.calls if workload.on_base(call.role)]:
+            mesh = zip(("data", "fsdp", "tensor"), outcome.plan[shared[0]].stored, strict=True)
+            lines.append(f"a base under adapters is in the mesh: {' '.join(f'mesh.{axis}={n}' for axis, n in mesh)}")
+    rollouts: Callable[[], dict[str, list[Work]]] = dict
+    if config.compute.score_rows is not None:
+        lengths, tiled = predict.lengths_of_a_new_run(workload), config
+        if search.mean_response is not None:
+            lengths = predict.assumed_lengths(workload, sigma)
+        if config.compute.score_rows == "auto":
+            rows, line = tiles.choose_tiles(config, workload, outcome.plan, lengths, lambda: prices)
+            tiled = tiles.with_tiles(config, rows)
+            lines += ["", line]
+        if tiled.compute.score_rows is not None:
+            lines += ["", *tiles.describe(tiled, prices, outcome.plan, lengths)]
+            rollouts = partial(tiles.examples, tiled, prices, outcome.plan, lengths)
+    asynchronous = None
+    if config.asynchronous is not None:
+        predictions = predict.alternatives(config, prices, outcome, sigma)
+        lines += ["", *predict.describe(config, prices, predictions, sigma)]
+        asynchronous = predictions[0]
+    if alone and search.cluster is not None and prices.cluster.hosts > 1:
+        lines.append(
+            f"{alone} is for runs of one process, which has the devices of one host, and {search.cluster} has "
+            f"{prices.cluster.hosts} hosts: this is a prediction only"
+        )
+    if config.device.memory is None and _FULL * prices.capacity < outcome.peak <= prices.capacity:
+        lines.append(
+            "the fullest device has less than a tenth of its memory free, and predictions err by some percent: "
+            f"device.memory={_FULL * prices.capacity / GIB:.3g} admits only plans that leave a tenth free"
+        )
+    problem = ""
+    try:
+        plans.refuse_cross_process(outcome.plan, [number * processes // devices for number in range(devices)])
+        fit.check_fits(config, prices, outcome)
+    except UserError as error:
+        problem = str(error)
+    return Planned(config, prices, outcome, "\n".join(lines), problem, asynchronous, rollouts)
+
+
+def _setting(config: Config, search: Search, say: Callable[[str], None]) -> auto.Setting:
+    """Returns the config on the described cluster, or on the present devices, which are measured."""
+    graph, mean = planned_graph(config), search.mean_response
+    if search.cluster is None:
+        here = select(config.device)
+    else:
+        with user_errors():
+            here = cluster_of(search.cluster)
+    setting = auto.Setting(config, graph, architectures(config), here, mean)
+    if mean is not None and not 1 <= mean <= setting.workload.response:
+        raise UserError(f"mean_response={mean:g} must be from 1 to data.max_response={setting.workload.response}")
+    if not isinstance(here, Cluster):
+        path = profile.default_path(here)
+        earlier, measuring = profile.load(path), lambda part: say(f"measuring {part}")
+        profile.save(profile.measure(setting.workload, here, profile=earlier, say=measuring), path)
+        say(f"measured: {path}")
+    return setting
+
+
+def _check_options(config: Config, search: Search) -> None:
+    """Refuses options that have no effect with the config, or that it cannot have."""
+    sigma, alone, plan = search.sigma, of_one_process(config), search.plan
+    for name, value in (("seconds", search.seconds), ("proposals", search.proposals)):
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"{name}={value} must be more than 0 and finite")
         if value is not None and plan is not None:
@@ -186,102 +279,6 @@ def make_plan(
             )
     if config.algorithm is None and plan is not None:
         raise UserError(f"plan={plan} has no effect with {_unplanned(config)}: leave it out")
-    _check_options(config, search)
-    graph = planned_graph(config)
-    if cluster is None:
-        here = select(config.device)
-    else:
-        with user_errors():
-            here = cluster_of(cluster)
-    setting = auto.Setting(config, graph, architectures(config), here, mean_response)
-    workload = setting.workload
-    if mean_response is not None and not 1 <= mean_response <= workload.response:
-        raise UserError(f"mean_response={mean_response:g} must be from 1 to data.max_response={workload.response}")
-    if not isinstance(here, Cluster):
-        path = profile.default_path(here)
-        times = profile.measure(workload, here, profile=profile.load(path), say=lambda part: say(f"measuring {part}"))
-        profile.save(times, path)
-        say(f"measured: {path}")
-    prices = setting.prices
-    devices = prices.cluster.devices
-    if processes is not None and (processes < 1 or devices % processes):
-        raise UserError(f"processes={processes} must divide the {devices} devices: each has equally many")
-    alone = of_one_process(config)
-    processes = processes or (1 if cluster is None or alone else prices.cluster.hosts)
-    if plan is None and config.asynchronous is not None and config.fleet is None:
-        divisions = predict.choose(setting, search.sigma or 0.0)
-        outcome = divisions[0].outcome
-        lines = [show.describe_plan(prices, outcome), "", "divisions of the devices, the fastest first:"]
-        lines += predict.table(divisions)
-    elif plan is None:
-        seconds = SECONDS if seconds is None and proposals is None else seconds
-        if progress is None:
-            say("searching" if seconds is None else f"searching for {seconds:g} seconds")
-        result = setting.search(
-            proposals=proposals,
-            seconds=seconds,
-            seed=search.seed,
-            hypothetical=search.hypothetical,
-            lockstep=not search.overlap,
-            processes=processes,
-            progress=progress,
-        )
-        if progress is not None:
-            print(file=sys.stderr)
-        outcome = result.best
-        prices = fused_prices(prices, outcome.plan, processes=processes)
-        lines = [show.describe(prices, result)]
-        for name in [call.name for call in workload.calls if workload.on_base(call.role)][:1]:
-            data, fsdp, tensor = outcome.plan[name].stored
-            lines.append(
-                f"a base under adapters is in the mesh: mesh.data={data} mesh.fsdp={fsdp} mesh.tensor={tensor}"
-            )
-    else:
-        if cluster is not None and plan in plans.NAMES:
-            mesh_sizes(config.mesh, devices, simulates=False)
-        priced = plans.plan_of_config(replace(config, plan=plan), workload, devices)
-        prices = fused_prices(prices, priced, processes=processes)
-        outcome = Found(priced, simulate(graph, priced, prices, lockstep=not search.overlap))
-        lines = [show.describe_plan(prices, outcome)]
-    predictions: list[predict.Predicted] = []
-    rollouts: Callable[[], dict[str, list[Work]]] = dict
-    if config.compute.score_rows is not None:
-        lengths, tiled = predict.lengths_of_a_new_run(workload), config
-        if mean_response is not None:
-            lengths = predict.assumed_lengths(workload, search.sigma or 0.0)
-        if config.compute.score_rows == "auto":
-            rows, line = tiles.choose_tiles(config, workload, outcome.plan, lengths, lambda: prices)
-            tiled = tiles.with_tiles(config, rows)
-            lines += ["", line]
-        if tiled.compute.score_rows is not None:
-            lines += ["", *tiles.describe(tiled, prices, outcome.plan, lengths)]
-            rollouts = partial(tiles.examples, tiled, prices, outcome.plan, lengths)
-    if config.asynchronous is not None:
-        predictions = predict.alternatives(config, prices, outcome, search.sigma or 0.0)
-        lines += ["", *predict.describe(config, prices, predictions, search.sigma or 0.0)]
-    if alone and cluster is not None and prices.cluster.hosts > 1:
-        lines.append(
-            f"{alone} is for runs of one process, which has the devices of one host, and {cluster} has "
-            f"{prices.cluster.hosts} hosts: this is a prediction only"
-        )
-    if config.device.memory is None and _FULL * prices.capacity < outcome.simulation.peak <= prices.capacity:
-        lines.append(
-            "the fullest device has less than a tenth of its memory free, and predictions err by some percent: "
-            f"device.memory={_FULL * prices.capacity / GIB:.3g} admits only plans that leave a tenth free"
-        )
-    own = predictions[0] if predictions else None
-    planned = Planned(config, prices, outcome, "\n".join(lines), asynchronous=own, rollouts=rollouts)
-    try:
-        plans.refuse_cross_process(planned.plan, [number * processes // devices for number in range(devices)])
-        fit.check_fits(config, planned.plan, prices, outcome.simulation)
-    except UserError as error:
-        return replace(planned, problem=str(error))
-    return planned
-
-
-def _check_options(config: Config, search: Search) -> None:
-    """Refuses options that have no effect with the config, or that it cannot have."""
-    sigma, alone = search.sigma, of_one_process(config)
     key = "" if config.asynchronous is None else f"{config.algorithm}.asynchronous"
     if sigma is not None and not key and config.compute.score_rows is None:
         settings = "asynchronous training or compute.score_rows"
@@ -292,16 +289,15 @@ def _check_options(config: Config, search: Search) -> None:
         raise UserError(f"sigma={sigma:g} needs mean_response: without it all responses have the greatest length")
     if alone and search.processes not in (None, 1):
         raise UserError(f"processes={search.processes}: {alone} is for runs of one process, leave one of them out")
-    if not key:
+    if not key or config.fleet is not None:
         return
-    if search.overlap and config.fleet is None:
+    if search.overlap:
         raise UserError(f"overlap=True has no effect with {key}, whose updates run beside rollouts: leave it out")
-    budget = ("seconds", "proposals", "hypothetical") if search.plan is None and config.fleet is None else ()
-    for name in budget:
-        if getattr(search, name):
+    for name in ("seconds", "proposals", "hypothetical") if plan is None else ():
+        if value := getattr(search, name):
             raise UserError(
-                f"{name}={getattr(search, name)} (--{name}) has no effect with {key}, whose divisions of the devices "
-                "are few and all priced: leave it out"
+                f"{name}={value} (--{name}) has no effect with {key}, whose divisions of the devices are few and all "
+                "priced: leave it out"
             )
 
 

@@ -20,8 +20,8 @@ from jrlhf.meshes.graph import home_of
 from jrlhf.planning import auto
 from jrlhf.planning.fusion.last_rows import RECENT
 from jrlhf.planning.plans import check_slots, shares_slots
-from jrlhf.planning.search import Found
-from jrlhf.planning.show import STEADY, in_columns
+from jrlhf.planning.show import in_columns
+from jrlhf.planning.simulate import Simulation
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import Workload
 
@@ -138,7 +138,7 @@ class Predicted:
     full weight from as many tokens as a batch of sampled rows has.
     """
 
-    outcome: Found
+    outcome: Simulation
     staleness: int
     slots: int
     seconds: float
@@ -149,7 +149,7 @@ class Predicted:
     prediction: Prediction
 
 
-def predicted(config: Config, prices: CostModel, outcome: Found, sigma: float = 0.0) -> Predicted:
+def predicted(config: Config, prices: CostModel, outcome: Simulation, sigma: float = 0.0) -> Predicted:
     """Simulates an asynchronous config; the duration of its decode steps and updates comes from a plan's calls.
 
     All calls of the plan's iteration but the rollout are the update; a decode step includes its share of the prefill.
@@ -166,13 +166,12 @@ def predicted(config: Config, prices: CostModel, outcome: Found, sigma: float = 
 
     def generation(rows: int, response: int, samples: int = section.samples) -> float:
         own = replace(workload, rows=rows, slots=None, response=response, samples=samples)
-        return replace(prices, workload=own).time(call, place).seconds
+        return replace(prices, workload=own).seconds(call, place)
 
     mean, here = round(workload.mean_response), slots // workers
     step = generation(here, mean) / mean
-    spans = [span for span in outcome.simulation.spans if span.iteration == STEADY]
-    drawn = max(span.end for span in spans if span.kind == "call" and span.call == call.name)
-    update = max(span.end for span in spans) - drawn
+    drawn = max(span.end for span in outcome.steady if span.kind == "call" and span.call == call.name)
+    update = max(span.end for span in outcome.steady) - drawn
     steps = options.update_steps if options.clock == "virtual" else update / step
     assert home is not None
     priced = Setting(
@@ -264,7 +263,7 @@ def choose(setting: auto.Setting, sigma: float = 0.0) -> list[Predicted]:
     return sorted(options, key=lambda option: option.seconds)
 
 
-def alternatives(config: Config, prices: CostModel, outcome: Found, sigma: float = 0.0) -> list[Predicted]:
+def alternatives(config: Config, prices: CostModel, outcome: Simulation, sigma: float = 0.0) -> list[Predicted]:
     """Predicts the config on one plan, then with other bounds of staleness, and with half and a quarter of the slots.
 
     Raises UserError if the config's slots do not divide over the plan's rollout devices. Other numbers of slots that

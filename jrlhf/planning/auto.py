@@ -21,8 +21,8 @@ from jrlhf.planning.fusion.proposal import with_pipelines
 from jrlhf.planning.memory import GIB, away_parts
 from jrlhf.planning.plans import scaled_placement, validate_plan
 from jrlhf.planning.profile import ProfiledCosts, cluster_of, default_path, load
-from jrlhf.planning.search import Found, Result, colocates, placed_together, search
-from jrlhf.planning.simulate import simulate
+from jrlhf.planning.search import Result, colocates, placed_together, search
+from jrlhf.planning.simulate import Simulation, simulate
 from jrlhf.planning.time import CostModel, Price
 from jrlhf.planning.workload import Workload, without_budgeted, workload_of
 
@@ -72,10 +72,9 @@ class Setting:
     def prices(self) -> CostModel:
         if isinstance(self.devices, Cluster):
             return prices_of(self.config, self.workload, self.devices)
-        config, here = self.config, "plan=colocate"
-        if config.asynchronous is not None and config.fleet is None:
-            here = "plan=disaggregated"  # rollouts need devices of their own
-        return prices_here(config, self.workload, self.devices, here)
+        apart = self.config.asynchronous is not None and self.config.fleet is None  # rollouts need devices of their own
+        instead = "plan=disaggregated" if apart else "plan=colocate"
+        return prices_here(self.config, self.workload, self.devices, instead)
 
     def search(self, *, processes: int = 1, lockstep: bool = True, hypothetical: bool = False, **budget: Any) -> Result:
         """Searches for the fastest plan. If none fits, the error names the nearest setting with a plan that fits.
@@ -92,7 +91,7 @@ class Setting:
             text = next(changes, "a smaller model, shorter responses or fewer rows")
             raise UserError(f"{problem}: choose {text}") from problem
 
-    def splits(self) -> list[Found]:
+    def splits(self) -> list[Simulation]:
         """Returns the plans of an asynchronous run: one for each number of devices that rollouts may get.
 
         Rollouts get the last devices. Each call has its fastest placement that fits together with the others of its
@@ -118,7 +117,7 @@ class Setting:
                 continue
             simulation = simulate(self.graph, plan, prices, lockstep=True)
             if simulation.peak <= prices.capacity:
-                outcomes.append(Found(plan, simulation))
+                outcomes.append(simulation)
         if outcomes:
             return outcomes
         if refusals:

@@ -4,7 +4,8 @@ As in ReaL (arXiv 2406.14088), slices are powers of two within a node, or neighb
 placements are kept.
 """
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
 from math import lcm
@@ -106,7 +107,7 @@ def undivided_rows(workload: Workload, call: Call, placement: Placement) -> Iter
             if call.kind == "infer" and isinstance(workload.score_rows, int):
                 rules.append(("compute.score_rows", workload.score_rows, count * parts, over))
     choices = parts if call.kind == "train" else 1
-    yield from (undivided(*rule, choices) for rule in rules if rule[1] % rule[2])
+    yield from (_undivided(*rule, choices) for rule in rules if rule[1] % rule[2])
     if call.kind == "generate" and slots is not None and slots < samples:
         yield f"rollout.slots={slots} has no room for {prompts}: raise it"
 
@@ -128,7 +129,7 @@ def stuck_rows(workload: Workload, call: Call, placement: Placement) -> str | No
     )
 
 
-def undivided(key: str, rows: int, divisor: int, over: str, parts: int = 1) -> str:
+def _undivided(key: str, rows: int, divisor: int, over: str, parts: int) -> str:
     """Returns a sentence on rows that `divisor` does not divide. parts: the micro-batches in it, which may be fewer."""
     fewer = next((some for some in range(parts - 1, 0, -1) if rows % (divisor // parts * some) == 0), None)
     other = "" if fewer is None else f", or take micro_batches={fewer}"
@@ -169,9 +170,7 @@ def call_candidates(prices: CostModel, call: Call, *, hypothetical: bool = False
     all faster ones.
     """
     workload, cluster = prices.workload, prices.cluster
-    by_size: dict[int, list[Slice]] = {}
-    for devices in slices(cluster):
-        by_size.setdefault(devices.count, []).append(devices)
+    by_size = grouped((devices.count, devices) for devices in slices(cluster))
     every = [
         prices.call(call, placement)
         for count in sorted(by_size)
@@ -181,16 +180,18 @@ def call_candidates(prices: CostModel, call: Call, *, hypothetical: bool = False
         count = min(by_size)
         smallest = Placement(Slice(0, count), workload.layouts(call)[0], data=count)
         whole = replace(smallest, devices=Slice(0, cluster.devices), data=cluster.devices)
-        reason = next(undivided_rows(workload, call, smallest), f"it {stuck_rows(workload, call, whole)}")
+        stuck = stuck_rows(workload, call, whole)
+        of_whole = [f"it {stuck}"] if stuck else undivided_rows(workload, call, whole)
+        reason = [*undivided_rows(workload, call, smallest), *of_whole][0]
         if reason.startswith(workload.rows_key):  # slots, tiles and groups have a remedy of their own
             reason = f"{reason.rsplit(':', 1)[0]}: {_rows_for(workload, cluster)}"
         raise UserError(f"{call.name} runs nowhere, for {reason}")
-    fitting: dict[Any, list[Price]] = {}
-    for candidate in every:
-        if candidate.bytes <= prices.capacity:
-            placement = candidate.placement
-            alike = placement.stored if workload.on_base(call.role) else placement.devices.count
-            fitting.setdefault(alike, []).append(candidate)
+    on_base = workload.on_base(call.role)
+    fitting = grouped(
+        (candidate.placement.stored if on_base else candidate.placement.devices.count, candidate)
+        for candidate in every
+        if candidate.bytes <= prices.capacity
+    )
     if not fitting:
         widest, smallest = every[-1].placement.devices.count, min(candidate.bytes for candidate in every)
         limit = "" if widest == cluster.devices else f", {widest} of which can divide its {workload.rows} rows"
@@ -230,6 +231,14 @@ def _rows_for(workload: Workload, cluster: Cluster) -> str:
     higher = next((rows for rows in range(below + step, below + MOST_STEPS * step, step) if divides(rows=rows)), None)
     choices = " or ".join(str(rows) for rows in (lower, higher) if rows is not None)
     return f"choose {workload.rows_key} of {choices}" if choices else "choose another number of devices"
+
+
+def grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
+    """Returns key -> the values that it has in these pairs, in their order."""
+    groups = defaultdict[Any, list[Any]](list)
+    for key, value in pairs:
+        groups[key].append(value)
+    return dict(groups)
 
 
 def powers_of_two(most: int) -> list[int]:

@@ -26,6 +26,9 @@ from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import RoleModel, Workload, token_budgets, update_section, with_budgets, workload_of
 from jrlhf.run.devices import host_memory
 
+Changes = Mapping[str, Any]
+"""Changes of settings: "micro_batches" of every call that trains, "remat", "slots", "fsdp" (with data=1), "sleep"
+(states on the host while they do not train), "lora" (a rank), "devices" (all for fsdp, with as large micro-batches)."""
 MOST_NAMED = 4  # maximum number of suggestions in one sentence
 TOGETHER = 3  # maximum number of changes in one suggestion
 ADAPTER = LoRAConfig(rank=16, alpha=32.0)
@@ -42,16 +45,13 @@ def check_memory(
         workload = workload_of(config, graph, models)
         own, backend, away = _planned(config, workload, mesh, plan)
         limit, source = capacity(config, mesh.devices.flat), "device.memory" if config.device.memory else "a device"
+        simulated = limit is None  # simulated devices share the host's memory, so more of them do not help
         if limit is None:
             limit, source = _share_of_host(config, mesh, own), "its share of this machine"
         memory = plan_memory(workload, own, backend, away=away)
         if memory.peak <= limit:
             continue
-        worst = memory.largest
-        settings = suggest_settings(workload, own, limit, backend, away=away, asleep=_asleep(config, workload))
-        if source.startswith("its"):  # simulated devices share the host's memory, so more of them do not help
-            settings = [setting for setting in settings if "devices" not in setting.changes]
-        remedy = " or ".join(_written(config, setting, workload, own) for setting in settings[:MOST_NAMED])
+        worst, remedy = memory.largest, _remedy(config, workload, own, limit, backend, away, larger=not simulated)
         remedy = remedy or "fewer rows, smaller models or more memory, for no other setting fits"
         raise UserError(
             f"{worst.call} needs {worst.total / GIB:,.1f} GiB of each device, of which roles keep "
@@ -59,27 +59,20 @@ def check_memory(
         )
 
 
-def check_fits(config: Config, plan: Plan, prices: CostModel, result: Simulation) -> None:
+def check_fits(config: Config, prices: CostModel, result: Simulation) -> None:
     """Refuses a plan whose calls do not fit the devices' memory together, with the nearest settings that do."""
-    workload = prices.workload
+    workload, plan = prices.workload, result.plan
     if result.peak <= prices.capacity:
         return
     fullest = max(result.memory, key=lambda group: group.peak)
     here = [name for name, placement in plan.placements.items() if placement.devices.overlaps(fullest.devices)]
     largest = max(here, key=lambda name: prices.call(workload.graph[name], plan[name]).active)
-    offloaded = {"away": prices.away, "asleep": _asleep(config, workload)}
-    settings = suggest_settings(workload, plan, prices.capacity, prices.backend, **offloaded)
-    remedy = " or ".join(_written(config, setting, workload, plan) for setting in settings[:MOST_NAMED])
+    remedy = _remedy(config, workload, plan, prices.capacity, prices.backend, prices.away)
     raise UserError(
         f"plan {plan.name} needs {result.peak / GIB:.1f} GiB on each of devices {fullest.devices}, which have "
         f"{prices.capacity / GIB:.1f}, {fullest.resident / GIB:.1f} of it for what stays and the rest for {largest}: "
         + (f"choose {remedy}" if remedy else "no setting makes it fit, search for another plan")
     )
-
-
-def _asleep(config: Config, workload: Workload) -> Away:
-    """Returns what is offloaded with sleep.optimizer=host; {} for stages that offload nothing."""
-    return away_parts(replace(config, sleep=replace(config.offloading, optimizer="host")), workload)
 
 
 def _share_of_host(config: Config, mesh: Mesh, plan: Plan) -> float:
@@ -136,9 +129,20 @@ _WRITTEN = {  # a setting's change as a user writes it
 }
 
 
-def _written(config: Config, setting: "Setting", workload: Workload, plan: Plan) -> str:
-    """Returns a setting's changes as a user writes them."""
-    stage, changes = workload.graph.name, setting.changes
+def _remedy(
+    config: Config, workload: Workload, plan: Plan, limit: float, backend: Backend, away: Away, *, larger: bool = True
+) -> str:
+    """Returns the nearest settings with which a plan fits, as a user writes them; "" without one. larger: more devices
+    are a choice."""
+    asleep = away_parts(replace(config, sleep=replace(config.offloading, optimizer="host")), workload)
+    settings = suggest_settings(workload, plan, limit, backend, away=away, asleep=asleep)
+    written = [_written(config, changes, workload, plan) for changes in settings if larger or "devices" not in changes]
+    return " or ".join(written[:MOST_NAMED])
+
+
+def _written(config: Config, changes: Changes, workload: Workload, plan: Plan) -> str:
+    """Returns changes as a user writes them."""
+    stage = workload.graph.name
     key = f"{update_section(config, stage)[0]}.micro_batch"
     micro_batches = key + "es={}"
     if "micro_batches" in changes and token_budgets(config, stage)["train"] is not None:
@@ -157,24 +161,12 @@ def _written(config: Config, setting: "Setting", workload: Workload, plan: Plan)
 
 @dataclass(frozen=True)
 class Case:
-    """The settings to which changes are applied. asleep: `away` with sleep.optimizer=host."""
+    """What changes apply to. asleep: `away` with sleep.optimizer=host."""
 
     workload: Workload
     plan: Plan
     away: Away
     asleep: Away
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Changes with which a run fits. peak: bytes of the device that then needs most.
-
-    changes: "micro_batches" of every call that trains, "remat", "slots", "fsdp" (with data=1), "sleep" (states on the
-    host while they do not train), "lora" (a rank), "devices" (all for fsdp, with as large micro-batches).
-    """
-
-    changes: Mapping[str, Any]
-    peak: float
 
 
 def suggest_settings(
@@ -185,78 +177,76 @@ def suggest_settings(
     *,
     away: Away | None = None,
     asleep: Away | None = None,
-) -> list[Setting]:
-    """Returns the nearest settings whose peak is at most `capacity` bytes; [] if the plan fits, or nothing does.
+) -> list[Changes]:
+    """Returns the nearest changes whose peak is at most `capacity` bytes; [] if the plan fits, or nothing does.
 
-    Settings with the fewest changes come first, each change as small as possible; then adapters, if they suffice alone.
-    More devices are suggested only if no other setting fits. away: what is offloaded already.
-    asleep: what is offloaded with sleep.optimizer=host; None: that is no choice.
+    The fewest changes come first, each as small as possible; then adapters, if they suffice alone. More devices are
+    suggested only if nothing else fits. away: what is offloaded already. asleep: what is offloaded with
+    sleep.optimizer=host; None: that is no choice.
     """
     case = Case(workload, plan, away or {}, asleep or {})
 
-    def peak(case: Case) -> float:
+    def fits(case: Case) -> bool:
         try:
-            return plan_memory(case.workload, case.plan, backend, away=case.away).peak
+            return plan_memory(case.workload, case.plan, backend, away=case.away).peak <= capacity
         except ValueError:  # a model does not divide over this mesh
-            return inf
+            return False
 
-    def mildest(names: Sequence[str]) -> Setting | None:
-        """Returns the first combination of these changes that fits, in the order of their total number of steps."""
+    def mildest(names: Sequence[str]) -> list[Changes]:
+        """Returns the first values of these changes that fit, in the order of their total number of steps; or []."""
         for step in sorted(product(*(range(len(ladders[name])) for name in names)), key=sum):
             changes = {name: ladders[name][at] for name, at in zip(names, step, strict=True)}
-            size = peak(reduce(_changed, changes.items(), case))
-            if size <= capacity:
-                return Setting(changes, size)
-        return None
-
-    if peak(case) <= capacity:
+            if fits(reduce(_changed, changes.items(), case)):
+                return [changes]
         return []
-    ladders = {name: list(values) for name, values in _changes_mildest_first(case)}
-    adapters = [] if (setting := mildest(["lora"])) is None else [setting]  # last: it changes what is trained
+
+    if fits(case):
+        return []
+    ladders = _ladders(case)
+    adapters = mildest(["lora"])  # last: it changes what is trained
+    others = [name for name in ladders if name != "lora"]
     for count in range(1, TOGETHER + 1):
-        fitting = [mildest(names) for names in combinations([name for name in ladders if name != "lora"], count)]
-        if any(fitting):
-            return [setting for setting in fitting if setting is not None] + adapters
+        if fitting := [changes for names in combinations(others, count) for changes in mildest(names)]:
+            return fitting + adapters
     if adapters:
         return adapters
     for devices in _doubled(plan.devices):
         if workload.rows // workload.minibatches % devices:
             break
         more = _placed(case, partial(_on_more, times=devices // plan.devices))
-        size = peak(more)
-        if size <= capacity:
+        if fits(more):
             parts = _micro_batches(workload, more.plan)
             changed = {} if parts == _micro_batches(workload, plan) else {"micro_batches": parts}
-            return [Setting({"devices": devices, **changed}, size)]
+            return [{"devices": devices, **changed}]
     return []
 
 
-def _changes_mildest_first(case: Case) -> Iterator[tuple[str, Iterable[Any]]]:
-    """Yields each kind of change with its values, the mildest first."""
-    workload, placements = case.workload, case.plan.placements
-    training = [placements[name].devices.count for name in _calls(workload, case.plan, "train")]
-    rows = workload.rows // workload.minibatches
+def _ladders(case: Case) -> dict[str, Sequence[Any]]:
+    """Returns the values of each kind of change, the mildest first."""
+    workload, places = case.workload, case.plan.placements.values()
+    training, generating = (
+        [case.plan[name] for name in _calls(workload, case.plan, kind)] for kind in ("train", "generate")
+    )
+    rows, slots = workload.rows // workload.minibatches, (workload.slots or workload.rows) // 2
+    least = max((workload.samples * at.data * at.fsdp for at in generating), default=inf)
 
     def divides(parts: int) -> bool:
-        return bool(training) and not any(rows % (count * parts) for count in training)
-
-    yield "micro_batches", takewhile(divides, _doubled(_micro_batches(workload, case.plan)))
-    yield "remat", REMATS[: REMATS.index(workload.remat)][::-1]  # policies that keep less
-    generating = [placements[name] for name in _calls(workload, case.plan, "generate")]
-    least = max((workload.samples * at.data * at.fsdp for at in generating), default=inf)
+        return bool(training) and not any(rows % (at.devices.count * parts) for at in training)
 
     def holds(slots: int) -> bool:
         return slots >= least and not any(slots % at.devices.count for at in generating)
 
-    slots = (workload.slots or workload.rows) // 2
-    yield "slots", takewhile(holds, (slots >> halved for halved in range(slots.bit_length())))
-    sizes = [at.data * at.fsdp for at in placements.values()]
-    yield "fsdp", [max(sizes)] if any(at.data > 1 for at in placements.values()) else []
-    # Fused updates need both models' states at a time.
-    yield "sleep", ["optimizer"] if case.asleep and not case.plan.fused else []
     actor = workload.models.get("actor")
     adaptable = actor and actor[0].lora is None and actor[0].config.gated_mlp and actor[0].config.positions == "rotary"
-    yield "lora", [ADAPTER.rank] if adaptable else []
+    return {
+        "micro_batches": [*takewhile(divides, _doubled(_micro_batches(workload, case.plan)))],
+        "remat": REMATS[: REMATS.index(workload.remat)][::-1],  # policies that keep less
+        "slots": [*takewhile(holds, (slots >> halved for halved in range(slots.bit_length())))],
+        "fsdp": [max(at.data * at.fsdp for at in places)] if any(at.data > 1 for at in places) else [],
+        # Fused updates need both models' states at a time.
+        "sleep": ["optimizer"] if case.asleep and not case.plan.fused else [],
+        "lora": [ADAPTER.rank] if adaptable else [],
+    }
 
 
 def _changed(case: Case, change: tuple[str, Any]) -> Case:

@@ -5,7 +5,7 @@ All of it is arithmetic, without a device or a compiler.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise, product
@@ -90,9 +90,8 @@ def trained_bytes(model: RoleModel, fsdp: int, tensor: int, pipeline: int = 1) -
 
 def checkpoint_bytes(workload: Workload) -> float:
     """Returns the bytes of weights and optimizer states in a checkpoint: three float32 for each trained number."""
-    models = {role: models[0] for role, models in workload.models.items() if role != LEARNER}
-    models |= dict(zip(("actor", "critic"), workload.models.get(LEARNER, ()), strict=False))
-    return sum(3 * trained_bytes(model, 1, 1) for model in models.values() if model.trained)
+    stored = [model for models in keepers(workload).values() for model in models]
+    return sum(3 * trained_bytes(model, 1, 1) for model in stored if model.trained)
 
 
 def state_bytes(models: Sequence[RoleModel], itemsize: int, home: Placement) -> dict[str, float]:
@@ -130,8 +129,8 @@ def _frozen_bytes(model: RoleModel, itemsize: int, placement: Placement) -> floa
 
 Part = Literal["weights", "optimizer", "generation"]
 Place = Literal["device", "pinned_host", "dropped"]
-Away = Mapping[tuple[str, str], Mapping[str, Place]]
-"""(role, name of any role's call) -> part of the first role's state -> its place while the call runs."""
+Away = Mapping[tuple[str, str], Collection[Part]]
+"""(role, name of any role's call) -> the parts of the role's state that are in host memory while that call runs."""
 
 
 def residency(config: Config, role: str, call: Call, following: Call | None = None) -> dict[Part, Place]:
@@ -165,17 +164,17 @@ def weights_sleep(role: str, sleep: SleepConfig) -> bool:
 
 
 def away_parts(config: Config, workload: Workload) -> Away:
-    """Returns the places of all states during every call of a graph. Only RL algorithms offload anything."""
+    """Returns what is offloaded during every call of a graph. Only RL algorithms offload anything."""
     if workload.graph.name != config.algorithm:
         return {}
     calls = [call for call in workload.graph if call.kind != "compute"]
     following = dict(pairwise(calls))
 
-    def places(role: str, call: Call) -> dict[str, Place]:
-        by_part = residency(config, role, call, following.get(call))
-        return {part: place for part, place in by_part.items() if part != "generation"}
+    def offloaded(role: str, call: Call) -> list[Part]:
+        places = residency(config, role, call, following.get(call))
+        return [part for part, place in places.items() if place == "pinned_host"]
 
-    return {(role, call.name): places(role, call) for role, call in product(keepers(workload), calls)}
+    return {(role, call.name): offloaded(role, call) for role, call in product(keepers(workload), calls)}
 
 
 # ---- calls
@@ -393,7 +392,7 @@ def plan_memory(workload: Workload, plan: Plan, backend: Backend = DEFAULT, *, a
             size
             for role, home in homes.items()
             for part, size in states[role].items()
-            if home.devices.overlaps(group) and away.get((role, call.name), {}).get(part, "device") == "device"
+            if home.devices.overlaps(group) and part not in away.get((role, call.name), ())
         )
 
     phases = []

@@ -17,7 +17,7 @@ from jrlhf.meshes import Call
 from jrlhf.meshes.graph import LEARNER
 from jrlhf.meshes.plan import LayoutName, Placement, Plan, Slice, plan_of
 from jrlhf.models.flops import forward_operations
-from jrlhf.planning.candidates import stuck_rows, undivided, undivided_rows
+from jrlhf.planning.candidates import stuck_rows, undivided_rows
 from jrlhf.planning.simulate import nested
 from jrlhf.planning.workload import LAYOUTS, Workload, token_budgets, update_section
 
@@ -330,10 +330,6 @@ def _check_stages(named: str, workload: Workload, call: Call, placement: Placeme
 def _check_rows(named: str, config: Config, workload: Workload, call: Call, placement: Placement) -> None:
     parts = placement.micro_batches
     if call.kind == "generate" and parts > 1:
-        rows, count = workload.rows, placement.devices.count * parts
-        if rows % count:
-            over = f"{placement.devices.count} device(s) x {parts} micro-batches"
-            raise UserError(f"{named}, where {undivided(workload.rows_key, rows, count, over)}")
         raise UserError(
             f"{named} in micro_batches={parts}: leave that out, and set rollout.slots, the rows that decode at a time"
         )

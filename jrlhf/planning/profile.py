@@ -84,8 +84,6 @@ def interpolate(curve: Curve, size: float) -> float:
         return curve[-1][1] * size / curve[-1][0]
     index = bisect_left(curve, (size, 0.0))
     (x0, y0), (x1, y1) = curve[index - 1], curve[index]
-    if y0 <= 0 or y1 <= 0:
-        return y0 + (y1 - y0) * (size - x0) / (x1 - x0)
     return y0 * (size / x0) ** (log(y1 / y0) / log(x1 / x0))
 
 

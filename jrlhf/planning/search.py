@@ -12,14 +12,15 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import cycle
+from operator import attrgetter
 from typing import Any
 
 from jrlhf.meshes import Graph
 from jrlhf.meshes.graph import LEARNER, home_of
 from jrlhf.meshes.plan import Placement, Plan, Slice
-from jrlhf.planning.candidates import NoPlan, candidates, placements, slices
+from jrlhf.planning.candidates import NoPlan, candidates, grouped, placements, slices
 from jrlhf.planning.memory import GIB
 from jrlhf.planning.moves import stored_alike
 from jrlhf.planning.simulate import Simulation, Simulator, simulate
@@ -36,29 +37,24 @@ STRANDED = 1.1  # a chain that is slower than the best by this factor at the end
 
 
 @dataclass(frozen=True)
-class Found:
-    """A plan and its simulation."""
-
-    plan: Plan
-    simulation: Simulation
-
-
-@dataclass(frozen=True)
 class Result:
     """The result of a search.
 
     best: the fastest plan that fits. runners_up: the next best plans that differ in a call's devices or layout.
     rules: plans by rule that fit, by name. trace: (proposals, seconds of an iteration) of each improvement.
-    serial: the best plan without fused updates, if `best` fuses them.
     """
 
-    best: Found
-    runners_up: tuple[Found, ...]
-    rules: Mapping[str, Found]
+    best: Simulation
+    runners_up: tuple[Simulation, ...]
+    rules: Mapping[str, Simulation]
     proposals: int
     seconds: float
     trace: tuple[tuple[int, float], ...]
-    serial: Found | None = None
+
+    def improved(self, best: Simulation, name: str) -> "Result":
+        """Returns the result with a new best plan; the former one, with a new name, is the first of the runners-up."""
+        former = replace(self.best, plan=replace(self.best.plan, name=name))
+        return replace(self, best=best, runners_up=(former, *self.runners_up))
 
 
 def search(
@@ -110,9 +106,7 @@ def search(
             f"{chains.proposals} plans needs {chains.least / GIB:.1f} GiB of each device"
         )
 
-    def simulated(plan: Plan) -> Found:
-        return Found(plan, simulate(workload.graph, plan, prices, lockstep=lockstep))
-
+    simulated = partial(simulate, workload.graph, prices=prices, lockstep=lockstep)
     best = simulated(simulator.plan(chains.best, "searched"))
     others, seen = [], {_look(best.plan)}
     for choice, _ in sorted(chains.elite.items(), key=lambda item: item[1]):
@@ -121,7 +115,7 @@ def search(
             seen.add(_look(other))
             others.append(simulated(other))
     by_rule = {name: simulated(rule) for name, rule in rules.items()}
-    fitting = {name: one for name, one in by_rule.items() if one.simulation.peak <= prices.capacity}
+    fitting = {name: one for name, one in by_rule.items() if one.peak <= prices.capacity}
     return Result(best, tuple(others), fitting, chains.proposals, spent, tuple(chains.trace))
 
 
@@ -142,14 +136,11 @@ class Chains:
     ):
         self.simulator, self.random = simulator, random.Random(seed)
         self.by_size: list[list[list[int]]] = []  # for each call, its options grouped by the number of devices
-        self.by_slice: list[dict[Slice, list[int]]] = [{} for _ in choices]  # and by slice, the fastest first
+        self.by_slice: list[dict[Slice, list[int]]] = []  # and by slice, the fastest first
         for call, numbers in enumerate(choices):
-            sizes: dict[int, list[int]] = {}
-            for option in numbers:
-                sizes.setdefault(simulator.options[call][option].devices.count, []).append(option)
-            self.by_size.append(list(sizes.values()))
-            for option in sorted(numbers, key=simulator.seconds[call].__getitem__):
-                self.by_slice[call].setdefault(simulator.options[call][option].devices, []).append(option)
+            options, fastest = simulator.options[call], sorted(numbers, key=simulator.seconds[call].__getitem__)
+            self.by_size.append(list(grouped((options[number].devices.count, number) for number in numbers).values()))
+            self.by_slice.append(grouped((options[number].devices, number) for number in fastest))
         self.best: tuple[int, ...] | None = None
         self.best_seconds, self.least, self.proposals = math.inf, math.inf, 0
         self.elite: dict[tuple[int, ...], float] = {}
@@ -353,13 +344,14 @@ def allocations(counts: Collection[int], sets: int, devices: int) -> Iterator[tu
 
 def _fastest(options: Candidates) -> dict[tuple[str, int], list[Price]]:
     """Returns (call, number of devices) -> its candidates there, on any slice, the fastest first."""
-    groups: dict[tuple[str, int], dict[Placement, Price]] = {}
+    anywhere: dict[tuple[str, Placement], Price] = {}
     for name, choices in options.items():
         for candidate in choices:
             if candidate.placement.pipeline == 1:
-                anywhere = replace(candidate.placement, devices=Slice(0, candidate.placement.devices.count))
-                groups.setdefault((name, candidate.placement.devices.count), {}).setdefault(anywhere, candidate)
-    return {key: sorted(group.values(), key=lambda candidate: candidate.seconds) for key, group in groups.items()}
+                moved = replace(candidate.placement, devices=Slice(0, candidate.placement.devices.count))
+                anywhere.setdefault((name, moved), candidate)
+    fastest = sorted(anywhere.items(), key=lambda item: item[1].seconds)
+    return grouped(((name, placement.devices.count), candidate) for (name, placement), candidate in fastest)
 
 
 def _of_roles(
@@ -371,13 +363,7 @@ def _of_roles(
 
 def placed_together(graph: Graph, choices: Candidates, capacity: float) -> dict[str, Price] | None:
     """Returns a candidate for each of these calls, all on the same devices; None if they do not fit together."""
-
-    def seconds(candidate: Price) -> tuple[float, float]:
-        return candidate.seconds, candidate.resident
-
-    def resident(candidate: Price) -> tuple[float, float]:
-        return candidate.resident, candidate.seconds
-
+    seconds, resident = attrgetter("seconds", "resident"), attrgetter("resident", "seconds")
     orders = (_fit(graph, choices, capacity, first=first, then=seconds) for first in (seconds, resident))
     return next((fitting for fitting in orders if fitting is not None), None)
 

@@ -14,62 +14,64 @@ from jrlhf.meshes import Call
 from jrlhf.meshes.pipeline import bubble, table_of
 from jrlhf.meshes.plan import Plan
 from jrlhf.models.flops import forward_operations, training_operations
+from jrlhf.planning.candidates import grouped
 from jrlhf.planning.fusion.last_rows import Work
 from jrlhf.planning.fusion.updates import FusedUpdates, fused_prices, fused_updates
 from jrlhf.planning.memory import GIB, segments
-from jrlhf.planning.search import RULES, TURN, Found, Result
-from jrlhf.planning.simulate import Simulation, Span
+from jrlhf.planning.search import RULES, TURN, Result
+from jrlhf.planning.simulate import STEADY, Simulation, Span
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import Workload
 
 WIDTH = 72  # characters of the timeline
-STEADY = 2  # the iteration that is shown; earlier ones are still filling up
 MOST_NUMBERED = 400  # maximum number of operations of a schedule whose micro-batches are numbered
 FORMATS = (".svg", ".png", ".pdf")
 
 
 def describe(prices: CostModel, result: Result) -> str:
     """Describes the best plan of a search, and how much slower other plans are."""
-    rows, least = [], result.best.simulation.seconds
-    for name, outcome in [*result.rules.items(), *((outcome.plan.name, outcome) for outcome in result.runners_up)]:
-        note = _by_slice(outcome.plan) if name in result.rules else differences(outcome.plan, result.best.plan)
-        seconds = outcome.simulation.seconds
-        rows.append((name, _time(seconds), f"{100 * (seconds - least) / least:+.1f} %", note))
+    best, least = result.best.plan, result.best.seconds
+    others = [(name, rule, _by_slice(rule.plan)) for name, rule in result.rules.items()]
+    others += [(other.plan.name, other, differences(other.plan, best)) for other in result.runners_up]
+    rows = [
+        (name, _time(other.seconds), f"{100 * (other.seconds - least) / least:+.1f} %", note)
+        for name, other, note in others
+    ]
     absent = [name for name in RULES if name not in result.rules]
     lines = [
         describe_plan(prices, result.best),
-        *([] if result.serial is None else [_fused(prices, result.best, result.serial)]),
+        *([_fused(prices, result.best, result.runners_up[0])] if best.fused else []),
         "",
         f"{result.proposals} plans priced in {result.seconds:.1f} s, in whole turns of {TURN}; what the others lose:",
-        *(in_columns(rows) if rows else ()),
+        *in_columns(rows),
         *([f"  none that runs and fits: {', '.join(absent)}"] if absent else ()),
     ]
     return "\n".join(lines)
 
 
-def describe_plan(prices: CostModel, outcome: Found) -> str:
+def describe_plan(prices: CostModel, simulation: Simulation) -> str:
     """Describes a plan's calls, its timeline and its bottleneck."""
     lines = [
         f"plan for {prices.workload.graph.name} on {prices.cluster.devices} x {prices.cluster.hardware.name}: "
-        f"{_time(outcome.simulation.seconds)} an iteration, {outcome.simulation.peak / GIB:.1f} of "
+        f"{_time(simulation.seconds)} an iteration, {simulation.peak / GIB:.1f} of "
         f"{prices.capacity / GIB:.1f} GiB on the fullest device",
         "",
-        *_calls(prices, outcome),
+        *_calls(prices, simulation),
         "",
-        *_reasons(prices, outcome),
+        *_reasons(prices, simulation),
         "",
-        *timeline(outcome.simulation),
+        *timeline(simulation),
         "",
-        f"bottleneck: {bottleneck(outcome.simulation)}",
+        f"bottleneck: {bottleneck(simulation)}",
     ]
     return "\n".join(lines)
 
 
-def _fused(prices: CostModel, best: Found, serial: Found) -> str:
+def _fused(prices: CostModel, best: Simulation, serial: Simulation) -> str:
     priced = fused_prices(prices, best.plan, least=True)
-    least = sum(priced.time(prices.workload.graph[name], best.plan[name]).seconds for name in best.plan.fused)
-    together, apart = (_time(_busy(one.simulation, best.plan.fused)) for one in (best, serial))
-    whole, before = (_time(one.simulation.seconds) for one in (best, serial))
+    least = sum(priced.seconds(prices.workload.graph[name], best.plan[name]) for name in best.plan.fused)
+    together, apart = (_time(_busy(one, best.plan.fused)) for one in (best, serial))
+    whole, before = (_time(one.seconds) for one in (best, serial))
     return (
         f"fused updates: {together}, where no table needs less than {_time(least)}, instead of {apart}, and an "
         f"iteration of {whole} instead of {before}"
@@ -79,25 +81,20 @@ def _fused(prices: CostModel, best: Found, serial: Found) -> str:
 def _busy(simulation: Simulation, calls: Collection[str]) -> float:
     """Returns the seconds of an iteration in which any of these calls runs."""
     total = end = 0.0
-    spans = [span for span in simulation.spans if span.kind == "call" and span.call in calls]
+    spans = [span for span in simulation.steady if span.kind == "call" and span.call in calls]
     for span in sorted(spans, key=lambda span: span.start):
-        if span.iteration == STEADY:
-            total += max(0.0, span.end - max(span.start, end))
-            end = max(end, span.end)
+        total += max(0.0, span.end - max(span.start, end))
+        end = max(end, span.end)
     return total
 
 
-def _calls(prices: CostModel, outcome: Found) -> list[str]:
+def _calls(prices: CostModel, simulation: Simulation) -> list[str]:
     """Returns a table of the calls: devices, layout, mesh, micro-batches, seconds, and GiB of each device."""
     rows = [
         ("call", "devices", "layout", "mesh", "micro-batches", "seconds", "weights from home", "stays", "while it runs")
     ]
-    moves = {
-        span.call: span.seconds
-        for span in outcome.simulation.spans
-        if span.kind == "reallocation" and span.iteration == STEADY
-    }
-    for name, placement in outcome.plan.placements.items():
+    moves = {span.call: span.seconds for span in simulation.steady if span.kind == "reallocation"}
+    for name, placement in simulation.plan.placements.items():
         price = prices.call(prices.workload.graph[name], placement)
         axes = {axis: getattr(placement, axis) for axis in ("data", "fsdp", "tensor", "pipeline")}
         mesh = " x ".join(f"{axis}={size}" for axis, size in axes.items() if size > 1) or "one device"
@@ -111,18 +108,19 @@ def _calls(prices: CostModel, outcome: Found) -> list[str]:
     return in_columns(rows)
 
 
-def _reasons(prices: CostModel, outcome: Found) -> list[str]:
+def _reasons(prices: CostModel, simulation: Simulation) -> list[str]:
     """Returns a table of the parts of each call's time, and its MFU: operations of the model over the peak's."""
     workload, hardware = prices.workload, prices.cluster.hardware
     peak = hardware.bfloat16 if workload.itemsize == 2 else hardware.float32
     rows = [("call", "MFU", "bound by")]
-    for name, placement in outcome.plan.placements.items():
+    for name, placement in simulation.plan.placements.items():
         call = workload.graph[name]
-        time = prices.time(call, placement)
-        ordered = sorted(time.parts.items(), key=lambda part: -part[1])
-        most = [(part, size / time.seconds) for part, size in ordered if size > 0.05 * time.seconds]
+        parts = prices.parts(call, placement)
+        seconds = sum(parts.values())
+        ordered = sorted(parts.items(), key=lambda part: -part[1])
+        most = [(part, size / seconds) for part, size in ordered if size > 0.05 * seconds]
         shares = ", ".join(f"{part} {100 * share:.0f} %" for part, share in most)
-        available = time.seconds * placement.devices.count * peak
+        available = seconds * placement.devices.count * peak
         rows.append((name, f"{100 * operations(workload, call) / available:.0f} %", shares))
     mean, most = workload.mean_prompt + workload.mean_response, workload.length
     return [f"where the time goes, for rows of {mean:.0f} tokens in the mean and {most} at most:", *in_columns(rows)]
@@ -144,8 +142,7 @@ def timeline(simulation: Simulation) -> list[str]:
 
     Lower-case letters are work of the iterations before and after; `~` are moves of weights and values.
     """
-    spans = simulation.spans
-    own = [span for span in spans if span.iteration == STEADY]
+    own = simulation.steady
     start, end = min(span.start for span in own), max(span.end for span in own)
     names = list(dict.fromkeys(span.call for span in sorted(own, key=lambda span: span.start) if span.kind == "call"))
     letters = {name: chr(ord("A") + index) for index, name in enumerate(names)}
@@ -154,7 +151,7 @@ def timeline(simulation: Simulation) -> list[str]:
     for group in simulation.memory:
         row = [" "] * WIDTH
         # Moves first, so that no call is hidden behind one of them.
-        for span in sorted(spans, key=lambda span: span.kind == "call"):
+        for span in sorted(simulation.spans, key=lambda span: span.kind == "call"):
             if not span.occupies(group.devices):
                 continue
             first, last = round((span.start - start) * scale), round((span.end - start) * scale)
@@ -176,7 +173,7 @@ def critical_path(simulation: Simulation) -> list[Span]:
     that waited for its values or for its devices.
     """
     spans = [span for span in simulation.spans if span.iteration <= STEADY]
-    path = [max((span for span in spans if span.iteration == STEADY), key=lambda span: span.end)]
+    path = [max(simulation.steady, key=lambda span: span.end)]
     begin = path[0].end - simulation.seconds
     while True:
         earlier = [
@@ -211,9 +208,7 @@ def differences(plan: Plan, best: Plan) -> str:
 
 
 def _by_slice(plan: Plan) -> str:
-    slices: dict[str, list[str]] = {}
-    for name, placement in plan.placements.items():
-        slices.setdefault(str(placement.devices), []).append(name.split(".")[0])
+    slices = grouped((placement.devices, name.split(".")[0]) for name, placement in plan.placements.items())
     return ", ".join(f"{', '.join(dict.fromkeys(roles))} on {devices}" for devices, roles in slices.items())
 
 
@@ -223,7 +218,7 @@ def _time(seconds: float) -> str:
 
 def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Pads the cells of each column to the same width, except for the last cell of a row."""
-    longest = max(map(len, rows))
+    longest = max(map(len, rows), default=0)
     widths = [max((len(row[column]) for row in rows if column < len(row) - 1), default=0) for column in range(longest)]
     padded = ([f"{cell:<{width}}" for cell, width in zip(row[:-1], widths, strict=False)] for row in rows)
     return ["  " + "  ".join([*cells, row[-1]]).rstrip() for cells, row in zip(padded, rows, strict=True)]

@@ -18,6 +18,7 @@ from jrlhf.planning.memory import segments
 from jrlhf.planning.time import Prices
 
 ITERATIONS = 5  # as in ReaL's code
+STEADY = 2  # the iteration that is shown; earlier ones are still filling up
 REMEMBERED = 100_000  # number of cached combinations of slices
 
 # A call's group of devices and its seconds; the group of its weights' home, and the seconds to move them from there.
@@ -68,9 +69,15 @@ class Simulation:
     groups of neighbouring devices that run the same calls.
     """
 
+    plan: Plan
     seconds: float
     spans: tuple[Span, ...]
     memory: tuple[Memory, ...]
+
+    @property
+    def steady(self) -> list[Span]:
+        """The work of one iteration in the steady state."""
+        return [span for span in self.spans if span.iteration == STEADY]
 
     @property
     def peak(self) -> float:
@@ -95,7 +102,7 @@ def simulate(
     seconds, brought = simulator.run(choice, record=spans)
     groups, sizes = segments(place.devices for place in plan.placements.values()), simulator.memory(choice, brought)
     memory = tuple(Memory(group, *size) for group, size in zip(groups, sizes, strict=True))
-    return Simulation(seconds, tuple(spans), memory)
+    return Simulation(plan, seconds, tuple(spans), memory)
 
 
 def nested(slices: Sequence[Slice]) -> bool:

@@ -22,7 +22,7 @@ from jrlhf.planning.memory import Away, call_bytes, state_bytes
 from jrlhf.planning.moves import Group
 from jrlhf.planning.workload import RoleModel, Workload
 
-Parts = dict[str, float]  # seconds by kind of work
+Parts = dict[str, float]  # seconds of a device by kind of work; parts follow each other
 
 
 # ---- the parts of a call
@@ -154,17 +154,6 @@ def _rematerialized(model: RoleModel, remat: Remat) -> tuple[float, float, float
 
 
 # ---- calls
-
-
-@dataclass(frozen=True)
-class CallTime:
-    """Seconds of a call on each of its devices, by part. Parts follow each other."""
-
-    parts: Mapping[str, float]
-
-    @property
-    def seconds(self) -> float:
-        return sum(self.parts.values())
 
 
 class DividedCall:
@@ -411,8 +400,8 @@ class CostModel:
     """The prices of a workload's calls on a cluster; that of a call is computed once.
 
     backend: compiler of the calls. costs: of parts; None: Roofline. away: what is offloaded; parts that only the call
-    at the role's home needs count there as active, and are copied from and to the host. fused: time and active bytes of
-    updates that run together, by the call's name and placement.
+    at the role's home needs count there as active, and are copied from and to the host. fused: parts of the time and
+    active bytes of updates that run together, by the call's name and placement.
     """
 
     workload: Workload
@@ -420,7 +409,7 @@ class CostModel:
     backend: Backend = DEFAULT
     costs: PartCosts | None = None
     away: Away = field(default_factory=dict)
-    fused: Mapping[tuple[str, Placement], tuple[CallTime, float]] = field(default_factory=dict)
+    fused: Mapping[tuple[str, Placement], tuple[Parts, float]] = field(default_factory=dict)
     _calls: dict[Any, Price] = field(default_factory=dict, init=False)
 
     @property
@@ -436,26 +425,29 @@ class CostModel:
     def call(self, call: Call, placement: Placement) -> Price:
         key = call.name, placement
         if key not in self._calls:
-            time = self.time(call, placement)
             sizes = call_bytes(self.workload, call, placement, self.backend)
             models = self.workload.models[call.role] if home_of(self.workload.graph, call.role) == call else ()
             stored = state_bytes(models, self.workload.itemsize, placement)
             asleep = sum(size for part, size in stored.items() if self._sleeps(call, part))
             resident = sum(size for part, size in stored.items() if part != "base" or call == self._base) - asleep
-            seconds = time.seconds + 2 * asleep / self.cluster.hardware.host
+            seconds = self.seconds(call, placement) + 2 * asleep / self.cluster.hardware.host
             active = self.fused[key][1] if key in self.fused else sum(sizes.active.values())
             self._calls[key] = Price(placement, seconds, resident, active + asleep, sizes.moved)
         return self._calls[key]
 
-    def time(self, call: Call, placement: Placement) -> CallTime:
+    def seconds(self, call: Call, placement: Placement) -> float:
         """Predicts a call from inputs to outputs, without the move of its weights."""
+        return sum(self.parts(call, placement).values())
+
+    def parts(self, call: Call, placement: Placement) -> Parts:
+        """Predicts the parts of `seconds`."""
         if (call.name, placement) in self.fused:
             return self.fused[call.name, placement][0]
         total: Parts = {}
         for divided in self._by_model(call, placement):
             predict = {"generate": divided.generate, "infer": divided.infer, "train": divided.train}[call.kind]
             _add(total, predict() | divided.costs.call())
-        return CallTime(total)
+        return total
 
     def stage_seconds(self, call: Call, placement: Placement) -> tuple[float, float]:
         """Predicts the forward and backward seconds of a micro-batch on a stage, for a call that trains one model."""
@@ -476,8 +468,8 @@ class CostModel:
     def _sleeps(self, home: Call, part: str) -> bool:
         """Returns whether a part of a role's state is offloaded during every call except the one at its home."""
         roles = LEARNED if home.role == LEARNER else (home.role,)
-        places = [parts.get(part) for (role, call), parts in self.away.items() if role in roles and call != home.name]
-        return bool(places) and all(place == "pinned_host" for place in places)
+        others = [parts for (role, call), parts in self.away.items() if role in roles and call != home.name]
+        return bool(others) and all(part in parts for parts in others)
 
     def reallocation(self, role: str, home: Placement, placement: Placement) -> float:
         stored, size, itemsize = 0.0, 0.0, self.workload.itemsize

@@ -1,5 +1,6 @@
 """`Workload`: each role's models and the sizes of one iteration, from which memory and time are predicted."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -225,10 +226,7 @@ def _models_of_roles(
     section = config.lora
     lora = None if section is None else adapter_of(section, models["actor"])
     int8 = section is not None and section.base == "int8"
-    roles: dict[str, tuple[RoleModel, ...]] = {}
-
-    def add(role: str, model: RoleModel) -> None:
-        roles[role] = (*roles.get(role, ()), model)
+    roles = defaultdict[str, tuple[RoleModel, ...]](tuple)
 
     def adapted(role: str, adapter: LoRAConfig | None, head: HeadKind, *, trained: bool = False) -> RoleModel:
         return RoleModel(models[role], head, trained, adapter, is_base=adapter is None, int8=int8)
@@ -242,20 +240,21 @@ def _models_of_roles(
     )
     for role, head, trained, own in policies:
         if role == "reference" and role in models and config.reference_is_base:
-            add(role, adapted(role, None, head))
+            roles[role] += (adapted(role, None, head),)
         elif role in models:
             plain = lora is None or own
-            add(role, RoleModel(models[role], head, trained) if plain else adapted(role, lora, head, trained=trained))
+            model = RoleModel(models[role], head, trained) if plain else adapted(role, lora, head, trained=trained)
+            roles[role] += (model,)
     if "reward_model" in config.stages:
         learned = RoleModel(models["reward"], "scalar", trained=False, wide=True)
-        add("reward", learned if lora is None else adapted("reward", lora, "scalar"))
+        roles["reward"] += (learned if lora is None else adapted("reward", lora, "scalar"),)
     for key, role, part in config.rewards_and_costs if config.algorithm is not None else ():  # used by algorithms only
         if part.adapter is not None:
             with user_errors(f"{key}.adapter={part.adapter}"):
                 adapter = read_adapter_config(expanded(part.adapter))
-            add(role, adapted("actor", adapter, "scalar"))
+            roles[role] += (adapted("actor", adapter, "scalar"),)
         elif part.model is not None:
-            add(role, RoleModel(models[f"{role} {part.name}"], "scalar", trained=False))
+            roles[role] += (RoleModel(models[f"{role} {part.name}"], "scalar", trained=False),)
     if "learner" in graph.roles:
         roles["learner"] = roles["actor"] + roles.get("critic", ())
     return {role: roles[role] for role in graph.roles if role in roles}

@@ -98,8 +98,8 @@ class _DryRun:
         workload = workload_of(config, graph, self.models)
         size, lines = checkpoint_bytes(workload), list[str]()
         asleep = defaultdict[str, float](float)
-        for (role, call), places in away_parts(config, workload).items():
-            asleep[call] += sum(roles[role].get(part, 0.0) for part, place in places.items() if place == "pinned_host")
+        for (role, call), parts in away_parts(config, workload).items():
+            asleep[call] += sum(roles[role].get(part, 0.0) for part in parts)
         if host := max(asleep.values(), default=0.0):
             lines.append(f"host memory for what sleeps, at most {host / MIB:.3f} MiB for each device")
         room = f"{keep + 1} of them: checkpoints.keep={keep}, and the one that is written"

@@ -154,7 +154,7 @@ def _place(
         config, line = tiles_of_a_new_run(config, workload, plan, prices)
         tell(line)
     if config.rollout.last_groups == "auto":
-        moves = Moves(lambda: rollouts_of(config, prices(), plan), config.rollout.last_rows, tell)
+        moves = Moves(lambda: rollouts_of(config, prices(), plan), tell)
     if line := transfer_line(plan, [device.process_index for device in devices]):
         tell(line)
     return config, placements, moves

@@ -183,16 +183,16 @@ class Choice:
         )
 
 
-def choose(rollouts: Rollouts, decoded: Sequence[Sequence[Chunk]], rows: int | None = None) -> Choice:
+def choose(rollouts: Rollouts, decoded: Sequence[Sequence[Chunk]]) -> Choice:
     """Simulates the scores of decoded rollouts with each move; returns the fastest, among equal ones to fewest groups.
 
-    rows: maximum number of rows that move; None: as many as fit. Fewer would gain nothing: a move changes no decode
-    step, so the earliest one frees the devices for the longest time.
+    As many rows move as fit, if the schedule sets no maximum. Fewer would gain nothing: a move changes no decode step,
+    so the earliest one frees the devices for the longest time.
     """
     staying = _mean_seconds(rollouts, decoded, None)
     best = Choice(None, staying, staying)
     for groups in divisors(rollouts.groups)[:-1]:
-        last = LastRows(groups, groups * rollouts.last_slots if rows is None else rows)
+        last = LastRows(groups, rollouts.schedule.last_rows or groups * rollouts.last_slots)
         seconds = _mean_seconds(rollouts, decoded, last)
         best = Choice(last, seconds, staying) if seconds < best.seconds else best
     return best
@@ -200,10 +200,9 @@ def choose(rollouts: Rollouts, decoded: Sequence[Sequence[Chunk]], rows: int | N
 
 def settle(rollouts: Rollouts, decoded: Sequence[Sequence[Chunk]]) -> Choice:
     """Returns the move that the schedule sets, or the best one if the run chooses, with its seconds."""
-    schedule = rollouts.schedule
-    if schedule.last_groups == "auto":
-        return choose(rollouts, decoded, schedule.last_rows)
-    last, staying = LastRows.of(schedule), _mean_seconds(rollouts, decoded, None)
+    if rollouts.schedule.last_groups == "auto":
+        return choose(rollouts, decoded)
+    last, staying = LastRows.of(rollouts.schedule), _mean_seconds(rollouts, decoded, None)
     return Choice(last, staying if last is None else _mean_seconds(rollouts, decoded, last), staying)
 
 
@@ -217,9 +216,9 @@ class Moves:
     The first rollout, also after a resume, has no move; tokens do not depend on it. Process 0 chooses.
     """
 
-    def __init__(self, rollouts: Callable[[], Mapping[str, Rollouts]], rows: int | None, tell: Callable[[str], None]):
-        """rollouts: by call that draws. rows: `rollout.last_rows`. tell: called with a sentence for each new choice."""
-        self._rollouts, self._rows, self._tell = dict[str, Rollouts](), rows, tell
+    def __init__(self, rollouts: Callable[[], Mapping[str, Rollouts]], tell: Callable[[str], None]):
+        """rollouts: by call that draws. tell: called with a sentence for each new choice."""
+        self._rollouts, self._tell = dict[str, Rollouts](), tell
         self._recent, self._last = dict[str, deque[list[Chunk]]](), dict[str, LastRows | None]()
         from_main(lambda: self._begin(rollouts()))
 
@@ -237,7 +236,7 @@ class Moves:
 
     def _choose(self, call: str) -> dict[str, Any] | None:
         if recent := self._recent[call]:
-            choice = choose(self._rollouts[call], recent, self._rows)
+            choice = choose(self._rollouts[call], recent)
             if choice.last != self._last[call]:
                 self._last[call] = choice.last
                 self._tell(f"{call}: {choice.sentence(self._rollouts[call].groups)}")
@@ -299,7 +298,7 @@ def _rollouts(config: Config, prices: CostModel, plan: Plan, call: Call) -> Roll
         tensor=place.tensor,
         tile=tile,
         scoring=[
-            Scoring(plan[reader.name].devices, of_tile.time(reader, plan[reader.name]).seconds, reader.name)
+            Scoring(plan[reader.name].devices, of_tile.seconds(reader, plan[reader.name]), reader.name)
             for reader in read_by_rows(config, workload.graph, call)
         ],
         step=lambda slots, positions: sum(divided.step(slots, positions).values()),

@@ -21,8 +21,8 @@ from jrlhf.planning.candidates import placements
 from jrlhf.planning.fusion.problem import Model, fuse
 from jrlhf.planning.fusion.updates import fused_prices
 from jrlhf.planning.plans import FUSED
-from jrlhf.planning.search import Found, Result
-from jrlhf.planning.simulate import Simulator, simulate
+from jrlhf.planning.search import Result
+from jrlhf.planning.simulate import Simulation, Simulator, simulate
 from jrlhf.planning.time import CostModel
 
 _GAIN = 0.01  # least share of an iteration that stages of a call must save; smaller ones are within the prices' error
@@ -64,7 +64,7 @@ def _with_stages(
         if name in updates:
             return [replace(one.placement, schedule="1f1b") for one in options(name, count)]
         call = workload.graph[name]
-        seconds = lambda placed: prices.time(call, placed).seconds  # noqa: E731
+        seconds = lambda placed: prices.seconds(call, placed)  # noqa: E731
         return [one for same in _by_depth(prices, call, count) for one in nsmallest(_OF_A_DEPTH, same, key=seconds)]
 
     def faster(plan: Plan, name: str, places: Iterable[Placement], gain: float = 0.0) -> Plan:
@@ -94,11 +94,8 @@ def _with_stages(
         fastest = {one.model.depth: replace(one.placement, devices=devices) for one in last}  # of each depth
         others = product(fastest.values(), schedules)
         best = faster(best, name, [replace(place, schedule=schedule) for place, schedule in others])
-    staged = Found(best, simulate(workload.graph, best, prices, lockstep=lockstep))
-    if staged.simulation.seconds >= result.best.simulation.seconds:
-        return result
-    before = replace(result.best, plan=replace(result.best.plan, name="no stages"))
-    return replace(result, best=staged, runners_up=(before, *result.runners_up))
+    staged = simulate(workload.graph, best, prices, lockstep=lockstep)
+    return result.improved(staged, "no stages") if staged.seconds < result.best.seconds else result
 
 
 def _with_fused(
@@ -108,12 +105,12 @@ def _with_fused(
         return result
     graph = prices.workload.graph
 
-    def faster(plan: Plan, best: Found, *, least: bool) -> Found | None:
+    def faster(plan: Plan, best: Simulation, *, least: bool) -> Simulation | None:
         """Simulates a plan, with its updates' table or, if `least`, that table's lower bound. None: not faster."""
         priced = fused_prices(prices, plan, least=least, processes=processes)
         simulation = simulate(graph, plan, priced, lockstep=lockstep)
-        better = simulation.seconds < best.simulation.seconds and simulation.peak <= prices.capacity
-        return Found(plan, simulation) if better else None
+        better = simulation.seconds < best.seconds and simulation.peak <= prices.capacity
+        return simulation if better else None
 
     bounds, tried = [], list[Plan]()
     for base in (result.best, *result.runners_up)[:_PLANS]:
@@ -131,13 +128,10 @@ def _with_fused(
                     bounds.append(bound)
                 tried.append(plan)
     best = result.best
-    for bound in nsmallest(_TABLES, bounds, key=lambda one: one.simulation.seconds):
-        if bound.simulation.seconds < best.simulation.seconds:
+    for bound in nsmallest(_TABLES, bounds, key=lambda one: one.seconds):
+        if bound.seconds < best.seconds:
             best = faster(bound.plan, best, least=False) or best
-    if best is result.best:
-        return result
-    serial = replace(result.best, plan=replace(result.best.plan, name="not fused"))
-    return replace(result, best=best, runners_up=(serial, *result.runners_up), serial=serial)
+    return result if best is result.best else result.improved(best, "not fused")
 
 
 @dataclass(frozen=True)

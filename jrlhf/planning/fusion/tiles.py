@@ -105,16 +105,16 @@ def examples(config: Config, prices: CostModel, plan: Plan, lengths: Sequence[Le
 
 def describe(config: Config, prices: CostModel, plan: Plan, lengths: Sequence[Lengths]) -> list[str]:
     """Returns lines: the guarantee, the best moves for rollouts of these lengths, the gain of the config's tiles."""
-    schedule = config.rollout
+    groups = config.rollout.last_groups
     at_last, tiled = (rollouts_of(one, prices, plan) for one in (with_tiles(config, None), config))
-    auto, moves = schedule.last_groups == "auto", "" if schedule.last_groups is None else " and without moves"
+    auto, moves = groups == "auto", "" if groups is None else " and without moves"
     lines = [f"guarantee: the same bits as with scores of the same tiles after the last row{moves}"]
     if auto and not any(map(may_gain, tiled.values())):
         lines.append(NO_GAIN)
     for name, rollouts in tiled.items():
         decoded = [decode(rollouts, own) for own in lengths]
         own, at_once = settle(rollouts, decoded), settle(at_last[name], decoded).seconds
-        choice = own if auto else choose(rollouts, decoded, schedule.last_rows)
+        choice = own if auto else choose(rollouts, decoded)
         verdict = "tiles gain" if own.seconds < at_once else "leave compute.score_rows out"
         setting = "" if auto else ", with rollout.last_groups=auto"
         lines.append(f"{name}{setting}: {choice.sentence(rollouts.groups)}")

@@ -8,10 +8,10 @@ from math import lcm
 from jrlhf.meshes.hardware import HARDWARE, Cluster
 from jrlhf.meshes.pipeline import Table, makespan, synchronous_makespan
 from jrlhf.meshes.plan import Placement, Plan
-from jrlhf.planning.fusion.improve import search
+from jrlhf.planning.fusion.dispatch import search
 from jrlhf.planning.fusion.problem import Model, fuse
 from jrlhf.planning.memory import fused_bytes
-from jrlhf.planning.time import CallTime, CostModel
+from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import Workload
 
 # Relative costs determine a table. They are always those of this device, so that a run's table is the same everywhere.
@@ -75,8 +75,8 @@ def fused_prices(prices: CostModel, plan: Plan, *, least: bool = False, processe
     active = sum(fused_bytes(workload, plan, prices.backend).values())
     together = {}
     for name in plan.fused:
-        parts = {**prices.time(workload.graph[name], plan[name]).parts, "bubble": idle * work[name]}
-        together[name, plan[name]] = CallTime(parts), active
+        parts = {**prices.parts(workload.graph[name], plan[name]), "bubble": idle * work[name]}
+        together[name, plan[name]] = parts, active
     return replace(prices, fused=together)
 
 

@@ -26,8 +26,7 @@ from jrlhf.meshes.hardware import cluster
 from jrlhf.planning.auto import Setting
 from jrlhf.planning.plans import plan_of_config, plan_yaml, validate_plan
 from jrlhf.planning.profile import Profile, default_path, save, wanted_curves
-from jrlhf.planning.search import Found
-from jrlhf.planning.simulate import simulate
+from jrlhf.planning.simulate import Simulation, simulate
 from jrlhf.stages.setup import PLAN, architectures, select_plan
 from tests.jrlhf.planning.test_auto import Device
 
@@ -38,18 +37,18 @@ def setting(devices: int, *overrides: str, **asynchronous: object) -> Setting:
     return Setting(config, planned_graph(config), architectures(config), cluster(f"{devices}xh100"))
 
 
-def halves(own: Setting) -> Found:
+def halves(own: Setting) -> Simulation:
     """Rollouts on the second half of the devices, in the config's mesh."""
     config, count = replace(own.config, plan="disaggregated"), own.prices.cluster.devices
     plan = plan_of_config(config, own.workload, count)
-    return Found(plan, simulate(own.graph, plan, own.prices, lockstep=True))
+    return simulate(own.graph, plan, own.prices, lockstep=True)
 
 
 def test_rows_of_one_length_in_closed_form():
     """With staleness 0 both sides take turns, as in an iteration of the plan's simulator. With a bound the longer one
     never waits, unless `update_steps` are so few that rows remain to be drawn after the update."""
     outcome, mesh = halves(setting(16, "mesh.fsdp=16", staleness=0)), "mesh.fsdp=16"
-    spans = [span for span in outcome.simulation.spans if span.iteration == 2]
+    spans = [span for span in outcome.spans if span.iteration == 2]
     (drawing,) = (span for span in spans if span.call == "actor.generate" and span.kind == "call")
     update = max(span.end for span in spans) - drawing.end
     step = drawing.seconds / 1024
@@ -59,8 +58,8 @@ def test_rows_of_one_length_in_closed_form():
         return predicted(own.config, own.prices, outcome).seconds
 
     for steps in (1, 128, 5000):
-        assert seconds(staleness=0, update_steps=steps) == pytest.approx(outcome.simulation.seconds, rel=1e-3)
-    assert seconds(staleness=0, clock="wall") == pytest.approx(outcome.simulation.seconds, rel=1e-3)
+        assert seconds(staleness=0, update_steps=steps) == pytest.approx(outcome.seconds, rel=1e-3)
+    assert seconds(staleness=0, clock="wall") == pytest.approx(outcome.seconds, rel=1e-3)
     assert update > drawing.seconds
     assert seconds(staleness=2, clock="wall") == pytest.approx(update, rel=1e-3)
     for steps in (1100, 5000):
@@ -107,7 +106,7 @@ def test_the_division_is_the_fastest_of_all():
     assert options[0].seconds < options[1].seconds
     for one in options:
         validate_plan(one.outcome.plan, own.config, own.workload, 24)
-        assert one.outcome.simulation.peak <= own.prices.capacity
+        assert one.outcome.peak <= own.prices.capacity
     sixteen = setting(16, "mesh.fsdp=16", staleness=2, update_steps=2000)
     (half,) = choose(sixteen)
     assert half.seconds < predicted(sixteen.config, sixteen.prices, halves(sixteen)).seconds

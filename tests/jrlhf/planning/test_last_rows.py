@@ -79,7 +79,8 @@ def test_work_by_hand():
 def test_the_fastest_move_is_chosen_and_none_where_none_gains():
     unlike, equal = decode(TWO, LENGTHS), decode(TWO, np.full(4, 8))
     assert choose(TWO, [unlike]) == Choice(LastRows(1, 2), 11.75, 14.5)
-    assert choose(TWO, [unlike], rows=1) == Choice(LastRows(1, 1), 11.75, 14.5)
+    limited = replace(TWO, schedule=replace(TWO.schedule, last_rows=1))
+    assert choose(limited, [unlike]) == Choice(LastRows(1, 1), 11.75, 14.5)
     assert choose(TWO, [equal]) == Choice(None, 14.5, 14.5)
     # A second rollout counts as much as the first one.
     assert choose(TWO, [unlike, equal]) == Choice(LastRows(1, 2), (11.75 + 14.5) / 2, 14.5)
@@ -96,14 +97,14 @@ def test_a_run_says_if_no_move_frees_devices_that_score():
     ):
         lines: list[str] = []
         rollouts = {"draw": replace(TWO, scoring=[Scoring(devices, 3.0) for devices in scoring])}
-        Moves(lambda rollouts=rollouts: rollouts, None, lines.append)
+        Moves(lambda rollouts=rollouts: rollouts, lines.append)
         assert lines == expected, scoring
 
 
 def test_a_run_chooses_before_each_rollout_by_the_lengths_of_the_last_ones():
     """The first one stays. What the log is told has the seconds of `choose`, and only where the choice changes."""
     lines: list[str] = []
-    moves, equal = Moves(lambda: {"draw": TWO}, None, lines.append), np.full(4, 8)
+    moves, equal = Moves(lambda: {"draw": TWO}, lines.append), np.full(4, 8)
     assert moves.before("draw") is None
     for lengths, last in ((LENGTHS, LastRows(1, 2)), (LENGTHS, LastRows(1, 2)), *[(equal, LastRows(1, 2))] * 3):
         moves.after("draw", lengths)
@@ -269,10 +270,10 @@ def test_rollouts_of_a_plan_take_what_its_prices_say():
     (rollouts,) = rollouts_of(config, prices, plan).values()
     drawing = workload.graph["actor.generate"]
     steps = 1024 * rollouts.step(32, workload.prompt + 1024 // 2)
-    assert prices.time(drawing, plan[drawing.name]).seconds == pytest.approx(rollouts.prefill(32) + steps)
+    assert prices.seconds(drawing, plan[drawing.name]) == pytest.approx(rollouts.prefill(32) + steps)
     few = replace(prices, workload=replace(workload, rows=16))
     reading = "reward.score", "actor.logprobs", "reference.logprobs", "critic.values"
-    expected = [few.time(workload.graph[name], plan[name]).seconds for name in reading]
+    expected = [few.seconds(workload.graph[name], plan[name]) for name in reading]
     assert [call.seconds for call in rollouts.scoring] == expected
     assert {call.devices for call in rollouts.scoring} == {half} and rollouts.occupancy().counts == (32, 16, 8)
     # On each of two devices arrive the caches of three others: 8 rows of 1024 positions with 8 heads, in bfloat16.

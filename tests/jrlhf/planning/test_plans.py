@@ -382,6 +382,8 @@ def test_rows_that_no_placement_divides_are_one_sentence():
         ("actor.update", {"rows": 4}, r"1 device\(s\) x 8 minibatches x 1 micro-batches: choose rows of 128"),
         # A multiple of 16 would do for this call alone; the updates have eight minibatches on 16 devices.
         ("actor.generate", {"rows": 24, "samples": 16}, "16 samples of a prompt .*: choose rows of 128"),
+        # One group of devices could draw these, but has no fewer groups to which its last rows move.
+        ("actor.generate", {"rows": 6, "samples": 2, "last_groups": 2}, r"16 device\(s\): choose rows of 128"),
     ):
         message = f"^{call} runs nowhere, for rows={changes['rows']} does not divide over {sentence}$"
         with pytest.raises(UserError, match=message):
@@ -405,7 +407,7 @@ def test_what_overlaps_in_part_or_does_not_fit_is_one_sentence():
     }
     plan = Plan("mine", {call.name: usual[call.kind] for call in PPO if call.kind != "compute"})
     refuse_partial_overlap(moved(plan, "reward.score", Placement(Slice(8, 4), "score", tensor=4)))
-    check_fits(config_of(), plan, PRICES, simulate(PPO, plan, PRICES))
+    check_fits(config_of(), PRICES, simulate(PPO, plan, PRICES))
     first = moved(plan, "reward.score", Placement(Slice(0, 8), "score", fsdp=8))
     message = "^devices 0-7 of reward.score and 4-11 of critic.values overlap in part: .* such as 0-11 and 4-11$"
     with pytest.raises(UserError, match=message):
@@ -416,7 +418,7 @@ def test_what_overlaps_in_part_or_does_not_fit_is_one_sentence():
     message = "^plan mine needs .* GiB on each of devices 0-1, which have 79.1, .* for what stays and the rest for "
     narrow = moved(moved(plan, "actor.update", two), "critic.update", two)
     with pytest.raises(UserError, match=message):
-        check_fits(config_of(), narrow, PRICES, simulate(PPO, narrow, PRICES))
+        check_fits(config_of(), PRICES, simulate(PPO, narrow, PRICES))
 
 
 def test_plans_that_processes_cannot_run_are_refused():

@@ -355,7 +355,7 @@ def test_a_plan_with_pipelines_that_a_search_proposes_runs(tmp_path):
     slow = {"node": 1, "network": 1e7, "latency": 0, "launch": 0, "bfloat16": 1e9, "float32": 1e9}
     cluster = Cluster(replace(HARDWARE["h200"], **slow), 8)
     result = auto.Setting(config, graph_of(config), architectures(config), cluster).search(proposals=250)
-    assert result.serial is not None and result.best.plan["actor.update"].pipeline == 8
+    assert result.best.plan.fused and result.best.plan["actor.update"].pipeline == 8
     (tmp_path / "plan.yaml").write_text(plan_yaml(result.best.plan))
     path = run(build(Config, {**mapping, "plan": str(tmp_path / "plan.yaml")}))
     assert read_plan(path / "plan.yaml").placements == result.best.plan.placements
