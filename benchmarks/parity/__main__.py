@@ -61,7 +61,7 @@ SYSTEMS = {
 
 def make_data(work: Path, seeds: int) -> None:
     """Writes the questions, and in which order each seed asks them, which is that of our runs."""
-    from jrlhf.data.batches import batch_indices
+    from jrlhf.data.order import Order
     from jrlhf.tasks.arithmetic.problems import draw_problems, question
 
     learned, heldout = ([*map(question, sums)] for sums in draw_problems(PROBLEMS, HELDOUT, terms=2, digits=2, seed=0))
@@ -70,8 +70,8 @@ def make_data(work: Path, seeds: int) -> None:
     (work / "heldout.json").write_text(json.dumps(heldout))
     for algorithm, prompts in {"grpo": common.ROWS // common.SAMPLES, "ppo": common.ROWS}.items():
         for seed in range(seeds):
-            steps = [batch_indices(len(learned), prompts, step, seed + 1) for step in range(common.STEPS)]
-            asked = [[learned[row] for row in step] for step in steps]
+            order = Order(len(learned), prompts, seed + 1)
+            asked = [[learned[row] for row in order.draw(step)[0]] for step in range(common.STEPS)]
             (work / f"{algorithm}-prompts-{seed}.json").write_text(json.dumps(asked))
 
 

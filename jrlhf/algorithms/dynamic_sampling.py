@@ -22,25 +22,21 @@ class DynamicSampler:
     A group is informative if its finite scores, before they are shaped, are not all equal. After `max_rounds` rounds
     the rest of the batch is filled with groups that are not informative, in their order.
 
-    After an iteration `draws`, `prompts`, `raw` and `metrics()` are its results.
-
-    draw_batch: number of a batch -> its prompts.
+    After an iteration `draws`, `prompts`, `raw`, `scored` and `metrics()` are its results.
     """
 
     draws: int  # number of prompt batches drawn so far, in all iterations
     prompts: Batch  # the prompts of the batch, row by row
     raw: Float[Array, "B"]  # the batch's scores before they were shaped
+    scored: dict[int, Float[np.ndarray, "B"]]  # number of each batch drawn in the iteration -> scores as in `raw`
 
-    def __init__(
-        self, draw_batch: Callable[[int], Batch], placement: Mesh | RolePlacement, algorithm: DAPOConfig, clock: Clock
-    ):
-        self._draw_batch, self.placement, self.clock = draw_batch, RolePlacement.of(placement), clock
+    def __init__(self, placement: Mesh | RolePlacement, algorithm: DAPOConfig, clock: Clock):
+        self.placement, self.clock = RolePlacement.of(placement), clock
         self._samples, self._max_rounds = algorithm.samples, algorithm.max_rounds
-        self.start(0)
 
-    def start(self, draws: int) -> None:
-        """Begins an iteration, before which `draws` batches were drawn."""
-        self.draws, self._first, self._metrics = draws, draws, {}
+    def start(self, draws: int, draw_batch: Callable[[int], Batch]) -> None:
+        """Begins an iteration after `draws` batches of prompts. draw_batch: number of a batch -> its prompts."""
+        self._draw_batch, self.draws, self._first, self._metrics, self.scored = draw_batch, draws, draws, {}, {}
         self._batch: tuple[Rollout, Scores] | None = None
         self._informative = np.zeros(0, bool)  # one flag per group of the batch
         self._drawn = self._useful = 0  # numbers of groups in all rounds
@@ -59,7 +55,8 @@ class DynamicSampler:
     @timed("pool")
     def keep(self, rollout: Rollout, scores: Scores, prompts: Batch) -> tuple[Rollout, Scores]:
         """Adds a round's informative groups to the batch, while there is room. Returns the batch so far."""
-        fresh = informative(to_host(scores.raw), self._samples)
+        raw = self.scored[prompts.step] = to_host(scores.raw)
+        fresh = informative(raw, self._samples)
         if self._batch is None:  # the first round; merged with itself, so that the program is compiled in any case
             self._batch, self.prompts, self._informative = (rollout, scores), prompts, fresh
             source = np.arange(len(fresh))

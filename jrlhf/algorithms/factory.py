@@ -2,14 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeVar
-
-from jax.sharding import Mesh
 
 from jrlhf.algorithms import (
     Actor,
-    Batch,
     Constraint,
     CostCritic,
     Critic,
@@ -82,15 +78,8 @@ class RoleFactory:
         rewards.free_original()
         return {"actor": home("actor").store(policy)} | models, identities
 
-    def roles(
-        self,
-        graph: Graph,
-        models: Mapping[str, Model],
-        rewards: Rewards,
-        costs: Rewards | None,
-        draw: Callable[[Mesh, int], Batch],
-    ) -> Roles:
-        """All roles of a graph. draw: (mesh, number of a batch) -> prompts."""
+    def roles(self, graph: Graph, models: Mapping[str, Model], rewards: Rewards, costs: Rewards | None) -> Roles:
+        """All roles of a graph."""
         section, algorithm, placement, clock = self.config.rl, self.algorithm, self.placement, self.clock
         lengths: Any = {"temperature": self.sampling.temperature, "responses": self.sampling.max_new_tokens}
         rollouts = {"sampling": self.sampling, "samples": section.samples, "schedule": self.config.rollout}
@@ -110,8 +99,7 @@ class RoleFactory:
         if isinstance(algorithm, SafeRLHFConfig):
             optional["constraint"] = Constraint(algorithm, clock, placement("constraint"))
         if isinstance(algorithm, DAPOConfig):
-            draw_batch = partial(draw, actor.placement["generate"].mesh)
-            optional["pool"] = DynamicSampler(draw_batch, placement("pool"), algorithm, clock)
+            optional["pool"] = DynamicSampler(placement("pool"), algorithm, clock)
         return Roles(actor, rewards, ExperienceMaker(algorithm, clock, placement("estimator")), **optional)
 
     def _site(self, role: str, offloader: Offloader | None = None) -> Site:

@@ -7,6 +7,7 @@ from typing import Any, get_args, get_type_hints
 
 from jrlhf.algorithms import (
     Actor,
+    Batch,
     Constraint,
     CostCritic,
     Critic,
@@ -53,18 +54,23 @@ class Roles:
     def bind(
         self,
         states: Mapping[str, TrainState],
+        draws: int,
+        draw: Callable[[int], Batch],
         *,
         moments: RunningMoments,
-        draws: int,
         multiplier: MultiplierState | None,
         texts: SFTBatch | None,
     ) -> "Roles":
-        """Returns the roles of one iteration, which starts from these states. texts: imitated in addition (ptx)."""
+        """Returns the roles of one iteration, which starts from these states.
+
+        draws: number of batches drawn before it. draw: number of a batch -> its prompts. texts: imitated in addition
+            (ptx).
+        """
         self.reward.start(moments)
         if self.cost is not None:
             self.cost.start(RunningMoments.create())  # costs are not normalised
         if self.pool is not None:
-            self.pool.start(draws)
+            self.pool.start(draws, draw)
         bound: dict[str, Any] = {name: role.bind(states[name]) for name, role in self.trained.items()}
         bound["actor"] = self.actor.bind(states["actor"], texts)
         if self.learner is not None:

@@ -406,6 +406,11 @@ def _algorithm(config: Config, name: str) -> Iterator[str]:
             f"{name}.asynchronous.clock=wall takes new weights between two chunks, and on_new_weights=finish waits "
             "for rows: set keep_cache or prefill_again"
         )
+    if asynchronous is not None and section.solved_score is not None:
+        yield (
+            f"{name}.solved_score={section.solved_score:g} leaves out prompts by scores that {name}.asynchronous does "
+            "not have yet when it draws ahead: leave one out"
+        )
     if buffer is not None and buffer > config.data.max_response:
         yield f"{name}.scores.overlong_buffer={buffer:g} exceeds data.max_response={config.data.max_response}: lower it"
     if section.scores.combine == "normalise_then_sum":

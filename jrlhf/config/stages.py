@@ -174,6 +174,9 @@ class RLStageConfig(Section):
     algorithm: PolicyConfig = PolicyConfig()
     scores: ScoreConfig = ScoreConfig()  # changes a response's score before the algorithm gets it
     asynchronous: AsynchronousConfig | None = None
+    # A prompt whose responses have at least this mean score, before it is shaped, is left out of later epochs, while a
+    # batch of others remains (ScaleRL's no-positive-resampling, arXiv:2510.13786: a pass rate of 0.9); null: off.
+    solved_score: float | None = None
 
     @property
     def updates(self) -> int:

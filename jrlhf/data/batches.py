@@ -34,19 +34,6 @@ class Batch:
     answers: Mapping[str, Any] = field(default_factory=dict)
 
 
-def batch_indices(count: int, batch: int, step: int, seed: int) -> Int[np.ndarray, "B"]:
-    """Returns the rows of batch number `step` of an endless stream over `count` rows, shuffled anew in every epoch."""
-    positions = np.arange(step * batch, (step + 1) * batch)
-    epochs = positions // count
-    orders = {epoch: np.random.default_rng((seed, int(epoch))).permutation(count) for epoch in np.unique(epochs)}
-    return np.array([orders[epoch][position % count] for epoch, position in zip(epochs, positions, strict=True)])
-
-
-def epoch_of(count: int, batch: int, step: int) -> int:
-    """Returns the number of the epoch, from 0, in which batch number `step` of `batch_indices` begins."""
-    return step * batch // count
-
-
 def whole_batches(count: int, batch: int) -> Iterator[tuple[Int[np.ndarray, "B"], int]]:
     """Yields each batch's rows, and how many of them count: the last batch is filled up with rows from the start."""
     for start in range(0, count, batch):

@@ -9,7 +9,8 @@ import numpy as np
 
 from jrlhf.algorithms.dpo import dpo
 from jrlhf.algorithms.pair_actor import PairActor, PairReference, add_reference
-from jrlhf.data.batches import batch_indices, epoch_of, whole_batches
+from jrlhf.data.batches import whole_batches
+from jrlhf.data.order import Order
 from jrlhf.data.task import Pairs
 from jrlhf.meshes import to_host
 from jrlhf.ppo import PairBatch, TrainState, pair_terms
@@ -54,11 +55,11 @@ def train_dpo(context: Context, policy: Model) -> Model:
     def advance(state: TrainState, step: int) -> tuple[TrainState, dict[str, Any]]:
         actor = built.bind(state)
         trained, measured = pairs()
-        rows = batch_indices(len(trained), config.batch, step, context.config.seed)
+        rows, epochs = Order(len(trained), config.batch, context.config.seed).draw(step)
         batch = PairBatch(*put_pairs(context, trained, rows))
         clock.start()
         metrics = jax.device_get(dpo(actor, reference, batch)) | clock.take() | {CALLS: clock.calls(context.mesh)}
-        metrics |= {"training/epoch": epoch_of(len(trained), config.batch, step)}
+        metrics |= {"training/epoch": int(epochs[0])}
         if len(measured) and config.evaluates(step):
             metrics |= evaluate(actor)
         return actor.state, metrics

@@ -5,7 +5,7 @@ from functools import cache, partial
 
 import numpy as np
 
-from jrlhf.data.batches import batch_indices, epoch_of
+from jrlhf.data.order import Order
 from jrlhf.data.task import Pairs
 from jrlhf.errors import RunFailure
 from jrlhf.meshes import to_devices, to_host
@@ -39,10 +39,10 @@ def train_reward_model(context: Context, policy: Model) -> Model:
 
     def advance(state: TrainState, step: int):
         train, heldout = pairs()
-        rows = batch_indices(len(train), config.batch, step, context.config.seed)
+        rows, epochs = Order(len(train), config.batch, context.config.seed).draw(step)
         batch = PreferenceBatch(*put_pairs(context, train, rows)[:4])
         state, metrics = step_fn(state, batch, *start.frozen)
-        metrics = metrics | {"training/epoch": epoch_of(len(train), config.batch, step)}
+        metrics = metrics | {"training/epoch": int(epochs[0])}
         if len(heldout) and config.evaluates(step):
             metrics = metrics | _accuracy(context, start.holding(state.params), heldout)
         if step + 1 == config.steps:

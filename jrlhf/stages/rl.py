@@ -16,9 +16,7 @@ from jrlhf.algorithms.factory import RoleFactory, algorithm_of
 from jrlhf.algorithms.registry import dataflow_identity, dataflow_of, graph_of
 from jrlhf.data.batches import (
     Batch,
-    batch_indices,
     distinct_first,
-    epoch_of,
     key_for,
     pad_rows,
     put_prompts,
@@ -27,6 +25,7 @@ from jrlhf.data.batches import (
     row_keys,
 )
 from jrlhf.data.encode import Prompts
+from jrlhf.data.order import UNSOLVED, Order, Solved
 from jrlhf.fleet.asynchronous import AsynchronousRollouts
 from jrlhf.fleet.state import FleetState
 from jrlhf.meshes import to_devices, to_host, transfer
@@ -67,6 +66,7 @@ class RLState:
     draws: Int[Array, ""]  # number of prompt batches drawn so far
     multiplier: MultiplierState | None = None  # the Lagrange multiplier of Safe RLHF
     fleet: FleetState | None = None  # the state of asynchronous rollouts
+    solved: Int[Array, "N"] | None = None  # first epoch in which a prompt is not drawn any more; None: all always are
 
 
 def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards | None = None) -> Model:
@@ -77,17 +77,14 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
     graph, dataflow, prompts = graph_of(config), dataflow_of(config), task.prompts
     factory = RoleFactory(config, algorithm, context.compute, context.sampling, context.placement, clock, context.moves)
     models, identities = factory.models(context.initial, policy, rewards, graph)
-    fleet = None
-
-    def draw(mesh: Mesh, number: int) -> Batch:
-        return take_batch(context, prompts, mesh, number) if fleet is None else fleet.collect(number)
-
-    built = factory.roles(graph, models, rewards, costs, draw)
+    order = Order(len(prompts.ids), section.rollout_batch // section.samples, config.seed + 1)
+    take, fleet = partial(take_batch, context, prompts, order), None
+    built = factory.roles(graph, models, rewards, costs)
     generating, updating = built.actor.placement["generate"].mesh, built.actor.placement["update"].mesh
     arithmetic = context.placement("arithmetic").home.mesh
     everywhere = NamedSharding(arithmetic, P())
     if config.asynchronous is not None:
-        take, tell, scoring = partial(take_batch, context, prompts), context.console.warn, (rewards, costs)
+        tell, scoring = context.console.warn, (rewards, costs)
         fleet = AsynchronousRollouts(config, built.actor, context.sampling, task.tokenizer, take, scoring, tell)
     utilisation = utilisation_of(graph, models, algorithm, context.placement, context.compute)
     measure = jax.jit(partial(_measure, algorithm, section.rollout_batch, section.samples))
@@ -97,14 +94,17 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         multiplier = MultiplierState.create(algorithm) if isinstance(algorithm, SafeRLHFConfig) else None
         trained = {role: built.trained[role].create(models[role].params) for role in built.trained}
         drawing = None if fleet is None else fleet.fresh(built.actor.bind(trained["actor"]))
-        state = RLState(trained, *to_devices((*start, multiplier), everywhere), fleet=drawing)
+        solved = None if section.solved_score is None else np.full(order.count, UNSOLVED, np.int32)
+        start, multiplier, solved = to_devices((start, multiplier, solved), everywhere)
+        state = RLState(trained, *start, multiplier=multiplier, fleet=drawing, solved=solved)
         return replace(state, moments=transfer(state.moments, rewards.placement["score"].mesh))
 
     def advance(state: RLState, step: int) -> tuple[RLState, dict[str, Any]]:
         clock.start()
-        draws, kl_coef = int(to_host(state.draws)), state.kl.coef
+        draws, solved, kl_coef = int(to_host(state.draws)), to_host(state.solved), state.kl.coef
+        draw = partial(take, generating, solved=solved) if fleet is None else fleet.collect
         texts = take_texts(context, step, updating) if algorithm.ptx_coef > 0 else None
-        roles = built.bind(state.trained, moments=state.moments, draws=draws, multiplier=state.multiplier, texts=texts)
+        roles = built.bind(state.trained, draws, draw, moments=state.moments, multiplier=state.multiplier, texts=texts)
         validated, samples = {}, []
         if validation is not None and validation.every is not None and step % validation.every == 0:
             validated, samples = validate(context, roles.actor.model, rewards, step, clock)
@@ -112,12 +112,13 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         if fleet is not None:
             fleet.start(state.fleet, roles.actor)
         if roles.pool is None:
-            values["prompts"] = draw(generating, draws)
+            values["prompts"] = draw(draws)
         experience, metrics = map(ready, dataflow(**roles.arguments(dataflow), **values))
         if roles.pool is None:
-            batch, raw, rounds = values["prompts"], rewards.raw, 1
+            batch, raw, rounds, scores = values["prompts"], rewards.raw, 1, {draws: rewards.raw}
         else:
             batch, raw, rounds = roles.pool.prompts, roles.pool.raw, roles.pool.draws - draws
+            scores = roles.pool.scored
         if fleet is not None:
             fleet.publish(roles.actor)
         multiplier = None if roles.constraint is None else roles.constraint.state
@@ -132,19 +133,23 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         for scored in (rewards, costs):
             if scored is not None:
                 scored.check(metrics)
-        metrics["training/epoch"] = epoch_of(len(prompts.ids), section.rollout_batch // section.samples, draws)
+        metrics["training/epoch"] = int(order.draw(draws, solved)[1][0])
         seconds = clock.take()
         metrics |= seconds | validated | {CALLS: clock.calls(context.mesh)}
         metrics |= verl_figures(metrics, len(batch.examples), context.mesh.size)
         masks = {"learned": learned, "texts": None if texts is None else texts.loss_mask}
-        read, raw, masks = to_host(({field: getattr(experience, field) for field in READ}, raw, masks))
+        fields = {field: getattr(experience, field) for field in READ}
+        read, raw, scores, masks = to_host((fields, raw, scores, masks))
+        if section.solved_score is not None:
+            solved = order.without_solved(solved, scores, section.solved_score)
+            metrics["data/solved"] = np.mean(solved < UNSOLVED)
         if utilisation is not None and is_main():  # other processes lack the times of calls that they do not run
             work = {**masks, "rounds": rounds, "stopped_updates": metrics.get("actor/stopped_updates", 0.0)}
             metrics |= utilisation.metrics(seconds, read["prompt_lengths"], read["response_lengths"], **work)
         metrics |= watch(context, batch, replace(experience, **read), raw)
         metrics[SAMPLES] += samples
-        drawn = to_devices(np.int32(draws + rounds), everywhere)
-        return RLState(roles.states, kl, rewards.moments, drawn, multiplier, drawing), metrics
+        drawn, solved = to_devices((np.int32(draws + rounds), solved), everywhere)
+        return RLState(roles.states, kl, rewards.moments, drawn, multiplier, drawing, solved), metrics
 
     meta = {"corpus": task.fingerprint} | identities | dataflow_identity(config)
     meta |= {f"reward {reward}": digest for reward, digest in rewards.identities.items()}
@@ -155,10 +160,12 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
     return RolePlacement.of(context.mesh).store(models["actor"].holding(state.trained["actor"].params))
 
 
-def take_batch(context: Context, prompts: Prompts, mesh: Mesh, number: int) -> Batch:
+def take_batch(
+    context: Context, prompts: Prompts, order: Order, mesh: Mesh, number: int, solved: Solved | None = None
+) -> Batch:
     """The prompts of batch `number`, and a random key for each response."""
     config, section, samples = context.config, context.config.rl, context.config.rl.samples
-    rows = batch_indices(len(prompts.ids), section.rollout_batch // samples, number, config.seed + 1)
+    rows, _ = order.draw(number, solved)
     tokens, lengths = put_prompts(pad_rows([prompts.ids[row] for row in rows], config.data.max_prompt), mesh, samples)
     keys = row_keys(key_for(config.seed, "rollout", number), section.rollout_batch, mesh)
     every = np.repeat(rows, samples)
@@ -170,7 +177,7 @@ def take_texts(context: Context, step: int, mesh: Mesh) -> SFTBatch:
     """Texts to imitate, one per row of an iteration."""
     data = context.task.sft
     assert data is not None
-    rows = batch_indices(data.count, context.config.rl.rollout_batch, step, context.config.seed + 2)
+    rows, _ = Order(data.count, context.config.rl.rollout_batch, context.config.seed + 2).draw(step)
     return SFTBatch(*put_rows(sft_rows(data.batch(rows, step), context.length), mesh))
 
 

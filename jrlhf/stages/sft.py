@@ -4,8 +4,9 @@ from functools import partial
 
 import numpy as np
 
-from jrlhf.data.batches import batch_indices, epoch_of, pad_rows, put_rows, whole_batches
+from jrlhf.data.batches import pad_rows, put_rows, whole_batches
 from jrlhf.data.encode import Sequences
+from jrlhf.data.order import Order
 from jrlhf.meshes import to_host
 from jrlhf.ppo import SFTBatch, TrainState, make_sft_step
 from jrlhf.roles.compiled import CompiledModel
@@ -23,13 +24,13 @@ def train_sft(context: Context, policy: Model) -> Model:
     compiled = CompiledModel(policy.architecture, context.mesh, context.compute)
     parts = {"micro_batches": config.micro_batches, "micro_batch_tokens": config.micro_batch_tokens}
     step_fn = make_sft_step(compiled.train_logprobs(), optimizer, **parts)
-    score = compiled.score_logprobs(temperature=1.0)
+    score, order = compiled.score_logprobs(temperature=1.0), Order(data.count, config.batch, context.config.seed)
 
     def advance(state: TrainState, step: int):
-        rows = batch_indices(data.count, config.batch, step, context.config.seed)
+        rows, epochs = order.draw(step)
         batch = SFTBatch(*put_rows(sft_rows(data.batch(rows, step), context.length), context.mesh))
         state, metrics = step_fn(state, batch, *policy.frozen)
-        metrics = metrics | {"training/epoch": epoch_of(data.count, config.batch, step)}
+        metrics = metrics | {"training/epoch": int(epochs[0])}
         if data.heldout.ids and config.evaluates(step):
             metrics = metrics | {"sft/eval_loss": _mean_loss(context, score, policy.holding(state.params))}
         return state, metrics

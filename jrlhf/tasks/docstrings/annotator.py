@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jrlhf.config.schema import DocstringsData
-from jrlhf.data.batches import batch_indices
 from jrlhf.data.encode import Ids
+from jrlhf.data.order import Order
 from jrlhf.data.task import Pairs, PairSampler
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.errors import UserError
@@ -61,7 +61,7 @@ class Annotator:
     ) -> Pairs:
         """Ranks samples and real lines for `prompts` shuffled prompts of a split; drops pairs that are too long."""
         section, rng = self.data.annotator, sampler.rng(purpose)
-        rows = batch_indices(len(split.examples), min(prompts, len(split.examples)), 0, self.seed)
+        rows, _ = Order(len(split.examples), min(prompts, len(split.examples)), self.seed).draw(0)
         examples, prompt_ids = [split.examples[row] for row in rows], [split.prompts[row] for row in rows]
         ids_of = {example.prompt: ids for example, ids in zip(examples, prompt_ids, strict=True)}
         texts: list[list[str]] = [[] for _ in examples]

@@ -33,8 +33,8 @@ def fill(rounds: list[list[float]], *, max_rounds: int = 10) -> tuple[DynamicSam
     drawn = [a_round(number, scores) for number, scores in enumerate(rounds)]
     with jax.set_mesh(MESH):
         algorithm = DAPOConfig(samples=SAMPLES, max_rounds=max_rounds)
-        sampler = DynamicSampler(lambda number: drawn[number - 7][2], MESH, algorithm, Clock())
-        sampler.start(7)
+        sampler = DynamicSampler(MESH, algorithm, Clock())
+        sampler.start(7, lambda number: drawn[number - 7][2])
         while sampler.wants_more():
             prompts = sampler.draw()
             rollout, raw, _ = drawn[prompts.step]
@@ -60,6 +60,7 @@ def test_groups_of_equal_scores_give_their_places_to_later_ones():
     assert [*sampler.prompts.texts] == [*sampler.prompts.examples] == [str(row) for row in rows]
     assert sampler.draws == 10 and rollout.tokens.sharding.is_equivalent_to(row_sharding(MESH), 2)
     assert of_rounds(sampler) == {"dapo/rounds": 3.0, "dapo/informative": 7 / 12, "dapo/filled": 0.0}
+    assert [scores.sum() for scores in sampler.scored.values()] == [4, 3, sum(ALL)]  # of all rounds
     assert float(sampler.metrics()["critic/score/mean"]) == 0.5  # of the batch, not of the last round
 
 

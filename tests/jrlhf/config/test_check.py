@@ -134,6 +134,9 @@ compute.score_rows=16
     data.max_response=24 tokens in one: set rollout.chunk below 24
 compute.score_rows=16 ; rollout.chunk=8 ; ppo.asynchronous.staleness=1
     compute.score_rows=16 scores rollouts that are learned from at once, and not ppo.asynchronous: leave one out
+ppo.solved_score=0.9 ; ppo.asynchronous.staleness=1
+    ppo.solved_score=0.9 leaves out prompts by scores that ppo.asynchronous does not have yet when it draws ahead:
+    leave one out
 compute.score_rows=16 ; rollout.chunk=8 ; sleep.reward=host
     compute.score_rows=16 would bring the weights of sleep.reward=host to the devices for every part: leave one of them
     out

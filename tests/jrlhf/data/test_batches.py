@@ -4,23 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from jrlhf.data.batches import batch_indices, distinct_first, key_for, pad_rows, put_rows, row_keys
+from jrlhf.data.batches import distinct_first, key_for, pad_rows, put_rows, row_keys
 from jrlhf.meshes import make_mesh
-
-
-def test_every_epoch_takes_each_row_once_in_an_order_of_its_own():
-    count, batch = 12, 8
-    stream = np.concatenate([batch_indices(count, batch, step, seed=3) for step in range(6)])
-    epochs = stream.reshape(4, count)
-    assert all(sorted(epoch) == list(range(count)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 4
-
-
-def test_a_batch_depends_on_its_step_alone():
-    first = [batch_indices(10, 4, step, seed=1) for step in range(5)]
-    again = [batch_indices(10, 4, step, seed=1) for step in reversed(range(5))][::-1]
-    np.testing.assert_array_equal(first, again)
-    assert not np.array_equal(first[0], batch_indices(10, 4, 0, seed=2))
 
 
 def test_rows_of_different_prompts_come_first():

@@ -25,6 +25,9 @@ RUNS = {
         "dapo",
         [
             "dapo.algorithm.max_rounds=3",
+            "rewards=[{function: format_regex, options: {pattern: '[12].*'}}]",  # a model that learned little meets it
+            "dapo.solved_score=0.5",
+            "data.problems=10",
             "dapo.algorithm.surrogate=cispo",
             "dapo.algorithm.old_logprobs=interpolate",
             "dapo.algorithm.importance=token",
@@ -63,6 +66,7 @@ def test_a_resumed_run_ends_in_the_same_bits(name, tmp_path):
     last = [record for record in records if record["stage"] == stage][-1]
     if name == "dapo":
         assert any(record["dapo/rounds"] > 1 for record in records if record["stage"] == stage)
+        assert 0 < last["data/solved"] < 1 and last["training/epoch"] > 0
         assert (
             abs(last["rollout_corr/rollout_is_mean"] - 1) < 1e-3
             and last["rollout_corr/rollout_rs_masked_fraction"] == 0
