@@ -13,7 +13,7 @@ from jrlhf.config.parse import parse_yaml
 from jrlhf.config.stages import TITLES
 from jrlhf.errors import UserError
 from jrlhf.meshes.plan import Plan, plan_of
-from jrlhf.run.directory import CONFIG, ENVIRONMENT, HUB, PLAN, SAMPLES, read_prompting, read_summary
+from jrlhf.run.directory import CONFIG, ENVIRONMENT, HUB, PLAN, SAMPLES, read_fused, read_prompting, read_summary
 from jrlhf.run.files import read_jsonl
 from jrlhf.run.metrics import METRICS, TIMELINE, read_metrics
 
@@ -40,6 +40,7 @@ class Record:
     samples: list[Sample] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     plan: Plan | None = None  # the devices of each call of the algorithm
+    fused: dict[str, Any] = field(default_factory=dict)  # the table of fused updates: see `FusedUpdates.to_json`
     timelines: list[Metrics] = field(default_factory=list)  # the calls of iterations, of all stages
     prompting: dict[str, Any] = field(default_factory=dict)  # how to prompt the model
     hub: tuple[str, ...] = ()  # names of models and datasets that the run took from the hub
@@ -166,6 +167,7 @@ def read_run(run_dir: Path | str) -> Record:
         samples=list(read_jsonl(directory / SAMPLES)),
         summary=read_summary(directory),
         plan=plan,
+        fused=read_fused(directory),
         timelines=list(read_jsonl(directory / TIMELINE)),
         prompting=read_prompting(directory),
         hub=tuple(text(HUB).splitlines()),

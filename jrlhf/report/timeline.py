@@ -1,13 +1,13 @@
 """Sections about the calls of an iteration: the duration of each, and its devices."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jrlhf.errors import UserError
-from jrlhf.meshes.pipeline import bubble, table_of
+from jrlhf.meshes.pipeline import table_of
 from jrlhf.meshes.plan import Slice
 from jrlhf.planning.memory import segments
 from jrlhf.report.charts import COLORS
@@ -237,26 +237,41 @@ def placement(run: Record) -> tuple[str, list[Lane]]:
 
 
 def stages(run: Record) -> tuple[str, list[Lane]]:
-    """Draws what each group of devices computes at each tick of a minibatch or of a call that scores, for calls with a
-    table of their own."""
-    lanes = []
-    for name, call in ({} if run.plan is None else run.plan.placements).items():
-        if call.pipeline == 1 or call.schedule == "fused":
-            continue
-        trains = _updates(name)
-        table = table_of(call.schedule, call.pipeline, call.micro_batches, trains=trains)
-        (pipeline,), ticks = table.pipelines, 1 + table.operations[-1].tick
-        bars: list[list[Bar]] = [[] for _ in range(table.devices)]
-        for tick, step in table.operations:
-            color = COLORS[pipeline.kinds.index(step.kind)]
-            bars[pipeline.devices[step.stage]].append(Bar(tick / ticks, 1 / ticks, color))
-        share = 100 * bubble(table, lambda step: 1)
-        for group, own in enumerate(bars):
-            schedule = call.schedule if trains else "scores"
-            note = f"{schedule}: {ticks} ticks, bubble {share:.0f}%" if group == 0 else ""
-            lanes.append(Lane(f"{name}, group {group}", note, own, ("", "")))
-    kinds = "blue forward, orange backward, green gradients of weights"
-    return (f"A bar is an operation on one micro-batch: {kinds}." if lanes else ""), lanes
+    """Draws what each group of devices computes at each tick of a minibatch, or of a call that scores, in stages."""
+    lanes, plan = [], run.plan
+    if plan is None:
+        return "", lanes
+    text = "A bar is an operation on one micro-batch: blue forward, orange backward, green gradients of weights."
+    if plan.fused and run.fused:
+        lanes += _ticks(" and ".join(run.fused["pipelines"]), "fused", *_fused_operations(run.fused))
+        text += f" Of {plan.fused[1]}, where it is fused: violet forward, red backward."
+    for name, call in plan.placements.items():
+        if call.pipeline > 1 and call.schedule != "fused":
+            table = table_of(call.schedule, call.pipeline, call.micro_batches, trains=(trains := _updates(name)))
+            (pipeline,), kinds = table.pipelines, dict(zip(("forward", "backward", "weight"), COLORS, strict=False))
+            operations = [(tick, pipeline.devices[step.stage], kinds[step.kind]) for tick, step in table.operations]
+            lanes += _ticks(name, call.schedule if trains else "scores", operations, table.devices)
+    return (text if lanes else ""), lanes
+
+
+def _fused_operations(fused: Mapping[str, Any]) -> tuple[list[tuple[int, int, str]], int]:
+    """Returns the (tick, group of devices, color) of each operation of a stored table, and the number of groups."""
+    colors = {}
+    for numbers, pair in zip(fused["pipelines"].values(), (COLORS[:2], COLORS[3:5]), strict=True):
+        colors |= {number: dict(zip(("forward", "backward"), pair, strict=True)) for number in numbers}
+    devices, steps = fused["devices"], fused["operations"]
+    operations = [(tick, devices[model][stage], colors[model][kind]) for tick, model, stage, _, kind in steps]
+    return operations, 1 + max(map(max, devices))
+
+
+def _ticks(name: str, schedule: str, operations: Sequence[tuple[int, int, str]], groups: int) -> list[Lane]:
+    """Returns a lane for each group of devices. operations: (tick, group, color)."""
+    ticks = 1 + max(tick for tick, _, _ in operations)
+    note = f"{schedule}: {ticks} ticks, bubble {100 - 100 * len(operations) / (groups * ticks):.0f}%"
+    bars: list[list[Bar]] = [[] for _ in range(groups)]
+    for tick, group, color in operations:
+        bars[group].append(Bar(tick / ticks, 1 / ticks, color))
+    return [Lane(f"{name}, group {n}", "" if n else note, own, ("", "")) for n, own in enumerate(bars)]
 
 
 def _updates(call: str) -> bool:

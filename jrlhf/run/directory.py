@@ -26,7 +26,7 @@ from jrlhf.run.files import Closing, append_jsonl, cache_directory, lock_file, w
 from jrlhf.run.processes import from_main, is_main
 from jrlhf.run.resume import changes
 
-CONFIG, PLAN, ENVIRONMENT, SAMPLES = "config.yaml", "plan.yaml", "environment.txt", "samples.jsonl"
+CONFIG, PLAN, FUSED, ENVIRONMENT, SAMPLES = "config.yaml", "plan.yaml", "fused.json", "environment.txt", "samples.jsonl"
 SUMMARY, TOKENIZER, SEEDS, HUB = "summary.json", "tokenizer.json", "seeds", "hub.txt"
 PREFERENCES = "preferences.jsonl"
 EXPORTS = "model", "adapter", "reward_model", "reward_adapter"
@@ -157,6 +157,11 @@ def full_disk(error: BaseException | None) -> str | None:
 def read_summary(directory: Path) -> dict[str, Any]:
     """Reads a run's summary.json; empty if the run has not ended."""
     return _read_object(directory / SUMMARY)
+
+
+def read_fused(directory: Path) -> dict[str, Any]:
+    """Reads the table of a run's fused updates, as `FusedUpdates.to_json` writes it; empty if there is none."""
+    return _read_object(directory / FUSED)
 
 
 def read_prompting(directory: Path) -> dict[str, Any]:

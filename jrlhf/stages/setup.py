@@ -62,7 +62,7 @@ from jrlhf.roles.pretrained import (
 )
 from jrlhf.run.console import Console
 from jrlhf.run.devices import idle_accelerator, select
-from jrlhf.run.directory import CONFIG, HUB, PLAN, TOKENIZER, check_run, explained, first_day, open_run, run_path
+from jrlhf.run.directory import CONFIG, FUSED, HUB, PLAN, TOKENIZER, check_run, explained, first_day, open_run, run_path
 from jrlhf.run.files import seal, to_json, unsealed
 from jrlhf.run.preemption import PreemptionGuard
 from jrlhf.run.processes import from_main, is_main, several
@@ -122,6 +122,8 @@ def open_context(config: Config, *, resume: bool | Literal["auto"], accept_rewar
             run.write(HUB, "".join(f"{name}\n" for name in hub_names(config)))
         if plan is not None:
             run.write(PLAN, seal(plan_yaml(plan)))
+            if (fused := fused_updates(workload_of(config, graph_of(config), models), plan)) is not None:
+                run.write(FUSED, fused.to_json())
         words["seeds"] = str(from_main(run.seeds))
         functions = {f"{kind} {part.name}" for _, kind, part in config.rewards_and_costs if part.function is not None}
         identity = Identity(words, frozenset(functions), accept_rewards)

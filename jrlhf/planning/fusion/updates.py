@@ -1,5 +1,6 @@
 """The updates that a plan fuses, the table that trains their models, and its price."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -26,6 +27,13 @@ class FusedUpdates:
 
     table: Table
     pipelines: Mapping[str, range]
+
+    def to_json(self) -> str:
+        """Returns the table as a run stores it for its report."""
+        table, pipelines = self.table, {name: [*numbers] for name, numbers in self.pipelines.items()}
+        devices = [pipeline.devices for pipeline in table.pipelines]
+        operations = [(tick, *step) for tick, step in table.operations]
+        return json.dumps({"pipelines": pipelines, "devices": devices, "operations": operations}) + "\n"
 
 
 def fused_updates(workload: Workload, plan: Plan) -> FusedUpdates | None:

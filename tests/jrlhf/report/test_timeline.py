@@ -1,14 +1,20 @@
 """The timeline of a report against a random schedule, painted second by second."""
 
+import json
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jrlhf.errors import UserError
+from jrlhf.meshes.pipeline import bubble
 from jrlhf.meshes.plan import Placement, Plan, Slice
+from jrlhf.planning.fusion.dispatch import search
+from jrlhf.planning.fusion.problem import Model, fuse
+from jrlhf.planning.fusion.updates import FusedUpdates
 from jrlhf.report.charts import COLORS
 from jrlhf.report.html import render
 from jrlhf.report.read import Record, read_run
@@ -140,3 +146,24 @@ def test_stages_are_drawn_tick_by_tick():
     assert [[round(bar.start * ticks) for bar in lane.bars] for lane in lanes] == [
         list(range(group, group + parts)) for group in range(count)
     ]
+
+
+def test_fused_updates_are_drawn_from_the_table_that_the_run_stored(tmp_path):
+    """Two pipelines of two stages come down while one of four goes up; every operation has its tick and group."""
+    table = search(fuse(Model(4, 4, 1, 2), Model(2, 4, 1, 2)), memory=False, effort=0.1).table
+    updates = FusedUpdates(table, {"actor.update": range(1), "critic.update": range(1, 3)})
+    staged = Placement(Slice(0, 4), "train", pipeline=4, micro_batches=4, schedule="fused")
+    calls = {"actor.update": staged, "critic.update": replace(staged, data=2, pipeline=2)}
+    run = Record("mine", plan=Plan("mine", calls), fused=json.loads(updates.to_json()))
+    text, lanes = stages(run)
+    ticks = 1 + table.operations[-1].tick
+    drawn = {(round(bar.start * ticks), group, bar.color) for group, lane in enumerate(lanes) for bar in lane.bars}
+    expected, colors = set(), {"forward": COLORS[0::3], "backward": COLORS[1::3]}  # of the actor, of the critic
+    for tick, step in table.operations:
+        expected.add((tick, table.pipelines[step.model].devices[step.stage], colors[step.kind][step.model > 0]))
+    assert drawn == expected
+    assert len(drawn) == 2 * (4 * 4 + 2 * 2 * 4) and "critic.update" in text
+    assert lanes[0].name == "actor.update and critic.update, group 0"
+    assert lanes[0].note == f"fused: {ticks} ticks, bubble {100 * bubble(table, lambda step: 1):.0f}%"
+    whole = Placement(Slice(0, 4), "train", fsdp=4)  # a resume with another plan leaves the file
+    assert stages(replace(run, plan=Plan("mine", {"actor.update": whole}))) == ("", [])
