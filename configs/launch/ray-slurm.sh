@@ -2,7 +2,9 @@
 # Asynchronous training: the trainer on the GPUs of the first node, rollouts on those of the others, by Ray.
 # sbatch configs/launch/ray-slurm.sh CONFIG [key=value ...]
 # On the 2 nodes below, for instance: my-grpo.yaml fleet.engine=ray fleet.workers=1, with a plan whose
-# actor.generate has the 8 GPUs of a node.
+# actor.generate has the 8 GPUs of a node. To add nodes to a run, start this script with a RAY_AUTH_TOKEN, have another
+# job run `RAY_AUTH_MODE=token ray start --address=FIRST_NODE:6379 --block` with it, and write fleet.yaml
+# (docs/asynchronous.md).
 #SBATCH --job-name=jrlhf-ray
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -25,7 +27,7 @@ run_dir=${RUN_DIR:-$SLURM_SUBMIT_DIR/runs}
 
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)
 # Others on the network can reach Ray's port: only who has the token is served.
-RAY_AUTH_TOKEN=$(python -c 'import secrets; print(secrets.token_hex(32))')
+RAY_AUTH_TOKEN=${RAY_AUTH_TOKEN:-$(python -c 'import secrets; print(secrets.token_hex(32))')}
 export RAY_ADDRESS="$head:6379" RAY_AUTH_MODE=token RAY_AUTH_TOKEN
 # The first node offers no GPU to Ray: they are the trainer's.
 srun --nodes=1 --ntasks=1 --nodelist="$head" --overlap \

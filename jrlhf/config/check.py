@@ -89,7 +89,7 @@ def _violations(config: Config, device_count: int, models: Mapping[str, ModelCon
     for role, model in models.items():
         yield from _model(config, role, model, fsdp, tensor, device_count)
     yield from _batches(config, data * fsdp * tensor, data * fsdp)
-    yield from _fleet(config)
+    yield from fleet_violations(config)
     if config.algorithm is not None:
         yield from _algorithm(config, config.algorithm)
         if config.compute.shared_passes:
@@ -215,7 +215,8 @@ def _void_settings(config: Config) -> Iterator[tuple[bool, str, str]]:
         yield name is None, "data.prompts.path data.heldout.path", stages
 
 
-def _fleet(config: Config) -> Iterator[str]:
+def fleet_violations(config: Config) -> Iterator[str]:
+    """Yields a sentence for each violation of the section `fleet`."""
     fleet, name = config.fleet, config.algorithm
     if fleet is None or fleet.workers is None:
         return

@@ -14,7 +14,7 @@ from jrlhf.data.batches import Batch, to_responses
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.fleet.fleet import Fleet
 from jrlhf.fleet.identity import Identity, adapter_identity, drawing_identity, trained_identity
-from jrlhf.fleet.processes import ProcessWorkers
+from jrlhf.fleet.processes import ProcessWorkers, wanted_places
 from jrlhf.fleet.prompts import PromptStream
 from jrlhf.fleet.recompute import Recompute
 from jrlhf.fleet.schedule import Rules, fresh
@@ -88,25 +88,25 @@ class AsynchronousRollouts(Closing):
         slots, width = (config.rollout.slots or section.rollout_batch) // count, config.data.max_prompt
         batch = partial(ContinuousBatch, decoder, self._mesh, config.rollout, slots, width, read)
         with jax.set_mesh(self._mesh):
-            shares = {0: count}  # number of a process -> number of its logical workers
             if config.fleet is None:
                 lanes = [SliceWorkers([batch() for _ in range(count)])]
             else:
                 model, numbers = actor.architecture, {"samples": samples, "slots": slots, "width": width}
                 setup = describe(self._mesh, model, actor.compute, sampling, config.rollout, **numbers)
-                shares = dict(enumerate(map(len, np.array_split(range(count), config.fleet.workers or 1))))
-                template = batch()
+                template, wanted = batch(), partial(wanted_places, config, self._mesh)
                 del template.state  # frees its memory
-                lanes = [
-                    ProcessWorkers(template, own, setup, config.fleet, run_path(config), tell)
-                    for own in ([{number: share} for number, share in shares.items()] if self._wall else [shares])
-                ]
+                workers = partial(ProcessWorkers, template, setup, config.fleet, run_path(config), tell)
+                lanes = [workers(count, wanted)]
+                if self._wall:  # a lane for each of the processes, whose number stays
+                    places = wanted()
+                    shares = zip(np.array_split(range(count), len(places)), places, strict=True)
+                    lanes = [workers(len(share), lambda place=place: [place]) for share, place in shares]
             scored = replace(actor.compute.forward(actor.architecture), temperature=sampling.temperature)
             recompute = Recompute(
                 actor.architecture.config,
                 self._mesh,
                 scored,
-                workers=max(shares.values()) if self._wall else count,
+                workers=max(len(lane.rooms) for lane in lanes),
                 length=width + sampling.max_new_tokens,
                 keeps=options.on_new_weights == "keep_cache",
                 warn=tell if options.logprob_check == "warn" else None,

@@ -1,7 +1,8 @@
 """Logical workers in processes of this machine or of a Ray cluster, each with its own devices.
 
 The parent decides what is drawn and when; a process only executes commands. If a process ends or hangs, a successor
-repeats the commands since the last recorded state and continues, with the same results.
+repeats the commands since the last recorded state and continues, with the same results. Where states are recorded,
+the number of processes may change, because a file of the run's directory asks for another one.
 """
 
 import contextlib
@@ -11,31 +12,38 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
+from jrlhf.config.check import fleet_violations
+from jrlhf.config.parse import build, parse_yaml
+from jrlhf.config.schema import Config
 from jrlhf.config.stages import FleetSection
 from jrlhf.errors import RunFailure, UserError
 from jrlhf.fleet.identity import Identity
-from jrlhf.fleet.ray_worker import RayWorker, check_package
+from jrlhf.fleet.ray_worker import RayWorker, check_package, lacking
 from jrlhf.fleet.shared import AVAILABLE, SharedArrays, delta, read
 from jrlhf.fleet.state import DrawnRows, drawn_rows, saved
 from jrlhf.fleet.worker import program
 from jrlhf.meshes import to_devices, to_host
 from jrlhf.models.generation.continuous import ContinuousBatch, Decoding, Progress, Prompt, Weights
 from jrlhf.run.child import Worker
+from jrlhf.run.directory import run_path
 from jrlhf.run.files import decode, encode
 from jrlhf.run.processes import several
 
 ATTEMPTS = 3  # number of processes in a row that may fail at one command
 LEAST = 10.0  # seconds that a process always has for an answer, unless `fleet.deadline` is shorter
 RECENT = 32  # number of commands of a kind from which a process's pace follows
+WANTED = "fleet.yaml"  # in the run's directory: settings of `fleet` that may change while the run goes on
+
+Place = tuple[int, str]  # number of a process, and its GPUs as CUDA_VISIBLE_DEVICES; empty: all of its environment
 
 
 def check_processes(section: FleetSection, platform: str, devices: int) -> None:
@@ -59,6 +67,27 @@ def check_processes(section: FleetSection, platform: str, devices: int) -> None:
             f"{listed} must name {devices} GPU(s) for each process, as many as actor.generate has in the plan, and "
             "other ones than the trainer's CUDA_VISIBLE_DEVICES: set it"
         )
+
+
+def wanted_places(config: Config, mesh: Mesh) -> list[Place]:
+    """Returns the places of the processes: those of the file WANTED or, without it, of the config.
+
+    Raises UserError if no such processes can run. mesh: that of a process.
+    """
+    path, fleet = run_path(config) / WANTED, config.fleet
+    assert fleet is not None
+    if path.exists():
+        given = parse_yaml(path.read_text(errors="replace"), str(path))
+        if not isinstance(given, dict) or not {"workers"} <= given.keys() <= {"workers", "devices"}:
+            raise UserError(f"{path} must have the key workers, for GPUs of this machine also devices, and no others")
+        try:
+            fleet = build(FleetSection, asdict(fleet) | given, "fleet")
+            for sentence in fleet_violations(replace(config, fleet=fleet)):
+                raise UserError(sentence)
+            check_processes(fleet, mesh.devices.flat[0].platform, mesh.size)
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from error
+    return list(enumerate(fleet.devices or [""] * (fleet.workers or 1)))
 
 
 class LocalWorker(Worker):
@@ -115,9 +144,10 @@ class Update:
 class ProcessWorkers:
     """Logical workers in processes. See `Workers`.
 
-    template: a batch of slots like that of a logical worker, for the shapes of its state. counts: number of a process
-        -> number of its logical workers. description: what `worker.describe` returns. folder: of the processes' logs.
-    tell: called with a sentence for each process that is lost, or has to wait for devices.
+    template: a batch of slots like that of a logical worker, for the shapes of its state.
+    description: what `worker.describe` returns. folder: of the processes' logs.
+    tell: called with a sentence for each process that is lost, for a new number of them, and for one that is refused.
+    count: number of logical workers. wanted: returns the places of the processes; see `wanted_places`.
     """
 
     own_devices = True
@@ -125,31 +155,22 @@ class ProcessWorkers:
     def __init__(
         self,
         template: ContinuousBatch,
-        counts: Mapping[int, int],
         description: Mapping[str, Any],
         section: FleetSection,
         folder: Path,
         tell: Callable[[str], None],
+        count: int,
+        wanted: Callable[[], Sequence[Place]],
     ):
-        self._template, self._count = template, sum(counts.values())
+        self._template, self._count, self._wanted = template, count, wanted
+        self._section, self._folder, self._tell = section, folder, tell
+        self._setup = {**description, "deadline": section.deadline}
+        self._gpus = template.mesh.size if description["platform"] == "gpu" else 0
         leaves, self._treedef = jax.tree.flatten(saved(template.fresh(), template.mesh))
         self._shardings = [leaf.sharding for leaf in leaves]
-        starts = np.cumsum([0, *counts.values()]).tolist()
-        self._shares = [range(*own) for own in pairwise(starts)]  # logical workers of each process
-        environment, start = dict(os.environ), partial(LocalWorker, "jrlhf.fleet.worker")
-        if section.engine == "ray":
-            gpus = template.mesh.size if description["platform"] == "gpu" else 0
-            # Programs depend on XLA's flags; everything else is as the cluster sets it.
-            environment = {name: value for name, value in os.environ.items() if name == "XLA_FLAGS"}
-            start = partial(RayWorker, gpus=gpus)
-        self._processes = []
-        for number, workers in counts.items():
-            if section.devices:
-                environment = {**environment, "CUDA_VISIBLE_DEVICES": section.devices[number]}
-            setup = {**description, "workers": workers, "deadline": section.deadline}
-            log = folder / f"worker-{number}.log"
-            self._processes.append(_Process(number, setup, partial(start, environment), log, tell))
-        self._threads = ThreadPoolExecutor(len(self._processes), "workers")
+        self._processes = [self._process(place) for place in wanted()]
+        self._refusal = ""  # the last one of `wanted`
+        self._threads = ThreadPoolExecutor(count, "workers")
         self._anchor_every = section.anchor_every if section.transfer == "delta" else 1
         self._newest: Update | None = None
         self._present: Update | None = None  # the update with which all processes draw
@@ -166,7 +187,12 @@ class ProcessWorkers:
         self._note_room(self._ask([{"start": arrays.path} for arrays in shared], shared))
 
     def states(self) -> list[Decoding]:
-        return [self._treedef.unflatten(to_devices(arrays, self._shardings)) for arrays in self._arrays()]
+        states = [self._treedef.unflatten(to_devices(arrays, self._shardings)) for arrays in self._arrays()]
+        present = [process.place for process in self._processes]
+        if (places := self._wanted_or(present)) != present:
+            self._tell(f"{len(places)} rollout process(es) go on in place of {len(present)}")
+            self._divide(states, places)
+        return states
 
     def drawn(self) -> DrawnRows:
         return drawn_rows([self._treedef.unflatten(arrays) for arrays in self._arrays()])
@@ -181,6 +207,51 @@ class ProcessWorkers:
             yield from (arrays[first : first + count] for first in range(0, count * len(share), count))
             bases = [] if base is None else [({"base": base.path}, base)]
             process.repeat_from([*bases, ({"start": shared.path}, shared), take])
+
+    @property
+    def _shares(self) -> list[np.ndarray]:
+        """The logical workers of each process."""
+        return np.array_split(range(self._count), len(self._processes))
+
+    def _wanted_or(self, present: Sequence[Place]) -> Sequence[Place]:
+        """Returns the wanted places, or those of the present processes if the wanted ones are refused."""
+        try:
+            places = self._wanted()
+            more = self._section.engine == "ray" and len(places) > len(present)
+            if more and (too_few := lacking(len(places), self._gpus)):
+                raise UserError(too_few)
+        except (UserError, OSError) as error:
+            if str(error) != self._refusal:
+                self._refusal = str(error)
+                self._tell(f"{error}; {len(present)} rollout process(es) go on")
+            return present
+        return places
+
+    def _divide(self, states: Sequence[Decoding], places: Sequence[Place]) -> None:
+        """Divides the logical workers over processes at these places. Those that are there already go on there."""
+        present = {process.place: process for process in self._processes}
+        for place in present.keys() - set(places):
+            present.pop(place).close()
+        self._processes = [present.get(place) or self._process(place) for place in places]
+        for process in self._processes:
+            process.repeat_from([])
+        update, self._present = self._present, None  # new processes have no weights
+        assert update is not None
+        self.start(states)
+        self.take(update, None)
+
+    def _process(self, place: Place) -> "_Process":
+        """Returns a process, which starts at its first command."""
+        number, devices = place
+        environment, start = dict(os.environ), partial(LocalWorker, "jrlhf.fleet.worker")
+        if self._section.engine == "ray":
+            # Programs depend on XLA's flags; everything else is as the cluster sets it.
+            environment = {name: value for name, value in os.environ.items() if name == "XLA_FLAGS"}
+            start = partial(RayWorker, gpus=self._gpus)
+        if devices:
+            environment["CUDA_VISIBLE_DEVICES"] = devices
+        log = self._folder / f"worker-{number}.log"
+        return _Process(place, self._setup, partial(start, environment), log, self._tell)
 
     def put(self, weights: Weights) -> Update:
         begin = time.monotonic()
@@ -251,13 +322,14 @@ class _Process:
 
     def __init__(
         self,
-        number: int,
+        place: Place,
         setup: Mapping[str, Any],
         start: Callable[[Callable[[bytes], None]], LocalWorker | RayWorker],
         log: Path,
         tell: Callable[[str], None],
     ):
-        self._number, self._deadline, self._start, self._log = number, setup["deadline"], start, log
+        self.place, self._number = place, place[0]
+        self._deadline, self._start, self._log = setup["deadline"], start, log
         self._tell, self._worker, self._closed = tell, None, False
         self._setup = encode(setup)
         self._patience = 1.0

@@ -48,11 +48,20 @@ def joined(workers: int, gpus: int, tell: Callable[[str], None]) -> Iterator[Non
         if not ray.is_initialized():
             _join()
             leaving.callback(ray.shutdown)
-        resources = ray.cluster_resources()
-        for name, needed in (("CPU", workers), ("GPU", workers * gpus)):
-            if (there := resources.get(name, 0)) < needed:
-                tell(f"Ray has {there:g} {name}(s), and the rollout processes need {needed}: they wait for more")
+        if too_few := lacking(workers, gpus):
+            tell(f"{too_few}: they wait for more")
         yield
+
+
+def lacking(workers: int, gpus: int) -> str:
+    """Returns what the cluster lacks for this number of processes with `gpus` GPUs each; empty: nothing."""
+    import ray
+
+    resources = ray.cluster_resources()
+    for name, needed in (("CPU", workers), ("GPU", workers * gpus)):
+        if (there := resources.get(name, 0)) < needed:
+            return f"Ray has {there:g} {name}(s), and the rollout processes need {needed}"
+    return ""
 
 
 def _join() -> None:

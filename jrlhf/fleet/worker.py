@@ -3,7 +3,7 @@
 The channel is a socket whose other end only the parent has. Messages are JSON; large arrays are in `SharedArrays`.
 
     parent: the description of `describe`          process: {program}
-    parent: {start: path of states}                process: {rooms, running}
+    parent: {start: path of workers' states}       process: {rooms, running}; `take` must follow
     parent: {base: path of weights}                process: null; with an adapter, which then are the weights of `take`
     parent: {take: path, number, base, again}      process: [identities before, identities after]
     parent: {identities: null}                     process: [identities of the weights that draw]
@@ -17,6 +17,7 @@ import faulthandler
 import os
 import signal
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import asdict, astuple
 from functools import cache
 from hashlib import sha256
@@ -32,6 +33,7 @@ import jrlhf
 from jrlhf.config.schema import DeviceConfig
 from jrlhf.fleet.shared import SharedArrays, patched, read
 from jrlhf.fleet.slices import SliceWorkers
+from jrlhf.fleet.state import saved
 from jrlhf.meshes import GENERATE, make_mesh, to_devices, to_host
 from jrlhf.models import (
     LoRAConfig,
@@ -128,16 +130,20 @@ class _Process:
         compiled = CallPlacement(self.mesh).compiled(Architecture(model, lora), compute)
         with jax.set_mesh(self.mesh):
             decoder, sizes = compiled.decoder(sampling, setup["samples"]), (setup["slots"], setup["width"])
-            batches = [ContinuousBatch(decoder, self.mesh, schedule, *sizes) for _ in range(setup["workers"])]
-        self._workers, self._states = SliceWorkers(batches), None
+            self._batch = ContinuousBatch(decoder, self.mesh, schedule, *sizes)  # has the programs of all workers
+            self._state_shardings = jax.tree.map(lambda leaf: leaf.sharding, saved(self._batch.state, self.mesh))
+        del self._batch.state  # frees its memory
+        self._workers, self._states = SliceWorkers([]), None
 
     def start(self, path: str) -> Any:
-        leaves, treedef = jax.tree.flatten(self._workers.fresh())
-        arrays = zip(read(path), leaves, strict=True)
-        self._workers.start(treedef.unflatten([to_devices(array, leaf.sharding) for array, leaf in arrays]))
+        arrays, (shardings, treedef) = read(path), jax.tree.flatten(self._state_shardings)
+        shares = [arrays[first : first + len(shardings)] for first in range(0, len(arrays), len(shardings))]
+        self._workers = SliceWorkers([copy(self._batch) for _ in shares])  # frees the states of former workers
+        self._workers.start([treedef.unflatten(to_devices(own, shardings)) for own in shares])
         return self._room()
 
     def base(self, path: str) -> None:
+        self._base = {}  # frees the memory of weights that a former command brought
         self._base = _placed(path, self._shardings)
 
     def take(self, argument: Mapping[str, Any]) -> Any:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -13,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from jrlhf.fleet.processes import LocalWorker, _Process
+from jrlhf.fleet.processes import WANTED, LocalWorker, _Process
 from jrlhf.fleet.ray_worker import RayWorker
+from jrlhf.run.files import write_atomic
 from jrlhf.train import main
 from tests.jrlhf.fleet.test_processes import DELTA, SLOWLY
 from tests.jrlhf.fleet.test_runs import ADAPTER, config, run
@@ -25,8 +27,13 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 SEED = int(os.environ.get("PROOF_SEED", "0"))
 FAULTS = 20  # of a run
-SEND = _Process._send
-OPTIONS: dict[str, Any] = {"staleness": 2, "update_steps": 3, "logical_workers": 3}
+# Seconds after a fault, or after a command, until it is done: 1 to notice a process that stopped (`draw` shortens the
+# deadline of a command), another 1 for it to say where, and the rest for a successor to import JAX, to compile the
+# programs of a tiny model and to repeat at most the commands of an iteration. On two busy cores that took 11 s.
+GOES_ON = 30.0
+ASK, SEND = _Process.ask, _Process._send
+LOGICAL = 3
+OPTIONS: dict[str, Any] = {"staleness": 2, "update_steps": 3, "logical_workers": LOGICAL}
 SETTINGS = *SLOWLY, "rollout.slots=24", "grpo.iterations=10", "checkpoints.keep=2"
 
 
@@ -35,13 +42,32 @@ class Stopped(Exception):
 
 
 class Faults:
-    """Befalls the processes of a run at random moments while they are asked, and stops the run twice."""
+    """Befalls the processes of a run at random moments while they are asked, and stops the run twice.
 
-    def __init__(self, seed: str):
+    It also asks for more or fewer processes in the run's directory `path`.
+    """
+
+    def __init__(self, seed: str, path: Path):
         self._rng, self._lock = random.Random(seed), threading.Lock()  # processes are asked from threads
+        self._path, self.workers = path, 0  # the number of processes that is wanted now
         self._requests, self._stops = 0, sorted(self._rng.sample(range(10, 35), 2))
         self.stopped = False  # whether the present part of the run is: two threads may come to a stop at once
         self.kinds, self.befallen = Counter[str](), set[int]()
+        self._since = dict[int, float]()  # number of a process -> time of its last command or fault
+        self.seconds = list[float]()  # from then until the command was done
+
+    def ask(self, process: Any, *command: Any) -> Any:
+        """Does what `_Process.ask` does, and records how long it took after the last fault."""
+        self._since[process._number] = time.monotonic()
+        answer = ASK(process, *command)
+        self.seconds.append(time.monotonic() - self._since[process._number])
+        return answer
+
+    def _scale(self) -> None:
+        """Asks for one process more or less."""
+        self.workers += self._rng.choice([step for step in (-1, 1) if 1 <= self.workers + step <= LOGICAL])
+        self._path.mkdir(exist_ok=True)
+        write_atomic(self._path / WANTED, f"workers: {self.workers}\n")
 
     def draw(self) -> tuple[str, float, float]:
         """Returns what befalls the next request, after how many seconds, and a number in [0, 1). Raises Stopped."""
@@ -51,6 +77,8 @@ class Faults:
                 self.stopped, self._stops = True, self._stops[1:]
                 raise Stopped
             kind, draw = self._rng.choice(["kill", "end", "stop", "pause"]), self._rng.random
+            if draw() < 0.15:
+                self._scale()
             if draw() > 0.4 or self.kinds.total() >= FAULTS:
                 return "none", 0, 0
             return kind, self._rng.choice([0, draw() * 0.05]), draw()
@@ -63,6 +91,7 @@ class Faults:
         pid, deadline = processes[int(number * len(processes))], process._deadline
 
         def befall() -> None:
+            self._since[process._number] = time.monotonic()
             if kind == "end":
                 return worker.interrupt()
             signal_to(pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
@@ -123,28 +152,33 @@ CASES = ("local", "keep_cache", ()), ("local", "finish", ()), ("ray", "prefill_a
 def test_bits_do_not_depend_on_faults_stops_workers_nor_transfers(
     engine, on_new_weights, adapter, tmp_path, monkeypatch, request, undisturbed, capsys
 ):
-    """Processes are killed, ended, stopped beyond the deadline or for a moment, and replaced; the run is stopped, and
-    goes on with another number of processes. Updates travel as changes."""
+    """Processes are killed, ended, stopped beyond the deadline or for a moment, and replaced; some are added and some
+    removed; the run is stopped, and goes on with another number of processes. Updates travel as changes."""
     expected = undisturbed((*SETTINGS, *adapter), on_new_weights)
     if engine == "ray":
         request.getfixturevalue("cluster")
-    faults, rng = Faults(f"{SEED} {engine} {on_new_weights}"), random.Random(SEED)
+    faults, rng = Faults(f"{SEED} {engine} {on_new_weights}", tmp_path / "run"), random.Random(SEED)
     handler = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr("jrlhf.fleet.processes.ATTEMPTS", FAULTS)  # a successor is befallen, too
     monkeypatch.setattr(_Process, "_send", lambda process, *asked: faults.send(process, *asked))
+    monkeypatch.setattr(_Process, "ask", lambda process, *asked: faults.ask(process, *asked))
     counts, options = list[int](), {**OPTIONS, "on_new_weights": on_new_weights}
     while True:
         counts.append(rng.choice([count for count in (1, 2, 3) if count not in counts[-1:]]))
         fleet = *DELTA, f"fleet.workers={counts[-1]}", f"fleet.engine={engine}"
         again = config(tmp_path, "run", "grpo", [*SETTINGS, *adapter, *fleet], **options)
-        faults.stopped = False
+        faults.stopped, faults.workers = False, counts[-1]
+        (tmp_path / "run" / WANTED).unlink(missing_ok=True)
         with contextlib.suppress(Stopped):
             main(again, resume=len(counts) > 1)
             break
     assert_same_run(tmp_path / "run", expected)
     sizes = [record["fleet/transfer_bytes"] for record in stage_of(tmp_path / "run", "grpo")]
-    lost = capsys.readouterr().out.count("another one takes its place")
-    print(f"{lost} processes were lost of {dict(faults.kinds)}; numbers of processes: {counts}")
+    output = capsys.readouterr().out
+    lost, scaled = output.count("another one takes its place"), re.findall(r"(\d) rollout .* in place of (\d)", output)
+    print(f"{lost} processes were lost of {dict(faults.kinds)}; numbers of processes: {counts}, {scaled}")
+    print(f"a command was done {max(faults.seconds):.1f} s after the last fault, or earlier")
+    assert max(faults.seconds) < GOES_ON and {new > old for new, old in scaled} == {False, True}
     assert faults.kinds.total() >= FAULTS and len(counts) == 3 and lost > FAULTS / 6
     assert 0 < min(filter(None, sizes)) < 0.9 * max(sizes) or on_new_weights == "finish"  # which skips updates
     assert signal.getsignal(signal.SIGTERM) == handler

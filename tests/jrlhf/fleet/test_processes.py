@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,9 +20,19 @@ from jrlhf.config import config_yaml
 from jrlhf.config.stages import FleetSection
 from jrlhf.errors import RunFailure, UserError
 from jrlhf.fleet import worker
-from jrlhf.fleet.processes import RECENT, LocalWorker, ProcessWorkers, Update, _Process, check_processes
+from jrlhf.fleet.processes import (
+    RECENT,
+    WANTED,
+    LocalWorker,
+    ProcessWorkers,
+    Update,
+    _Process,
+    check_processes,
+    wanted_places,
+)
 from jrlhf.fleet.ray_worker import joined
 from jrlhf.fleet.shared import SharedArrays, delta, patched, read
+from jrlhf.meshes import make_mesh
 from jrlhf.run.child import Worker
 from jrlhf.run.files import decode, encode
 from tests.jrlhf.fleet.test_runs import ADAPTER, config, run
@@ -144,7 +155,7 @@ def process(tmp_path, monkeypatch):
     def make(**setup):
         setup = {"deadline": 20.0, "program": worker.program()} | setup
         start = partial(LocalWorker, "stand_in", os.environ)
-        return _Process(1, setup, start, tmp_path / "worker.log", sentences.append)
+        return _Process((1, ""), setup, start, tmp_path / "worker.log", sentences.append)
 
     processes = []
     yield lambda **setup: processes.append(make(**setup)) or processes[-1], sentences
@@ -178,7 +189,7 @@ def test_a_lost_process_is_replaced_and_its_successor_repeats_what_was_done(faul
 def test_on_a_full_disk_a_process_loses_its_log_alone():
     """Also in a Ray cluster, where the output comes with the answers."""
     start: Any = None
-    _Process(1, {"deadline": 1.0}, start, Path("/dev/full"), print)._write(b"a line")
+    _Process((1, ""), {"deadline": 1.0}, start, Path("/dev/full"), print)._write(b"a line")
 
 
 @pytest.mark.parametrize("deadline", [600.0, 10.0])
@@ -196,7 +207,7 @@ def test_a_process_has_time_by_its_own_pace(deadline, tmp_path, monkeypatch):
     monkeypatch.setattr("jrlhf.fleet.processes.time", SimpleNamespace(monotonic=lambda: clock[0]))
     start: Any = lambda write: SimpleNamespace(request=request)  # noqa: E731
     own, prompts = (
-        _Process(1, {"deadline": deadline}, start, tmp_path / "log", sentences.append),
+        _Process((1, ""), {"deadline": deadline}, start, tmp_path / "log", sentences.append),
         [[(0, [5], 1, [[7]])]],
     )
     commands = [
@@ -342,6 +353,38 @@ def test_a_missing_ray_is_refused_before_anything_starts(monkeypatch):
     monkeypatch.setattr("jrlhf.fleet.ray_worker.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"needs the package ray: pip install 'jrlhf\[ray\]'"):
         check_processes(FleetSection(workers=1, engine="ray"), "cpu", 1)
+
+
+REFUSED = {
+    "": "must have the key workers, .* and no others$",
+    "{workers: 2, deadline: 9}": "must have the key workers, .* and no others$",
+    "workers: 0": "fleet.workers=0: it must be at least 1",
+    "workers: 4": "fleet.workers=4 exceeds grpo.asynchronous.logical_workers=3",
+    "{workers: 2, devices: ['0', '1']}": r"fleet.devices=\[0, 1\] has no effect on a CPU",
+    "{workers": "not valid YAML",
+}
+
+
+def test_a_number_of_processes_that_cannot_work_is_one_sentence_and_the_run_goes_on(tmp_path, monkeypatch):
+    whole = config(tmp_path, "run", "grpo", ["fleet.workers=2"], staleness=1, logical_workers=3)
+    wanted, file = partial(wanted_places, whole, make_mesh(devices=jax.devices()[:1])), tmp_path / "run" / WANTED
+    two = [(0, ""), (1, "")]
+    assert wanted() == two
+    file.parent.mkdir()
+    file.write_text("workers: 3")
+    assert wanted() == [*two, (2, "")]
+    sentences = list[str]()
+    section = FleetSection(workers=2, engine="ray")
+    own: Any = SimpleNamespace(_wanted=wanted, _section=section, _gpus=0, _refusal="", _tell=sentences.append)
+    for lacks in ("Ray has 2 CPU(s)", "Ray has 2 CPU(s)", ""):
+        monkeypatch.setattr("jrlhf.fleet.processes.lacking", lambda workers, gpus, lacks=lacks: lacks)
+        assert ProcessWorkers._wanted_or(own, two) == (two if lacks else [*two, (2, "")])
+    assert sentences == ["Ray has 2 CPU(s); 2 rollout process(es) go on"]
+    for text, sentence in REFUSED.items():
+        file.write_text(text)
+        with pytest.raises(UserError, match=f"^{file}.*{sentence}"):
+            wanted()
+        assert ProcessWorkers._wanted_or(own, two) == two and "\n" not in sentences[-1]
 
 
 def test_a_process_that_starts_while_it_is_closed_ends(process):
