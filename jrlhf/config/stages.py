@@ -147,7 +147,8 @@ class FleetSection(Feature):
 
     SWITCHES: ClassVar[tuple[str, ...]] = ("workers",)
     OFF: ClassVar[str] = "fleet.workers=null"
-    workers: int | None = count(None, most=1024)  # number of processes; results do not depend on it
+    # number of processes; results do not depend on it, and fleet.yaml changes it in a run
+    workers: int | None = count(None, most=1024)
     # Where they run; local: on this machine; ray: on the Ray cluster of this machine or of RAY_ADDRESS.
     engine: Literal["local", "ray"] = "local"
     # The GPUs of each process, as CUDA_VISIBLE_DEVICES, such as ["4,5", "6,7"]; empty: on CPUs, simulated devices.

@@ -1,6 +1,7 @@
 """`AsynchronousRollouts`: gives the iterations of an asynchronous run batches whose responses were drawn ahead."""
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -86,21 +87,21 @@ class AsynchronousRollouts(Closing):
         self._stream = PromptStream(lambda number: take(self._mesh, number), self._mesh, groups, samples, read)
         count, decoder = config.logical_workers, actor.compiled("generate").decoder(sampling, samples)
         slots, width = (config.rollout.slots or section.rollout_batch) // count, config.data.max_prompt
-        batch = partial(ContinuousBatch, decoder, self._mesh, config.rollout, slots, width, read)
         with jax.set_mesh(self._mesh):
+            batch = ContinuousBatch(decoder, self._mesh, config.rollout, slots, width, read)
             if config.fleet is None:
-                lanes = [SliceWorkers([batch() for _ in range(count)])]
+                lanes = [SliceWorkers([copy(batch) for _ in range(count)])]  # with the same programs
             else:
                 model, numbers = actor.architecture, {"samples": samples, "slots": slots, "width": width}
                 setup = describe(self._mesh, model, actor.compute, sampling, config.rollout, **numbers)
-                template, wanted = batch(), partial(wanted_places, config, self._mesh)
-                del template.state  # frees its memory
-                workers = partial(ProcessWorkers, template, setup, config.fleet, run_path(config), tell)
+                wanted = partial(wanted_places, config, self._mesh)
+                workers = partial(ProcessWorkers, batch, setup, config.fleet, run_path(config), tell)
                 lanes = [workers(count, wanted)]
                 if self._wall:  # a lane for each of the processes, whose number stays
                     places = wanted()
                     shares = zip(np.array_split(range(count), len(places)), places, strict=True)
                     lanes = [workers(len(share), lambda place=place: [place]) for share, place in shares]
+            del batch.state  # frees its memory
             scored = replace(actor.compute.forward(actor.architecture), temperature=sampling.temperature)
             recompute = Recompute(
                 actor.architecture.config,

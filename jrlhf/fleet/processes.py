@@ -10,10 +10,11 @@ import math
 import os
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -182,8 +183,8 @@ class ProcessWorkers:
         return [saved(self._template.fresh(), self._template.mesh) for _ in range(self._count)]
 
     def start(self, states: Sequence[Decoding]) -> None:
-        shares = [to_host(jax.tree.leaves([states[worker] for worker in share])) for share in self._shares]
-        shared = [SharedArrays.of(arrays) for arrays in shares]
+        shares = [jax.tree.leaves([states[worker] for worker in share]) for share in self._shares]
+        shared = [SharedArrays.of(to_host(leaves)) for leaves in shares]
         self._note_room(self._ask([{"start": arrays.path} for arrays in shared], shared))
 
     def states(self) -> list[Decoding]:
@@ -201,11 +202,11 @@ class ProcessWorkers:
         """Yields the leaves of each worker's state. Successors of processes will start from these states."""
         assert self._present is not None
         base, take = self._present.base, self._present.command(None)
+        bases = [] if base is None else [({"base": base.path}, base)]
         for process, share in zip(self._processes, self._shares, strict=True):
             shared = SharedArrays.opened(process.ask({"states": None}))
             arrays, count = read(shared.path), len(self._shardings)
             yield from (arrays[first : first + count] for first in range(0, count * len(share), count))
-            bases = [] if base is None else [({"base": base.path}, base)]
             process.repeat_from([*bases, ({"start": shared.path}, shared), take])
 
     @property
@@ -281,14 +282,13 @@ class ProcessWorkers:
         return identities
 
     def identities(self) -> list[Identity]:
-        commands = [{"identities": None}] * len(self._processes)
-        return [own for answer in self._ask(commands, [None] * len(commands)) for own in answer]
+        return [own for answer in self._ask([{"identities": None}] * len(self._processes)) for own in answer]
 
     def decode(self, prompts: Sequence[Sequence[Prompt]]) -> list[Progress]:
         commands = [
             {"decode": [[astuple(prompt) for prompt in prompts[worker]] for worker in share]} for share in self._shares
         ]
-        answers = self._ask(commands, [None] * len(commands))
+        answers = self._ask(commands)
         self._note_room(answers)
         return [Progress(*row) for answer in answers for row in answer["progress"]]
 
@@ -302,7 +302,7 @@ class ProcessWorkers:
             process.close()
         self._threads.shutdown()
 
-    def _ask(self, commands: Sequence[Mapping[str, Any]], shared: Sequence[SharedArrays | None]) -> list[Any]:
+    def _ask(self, commands: Sequence[Mapping[str, Any]], shared: Iterable[SharedArrays | None] = repeat(None)) -> list:
         """Sends a command to each process at the same time; returns the answers in the order of the processes."""
         return list(self._threads.map(_Process.ask, self._processes, commands, shared))
 
@@ -364,7 +364,6 @@ class _Process:
         """Ends the process. A command that waits for its answer fails."""
         self._closed = True
         if (worker := self._worker) is not None:  # read once: a thread whose request fails sets it to None
-            worker.interrupt()
             worker.kill()
 
     def _started(self) -> LocalWorker | RayWorker:

@@ -136,7 +136,7 @@ class RayWorker:
             self.kill()
         if content is None:
             return answer
-        self._arrays = SharedArrays.copied(content)
+        self._arrays = SharedArrays.copied(content.data)
         return {"answer": encode(self._arrays.path)}
 
     def interrupt(self) -> None:
@@ -168,7 +168,7 @@ class _Host:
     ) -> tuple[Mapping[str, Any], bytes, np.ndarray | None]:
         """Returns the answer, the process's output so far, and the arrays of the file that the answer names."""
         if content is not None:
-            copy = SharedArrays.copied(content)
+            copy = SharedArrays.copied(content.data)
             body = body.replace(encode(path).encode(), encode(copy.path).encode())
         answer = self._worker.request(body, seconds)
         output = bytes(self._output)

@@ -7,6 +7,7 @@ encode and apply only the changed elements of arrays.
 import os
 import zlib
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +38,16 @@ class SharedArrays:
     @classmethod
     def of(cls, arrays: Sequence[Any]) -> "SharedArrays":
         """Writes arrays: a line of JSON with their types, shapes and a checksum, then the bytes of each."""
-        shared = cls(os.memfd_create("arrays"))
         parts = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
         types = [(np.asarray(array).dtype.name, np.shape(array)) for array in arrays]
-        with open(shared._descriptor, "wb", closefd=False) as file:
-            file.write(f"{encode([types, _checksum(parts)])}\n".encode())
-            file.writelines(part.data for part in parts)
-        return shared
+        return cls.copied(f"{encode([types, _checksum(parts)])}\n".encode(), *(part.data for part in parts))
 
     @classmethod
-    def copied(cls, content: np.ndarray) -> "SharedArrays":
-        """Writes the bytes of such a file, which come from another machine."""
+    def copied(cls, *parts: bytes | memoryview) -> "SharedArrays":
+        """Writes the bytes of such a file, which may come from another machine."""
         shared = cls(os.memfd_create("arrays"))
         with open(shared._descriptor, "wb", closefd=False) as file:
-            file.write(content.data)
+            file.writelines(parts)
         return shared
 
     @classmethod
@@ -75,10 +72,7 @@ def read(path: str) -> list[np.ndarray]:
 
 
 def _checksum(parts: Sequence[np.ndarray]) -> int:
-    checksum = 0
-    for part in parts:
-        checksum = zlib.crc32(part.data, checksum)
-    return checksum
+    return reduce(lambda checksum, part: zlib.crc32(part.data, checksum), parts, 0)
 
 
 def delta(old: Sequence[np.ndarray], new: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -30,6 +30,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import jrlhf
+from jrlhf.config.parse import build
 from jrlhf.config.schema import DeviceConfig
 from jrlhf.fleet.shared import SharedArrays, patched, read
 from jrlhf.fleet.slices import SliceWorkers
@@ -44,7 +45,6 @@ from jrlhf.models import (
     lora_shardings,
     param_shardings,
 )
-from jrlhf.models.config.rope import RopeScaling
 from jrlhf.models.generation.continuous import ContinuousBatch, Prompt
 from jrlhf.models.params import Params
 from jrlhf.roles.model import Architecture, Compute
@@ -120,9 +120,9 @@ class _Process:
         sizes, platform = setup["mesh"], setup["platform"]
         select(DeviceConfig(platform=platform, simulated=int(np.prod(sizes)) if platform == "cpu" else None))
         self.mesh = make_mesh(*sizes, devices=jax.devices()[: int(np.prod(sizes))])
-        model, lora = _model(setup["model"]), setup["lora"] and LoRAConfig(**setup["lora"])
-        sampling = SamplingConfig(**{**setup["sampling"], "stop_ids": tuple(setup["sampling"]["stop_ids"])})
-        schedule, self._shardings = Schedule(**setup["schedule"]), param_shardings(model, self.mesh, GENERATE)
+        model, lora = build(ModelConfig, setup["model"]), setup["lora"] and build(LoRAConfig, setup["lora"])
+        sampling, schedule = build(SamplingConfig, setup["sampling"]), build(Schedule, setup["schedule"])
+        self._shardings = param_shardings(model, self.mesh, GENERATE)
         self._adapter_shardings = lora and lora_shardings(model, self.mesh, lora)
         self._base: Params = {}  # the frozen weights under an adapter
         self._present: tuple[int | None, Params] = None, {}  # number of the last update, and its weights
@@ -187,9 +187,3 @@ def _changed(path: str, present: Params) -> Params:
     leaves, treedef = jax.tree.flatten(present)
     arrays = patched(to_host(leaves), read(path))
     return treedef.unflatten(to_devices(arrays, [leaf.sharding for leaf in leaves]))
-
-
-def _model(values: Mapping[str, Any]) -> ModelConfig:
-    scaling = values["rope_scaling"]
-    own = {"local_layers": tuple(values["local_layers"]), "rope_scaling": scaling and RopeScaling(**scaling)}
-    return ModelConfig(**{**values, **own})

@@ -27,9 +27,10 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 SEED = int(os.environ.get("PROOF_SEED", "0"))
 FAULTS = 20  # of a run
-# Seconds after a fault, or after a command, until it is done: 1 to notice a process that stopped (`draw` shortens the
-# deadline of a command), another 1 for it to say where, and the rest for a successor to import JAX, to compile the
-# programs of a tiny model and to repeat at most the commands of an iteration. On two busy cores that took 11 s.
+# Seconds after a fault, or after a command, until it is done: 1 to notice a process that stopped (`send` shortens the
+# deadline of a command), another 1 for it to say where, with Ray 5 for the transfer, and the rest for a successor to
+# import JAX, to compile the programs of a tiny model and to repeat at most the commands of an iteration. On two cores
+# with a load of 20 that took 11 s, and 24 s with Ray.
 GOES_ON = 30.0
 ASK, SEND = _Process.ask, _Process._send
 LOGICAL = 3
