@@ -78,7 +78,7 @@ class Faults:
                 self.stopped, self._stops = True, self._stops[1:]
                 raise Stopped
             kind, draw = self._rng.choice(["kill", "end", "stop", "pause"]), self._rng.random
-            if draw() < 0.15:
+            if draw() < 0.25:
                 self._scale()
             if draw() > 0.4 or self.kinds.total() >= FAULTS:
                 return "none", 0, 0

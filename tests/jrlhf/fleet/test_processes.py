@@ -24,6 +24,7 @@ from jrlhf.fleet.processes import (
     RECENT,
     WANTED,
     LocalWorker,
+    Place,
     ProcessWorkers,
     Update,
     _Process,
@@ -385,6 +386,24 @@ def test_a_number_of_processes_that_cannot_work_is_one_sentence_and_the_run_goes
         with pytest.raises(UserError, match=f"^{file}.*{sentence}"):
             wanted()
         assert ProcessWorkers._wanted_or(own, two) == two and "\n" not in sentences[-1]
+
+
+def test_another_number_of_processes_starts_and_ends_only_those_that_change():
+    started, closed, taken = [], [], []
+
+    def process(place: Place) -> Any:
+        started.append(place)
+        return SimpleNamespace(place=place, close=lambda: closed.append(place), repeat_from=lambda commands: None)
+
+    first, second = process((0, "4")), process((1, "5"))
+    own: Any = SimpleNamespace(_processes=[first, second], _process=process, _present="weights")
+    own.start, own.take = (lambda states: None), (lambda weights, again: taken.append((own._present, weights)))
+    ProcessWorkers._divide(own, [], [(0, "4"), (1, "7"), (2, "6")])
+    assert own._processes[0] is first and started[2:] == [(1, "7"), (2, "6")] and closed == [(1, "5")]
+    assert taken == [(None, "weights")]  # all of them, not their changes
+    own._present = "weights"
+    ProcessWorkers._divide(own, [], [(0, "4")])
+    assert own._processes == [first] and sorted(closed[1:]) == [(1, "7"), (2, "6")]
 
 
 def test_a_process_that_starts_while_it_is_closed_ends(process):
