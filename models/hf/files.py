@@ -5,14 +5,17 @@ The format: eight bytes with the header's length (little endian), the header (a 
 dtype, shape and bytes), the tensors' bytes one after another. https://github.com/huggingface/safetensors
 """
 
+import errno
+import fcntl
 import json
 import os
 import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from glob import escape
 from math import inf, prod
 from pathlib import Path
 from typing import Any
@@ -43,6 +46,7 @@ CARD, PLOT = "README.md", "progress.png"  # optional files for readers, next to 
 PROMPTING = "prompting.json"  # how to prompt the model
 ADAPTER_FILES = "adapter_config.json", "adapter_model.safetensors"
 SIGNATURE = "Trained by jrlhf"  # a card without it is not ours
+_NEW, _PREVIOUS, _PARTIAL = "new", "previous", ".partial"  # of the hidden folder of an export
 _AGAIN = "fetch the file again"
 _DEPTH = 100  # maximum levels of a JSON text, because later code may walk it by recursion
 
@@ -327,24 +331,58 @@ def replace_directory(directory: Path, write: Callable[[Path], None], card: Mapp
 def _replacing(directory: Path) -> Iterator[Path]:
     """Yields a new directory to write into, which replaces `directory` at the end, unless there is an error.
 
-    If `directory` is a symbolic link, its target is replaced.
+    If `directory` is a symbolic link, its target is replaced. Everything is in one hidden folder, which is locked while
+    this process lives. If it is killed, the next export ends what it left.
     """
     target = directory.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
-    written = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    previous = written.with_name(f"{written.name}-previous")
+    for left in target.parent.glob(f".{escape(target.name)}-*{_PARTIAL}"):
+        with _locked(left) as ours:
+            pass
+        if ours:
+            _end(left, target)
+    place = Path(tempfile.mkdtemp(prefix=f".{target.name}-", suffix=_PARTIAL, dir=target.parent))
+    written = place / _NEW
     try:
-        yield written
-        written.chmod(0o755)  # mkdtemp makes it private
-        if target.exists():
-            target.rename(previous)
-        try:
+        with _locked(place):
+            written.mkdir()
+            yield written
+            for path in (*written.iterdir(), written):
+                _sync(path)
+            if target.exists():
+                target.rename(place / _PREVIOUS)
             written.rename(target)
-        except BaseException:
-            if previous.exists():
-                previous.rename(target)
+            _sync(target.parent)
+    finally:  # after the lock is closed: NFS keeps a folder with an open file
+        _end(place, target)
+
+
+def _end(place: Path, target: Path) -> None:
+    """Removes the hidden folder of an export. The previous directory returns to its place if there is no new one."""
+    if (place / _PREVIOUS).exists() and not target.exists():
+        (place / _PREVIOUS).rename(target)
+    shutil.rmtree(place, ignore_errors=True)
+
+
+@contextmanager
+def _locked(place: Path) -> Iterator[bool]:
+    """Locks a folder; yields False if it is locked already, if it is gone, or if the file system has no locks."""
+    with ExitStack() as stack:
+        try:
+            fcntl.flock(stack.enter_context(open(place / "lock", "a")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ours = True
+        except OSError:
+            ours = False
+        yield ours
+
+
+def _sync(path: Path) -> None:
+    """Waits until a file, or the names in a directory, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # the file system cannot sync a directory
             raise
-    except BaseException:
-        shutil.rmtree(written, ignore_errors=True)
-        raise
-    shutil.rmtree(previous, ignore_errors=True)
+    finally:
+        os.close(descriptor)

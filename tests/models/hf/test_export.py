@@ -4,6 +4,9 @@ import gc
 import json
 import random
 import re
+import signal
+import subprocess
+import sys
 from functools import partial
 
 import jax
@@ -14,7 +17,7 @@ from safetensors.numpy import load_file
 
 from jrlhf.meshes import GENERATE, TRAIN, make_mesh, reshard
 from jrlhf.models import LoRAConfig, ModelConfig, export_hf, init_lora, lora_shardings, merge, param_shardings, to_int8
-from jrlhf.models.hf import export, hf_config, read_config
+from jrlhf.models.hf import export, files, hf_config, read_config
 from jrlhf.models.hf.config import _GENERATION
 from tests.support.live import live_bytes
 
@@ -167,6 +170,54 @@ def test_an_export_is_all_or_nothing(reference, tmp_path, monkeypatch):
     export_hf(params, LLAMA, directory, eos_ids=(4, 5))
     assert json.loads((directory / "config.json").read_text())["eos_token_id"] == [4, 5]
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from jrlhf.models.hf import files
+
+directory, moment, remaining = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+
+def killed(*_, **__):
+    global remaining
+    remaining -= 1
+    if remaining < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return method(*_, **__)
+
+owner = files.shutil if moment == "rmtree" else files.Path if moment == "rename" else files
+method = getattr(owner, moment)
+setattr(owner, moment, killed)
+with files._replacing(directory) as folder:
+    (folder / "config.json").write_text("second")
+"""
+
+
+@pytest.mark.parametrize(
+    ("moment", "before", "whole"),
+    [
+        pytest.param("_sync", 0, "first", id="written"),
+        pytest.param("rename", 0, "first", id="before the renames"),
+        pytest.param("rename", 1, "first", id="between the renames"),
+        pytest.param("rmtree", 0, "second", id="after the renames"),
+    ],
+)
+def test_the_next_export_heals_one_that_was_killed(tmp_path, moment, before, whole):
+    model, other = tmp_path / "model", tmp_path / ".model-mine"
+    other.mkdir()
+    with files._replacing(model) as folder:
+        (folder / "config.json").write_text("first")
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(model), moment, str(before)], timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(list(tmp_path.glob(".model-*.partial"))) == 1
+    with files._replacing(model) as folder:
+        assert (model / "config.json").read_text() == whole
+        with files._replacing(model) as later:  # at the same time: its folder is left alone
+            (later / "config.json").write_text("later")
+        (folder / "config.json").write_text("last")
+    assert (model / "config.json").read_text() == "last"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".model-mine", "model"]
 
 
 def test_what_cannot_be_exported_is_refused(reference, tmp_path):
