@@ -3,6 +3,7 @@
 from typing import Any, Literal, get_args
 
 import jax
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -49,7 +50,7 @@ def token_logprobs(
         unembedding: one row per token, in the dtype of `hidden`.
         targets: token ids. One outside [0, vocab_size) has log-probability −inf and no gradient.
         temperature: divides the logits after the softcap; an array, even if traced, divides `hidden`, without softcap:
-            one number, or one for each token [*N, 1].
+            one number, or one for each token [*N, 1]. The quotient is rounded to the dtype of `hidden`.
         softcap: bound of the logits before temperature; None for none.
         vocab_size: rows with this global index and above are padding and have probability 0; None: all rows count.
         axis_name: the mesh axis over which the vocabulary is divided.
@@ -58,7 +59,7 @@ def token_logprobs(
         implementation: None for the platform's default. A named one that cannot run raises, it never falls back.
     """
     _check_arrays(hidden, unembedding, targets)
-    if isinstance(temperature, Array):
+    if isinstance(temperature, Array | np.ndarray):
         sizes = zip(reversed(temperature.shape), (1, *reversed(targets.shape)), strict=False)
         if temperature.ndim > hidden.ndim or any(size not in (1, whole) for size, whole in sizes):
             raise ValueError(f"temperature must be one number, or one for each token, got shape {temperature.shape}")

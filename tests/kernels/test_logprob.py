@@ -100,8 +100,12 @@ def test_rows_of_sequences_with_a_traced_temperature():
     np.testing.assert_allclose(entropy.ravel(), expected[1], rtol=1e-5)
     # d log p_y / d t = -(z_y - E z) / t = -(log p_y + entropy) / t
     np.testing.assert_allclose(slope, -np.sum(np.asarray(logprobs + entropy, np.float64)) / 0.5, rtol=1e-3)
-    with pytest.raises(ValueError, match="softcap=3.0 needs a temperature that is a Python number"):
-        token_logprobs(hidden, unembedding, targets, temperature=jnp.asarray(0.5), softcap=3.0)
+    halves = np.full((*targets.shape, 1), 0.5, np.float32)
+    for array in (halves, jnp.asarray(halves)):  # one for each token
+        np.testing.assert_array_equal(token_logprobs(hidden, unembedding, targets, temperature=array)[0], expected[0])
+    for array in (np.asarray(0.5), jnp.asarray(0.5)):
+        with pytest.raises(ValueError, match="softcap=3.0 needs a temperature that is a Python number"):
+            token_logprobs(hidden, unembedding, targets, temperature=array, softcap=3.0)
     with pytest.raises(ValueError, match=r"of one \*N and D"):
         token_logprobs(rows, unembedding, targets)
 
@@ -226,6 +230,7 @@ def test_bad_arguments_are_named():
         ({"hidden": np.zeros((4, 8), jnp.bfloat16)}, "one floating dtype, got bfloat16 and float32"),
         ({"targets": np.zeros(4, np.float32)}, "targets must be integers, got float32"),
         ({"temperature": jnp.ones(8)}, r"temperature must be one number, or one for each token, got shape \(8,\)"),
+        ({"temperature": np.ones(8)}, r"temperature must be one number, or one for each token, got shape \(8,\)"),
         ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
         ({"temperature": float("nan")}, "temperature must be positive, got nan"),
         ({"softcap": -1.0}, "softcap must be positive or None, got -1.0"),
