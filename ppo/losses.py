@@ -16,7 +16,6 @@ class PolicyLoss(NamedTuple):
     """Elementwise parts of the clipped policy loss."""
 
     loss: Float[Array, "*S"]
-    log_ratio: Float[Array, "*S"]  # log pi - log pi_old, clamped
     ratio: Float[Array, "*S"]
     clipped: Bool[Array, "*S"]  # the ratio's clip decides, so the gradient is zero
     clipped_lower: Bool[Array, "*S"]  # the dual clip decides
@@ -51,7 +50,7 @@ def policy_loss(
         ceiling = -dual_clip * advantages
         clipped_lower = (advantages < 0) & (loss > ceiling)
         loss = jnp.where(clipped_lower, ceiling, loss)
-    return PolicyLoss(loss, log_ratio, ratio, clipped, clipped_lower)
+    return PolicyLoss(loss, ratio, clipped, clipped_lower)
 
 
 def cispo_loss(
@@ -74,7 +73,7 @@ def cispo_loss(
     ratio = jnp.exp(log_ratio)
     bounded = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     clipped = bounded != ratio
-    return PolicyLoss(-bounded * advantages * logprobs, log_ratio, ratio, clipped, jnp.zeros_like(clipped))
+    return PolicyLoss(-bounded * advantages * logprobs, ratio, clipped, jnp.zeros_like(clipped))
 
 
 def kl_estimate(

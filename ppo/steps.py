@@ -177,10 +177,9 @@ def actor_update(
             rows = rows._replace(ages=ages)
         if config.aggregation == "prompt-mean" and isinstance(config, GRPOConfig):
             rows = rows._replace(group_tokens=group_sums(jnp.sum(rows.mask, axis=1, dtype=jnp.float32), config.samples))
-        updates = run_updates(loss_fn, optimizer, config, state, rows, tuple(frozen), names, veto, weighted, staged)
-        state, run = yield from updates
-        means = {name: value for name, value in run.means.items() if name != "ratio_gap"}
-        metrics = {name if "/" in name else f"actor/{name}": value for name, value in means.items()}
+        given = names, veto, weighted, staged, ("ratio_gap",)
+        state, run = yield from run_updates(loss_fn, optimizer, config, state, rows, tuple(frozen), *given)
+        metrics = {name if "/" in name else f"actor/{name}": value for name, value in run.means.items()}
         if experience.importance is not None and not weighed:
             metrics |= weight_shares(experience, config)
         if experience.versions is not None:

@@ -161,7 +161,7 @@ class Run(NamedTuple):
     """The result of all updates on one batch."""
 
     means: Metrics  # means over the updates that were not skipped
-    first: Metrics  # metrics of the first update
+    first: Metrics  # those of `of_first`, in the first update
     counts: Metrics  # numbers of updates that were not applied, by reason
 
 
@@ -187,11 +187,13 @@ def run_updates(
     veto: Callable[[Metrics], Bool[Array, ""]] | None = None,
     prepare: Callable[[Any], Any] | None = None,
     staged: bool = False,
+    of_first: tuple[str, ...] = (),
 ) -> Updates:
     """epochs x minibatches updates in one loop, which ends early once `veto` holds; their result is (state, `Run`).
 
     loss_fn: (params, rows, count, *frozen) -> (loss, metrics); count is the number of the minibatch's tokens in `mask`.
     prepare: turns a whole minibatch into the rows that the loss gets in parts; a `Partial` of arrays.
+    of_first: metrics whose value in the first update is returned instead of their mean.
     """
     check_divisible(rows.tokens, config.minibatches, config.micro_batches)
     total = config.epochs * config.minibatches
@@ -213,13 +215,14 @@ def run_updates(
             stop=carry.stop if veto is None else update.sound & veto(update.metrics),
             finite=carry.finite + update.finite.astype(jnp.int32),
             sound=carry.sound + update.sound.astype(jnp.int32),
-            sums=jax.tree.map(lambda s, x: s + jnp.where(update.sound, x, 0), carry.sums, metrics),
-            first=jax.tree.map(lambda f, x: jnp.where(carry.index == 0, x, f), carry.first, metrics),
+            sums={name: s + jnp.where(update.sound, metrics[name], 0) for name, s in carry.sums.items()},
+            first={name: jnp.where(carry.index == 0, metrics[name], f) for name, f in carry.first.items()},
         )
 
     none = jnp.zeros((), jnp.int32)
     zeros = dict.fromkeys((*names, "grad_norm"), jnp.zeros((), jnp.float32))
-    end = _Carry(none, state.params, state.opt_state, jnp.zeros((), jnp.bool_), none, none, zeros, zeros)
+    first = {name: zeros.pop(name) for name in of_first}
+    end = _Carry(none, state.params, state.opt_state, jnp.zeros((), jnp.bool_), none, none, zeros, first)
     goes_on = lambda carry: (carry.index < total) & ~carry.stop  # noqa: E731
     if not staged:
         end = lax.while_loop(goes_on, lambda carry: finish(one(carry)), end)
