@@ -17,7 +17,7 @@ processes walk through the whole table; in a process without a device of a stage
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, lru_cache, partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -263,7 +263,7 @@ Function = Callable[..., tuple[Any, Any]]
 """(weights and input, micro-batch, *others) -> (output, loss and metrics of the last stage)"""
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _stage(stages: Stages, stage: int) -> Function:
     """The function of any stage but the last. It returns the hidden states [B, T, D] in the compute dtype."""
     forward = ShardedForward(stages.part(stage), stages.meshes[stage], stages.layout, "lm", stages.options)
@@ -271,7 +271,7 @@ def _stage(stages: Stages, stage: int) -> Function:
     return lambda params, rows, *frozen: (hidden(params, rows.tokens, *frozen), ())
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _last(loss: Loss, trains: bool) -> Function:
     """The function of the last stage. It returns the loss, or scores."""
     if not trains:

@@ -22,7 +22,7 @@ from jrlhf.models import (
     make_values,
     param_shardings,
 )
-from jrlhf.models.pipeline import Stages
+from jrlhf.models.pipeline import Stages, _last, _stage
 from jrlhf.ppo import (
     DPOConfig,
     Experience,
@@ -220,6 +220,10 @@ def test_stages_share_the_memory_of_a_base(reference):
     assert all(places(part) < places(base) for part in parts)
     with jax.set_mesh(groups[0]):
         assert {leaf.sharding.mesh for leaf in jax.tree.leaves(parts[0])} == {groups[0]}
+
+
+def test_many_trainings_of_one_process_keep_a_limited_number_of_functions():
+    assert all(functions.cache_info().maxsize for functions in (_stage, _last))
 
 
 def test_a_stage_without_a_layer_is_refused():
