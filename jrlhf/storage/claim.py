@@ -18,7 +18,7 @@ from typing import Any
 
 from jrlhf.errors import UserError
 from jrlhf.run.files import Closing, lock_file
-from jrlhf.storage.store import Store, StoreError
+from jrlhf.storage.store import PAUSES, Store, StoreError
 
 NAME = ".mirror/claim.json"
 _SIGNS = 4  # number of renewals within a lease
@@ -47,10 +47,12 @@ class Claim(Closing):
 
     def take(self, tell: Callable[[str], None]) -> None:
         """Claims the address; raises UserError if another run holds it."""
-        ended, seen, since, taken_over = self._lock_here(), None, 0.0, False
+        ended, seen, since, taken_over, pause = self._lock_here(), None, 0.0, False, PAUSES[0]
         while not self._store.write(NAME, self._encoded(), new=True):
             holder = self._read()
-            if holder is None:
+            if holder is None:  # released in between, or the store reads late
+                time.sleep(pause)
+                pause = min(2 * pause, PAUSES[1])
                 continue
             if holder.get("token") == self._own["token"]:  # the store wrote it, but the answer was lost
                 break

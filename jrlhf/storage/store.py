@@ -22,7 +22,7 @@ from jrlhf.errors import UserError
 
 T = TypeVar("T")
 
-_PAUSES = 0.5, 30.0  # seconds before the second attempt; the maximum after repeated doubling
+PAUSES = 0.5, 30.0  # seconds before the second attempt; the maximum after repeated doubling
 _SILENT, _AGAIN = 5.0, 60.0  # seconds of failures after which users are told, and then told again
 _SLOWEST = 1e6  # bytes per second; slower transfers are aborted
 _FIRST = StorageConfig(timeout=15.0, patience=10.0)  # for the first request, for which a user waits
@@ -173,7 +173,7 @@ class Store:
         changes: whether it changes the store. Such a request is never repeated, nor followed by another one, while it
         may still take effect, because old content could replace new. It is waited for up to `patience`.
         """
-        pause, began = _PAUSES[0], time.monotonic()
+        pause, began = PAUSES[0], time.monotonic()
         until = began + self._section.patience
         while True:
             limit = self._section.timeout + size / _SLOWEST
@@ -206,7 +206,7 @@ class Store:
                         f"trying for {patience}"
                     )
             time.sleep(pause)
-            pause = min(2 * pause, _PAUSES[1])
+            pause = min(2 * pause, PAUSES[1])
 
     def _notice(self) -> None:
         """Tells the user once that there is no first answer yet."""

@@ -93,6 +93,19 @@ def test_a_claim_that_is_renewed_stays_however_slow_the_store_is(memory, tmp_pat
         holder.check()
 
 
+def test_a_claim_that_is_read_late_is_not_asked_for_without_a_pause(memory, tmp_path, monkeypatch):
+    first, second = (Claim(Store("memory://bucket/runs/run", STORAGE), tmp_path / lock, 60.0) for lock in "ab")
+    first.take(print)
+    pauses, read = list[float](), second._read
+    monkeypatch.setattr(claim_module.time, "sleep", pauses.append)
+    monkeypatch.setattr(second, "_read", lambda: None if len(pauses) < 8 else {**(read() or {}), "sign": len(pauses)})
+    with pytest.raises(UserError, match="in use by process"):
+        second.take(print)
+    assert pauses[:8] == [0.5, 1, 2, 4, 8, 16, 30, 30]
+    for claim in (first, second):
+        claim.close()
+
+
 def test_of_two_that_wait_for_one_claim_only_one_gets_it(memory, tmp_path):
     """The slower one deletes the claim of the faster one, which it takes for the old one."""
     old = {"token": "0", "process": 1, "machine": claim_module.platform.node(), "sign": 0}

@@ -367,7 +367,7 @@ def test_a_run_whose_files_cannot_be_copied_ends_in_a_sentence(memory, config, m
 
 
 def test_failed_requests_are_repeated_and_a_hang_has_a_deadline(memory, config, monkeypatch):
-    monkeypatch.setattr(store_module, "_PAUSES", (0.2, 0.4))
+    monkeypatch.setattr(store_module, "PAUSES", (0.2, 0.4))
     monkeypatch.setattr(store_module, "_SILENT", 0.15)
     answers = [OSError("503 SlowDown"), TimeoutError("late"), TimeoutError("still"), b"data"]
 

@@ -23,7 +23,7 @@ ADDRESS, ROOT = "memory://bucket/x", "/bucket/x"
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch) -> None:
-    monkeypatch.setattr(module, "_PAUSES", (0.01, 0.02))
+    monkeypatch.setattr(module, "PAUSES", (0.01, 0.02))
 
 
 def slow_first(method: Any, seconds: float = 0.3) -> Any:
