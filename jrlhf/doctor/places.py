@@ -4,7 +4,6 @@ import http.client
 import os
 import re
 import shutil
-import tempfile
 import threading
 import urllib.error
 import urllib.request
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from jrlhf.errors import UserError
+from jrlhf.run.files import file_error
 
 GIB = 2**30
 LEAST_FREE, FEW_FREE = 1 * GIB, 20 * GIB  # free bytes: below the first a problem, below the second a note
@@ -84,7 +84,7 @@ def check_places() -> Iterator[Finding]:
     except ImportError:
         pass  # a finding on packages
     for variable, (what, name, place) in places.items():
-        if (error := _write_error(place)) is not None:
+        if (error := file_error(place)) is not None:
             remedy = f"set {variable} to a directory that can be written"
             yield Finding(variable, "problem", f"{what} {name} cannot be written ({error})", remedy)
 
@@ -96,7 +96,7 @@ def check_run_dir(run_dir: str) -> Iterator[Finding]:
     else:
         path = Path(os.path.expanduser(run_dir)).absolute()
         place, run_dir = _existing(path), str(path)
-        error, free = _write_error(place), shutil.disk_usage(place).free
+        error, free = file_error(place), shutil.disk_usage(place).free
         space = f"{free / GIB:,.1f} GiB free"
     if error is not None:
         remedy = "mend that, or choose another place: run_dir=PLACE"
@@ -112,18 +112,6 @@ def check_run_dir(run_dir: str) -> Iterator[Finding]:
 
 def _existing(path: Path) -> Path:
     return next(folder for folder in (path, *path.parents) if folder.exists())
-
-
-def _write_error(place: Path) -> str | None:
-    """Returns why no file can be written in an existing directory; None if it can.
-
-    It does not use `run.files.write_error`, because that needs NumPy, which may be broken.
-    """
-    try:
-        tempfile.TemporaryFile(dir=place).close()
-    except OSError as error:
-        return error.strerror or str(error)
-    return None
 
 
 def _store_error(address: str) -> str | None:

@@ -16,8 +16,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-
 from jrlhf.errors import UserError
 
 _NO_LOCKS = errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL  # errors of some network and FUSE file systems
@@ -90,6 +88,8 @@ def encode(value: Any) -> str:
 
 
 def decode(text: str | bytes) -> Any:
+    import numpy as np  # only here: the doctor uses this module where NumPy may be broken
+
     def array(saved: dict[str, Any]) -> Any:
         return np.array(saved["values"], saved["ndarray"]) if saved.keys() == {"ndarray", "values"} else saved
 
@@ -124,7 +124,11 @@ def unsealed(path: Path, *, older: bool = False) -> str | None:
 
 def write_error(directory: Path) -> str | None:
     """Returns why a directory cannot be created or written; None if it can. Leaves nothing behind."""
-    place = next(folder for folder in (directory, *directory.absolute().parents) if os.path.lexists(folder))
+    return file_error(next(folder for folder in (directory, *directory.absolute().parents) if os.path.lexists(folder)))
+
+
+def file_error(place: Path) -> str | None:
+    """Returns why no file can be written in an existing directory; None if it can. Leaves nothing behind."""
     try:
         with tempfile.TemporaryFile(dir=place, buffering=0) as file:
             file.write(bytes(4096))  # a full disk may still take an empty file

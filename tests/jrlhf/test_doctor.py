@@ -1,6 +1,8 @@
 """`jrlhf doctor`: what it finds on machines. This one is examined once, without a network."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,7 @@ from jrlhf.config.places import StorageConfig
 from jrlhf.doctor import checks, places
 from jrlhf.doctor.checks import Installed, check_backend, check_extras, check_packages
 from jrlhf.doctor.places import GIB, Finding, check_hub, check_places, check_run_dir
+from jrlhf.run import files
 from jrlhf.storage.store import Store
 
 JAX = ("jaxlib<=0.10.2,>=0.10.1", "ml-dtypes>=0.5") + tuple(
@@ -170,8 +173,16 @@ def test_places_in_which_nothing_can_be_written_are_problems(monkeypatch, tmp_pa
         monkeypatch.setattr(places.shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free * GIB))
         (finding,) = check_run_dir(str(tmp_path))
         assert finding.state == state and f"{free:.1f} GiB free" in finding.text
+    with monkeypatch.context() as patch:  # a full disk still takes an empty file
+        patch.setattr(files.tempfile, "TemporaryFile", lambda **_: open("/dev/full", "wb", buffering=0))
+        assert "(No space left on device)" in the_only(check_run_dir(str(tmp_path)), "problem").text
     monkeypatch.setenv("HOME", str(tmp_path))
     assert f"{tmp_path}/runs" in next(check_run_dir("~/runs")).text
+
+
+def test_the_doctor_starts_without_numpy():
+    program = "import sys; sys.modules['numpy'] = None; import jrlhf.doctor.__main__"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
 
 
 def test_an_object_store_is_written_to(memory):
