@@ -5,11 +5,7 @@ from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from typing import Literal
 
-from jrlhf.meshes.plan import Plan
-
 Kind = Literal["generate", "infer", "train", "compute"]
-LEARNER = "learner"  # the role that trains actor and critic in one program; their weights are stored where it runs
-LEARNED = ("actor", "critic")
 
 
 @dataclass(frozen=True)
@@ -80,17 +76,3 @@ class Graph:
         order = TopologicalSorter({call.name: [other.name for other in self.before(call)] for call in self.calls})
         order.prepare()
         return order
-
-
-def home_of(graph: Graph, role: str, plan: Plan | None = None) -> Call | None:
-    """Returns the call in whose placement a role's weights are stored: the one that trains them, or else the role's
-    first call. None: the role has no call.
-
-    plan: ignores calls that it does not place. Among calls that do not train, prefers one with stacked layers, because
-        these can be unstacked for generation.
-    """
-    if role in LEARNED and LEARNER in graph.roles:
-        role = LEARNER
-    own = [call for call in graph if call.role == role and (plan is None or call.name in plan.placements)]
-    own.sort(key=lambda call: (call.kind != "train", plan is not None and plan[call.name].layout == "generate"))
-    return own[0] if own else None

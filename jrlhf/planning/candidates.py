@@ -14,12 +14,11 @@ from typing import Any
 from jrlhf.config.check import divisors, indivisible
 from jrlhf.errors import UserError
 from jrlhf.meshes import Call
-from jrlhf.meshes.graph import LEARNER
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.plan import Placement, Slice
 from jrlhf.planning.memory import GIB
 from jrlhf.planning.time import CostModel, Price
-from jrlhf.planning.workload import Workload
+from jrlhf.planning.workload import LEARNER, Workload
 
 TENSOR = 8  # maximum number of slices of a layer, as in ReaL
 ALL_RANGES = 8  # maximum number of nodes for which every range of nodes is a slice

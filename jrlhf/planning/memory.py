@@ -14,7 +14,6 @@ from typing import Literal
 
 from jrlhf.config.schema import Config, SleepConfig
 from jrlhf.meshes import GENERATE, TRAIN, Call, Layout
-from jrlhf.meshes.graph import LEARNED, LEARNER, home_of
 from jrlhf.meshes.pipeline import SCHEDULES, ScheduleName, peak
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.models import LoRAConfig, ModelConfig, Schedule
@@ -23,7 +22,7 @@ from jrlhf.models.weights import HeadKind, weights
 from jrlhf.planning import activations
 from jrlhf.planning.activations import DEFAULT, WIDE, Arrays, Backend, Gradients, Phase
 from jrlhf.planning.moves import stored_alike
-from jrlhf.planning.workload import RoleModel, Workload
+from jrlhf.planning.workload import LEARNED, LEARNER, RoleModel, Workload, home_of
 
 GIB = 2**30
 COUNTERS = 8  # bytes: AdamW counts its updates twice, for the bias of the moments and for the schedule

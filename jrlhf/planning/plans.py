@@ -14,12 +14,11 @@ from jrlhf.config.places import expanded
 from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
 from jrlhf.meshes import Call
-from jrlhf.meshes.graph import LEARNER
 from jrlhf.meshes.plan import LayoutName, Placement, Plan, Slice, plan_of
 from jrlhf.models.flops import forward_operations
 from jrlhf.planning.candidates import stuck_rows, undivided_rows
 from jrlhf.planning.simulate import nested
-from jrlhf.planning.workload import LAYOUTS, Workload, token_budgets, update_section
+from jrlhf.planning.workload import LAYOUTS, LEARNER, Workload, token_budgets, update_section
 
 NAMES = ("colocate", "split", "standalone", "disaggregated", "auto")
 FUSED = "actor.update", "critic.update"  # the calls that one table can train

@@ -18,13 +18,13 @@ from operator import attrgetter
 from typing import Any
 
 from jrlhf.meshes import Graph
-from jrlhf.meshes.graph import LEARNER, home_of
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.planning.candidates import NoPlan, candidates, grouped, placements, slices
 from jrlhf.planning.memory import GIB
 from jrlhf.planning.moves import stored_alike
 from jrlhf.planning.simulate import Simulation, Simulator, simulate
 from jrlhf.planning.time import CostModel, Price
+from jrlhf.planning.workload import LEARNER, home_of
 
 Candidates = Mapping[str, Sequence[Price]]
 RULES = ("heuristic", "colocate", "split", "standalone")

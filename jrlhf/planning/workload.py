@@ -30,6 +30,9 @@ LAYOUTS: dict[str, tuple[LayoutName, ...]] = {
     "compute": ("train",),
 }
 
+LEARNER = "learner"  # the role that trains actor and critic in one program; their weights are stored where it runs
+LEARNED = ("actor", "critic")
+
 # Elementwise work reads and writes more than a perfect fusion would, partly in float32: a trace of training on an H200
 # showed 309 GB where `Numbers.traffic` without this factor counts 188.
 _UNFUSED = 1.6
@@ -255,9 +258,23 @@ def _models_of_roles(
             roles[role] += (adapted("actor", adapter, "scalar"),)
         elif part.model is not None:
             roles[role] += (RoleModel(models[f"{role} {part.name}"], "scalar", trained=False),)
-    if "learner" in graph.roles:
-        roles["learner"] = roles["actor"] + roles.get("critic", ())
+    if LEARNER in graph.roles:
+        roles[LEARNER] = roles["actor"] + roles.get("critic", ())
     return {role: roles[role] for role in graph.roles if role in roles}
+
+
+def home_of(graph: Graph, role: str, plan: Plan | None = None) -> Call | None:
+    """Returns the call in whose placement a role's weights are stored: the one that trains them, or else the role's
+    first call. None: the role has no call.
+
+    plan: ignores calls that it does not place. Among calls that do not train, prefers one with stacked layers, because
+        these can be unstacked for generation.
+    """
+    if role in LEARNED and LEARNER in graph.roles:
+        role = LEARNER
+    own = [call for call in graph if call.role == role and (plan is None or call.name in plan.placements)]
+    own.sort(key=lambda call: (call.kind != "train", plan is not None and plan[call.name].layout == "generate"))
+    return own[0] if own else None
 
 
 def adapter_of(section: LoRASection, actor: ModelConfig) -> LoRAConfig:

@@ -7,11 +7,11 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jrlhf.meshes import GENERATE, SCORE, TRAIN, TRAIN_TP, Call, Graph, Layout, make_mesh
-from jrlhf.meshes.graph import home_of
 from jrlhf.meshes.mesh import Device
 from jrlhf.meshes.plan import Placement, Plan
 from jrlhf.models.pipeline import PipelinePlacement
 from jrlhf.planning.fusion.updates import FusedUpdates
+from jrlhf.planning.workload import home_of
 from jrlhf.roles.pipelined import JointUpdate, PipelinedPlacement
 from jrlhf.roles.placement import CallPlacement, RolePlacement, TransferCache
 

@@ -14,7 +14,7 @@ from itertools import product
 from math import lcm
 
 from jrlhf.config.check import indivisible
-from jrlhf.meshes.graph import LEARNER, Call
+from jrlhf.meshes.graph import Call
 from jrlhf.meshes.pipeline import ScheduleName
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.planning.candidates import placements
@@ -24,6 +24,7 @@ from jrlhf.planning.plans import FUSED
 from jrlhf.planning.search import Result
 from jrlhf.planning.simulate import Simulation, Simulator, simulate
 from jrlhf.planning.time import CostModel
+from jrlhf.planning.workload import LEARNER
 
 _GAIN = 0.01  # least share of an iteration that stages of a call must save; smaller ones are within the prices' error
 _PLANS = 4  # number of a search's plans that are tried with fused updates

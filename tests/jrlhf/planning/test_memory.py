@@ -19,7 +19,6 @@ from jrlhf.algorithms.registry import graph_of
 from jrlhf.config.schema import Config, LoRASection, SleepConfig
 from jrlhf.config.stages import OptimizerConfig
 from jrlhf.meshes import GENERATE, Graph, make_mesh
-from jrlhf.meshes.graph import home_of
 from jrlhf.meshes.hardware import cluster
 from jrlhf.meshes.plan import LayoutName, Placement, Plan, Slice
 from jrlhf.models import LoRAConfig, ModelConfig, param_shardings
@@ -30,7 +29,7 @@ from jrlhf.planning.fit import suggest_settings
 from jrlhf.planning.memory import Away, away_parts, call_bytes, plan_memory, state_bytes, tiled
 from jrlhf.planning.simulate import simulate
 from jrlhf.planning.time import CostModel
-from jrlhf.planning.workload import RoleModel, Workload
+from jrlhf.planning.workload import RoleModel, Workload, home_of
 
 CPU, GPU, TPU = Backend("cpu"), Backend("gpu"), Backend("tpu")
 MESHES = ((4, 2), (1, 8))
