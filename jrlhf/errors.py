@@ -67,6 +67,12 @@ def report(error: BaseException) -> int | None:
     return code
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, or its class if there is none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 def printable(text: str) -> str:
     """Returns the text with control and direction characters escaped, which terminals interpret; not line ends."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

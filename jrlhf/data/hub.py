@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from jrlhf.errors import UserError
+from jrlhf.errors import UserError, first_line
 
 T = TypeVar("T")
 _WAITS = (1.0, 4.0)  # seconds before each retry of a failed request
@@ -136,9 +136,3 @@ def _causes(error: BaseException | None) -> Iterator[tuple[BaseException, set[st
         status = getattr(getattr(error, "response", None), "status_code", 0)
         yield error, {kind.__name__ for kind in type(error).__mro__}, status
         error = error.__cause__ or error.__context__
-
-
-def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message, or its class if there is none."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

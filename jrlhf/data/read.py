@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 from jrlhf.config.places import expanded
 from jrlhf.config.schema import ColumnsConfig
-from jrlhf.data.hub import first_line, hub_reason
+from jrlhf.data.hub import hub_reason
 from jrlhf.data.types import Example, Message, Text
-from jrlhf.errors import UserError
+from jrlhf.errors import UserError, first_line
 from jrlhf.models.hf.files import check_file, parse_json
 from jrlhf.run.devices import host_memory
 from jrlhf.run.files import sha256

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from jrlhf.errors import UserError
+from jrlhf.errors import UserError, first_line
 from jrlhf.fleet.shared import SharedArrays
 from jrlhf.run.child import Worker
 from jrlhf.run.files import decode, encode
@@ -77,7 +77,7 @@ def _join() -> None:
             socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
         ray.init("auto", log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # Ray has a type for each step that may fail
-        reason = str(error).strip().partition("\n")[0]
+        reason = first_line(error)
         if "AuthenticationError" in str(error.__cause__):
             remedy, reason = "set RAY_AUTH_MODE=token", "the cluster asks for a token"
         raise UserError(f"fleet.engine=ray cannot join a Ray cluster: {remedy} ({reason})") from error

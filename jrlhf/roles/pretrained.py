@@ -12,11 +12,11 @@ from jax.sharding import Mesh
 
 from jrlhf.config.places import expanded, is_address
 from jrlhf.config.schema import Config, DatasetsData, LoRASection, ModelSection
-from jrlhf.data.hub import first_line, hub_reason
+from jrlhf.data.hub import hub_reason
 from jrlhf.data.read import is_hub_name
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.tokenizer_files import check_vocabulary, load_tokenizer
-from jrlhf.errors import UserError, user_errors
+from jrlhf.errors import UserError, first_line, user_errors
 from jrlhf.meshes import TRAIN, Layout
 from jrlhf.models import PRESETS, LoRAConfig, ModelConfig, init_lm, lora_shardings, param_shardings
 from jrlhf.models.hf import HFConfig, check_hf, load_adapter, load_hf, read_config

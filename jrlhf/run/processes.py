@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import multihost
 
 from jrlhf.config.schema import DistributedConfig
-from jrlhf.errors import FAILED, UserError
+from jrlhf.errors import FAILED, UserError, first_line
 from jrlhf.meshes import reshard, to_host
 from jrlhf.meshes.mesh import absent_processes
 from jrlhf.run.files import decode, encode
@@ -64,7 +64,7 @@ def start(config: DistributedConfig) -> None:
             shutdown_timeout_seconds=_END,
         )
     except (ValueError, RuntimeError) as error:
-        reason = (str(error) or type(error).__name__).strip().splitlines()[0]
+        reason = first_line(error)
         if config.coordinator is not None or not (NO_CLUSTER in reason or TOO_LATE in reason):
             raise UserError(_why(config, reason)) from error
     finally:
