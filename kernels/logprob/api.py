@@ -22,7 +22,7 @@ def token_logprobs(
     unembedding: Float[Array, "V D"],
     targets: Int[Array, "*N"],
     *,
-    temperature: float | Float[Array, ""] = 1.0,
+    temperature: float | Float[Array | np.ndarray, "..."] = 1.0,
     softcap: float | None = None,
     vocab_size: int | None = None,
     axis_name: str | None = None,
