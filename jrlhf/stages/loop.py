@@ -108,7 +108,10 @@ def run_stage(
 
 @contextmanager
 def _saved_on_error(checkpoints: Checkpoints, state: Any, step: int, save: Callable[..., object]) -> Iterator[None]:
-    """Saves the state if the block ends with a UserError, such as a failed reward, before it donated the state."""
+    """Saves the state if the block ends with a UserError, such as a failed reward, before it donated the state.
+
+    All processes must raise it: reward functions run in process 0, and `from_main` raises their errors in all.
+    """
     try:
         yield
     except UserError:
