@@ -9,7 +9,7 @@ import numpy as np
 
 from jrlhf.algorithms.dpo import dpo
 from jrlhf.algorithms.pair_actor import PairActor, PairReference, add_reference
-from jrlhf.data.batches import whole_batches
+from jrlhf.data.batches import put_rows, whole_batches
 from jrlhf.data.order import Order
 from jrlhf.data.task import Pairs
 from jrlhf.meshes import to_host
@@ -40,15 +40,19 @@ def train_dpo(context: Context, policy: Model) -> Model:
 
     @cache
     def heldout() -> list[tuple[PairBatch, int]]:
-        """The held-out pairs in batches, with the reference's log-probs, and the number of pairs that count in each."""
+        """The held-out pairs in batches, with the reference's log-probs, and the number of pairs that count in each.
+
+        They stay on the host: the memory of devices is predicted without them.
+        """
         measured, batches = pairs()[1], []
         for rows, count in whole_batches(len(measured), config.batch):
             batch = PairBatch(*put_pairs(context, measured, rows))
-            batches.append((add_reference(batch, reference.logprobs(batch)), count))
+            batches.append((to_host(add_reference(batch, reference.logprobs(batch))), count))
         return batches
 
     def evaluate(actor: PairActor) -> dict[str, float]:
-        batches = [(to_host(measure(actor.logprobs(batch), batch)), count) for batch, count in heldout()]
+        moved = ((put_rows(batch, context.mesh), count) for batch, count in heldout())
+        batches = [(to_host(measure(actor.logprobs(batch), batch)), count) for batch, count in moved]
         terms = {name: np.concatenate([terms[name][:count] for terms, count in batches]) for name in batches[0][0]}
         return heldout_metrics(terms, pairs()[1].clear)
 

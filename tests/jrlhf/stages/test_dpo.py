@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import weakref
 from pathlib import Path
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jrlhf.algorithms.pair_actor import add_reference
 from jrlhf.algorithms.registry import stage_graph
 from jrlhf.config import Config, load_config
 from jrlhf.config.parse import build
@@ -19,6 +21,7 @@ from jrlhf.models.hf import load_hf
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.model import Architecture
 from jrlhf.run.metrics import read_metrics
+from jrlhf.stages import dpo
 from jrlhf.stages.dpo import heldout_metrics
 from jrlhf.stages.setup import compute_of, load_task, select_mesh
 from jrlhf.train import main
@@ -32,10 +35,23 @@ STAGE = {"steps": 4, "batch": 8, "learning_rate": 0.01, "warmup": 0, "eval_every
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, settings):
-    """(run directory, summary) of DPO on a dataset's pairs."""
-    directory = tmp_path_factory.mktemp("runs")
+    """(run directory, summary) of DPO on a dataset's pairs. Held-out pairs are on devices only while they are read."""
+    directory, references = tmp_path_factory.mktemp("runs"), list[weakref.ref]()
     config = settings(name="pairs", run_dir=str(directory), stages=["dpo"], dpo=STAGE, rewards=[])
-    return directory / "pairs", main(build(Config, config))
+
+    def add(*arguments):
+        batch = add_reference(*arguments)
+        references.append(weakref.ref(batch.ref_chosen))
+        return batch
+
+    def evaluate(*arguments):
+        assert references and all(reference() is None for reference in references)
+        return heldout_metrics(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dpo, "add_reference", add)
+        patch.setattr(dpo, "heldout_metrics", evaluate)
+        return directory / "pairs", main(build(Config, config))
 
 
 @pytest.mark.full
