@@ -52,20 +52,19 @@ class OpenRollout(Pending[Rollout]):
     """
 
     def __init__(self, draw: Callable[[Watch], Rollout], count: int, rows: int):
-        self._draw: Callable[[Watch], Rollout] | None = draw
+        super().__init__(partial(self._drawn, draw))
         self._readers = list[_Reader]()
         self._tiles = [slice(first, first + rows) for first in range(0, count, rows)]
+        self._whole: Rollout | None = None  # on the host, once it is drawn
 
-    def result(self) -> Rollout:
-        """Returns the whole rollout. The first call draws it, and passes all tiles to all readers."""
-        if self._draw is not None:
-            draw, self._draw = self._draw, None
-            self._rollout = draw(self._hand_out)
-            self._whole = to_host(self._rollout)
-            for reader in self._readers:
-                self._complete(reader)
-            self._readers.clear()
-        return self._rollout
+    def _drawn(self, draw: Callable[[Watch], Rollout]) -> Rollout:
+        """Draws the whole rollout, and passes all tiles to all readers."""
+        rollout = draw(self._hand_out)
+        whole = self._whole = to_host(rollout)
+        for reader in self._readers:
+            self._complete(reader, whole)
+        self._readers.clear()
+        return rollout
 
     def on(self, mesh: Mesh) -> Self:
         """Returns this rollout unchanged, because the actor's call sets the mesh itself."""
@@ -77,10 +76,10 @@ class OpenRollout(Pending[Rollout]):
         Tiles may be passed in any order, and while other rows decode on devices other than `devices`.
         """
         reader = _Reader(function, frozenset(devices))
-        if self._draw is None:
-            self._complete(reader)
-        else:
+        if self._whole is None:
             self._readers.append(reader)
+        else:
+            self._complete(reader, self._whole)
 
         def results() -> list[T]:
             self.result()
@@ -114,10 +113,10 @@ class OpenRollout(Pending[Rollout]):
             for reader, number in wanted:
                 self._give(reader, number, whole)
 
-    def _complete(self, reader: _Reader) -> None:
+    def _complete(self, reader: _Reader, whole: Rollout) -> None:
         for number in range(len(self._tiles)):
             if number not in reader.results:
-                self._give(reader, number, self._whole)
+                self._give(reader, number, whole)
 
     def _give(self, reader: _Reader, number: int, whole: Rollout) -> None:
         rows = self._tiles[number]

@@ -7,6 +7,7 @@ A role's weights are stored where it is trained, or else where its first call ru
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Concatenate, Generic, Literal, NamedTuple, ParamSpec, Protocol, TypeVar, overload
@@ -32,11 +33,17 @@ class Pending(Generic[T]):
     """The result of a call that has only begun. The next call that reads it waits for it."""
 
     def __init__(self, wait: Callable[[], T]):
-        self._wait = functools.cache(wait)
+        self._wait, self._outcome = [wait], Future[T]()
 
     def result(self) -> T:
-        """The value; waits for it the first time."""
-        return self._wait()
+        """The value, or the error; waits for it the first time."""
+        if self._wait:
+            wait = self._wait.pop()
+            try:
+                self._outcome.set_result(wait())
+            except BaseException as error:
+                self._outcome.set_exception(error)
+        return self._outcome.result()
 
     def by_rows(self, function: Callable[[T], Any], mesh: Mesh, outputs: int = 1) -> Any:
         """Applies `function` on `mesh`. It treats rows independently, so it may be called for some rows at a time."""

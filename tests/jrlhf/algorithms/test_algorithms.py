@@ -167,6 +167,11 @@ def test_pending_values_are_waited_for_where_they_are_read():
     pending = Pending(lambda: asked.append(0) or 5)
     assert thing.double(pending) + thing.double(number=pending) == 20
     assert len(asked) == 1
+    broken = Pending(lambda: asked.append(0) or {}["cause"])
+    for _ in range(2):
+        with pytest.raises(KeyError, match="cause"):
+            thing.double(broken)
+    assert len(asked) == 2
 
 
 def test_an_algorithm_that_looks_at_values_cannot_be_traced():

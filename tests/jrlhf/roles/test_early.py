@@ -84,6 +84,15 @@ def test_a_tile_is_handed_out_at_the_first_look_at_which_its_rows_are_done():
     assert drawing.events == [*range(0, ROWS, TILE)]
 
 
+def test_a_drawing_that_fails_is_not_repeated():
+    asked = list[int]()
+    broken = OpenRollout(lambda _: asked.append(0) or [][0], ROWS, TILE)
+    for pending in (broken, broken.each(lambda *_: 0), broken):
+        with pytest.raises(IndexError, match="list index out of range"):
+            pending.result()
+    assert len(asked) == 1
+
+
 @pytest.mark.parametrize("devices", [(1, 2), (0, 1)], ids=["other devices", "the same devices"])
 def test_results_of_tiles_are_those_of_all_rows_in_their_order(devices):
     drawing, mesh, seen = Drawing(mesh_on(0)), mesh_on(*devices), []
