@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
@@ -73,6 +73,7 @@ class Hardware:
     per_host: number of devices of a host, which belong to one process.
     collective: fraction of links and network that collectives reach. stream: fraction of the bandwidth that elementwise
         work reaches.
+    platform: its name in JAX, "gpu" or "tpu".
     """
 
     name: str
@@ -92,6 +93,7 @@ class Hardware:
     per_host: int = 8
     collective: float = 0.75
     stream: float = 0.85
+    platform: Literal["gpu", "tpu"] = "gpu"
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ def _tpu(name: str, memory: float, node: int, link: float, network: float, host:
     reach 0.6 to 0.7 of the peak.
     """
     rest = {"infer": 0.8, "train": 0.8, "decode": 0.6, "launch": 4e-6, "latency": 4e-6}
-    return Hardware(name, memory, *_rates(name), node, link, network, host, **rest, per_host=per_host)
+    return Hardware(name, memory, *_rates(name), node, link, network, host, **rest, per_host=per_host, platform="tpu")
 
 
 def _rates(name: str) -> tuple[float, float, float]:
@@ -183,7 +185,7 @@ def cluster(text: str) -> Cluster:
     def written(name: str, count: int) -> str:
         return f"{name}-{count}" if sliced else f"{count}x{name}"
 
-    names = [candidate for candidate in HARDWARE if candidate.startswith("v") == sliced]
+    names = [candidate for candidate in HARDWARE if (HARDWARE[candidate].platform == "tpu") == sliced]
     if name not in names:
         if name in HARDWARE:
             raise ValueError(

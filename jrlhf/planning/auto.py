@@ -206,6 +206,5 @@ def prices_of(config: Config, workload: Workload, cluster: Cluster) -> CostModel
     if config.device.memory is not None:
         memory = min(cluster.hardware.memory, config.device.memory * GIB)
         cluster = replace(cluster, hardware=replace(cluster.hardware, memory=memory))
-    platform = "tpu" if cluster.hardware.name.startswith("v") else "gpu"
-    backend = Backend(platform, config.compute.attention)
+    backend = Backend(cluster.hardware.platform, config.compute.attention)
     return CostModel(workload, cluster, backend=backend, away=away_parts(config, workload))

@@ -7,7 +7,7 @@ import pytest
 from jrlhf.algorithms.registry import graph_of
 from jrlhf.config import Config, load_config
 from jrlhf.errors import UserError
-from jrlhf.meshes.hardware import cluster
+from jrlhf.meshes.hardware import HARDWARE, Cluster, cluster
 from jrlhf.meshes.plan import Plan
 from jrlhf.planning.auto import auto_plan, prices_here, prices_of
 from jrlhf.planning.plans import plan_of_config, plan_yaml, validate_plan
@@ -62,6 +62,9 @@ def test_prices_are_those_of_the_devices_at_hand():
     for memory, limit in ((50, 50 * 2**30), (500, cluster("8xh100").hardware.memory)):
         config = config_of(f"device.memory={memory}")
         assert prices_of(config, work(config), cluster("8xh100")).capacity == limit
+    old = replace(HARDWARE["a100"], name="v100")
+    for hardware, platform in ((old, "gpu"), (HARDWARE["h200"], "gpu"), (HARDWARE["v5e"], "tpu")):
+        assert prices_of(config, work(config), Cluster(hardware, 8)).backend.platform == platform
     with pytest.raises(UserError, match="what calls cost on abacus devices: measure .* --profile` with the --config"):
         prices_here(config, work(config), [Device("abacus", "cpu")])
     with pytest.raises(UserError, match="set plan=colocate; `python -m jrlhf.plan --cluster 8xh100` plans for other"):
