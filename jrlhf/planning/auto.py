@@ -20,7 +20,7 @@ from jrlhf.planning.fit import backend_of, capacity
 from jrlhf.planning.fusion.proposal import with_pipelines
 from jrlhf.planning.memory import GIB, away_parts
 from jrlhf.planning.plans import scaled_placement, validate_plan
-from jrlhf.planning.profile import ProfiledCosts, cluster_of, default_path, load
+from jrlhf.planning.profile import ProfiledCosts, cluster_of, default_path, group_sizes, load
 from jrlhf.planning.search import Result, colocates, placed_together, search
 from jrlhf.planning.simulate import Simulation, simulate
 from jrlhf.planning.time import CostModel, Price
@@ -130,12 +130,12 @@ class Setting:
     def _placements_on(self, call: Call, devices: Slice) -> list[Price]:
         """Returns the ways to divide a call over a side of an asynchronous run, those that fit alone."""
         prices, workload, cluster = self.prices, self.workload, self.prices.cluster
+        if prices.costs is not None and devices.count not in group_sizes(cluster.devices):
+            return []  # the profile has no groups that divide such a side
         ways = placements(workload, call, devices.count, cluster.node)
         if workload.on_base(call.role):
             ways = [scaled_placement(self.config, workload, call, devices, cluster.devices)]
         ways = [replace(way, devices=devices) for way in ways]
-        if prices.costs is not None:  # a profile has only groups of powers of two
-            ways = [way for way in ways if all(size & (size - 1) == 0 for size in way.sizes)]
         options = [prices.call(call, way) for way in ways]
         return [one for one in options if one.bytes + one.moved * (call.kind == "generate") <= prices.capacity]
 

@@ -12,8 +12,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import product
-from math import log
+from itertools import chain, product
+from math import inf, log
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,8 @@ def load(path: Path) -> Profile | None:
         data = json.loads(path.read_text())
         curves = {name: tuple((float(x), float(y)) for x, y in curve) for name, curve in data["curves"].items()}
         busy = {int(count): float(seconds) for count, seconds in data["busy"].items()}
+        if not all(0 < number < inf for pair in chain(busy.items(), *curves.values()) for number in pair):
+            raise ValueError("sizes and seconds are positive")
         return Profile(str(data["device"]), int(data["count"]), str(data["version"]), busy, curves)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{path} is not a profile of devices: remove it, and it is measured anew") from error
@@ -209,8 +211,7 @@ def wanted_curves(workload: Workload, devices: Sequence[Device]) -> Iterator[tup
     generating = {call.role for call in workload.graph if call.kind == "generate"}
     generators = {model.config for role in generating for model in workload.models[role]}
     most = max(1, workload.rows // len(devices))  # rows of a device
-    powers = powers_of_two(len(devices))
-    counts = sorted({*powers, *divisors(len(devices))})  # sizes of groups: slices are powers of two, or all devices
+    powers, counts = powers_of_two(len(devices)), group_sizes(len(devices))
     yield "call", {1.0: partial(microbenchmarks.copy, devices, 1)}
     for size in counts[1:]:
         for kind in ("gather", "reduce"):
@@ -247,6 +248,11 @@ def wanted_curves(workload: Workload, devices: Sequence[Device]) -> Iterator[tup
         make = partial(microbenchmarks.ends, config, devices, head=head, train=train, fused=workload.fused_loss)
         name = ends_curve(config, head, train, workload.fused_loss)
         yield name, {n * workload.length: partial(make, n, workload.length) for n in _sizes(most)}
+
+
+def group_sizes(count: int) -> list[int]:
+    """Returns the sizes of groups that are measured on `count` devices: slices are powers of two, or all devices."""
+    return sorted({*powers_of_two(count), *divisors(count)})
 
 
 def _sizes(most: int) -> list[int]:

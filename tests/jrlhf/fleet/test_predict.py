@@ -150,16 +150,17 @@ def test_without_prices_another_plan_for_rollouts_apart_is_named():
             assert own.prices
 
 
-def test_measured_devices_are_halved(monkeypatch, tmp_path):
-    """A profile has no costs of groups of three devices, which divide 96 rows, too."""
+@pytest.mark.parametrize("count, drawing", [(4, {"2-3"}), (6, {"2-5", "3-5", "4-5"})])
+def test_measured_devices_are_divided_into_measured_sides(count, drawing, monkeypatch, tmp_path):
+    """A profile has costs of groups of three devices, which divide 96 rows, too, only if they divide its devices."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     settings = "plan=auto", "grpo.asynchronous.staleness=2", "grpo.rollout_batch=96", "grpo.algorithm.samples=2"
-    config, devices = load_config("arithmetic-grpo", settings), [Device("abacus", "gpu")] * 4
+    config, devices = load_config("arithmetic-grpo", settings), [Device("abacus", "gpu")] * count
     own = Setting(config, planned_graph(config), architectures(config), devices)
     wanted = wanted_curves(own.workload, devices)
     curves = {name: tuple((float(size), 1e-3) for size in programs) for name, programs in wanted}
-    save(Profile("abacus", 4, jax.__version__, {1: 1.0, 2: 1.0, 4: 1.0}, curves), default_path(devices))
-    assert [str(one.outcome.plan["actor.generate"].devices) for one in choose(own)] == ["2-3"]
+    save(Profile("abacus", count, jax.__version__, {1: 1.0, 2: 1.0, count: 1.0}, curves), default_path(devices))
+    assert {str(one.plan["actor.generate"].devices) for one in own.splits()} == drawing
 
 
 def test_two_slots_are_compared_with_one():

@@ -95,6 +95,15 @@ def test_files(tmp_path):
     assert load(path) is None
     save(invented(), path)
     assert load(path) == invented()
+    for seconds in ("0.0", "-1e-3", "NaN", "Infinity"):
+        path.write_text('{"device": "cpu", "count": 4, "version": "0", "busy": {"4": 1.0}, "curves": {}}')
+        curve, busy = f'"curves": {{"call": [[1.0, {seconds}]]}}', f'"busy": {{"4": {seconds}}}'
+        sound = path.read_text()
+        assert load(path) == Profile("cpu", 4, "0", {4: 1.0}, {})
+        for text in (sound.replace('"curves": {}', curve), sound.replace('"busy": {"4": 1.0}', busy)):
+            path.write_text(text)
+            with pytest.raises(UserError, match="is not a profile"):
+                load(path)
     path.write_text('{"device": "cpu"}')
     with pytest.raises(UserError, match="is not a profile"):
         load(path)
