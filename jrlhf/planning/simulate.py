@@ -177,6 +177,7 @@ class Simulator:
         self._stored: list[list[int]] = [[] for _ in placed]  # and the number of its placement without micro-batches
         self._devices: dict[Slice, int] = {}
         self._places: dict[Placement, int] = {}
+        self._place_of: list[Placement] = []  # by these numbers
         self._transfers: dict[tuple[int, int], float] = {}
         self._reallocations: list[dict[tuple[int, int], float]] = [{} for _ in placed]
         self._remembered: dict[tuple[int, ...], _Slices] = {}
@@ -200,8 +201,11 @@ class Simulator:
             for name in ("seconds", "resident", "active", "moved"):
                 getattr(self, name)[call].append(getattr(price, name))
             self._slice[call].append(self._devices.setdefault(placement.devices, len(self._devices)))
-            # Micro-batches do not change where weights and rows are stored.
-            self._stored[call].append(self._places.setdefault(replace(placement, micro_batches=1), len(self._places)))
+            place = replace(placement, micro_batches=1)  # micro-batches do not change where weights and rows are stored
+            if place not in self._places:
+                self._places[place] = len(self._place_of)
+                self._place_of.append(place)
+            self._stored[call].append(self._places[place])
         return numbers[placement]
 
     def choice(self, plan: Plan) -> tuple[int, ...]:
@@ -243,7 +247,7 @@ class Simulator:
                 seconds_of, key = self._reallocations[call], (stored[home], stored[call])
                 if key not in seconds_of:
                     role = self.graph.calls[number].role
-                    seconds_of[key] = self.prices.reallocation(role, *self._places_of(key))
+                    seconds_of[key] = self.prices.reallocation(role, *(self._place_of[place] for place in key))
                 if fetching := seconds_of[key]:
                     brought.append(call)
                     work.append((fetching, group[home], own))
@@ -257,7 +261,7 @@ class Simulator:
                 if stored[source] != stored[target]:
                     key = stored[source], stored[target]
                     if key not in self._transfers:
-                        self._transfers[key] = self.prices.transfer(*self._places_of(key))
+                        self._transfers[key] = self.prices.transfer(*(self._place_of[place] for place in key))
                     moving = self._transfers[key]
                 if moving:
                     there.append((reader, (moving, group[source], group[target])))
@@ -350,10 +354,6 @@ class Simulator:
         if key not in self._remembered:
             if len(self._remembered) > REMEMBERED:
                 self._remembered.clear()
-            by_number = list(self._devices)
-            self._remembered[key] = _Slices([by_number[number] for number in key])
+            options = zip(self.options, choice, strict=True)
+            self._remembered[key] = _Slices([placements[option].devices for placements, option in options])
         return self._remembered[key]
-
-    def _places_of(self, numbers: Sequence[int]) -> list[Placement]:
-        places = list(self._places)
-        return [places[number] for number in numbers]
