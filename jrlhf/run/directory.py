@@ -346,4 +346,5 @@ def _environment(now: datetime.datetime, notes: Sequence[str]) -> str:
             done = subprocess.run(describe, capture_output=True, text=True, timeout=10, check=True)
             lines.append(f"source {done.stdout.strip()}")
     packages = {f"{package.name}=={package.version}" for package in importlib.metadata.distributions() if package.name}
-    return "".join(f"{line}\n" for line in [*(f"# {line}" for line in (*lines, *notes)), *sorted(packages), ""])
+    comments = (f"# {' '.join(line.splitlines())}" for line in (*lines, *notes))  # arguments may hold line ends
+    return "".join(f"{line}\n" for line in (*comments, *sorted(packages), ""))
