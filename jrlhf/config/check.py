@@ -1,7 +1,7 @@
 """Checks of a config as a whole: sections against each other, the models and the devices."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from jrlhf.config.keys import as_line
@@ -165,7 +165,7 @@ def _data(config: Config) -> Iterator[str]:
 def _without_effect(config: Config) -> Iterator[tuple[str, object, str]]:
     """Yields (key, value, reason) of settings that have no effect because of another section."""
     for void, keys, reason in _void_settings(config):
-        for key in keys.split() if void else ():
+        for key in keys if void else ():
             section: Any = config
             *path, name = key.split(".")
             for part in path:
@@ -174,45 +174,45 @@ def _without_effect(config: Config) -> Iterator[tuple[str, object, str]]:
                 yield key, getattr(section, name), reason
 
 
-def _void_settings(config: Config) -> Iterator[tuple[bool, str, str]]:
+def _void_settings(config: Config) -> Iterator[tuple[bool, Sequence[str], str]]:
     """Yields (condition, keys, reason): if the condition holds, the settings have no effect."""
     name, dpo, stages = config.algorithm, "dpo" in config.stages, f"stages={as_line(config.stages)}"
     datasets, parts = isinstance(config.data, DatasetsData), (*config.rewards, *config.costs)
     scored = "reward_model" in config.stages or any(part.function is None for part in parts)
     texts = False  # an algorithm imitates texts in addition
-    yield config.model.path is None, "lora.critic", "fresh weights, which have no model.path for a critic of its own"
-    yield config.reference_is_base, "sleep.reference", "lora, whose base is the reference"
+    yield config.model.path is None, ("lora.critic",), "fresh weights, which have no model.path for a critic of its own"
+    yield config.reference_is_base, ("sleep.reference",), "lora, whose base is the reference"
     yield (
         not is_address(config.run_dir),
-        "storage.scratch storage.timeout storage.patience storage.lease",
+        ("storage.scratch", "storage.timeout", "storage.patience", "storage.lease"),
         (f"run_dir={config.run_dir}, which is no address"),
     )
-    yield not scored, "sleep.reward", "rewards that are all functions"
-    yield config.rollout.last_groups is None, "rollout.last_rows", "rollout.last_groups=null"
+    yield not scored, ("sleep.reward",), "rewards that are all functions"
+    yield config.rollout.last_groups is None, ("rollout.last_rows",), "rollout.last_groups=null"
     if name is None:
-        yield True, "plan reward_model.weight validation.every", stages
-        yield True, "compute.shared_passes compute.fused_loss compute.score_rows", stages
-        yield True, "roles.critic", stages
-        yield not dpo, "roles.reference", stages
-        yield True, " ".join(["lora.critic", *(f"sleep.{switch}" for switch in SleepConfig.SWITCHES)]), stages
-        yield datasets, " ".join(f"rollout.{key}" for key in vars(config.rollout)), f"{stages}, which sample nothing"
+        yield True, ("plan", "reward_model.weight", "validation.every"), stages
+        yield True, ("compute.shared_passes", "compute.fused_loss", "compute.score_rows"), stages
+        yield True, ("roles.critic",), stages
+        yield not dpo, ("roles.reference",), stages
+        yield True, ("lora.critic", *(f"sleep.{switch}" for switch in SleepConfig.SWITCHES)), stages
+        yield datasets, [f"rollout.{key}" for key in vars(config.rollout)], f"{stages}, which sample nothing"
     else:
         algorithm, policy = config.rl.algorithm, f"{name}.algorithm"
         texts = algorithm.ptx_coef > 0
-        yield True, "sampling.batch", f"{name}.rollout_batch"
-        yield not algorithm.has_critic, "roles.critic lora.critic sleep.critic", f"{name}, which has none"
-        yield not algorithm.needs_reference, "roles.reference", f"{policy}.kl_coef=0"
+        yield True, ("sampling.batch",), f"{name}.rollout_batch"
+        yield not algorithm.has_critic, ("roles.critic", "lora.critic", "sleep.critic"), f"{name}, which has none"
+        yield not algorithm.needs_reference, ("roles.reference",), f"{policy}.kl_coef=0"
         by_age = algorithm.ratio == "token"
         why = "old_logprobs=interpolate and its rows' weights" if by_age else f"ratio={algorithm.ratio}"
-        yield algorithm.couples_tokens, "compute.fused_loss", f"{policy}.{why}"
+        yield algorithm.couples_tokens, ("compute.fused_loss",), f"{policy}.{why}"
         # ReMax's baselines include scores of truncated responses; a custom dataflow may read them, too.
         masked = algorithm.truncation == "mask" and name != "remax" and config.rl.dataflow is None
         mask = f"{policy}.truncation=mask, which leaves such responses out"
-        yield masked, f"{name}.scores.missing_eos_penalty", mask
+        yield masked, (f"{name}.scores.missing_eos_penalty",), mask
     if datasets and (name or dpo):  # other runs may keep the data of stages to come
-        yield "sft" not in config.stages and not texts, "data.sft.path", stages
-        yield "reward_model" not in config.stages and not dpo, "data.preferences.path", stages
-        yield name is None, "data.prompts.path data.heldout.path", stages
+        yield "sft" not in config.stages and not texts, ("data.sft.path",), stages
+        yield "reward_model" not in config.stages and not dpo, ("data.preferences.path",), stages
+        yield name is None, ("data.prompts.path", "data.heldout.path"), stages
 
 
 def fleet_violations(config: Config) -> Iterator[str]:
