@@ -41,13 +41,17 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jrlhf"  # an empty variable is none
 
 
-def write_atomic(path: Path | str, data: str | bytes) -> None:
-    """Writes a whole file: after a crash at any moment the path holds all of the old content or all of the new."""
+def write_atomic(path: Path | str, data: str | bytes | Iterable[bytes]) -> None:
+    """Writes a whole file: after a crash at any moment the path holds all of the old content or all of the new.
+
+    data: all of it, or its parts in order.
+    """
     path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(partial, "wb") as file:
-            file.write(data.encode("utf-8") if isinstance(data, str) else data)
+            data = data.encode("utf-8") if isinstance(data, str) else data
+            file.writelines([data] if isinstance(data, bytes) else data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
@@ -188,14 +192,20 @@ def read_jsonl(path: Path | str) -> Iterator[dict]:
 
 def jsonl_lines(path: Path | str) -> Iterator[tuple[bytes, dict]]:
     """Yields the lines of a file and their records; nothing without a file. A torn last line is left out."""
-    lines = Path(path).read_bytes().rstrip().split(b"\n") if Path(path).exists() else []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-            if not isinstance(record, dict):
-                raise ValueError("not an object")
-        except ValueError as error:
-            if number == len(lines):
+    if not Path(path).exists():
+        return
+    with open(path, "rb") as file:  # line by line: a long run's file takes hundreds of MB
+        left = os.fstat(file.fileno()).st_size  # what a running program appends meanwhile is left out
+        for number, line in enumerate(file, start=1):
+            left -= len(line)
+            try:
+                record = json.loads(line)
+                if not isinstance(record, dict):
+                    raise ValueError("not an object")
+            except ValueError as error:
+                if not file.read(max(left, 0)).strip():
+                    return
+                raise UserError(f"{path} line {number} is not a JSON object: repair it or remove the line") from error
+            yield line.removesuffix(b"\n"), record
+            if left <= 0:
                 return
-            raise UserError(f"{path} line {number} is not a JSON object: repair it or remove the line") from error
-        yield line, record

@@ -172,15 +172,18 @@ class StageRecords:
         self._files: dict[Path, tuple[int, int, Any]] = {}
         self._strays: dict[str, int] = {}  # name of a file -> number of lines that name no writer
         paths = [Path(run_dir) / name for name in (METRICS, SAMPLES, TIMELINE)] if enabled else []
-        records = {path: list(jsonl_lines(path)) for path in paths}  # both are read before one is changed
-        for path in paths:
-            lines = [(line, record) for line, record in records[path] if not _is_after(record, stage, step)]
-            text = b"".join(line + b"\n" for line, _ in lines)
-            if path.exists() and text != path.read_bytes():
-                write_atomic(path, text)
-            own = [line for line, record in lines if record.get("stage") == stage]
-            self._strays[path.name] = sum(record.get("stage") not in (stage, *writers) for _, record in lines)
-            self._files[path] = len(text), len(own), hashlib.sha256(b"".join(line + b"\n" for line in own))
+        for path in paths:  # all are read before one is changed
+            size, count, digest, self._strays[path.name] = 0, 0, hashlib.sha256(), 0
+            for line, record in _remaining(path, stage, step):
+                size += len(line)
+                if record.get("stage") == stage:
+                    count += 1
+                    digest.update(line)
+                self._strays[path.name] += record.get("stage") not in (stage, *writers)
+            self._files[path] = size, count, digest
+        for path, (size, *_) in self._files.items():
+            if path.exists() and path.stat().st_size != size:  # a dropped line is longer than an added line end
+                write_atomic(path, (line for line, _ in _remaining(path, stage, step)))
 
     def tally(self) -> dict[str, list[Any]]:
         """Returns file -> (number of lines, checksum) of the stage, with all lines that were appended since."""
@@ -207,9 +210,12 @@ class StageRecords:
             yield f"{name} is not what the run wrote ({lost}): its figures and the report tell what is left"
 
 
-def _is_after(record: Mapping[str, Any], stage: str, step: int) -> bool:
-    number = record.get("step", 0)
-    return record.get("stage") == stage and isinstance(number, int | float) and number > step
+def _remaining(path: Path, stage: str, step: int) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yields the lines of a file, with their ends, and their records, without those of the stage after `step`."""
+    for line, record in jsonl_lines(path):
+        number = record.get("step", 0)
+        if record.get("stage") != stage or not isinstance(number, int | float) or number <= step:
+            yield line + b"\n", record
 
 
 def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:

@@ -46,7 +46,8 @@ def refused(config, **options) -> str:
     return str(caught.value)
 
 
-def test_a_fresh_run_holds_its_config_and_its_environment(make, tmp_path):
+def test_a_fresh_run_holds_its_config_and_its_environment(make, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["train", "a\n# # 8 cpu device(s), mesh {}, 2 process(es)\rb"])
     with open_run(make(), notes=["4 cpu devices"]) as run:
         assert run.path == tmp_path / "runs" / "first"
         assert load_config(str(run.path / "config.yaml")) == make()
@@ -56,6 +57,7 @@ def test_a_fresh_run_holds_its_config_and_its_environment(make, tmp_path):
         and "\njax==" in environment
     )
     assert "\n# 4 cpu devices\n" in environment
+    assert "\n# command: train a # # 8 cpu device(s), mesh {}, 2 process(es) b\n" in environment
     if (Path(__file__).parents[3] / ".git").exists():
         assert re.search(r"\n# source [0-9a-f]{7}", environment)
 
@@ -288,8 +290,11 @@ def test_json_lines_survive_a_torn_end_and_any_text(tmp_path):
     append_jsonl(path, records[:1])
     append_jsonl(path, records[1:])
     assert list(read_jsonl(path)) == records and path.read_bytes().count(b"\n") == 2
+    lines = read_jsonl(path)
+    assert next(lines) == records[0]
     with open(path, "ab") as file:
         file.write(b'{"a": 1')
+    assert list(lines) == records[1:]  # a run that is at work appends
     assert list(read_jsonl(path)) == records
     with open(path, "ab") as file:
         file.write(b"\n" + json.dumps({"c": 3}).encode() + b"\n")

@@ -4,6 +4,7 @@ import gc
 import json
 import struct
 import sys
+import tracemalloc
 import warnings
 from operator import attrgetter
 from typing import Any
@@ -189,6 +190,14 @@ def test_a_cut_touches_no_file_that_needs_none_and_stops_at_an_unreadable_line(t
     before = written((tmp_path / "metrics.jsonl").stat())
     StageRecords(tmp_path, "sft", 1)
     assert written((tmp_path / "metrics.jsonl").stat()) == before
+    line = b'{"stage": "sft", "step": 1, "text": "%s"}\n' % (b"x" * 10_000)
+    (tmp_path / "metrics.jsonl").write_bytes(line * 300 + line.replace(b": 1,", b": 2,"))
+    tracemalloc.start()
+    StageRecords(tmp_path, "sft", 1)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == line * 300
+    assert peak < 1_000_000  # bytes: files of long runs take hundreds of MB
     (tmp_path / "metrics.jsonl").write_text('{"stage"\n{"stage": "sft", "step": 1}\n')
     with pytest.raises(UserError, match="line 1 is not a JSON object"):
         StageRecords(tmp_path, "sft", 1)
