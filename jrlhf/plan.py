@@ -86,7 +86,8 @@ def _run(options: argparse.Namespace) -> None:
     print(planned.text)
     for path, write in ((options.plot, planned.plot), (options.save, planned.save)):
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            with _writing(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
             write(path)
     planned.check()
 

@@ -71,7 +71,7 @@ def make_data(work: Path, seeds: int) -> None:
     for algorithm, prompts in {"grpo": common.ROWS // common.SAMPLES, "ppo": common.ROWS}.items():
         for seed in range(seeds):
             order = Order(len(learned), prompts, seed + 1)
-            asked = [[learned[row] for row in order.draw(step)[0]] for step in range(common.STEPS)]
+            asked = [[learned[row] for row in order.draw(step)] for step in range(common.STEPS)]
             (work / f"{algorithm}-prompts-{seed}.json").write_text(json.dumps(asked))
 
 

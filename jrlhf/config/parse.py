@@ -241,12 +241,12 @@ def _convert_union(kinds: list[Any], value: object, path: str) -> Any:
         return convert(kinds[0], value, path) if given is None else _convert_tagged(kinds, given, path)
     if given is None:
         return None
-    setting = convert(kinds[0], value, path)
-    if isinstance(setting, Feature) and not setting.on and isinstance(given, Mapping):
+    if isinstance(given, Mapping) and isinstance(kinds[0], type) and issubclass(kinds[0], Feature):
         overrides = {key: inner for key, inner in given.items() if isinstance(inner, Override)}
-        if overrides.keys() & {*setting.SWITCHES}:  # they switch it off, so the file's settings do not count
-            setting = convert(kinds[0], overrides, path)
-    return in_use(setting, path)
+        switches = {key: given[key] for key in kinds[0].SWITCHES if key in given}
+        if switches.keys() & overrides.keys() and not convert(kinds[0], switches, path).on:
+            value = overrides  # they switch it off, so the file's settings do not count
+    return in_use(convert(kinds[0], value, path), path)
 
 
 def in_use(value: Any, path: str) -> Any:

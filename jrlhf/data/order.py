@@ -1,6 +1,6 @@
 """The order in which rows are drawn. It depends on the seed and, for prompts, on which ones are solved."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ Solved = Int[np.ndarray, "N"]  # the epoch from which each row is left out; UNSO
 
 @dataclass(frozen=True)
 class Order:
-    """An endless stream of rows, shuffled anew in every epoch, in batches.
+    """An endless stream of rows, shuffled anew in every epoch, in batches with numbers from 0.
 
     An epoch in which fewer rows than a batch would remain has all rows.
     """
@@ -23,31 +23,42 @@ class Order:
     batch: int
     seed: int
 
-    def draw(self, number: int, solved: Solved | None = None) -> tuple[Rows, Rows]:
-        """Returns the rows of batch `number`, from 0, and the epoch of each."""
-        solved = np.full(self.count, UNSOLVED) if solved is None else solved
-        rows, epochs = np.zeros(0, int), np.zeros(0, int)
-        epoch = min(number * self.batch // self.count, int(solved.min()))  # the epochs before it have all rows
-        start = number * self.batch - epoch * self.count  # place of the first row, from the start of that epoch
-        while len(rows) < self.batch:
-            remaining = np.flatnonzero(solved > epoch)
-            remaining = remaining if len(remaining) >= self.batch else np.arange(self.count)
-            if start < len(remaining):
-                order = remaining[np.random.default_rng((self.seed, epoch)).permutation(len(remaining))]
-                rows = np.concatenate([rows, order[start : start + self.batch - len(rows)]])
-                epochs = np.pad(epochs, (0, len(rows) - len(epochs)), constant_values=epoch)
-            start, epoch = max(start - len(remaining), 0), epoch + 1
-        return rows, epochs
+    def draw(self, number: int, solved: Solved | None = None) -> Rows:
+        """Returns the rows of a batch."""
+        drawn = []
+        for epoch, rows, places in self._parts(number, solved):
+            shuffled = np.random.default_rng((self.seed, epoch)).permutation(len(rows))
+            drawn.append(rows[shuffled[places]])
+        return np.concatenate(drawn)
 
-    def without_solved(self, solved: Solved, scores: Mapping[int, Float[np.ndarray, "B"]], bound: float) -> Solved:
+    def epochs(self, number: int, solved: Solved | None = None) -> list[int]:
+        """Returns the epochs, from 0, of which a batch has rows."""
+        return [epoch for epoch, _, _ in self._parts(number, solved)]
+
+    def _parts(self, number: int, solved: Solved | None) -> Iterator[tuple[int, Rows, slice]]:
+        """Yields each epoch of which a batch has rows, the epoch's rows, and the places of the batch's in its order."""
+        solved = np.full(self.count, UNSOLVED) if solved is None else solved
+        epoch = min(number * self.batch // self.count, int(solved.min()))  # the epochs before it have all rows
+        first, missing = number * self.batch - epoch * self.count, self.batch
+        while missing:
+            rows = np.flatnonzero(solved > epoch)
+            rows = rows if len(rows) >= self.batch else np.arange(self.count)
+            taken = min(max(len(rows) - first, 0), missing)
+            if taken:
+                yield epoch, rows, slice(first, first + taken)
+            first, missing, epoch = max(first - len(rows), 0), missing - taken, epoch + 1
+
+    def without_solved(
+        self, solved: Solved, scores: Mapping[int, Float[np.ndarray, "B"]], bound: float, last: int
+    ) -> Solved:
         """Leaves out the rows whose mean score is at least `bound`, from the first epoch on that has not begun.
 
-        scores: number of a batch -> equally many scores for each of its rows, in their order. They must be the last
-            batches that were drawn.
+        scores: number of a batch -> equally many scores for each of its rows, in their order. last: number of the last
+            batch that was drawn.
         """
-        drawn = {number: self.draw(number, solved) for number in scores}
-        first, solved = 1 + max(int(epochs[-1]) for _, epochs in drawn.values()), solved.copy()
-        for number, (rows, _) in drawn.items():
-            now = rows[scores[number].reshape(self.batch, -1).mean(axis=1) >= bound]
-            solved[now] = np.minimum(solved[now], first)
-        return solved
+        first, result = 1 + self.epochs(last, solved)[-1], solved.copy()
+        for number, of_rows in scores.items():
+            means = of_rows.reshape(self.batch, -1).mean(axis=1, dtype=np.float64).astype(np.float32)
+            now = self.draw(number, solved)[np.isfinite(means) & (means >= np.float32(bound))]
+            result[now] = np.minimum(result[now], first)
+        return result

@@ -10,12 +10,15 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -38,6 +41,7 @@ TOO_LATE = "must be called before"
 _VARIABLES = {"coordinator": "JAX_COORDINATOR_ADDRESS", "processes": "JAX_NUM_PROCESSES", "process": "JAX_PROCESS_ID"}
 _END = 60  # seconds that a process waits at its end for the others
 _CUT_OFF = ("Gloo", "UNAVAILABLE", "Connection")  # in errors of a process that lost another one
+_SEEN = 10.0  # seconds after which all processes see a new file on a common file system
 _BEATS = 10  # number of heartbeats that a process sends within `distributed.heartbeat`
 _numbers = itertools.count()  # number the messages through the coordinator, equally in every process
 _watch: "_Watch | None" = None
@@ -308,6 +312,30 @@ def to_all_hosts(tree: Any, rows: np.ndarray | None = None, *, seconds: float = 
 def any_process(flag: bool) -> bool:
     """True if the flag is set in any process. All processes must call this, in the same order."""
     return bool(np.any(multihost_utils.process_allgather(np.bool_(flag)))) if several() else flag
+
+
+def share(directory: Path) -> bool:
+    """True if all processes see the files that process 0 writes into a directory. All processes must call this."""
+    if not several():
+        return True
+    file, until = directory / from_main(partial(_leave, directory)), time.monotonic() + _SEEN
+    while not (seen := file.exists()) and time.monotonic() < until:
+        time.sleep(0.1)
+    shared = not any_process(not seen)
+    if is_main():
+        file.unlink(missing_ok=True)
+    return shared
+
+
+def _leave(directory: Path) -> str:
+    """Writes an empty file with a new name, which no process can have cached, and returns the name."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor, path = tempfile.mkstemp(prefix=".shared-", suffix=".tmp", dir=directory)
+    except OSError as error:
+        raise UserError(f"{directory} cannot be written ({error.strerror}): choose another place") from error
+    os.close(descriptor)
+    return Path(path).name
 
 
 @contextmanager

@@ -59,11 +59,11 @@ def train_dpo(context: Context, policy: Model) -> Model:
     def advance(state: TrainState, step: int) -> tuple[TrainState, dict[str, Any]]:
         actor = built.bind(state)
         trained, measured = pairs()
-        rows, epochs = Order(len(trained), config.batch, context.config.seed).draw(step)
-        batch = PairBatch(*put_pairs(context, trained, rows))
+        order = Order(len(trained), config.batch, context.config.seed)
+        batch = PairBatch(*put_pairs(context, trained, order.draw(step)))
         clock.start()
         metrics = jax.device_get(dpo(actor, reference, batch)) | clock.take() | {CALLS: clock.calls(context.mesh)}
-        metrics |= {"training/epoch": int(epochs[0])}
+        metrics |= {"training/epoch": order.epochs(step)[0]}
         if len(measured) and config.evaluates(step):
             metrics |= evaluate(actor)
         return actor.state, metrics

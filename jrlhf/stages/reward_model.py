@@ -39,10 +39,10 @@ def train_reward_model(context: Context, policy: Model) -> Model:
 
     def advance(state: TrainState, step: int):
         train, heldout = pairs()
-        rows, epochs = Order(len(train), config.batch, context.config.seed).draw(step)
-        batch = PreferenceBatch(*put_pairs(context, train, rows)[:4])
+        order = Order(len(train), config.batch, context.config.seed)
+        batch = PreferenceBatch(*put_pairs(context, train, order.draw(step))[:4])
         state, metrics = step_fn(state, batch, *start.frozen)
-        metrics = metrics | {"training/epoch": int(epochs[0])}
+        metrics = metrics | {"training/epoch": order.epochs(step)[0]}
         if len(heldout) and config.evaluates(step):
             metrics = metrics | _accuracy(context, start.holding(state.params), heldout)
         if step + 1 == config.steps:

@@ -66,7 +66,7 @@ class RLState:
     draws: Int[Array, ""]  # number of prompt batches drawn so far
     multiplier: MultiplierState | None = None  # the Lagrange multiplier of Safe RLHF
     fleet: FleetState | None = None  # the state of asynchronous rollouts
-    solved: Int[Array, "N"] | None = None  # first epoch in which a prompt is not drawn any more; None: all always are
+    solved: Int[Array, "N"] | None = None  # epoch from which a prompt is left out; None: all are drawn
 
 
 def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards | None = None) -> Model:
@@ -115,10 +115,9 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
             values["prompts"] = draw(draws)
         experience, metrics = map(ready, dataflow(**roles.arguments(dataflow), **values))
         if roles.pool is None:
-            batch, raw, rounds, scores = values["prompts"], rewards.raw, 1, {draws: rewards.raw}
+            batch, raw, rounds = values["prompts"], rewards.raw, 1
         else:
             batch, raw, rounds = roles.pool.prompts, roles.pool.raw, roles.pool.draws - draws
-            scores = roles.pool.scored
         if fleet is not None:
             fleet.publish(roles.actor)
         multiplier = None if roles.constraint is None else roles.constraint.state
@@ -133,15 +132,15 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         for scored in (rewards, costs):
             if scored is not None:
                 scored.check(metrics)
-        metrics["training/epoch"] = int(order.draw(draws, solved)[1][0])
+        metrics["training/epoch"] = order.epochs(draws, solved)[0]
         seconds = clock.take()
         metrics |= seconds | validated | {CALLS: clock.calls(context.mesh)}
         metrics |= verl_figures(metrics, len(batch.examples), context.mesh.size)
         masks = {"learned": learned, "texts": None if texts is None else texts.loss_mask}
-        fields = {field: getattr(experience, field) for field in READ}
-        read, raw, scores, masks = to_host((fields, raw, scores, masks))
+        read, raw, masks = to_host(({field: getattr(experience, field) for field in READ}, raw, masks))
         if section.solved_score is not None:
-            solved = order.without_solved(solved, scores, section.solved_score)
+            scores = {draws: raw} if roles.pool is None else roles.pool.scored
+            solved = order.without_solved(solved, scores, section.solved_score, draws + rounds - 1)
             metrics["data/solved"] = np.mean(solved < UNSOLVED)
         if utilisation is not None and is_main():  # other processes lack the times of calls that they do not run
             work = {**masks, "rounds": rounds, "stopped_updates": metrics.get("actor/stopped_updates", 0.0)}
@@ -165,7 +164,7 @@ def take_batch(
 ) -> Batch:
     """The prompts of batch `number`, and a random key for each response."""
     config, section, samples = context.config, context.config.rl, context.config.rl.samples
-    rows, _ = order.draw(number, solved)
+    rows = order.draw(number, solved)
     tokens, lengths = put_prompts(pad_rows([prompts.ids[row] for row in rows], config.data.max_prompt), mesh, samples)
     keys = row_keys(key_for(config.seed, "rollout", number), section.rollout_batch, mesh)
     every = np.repeat(rows, samples)
@@ -177,7 +176,7 @@ def take_texts(context: Context, step: int, mesh: Mesh) -> SFTBatch:
     """Texts to imitate, one per row of an iteration."""
     data = context.task.sft
     assert data is not None
-    rows, _ = Order(data.count, context.config.rl.rollout_batch, context.config.seed + 2).draw(step)
+    rows = Order(data.count, context.config.rl.rollout_batch, context.config.seed + 2).draw(step)
     return SFTBatch(*put_rows(sft_rows(data.batch(rows, step), context.length), mesh))
 
 

@@ -65,7 +65,7 @@ from jrlhf.run.devices import idle_accelerator, select
 from jrlhf.run.directory import CONFIG, FUSED, HUB, PLAN, TOKENIZER, check_run, explained, first_day, open_run, run_path
 from jrlhf.run.files import seal, to_json, unsealed
 from jrlhf.run.preemption import PreemptionGuard
-from jrlhf.run.processes import from_main, is_main, several
+from jrlhf.run.processes import from_main, is_main, several, share
 from jrlhf.run.resume import refuse_other_processes, saved_tile
 from jrlhf.run.tracking import check_wandb, tracking
 from jrlhf.stages.context import Context
@@ -79,6 +79,8 @@ from jrlhf.tasks.docstrings import task as docstrings
 def open_context(config: Config, *, resume: bool | Literal["auto"], accept_rewards: bool = False) -> Iterator[Context]:
     """Checks everything that a run needs, cheapest first, and opens its directory and services."""
     select(config.device, config.distributed)  # connects the processes
+    if resume not in (True, False, "auto"):
+        raise UserError(f"resume={resume!r}: it must be True, False or 'auto'")
     refuse_other_processes(config, dry_run=False, resume=resume, accept_rewards=accept_rewards)
     tell = Console(enabled=is_main()).line
     if resume == "auto":
@@ -89,6 +91,11 @@ def open_context(config: Config, *, resume: bool | Literal["auto"], accept_rewar
             from_main(partial(check_origins, hub_names(config), run_path(config)))
         if resume or mirror is None:  # at an address the mirror has refused another run
             from_main(partial(check_run, config, resume))
+        if mirror is None and not share(place := run_path(config).parent):
+            raise UserError(
+                f"run_dir={config.run_dir}: the processes do not see the same {place}, where each writes its shards of "
+                "a checkpoint: set it to a directory of a file system that all of them share"
+            )
         if resume and config.compute.score_rows == "auto":
             config, line = resumed_tiles(config, from_main(partial(saved_tile, run_path(config) / CONFIG)))
             config = replace(config, notices=(*config.notices, line))

@@ -27,10 +27,10 @@ def train_sft(context: Context, policy: Model) -> Model:
     score, order = compiled.score_logprobs(temperature=1.0), Order(data.count, config.batch, context.config.seed)
 
     def advance(state: TrainState, step: int):
-        rows, epochs = order.draw(step)
+        rows = order.draw(step)
         batch = SFTBatch(*put_rows(sft_rows(data.batch(rows, step), context.length), context.mesh))
         state, metrics = step_fn(state, batch, *policy.frozen)
-        metrics = metrics | {"training/epoch": int(epochs[0])}
+        metrics = metrics | {"training/epoch": order.epochs(step)[0]}
         if data.heldout.ids and config.evaluates(step):
             metrics = metrics | {"sft/eval_loss": _mean_loss(context, score, policy.holding(state.params))}
         return state, metrics

@@ -26,7 +26,7 @@ from jrlhf.errors import Preempted, RunFailure, UserError
 from jrlhf.run.checkpoints import saved_steps
 from jrlhf.run.directory import CONFIG, Run, check_directory, refuse_other, run_path, writable
 from jrlhf.run.files import Closing, sha256, write_atomic
-from jrlhf.run.processes import any_process, from_main, is_main, several
+from jrlhf.run.processes import from_main, is_main, share
 from jrlhf.run.tracking import PROMETHEUS
 from jrlhf.storage.claim import Claim
 from jrlhf.storage.store import Store, StoreError, refused
@@ -60,7 +60,11 @@ class Mirror(Closing):
     def open(self, resume: bool) -> None:
         """Refuses a run that cannot start. For a resume, claims the address and downloads the run."""
         from_main(partial(self._open, resume))
-        self._check_shared()
+        if not share(place := self._path.parent):
+            raise UserError(
+                f"run_dir={self._config.run_dir}: the processes do not see the same {place}, where each writes "
+                "its shards of a checkpoint: set storage.scratch to a directory of a file system that all of them share"
+            )
 
     def _open(self, resume: bool) -> None:
         with _refused(self._config):
@@ -87,19 +91,6 @@ class Mirror(Closing):
             if any(not name.startswith(f"{OWN}/") for name in self._store.versions()):  # written since the first check
                 raise UserError(f"{self.address} exists and is not a run, or was begun meanwhile: choose another name=")
             shutil.rmtree(self._path, ignore_errors=True)  # left by a run that was deleted from the store
-
-    def _check_shared(self) -> None:
-        """Refuses processes that do not share the scratch directory, to which each writes its shards."""
-        if not several():
-            return
-        # Each run has its own file, because several runs may start at the same time.
-        file, word = self._path.with_name(f".{self._path.name}.shared"), os.urandom(8).hex()
-        word = from_main(partial(_leave, file, word))
-        if any_process(not file.exists() or file.read_text() != word):
-            raise UserError(
-                f"run_dir={self._config.run_dir}: the processes do not see the same {file.parent}, where each writes "
-                "its shards of a checkpoint: set storage.scratch to a directory of a file system that all of them share"
-            )
 
     def _bring(self, names: Sequence[str]) -> None:
         """Replaces the local files by those of the store: at the top level, and each stage's newest good checkpoint."""
@@ -372,12 +363,6 @@ def mirrored(config: Config, *, resume: bool, tell: Callable[[str], None]) -> It
 
 def _address(config: Config) -> str:
     return f"{config.run_dir.rstrip('/')}/{config.name}"
-
-
-def _leave(file: Path, word: str) -> str:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(word)
-    return word
 
 
 def _marker(stage: str, step: int) -> str:

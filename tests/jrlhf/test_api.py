@@ -233,6 +233,7 @@ def test_an_interrupted_run_is_usable_and_a_thread_resumes_it(tmp_path):
 
     message = refused(train, TINY, run_dir=tmp_path)
     assert "already holds this run: resume it (--resume, resume=True in Python)" in message
+    assert "resume='Auto': it must be True, False or 'auto'" in refused(train, TINY, run_dir=tmp_path, resume="Auto")
     with ThreadPoolExecutor(1) as threads:
         resumed = threads.submit(train, TINY, run_dir=tmp_path, resume=True).result()
     gc.collect()

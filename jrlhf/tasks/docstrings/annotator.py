@@ -61,7 +61,7 @@ class Annotator:
     ) -> Pairs:
         """Ranks samples and real lines for `prompts` shuffled prompts of a split; drops pairs that are too long."""
         section, rng = self.data.annotator, sampler.rng(purpose)
-        rows, _ = Order(len(split.examples), min(prompts, len(split.examples)), self.seed).draw(0)
+        rows = Order(len(split.examples), min(prompts, len(split.examples)), self.seed).draw(0)
         examples, prompt_ids = [split.examples[row] for row in rows], [split.prompts[row] for row in rows]
         ids_of = {example.prompt: ids for example, ids in zip(examples, prompt_ids, strict=True)}
         texts: list[list[str]] = [[] for _ in examples]

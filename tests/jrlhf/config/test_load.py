@@ -250,14 +250,17 @@ def test_a_wrong_override_is_one_sentence(tmp_path):
 
 def test_a_command_line_switches_a_feature_of_the_file_off(tmp_path):
     path = write(
-        tmp_path, "validation: {every: 4, k: 2}\nprofile: {iterations: [3], stage: ppo}\nlora: {rank: 4, alpha: 8}"
+        tmp_path,
+        "validation: {every: 4, k: 2}\nprofile: {iterations: [3], stage: ppo}\nlora: {rank: 4, targets: [other]}\n"
+        "sleep: {optimizer: host, ahead: true}",
     )
-    off = load_config(path, ["validation.every=null", "profile.iterations=[]", "lora.rank=null"])
-    assert (off.validation, off.profile, off.lora) == (None, None, None)
-    named = load_config(path, ["wandb.project={a}"]).wandb
+    switched = ["validation.every=null", "profile.iterations=[]", "lora.rank=null", "sleep.optimizer=device"]
+    off = load_config(path, switched)
+    assert (off.validation, off.profile, off.lora, off.sleep) == (None, None, None, None)
+    named = load_config(path, [*switched, "wandb.project={a}"]).wandb
     assert named is not None and named.project == "{a}"  # an override of a text is taken as it is
     with pytest.raises(UserError, match="validation.k=3 has no effect with validation.every=null: leave it out"):
-        load_config(path, ["validation.every=null", "validation.k=3"])
+        load_config(path, [*switched, "validation.k=3"])
 
 
 def test_files_and_names_that_are_not_configs(tmp_path, monkeypatch):

@@ -20,6 +20,7 @@ from tests.support.processes import free_port
 
 AGREE = """
 import json, sys, threading
+from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jrlhf.config import load_config
@@ -29,7 +30,7 @@ from jrlhf.errors import UserError
 from jrlhf.stages.setup import architectures, select_plan
 from jrlhf.meshes import gathered, make_mesh, reshard, to_devices, to_host
 from jrlhf.meshes.spread import spread
-from jrlhf.run.processes import any_process, from_main, is_main, to_all_hosts
+from jrlhf.run.processes import any_process, from_main, is_main, share, to_all_hosts
 
 devices = select(DeviceConfig(platform="cpu", simulated=2), DistributedConfig(timeout=60))
 number, results = jax.process_index(), {}
@@ -91,6 +92,7 @@ for pair in ("first second", "all last", "middle second"):
     arrived = to_host([moved["x"], moved["n"], saved["x"]])
     results["slices"][pair] = [*(array.tolist() for array in arrived), own]
 tiny, directory = sys.argv[1:]
+results["shared"] = [share(Path(directory, name)) for name in ("together", f"apart-{number}")]
 config = load_config(tiny, [f"plan={directory}/{number}.yaml", "mesh.fsdp=2"])
 results["plan"] = select_plan(config, architectures(config), devices).as_dict()
 print(json.dumps(results))
@@ -115,6 +117,7 @@ def test_processes_agree_and_share_arrays(tmp_path: Path):
     assert first["value"] == {"process": 0, "size": 9_000_000}
     assert first["error"] == "rewards[0] is not there"
     assert first["any"] == [False, True, True]
+    assert first["shared"] == [True, False]
     assert first["doubled"] == [(2 * expected).tolist()] * 2 + [14]
     assert first["drawn"] == first["moved"] == first["expected"]
     assert first["read"] == [[expected.tolist(), 7]] * 3
