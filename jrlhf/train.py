@@ -65,8 +65,8 @@ def cli(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="check everything, print memory and plan, exit")
     parser.add_argument("--all", action="store_true", help="with --dry-run: print all settings, also the defaults")
     parser.add_argument("--resume", action="store_true", help="go on with the run of this name")
-    automatic = {"action": "store_const", "const": "auto", "help": "the same, or begin the run if there is none"}
-    parser.add_argument("--resume=auto", dest="resume", **automatic)  # a second option: `--resume` takes no value
+    automatic = "the same, or begin the run if there is none"  # a second option, because `--resume` takes no value
+    parser.add_argument("--resume=auto", dest="resume", action="store_const", const="auto", help=automatic)
     parser.add_argument("--accept-rewards", action="store_true", help="with --resume: also if reward code was changed")
     options = parse_with_settings(parser, arguments)
     return (exit_code_of_printing if options.dry_run else exit_code)(partial(_run, options))
