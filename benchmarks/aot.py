@@ -1,4 +1,4 @@
-"""The programs of a PPO iteration, compiled for hardware that is not there.
+"""The programs of an iteration of PPO or of an algorithm without a critic, compiled for hardware that is not there.
 
     python -m benchmarks.aot --target h200x8
     python -m benchmarks.aot --target v5p-512 --config llama3-70b-ppo --part train,reshard
@@ -104,7 +104,12 @@ class Setup:
 
     @property
     def experience(self) -> Shapes:
-        return experience(self.mesh, self.rows, self.length)
+        batch, kl_coef = experience(self.mesh, self.rows, self.length), None
+        if "critic" in self.models:
+            return batch
+        if self.config.rl.algorithm.kl_in == "loss":
+            kl_coef = jax.ShapeDtypeStruct((), jnp.float32, sharding=batch.version.sharding)
+        return replace(batch, values=None, rewards=None, returns=None, kl_coef=kl_coef)
 
 
 @dataclass(frozen=True)
@@ -185,18 +190,19 @@ PROGRAMS: dict[str, Callable[[Setup], Program]] = {
     "train_critic": train_critic,
     "train_actor": train_actor,
 }
+OF_CRITICS = "score_values", "train_critic"
 
 
 def fitted(config: Config, devices: int) -> Config:
     """The config on so many devices: its mesh where that has as many, else as this module's docstring says.
 
     Raises:
-        UserError: it trains adapters or no PPO, or fits no mesh.
+        UserError: it trains adapters or has no stage of reinforcement learning, or fits no mesh.
     """
     if config.lora is not None:
         raise UserError(f"config {config.name} trains adapters, whose programs are not compiled here: name another")
-    if "ppo" not in config.stages:
-        raise UserError(f"config {config.name} has no stage ppo, whose programs these are: name another")
+    if config.algorithm is None:
+        raise UserError(f"config {config.name} has no stage of reinforcement learning: name another")
     try:
         mesh_sizes(config.mesh, devices)
         return config
@@ -207,7 +213,7 @@ def fitted(config: Config, devices: int) -> Config:
     micro_batches = max((n for n in range(1, algorithm.micro_batches + 1) if parts % n == 0), default=1)
     algorithm = replace(algorithm, micro_batches=micro_batches)
     mesh = MeshConfig(data=1, fsdp=devices // tensor, tensor=tensor)
-    return replace(config, mesh=mesh, sections={**config.sections, "ppo": replace(ppo, algorithm=algorithm)})
+    return replace(config, mesh=mesh, sections={**config.sections, config.algorithm: replace(ppo, algorithm=algorithm)})
 
 
 def setup_on(config: Config, devices: Sequence[Any]) -> Setup:
@@ -230,7 +236,7 @@ def held(setup: Setup) -> float:
 def attention_scores(name: str, setup: Setup) -> int:
     """Bytes of one layer's float32 attention scores on a device: [rows, heads, T, T]."""
     sizes, algorithm = setup.mesh.shape, setup.config.rl.algorithm
-    model = setup.models["critic" if name in ("score_values", "train_critic") else "actor"]
+    model = setup.models["critic" if name in OF_CRITICS else "actor"]
     rows, heads, length = setup.config.rl.rollout_batch // setup.mesh.size, model.heads, setup.length
     if name == "reshard":
         return 0
@@ -343,6 +349,8 @@ def main(options: argparse.Namespace) -> None:
         raise UserError(f"--part {options.part} names no program: known are {', '.join(PROGRAMS)}")
     given = ["--config", options.config, *options.overrides]
     config = fitted(load_config(options.config, options.overrides), target.devices)
+    if not config.rl.algorithm.has_critic:
+        chosen = [name for name in chosen if name not in OF_CRITICS]
     sizes = dict(zip(AXES, mesh_sizes(config.mesh, target.devices), strict=True))
     described = " ".join(f"{axis}={size}" for axis, size in sizes.items())
     attention = "xla" if target.platform == "cuda" else config.compute.attention or "default"
@@ -368,7 +376,7 @@ def compile_one(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="The programs of a PPO iteration, compiled for absent hardware.")
+    parser = argparse.ArgumentParser(description="The programs of an iteration, compiled for absent hardware.")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings in place of the config's")
     parser.add_argument("--target", choices=TARGETS, required=True)
     parser.add_argument("--config", default="llama3-8b-ppo", help="a shipped config or a YAML file")

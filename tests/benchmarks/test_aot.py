@@ -42,6 +42,18 @@ def test_a_config_is_fitted_to_the_devices_of_a_target():
         aot.fitted(load_config("qwen3-8b-lora"), 8)
 
 
+def test_an_algorithm_without_a_critic_has_programs_of_its_own():
+    """GRPO's update takes the weight of the KL in the loss, and no values."""
+    config = aot.fitted(load_config("arithmetic-grpo", ["model.embed=32", "grpo.rollout_batch=64"]), 8)
+    grpo = aot.setup_on(config, jax.devices())
+    assert grpo.experience.values is None and grpo.experience.kl_coef.shape == ()
+    with jax.set_mesh(grpo.mesh):
+        program = aot.train_actor(grpo)
+    assert (
+        program.resident == 3 * device_bytes(whole_weights(grpo.models["actor"], grpo.mesh)) + 3 * 4
+    )  # three counters
+
+
 def test_the_version_of_a_compiler_is_the_one_jax_asks_for():
     assert targets.requirement("libtpu").startswith("libtpu==")
     assert targets.requirement("jax-cuda12-plugin").startswith("jax-cuda12-plugin")
