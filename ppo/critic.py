@@ -120,7 +120,7 @@ def make_ppo_step(
 ) -> Callable[..., tuple[PPOState, Metrics]]:
     """Makes one jitted step that trains actor and critic and updates the KL controller: (state, experience[, frozen]).
 
-    logprob_fn: (params, tokens [B, T][, frozen]) -> (log-probabilities, entropies), [B, T] each; `[:, t]` is of token t
+    logprob_fn: (params, tokens [B, T], *frozen) -> (log-probabilities, entropies), [B, T] each; `[:, t]` is of token t
         given those before it. value_fn: (params, tokens[, frozen]) -> values [B, T]; `[:, t]` is V before token t.
     frozen: weights that are not trained, such as the base under an adapter; both functions get the same ones.
 

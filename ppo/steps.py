@@ -41,7 +41,7 @@ from jrlhf.ppo.updates import Metrics, Pipeline, Updates, check_output, make_ste
 PyTree = Any
 Terms = Callable[[Array, Array, Any], tuple[Array, dict[str, Array]]]
 LogprobFn = Callable[..., tuple[Float[Array, "B T"], Float[Array, "B T"]]]
-"""(params, tokens [B, T][, frozen]) -> log-probabilities and entropies, `[:, t]` of token t given those before it."""
+"""(params, tokens [B, T], *frozen) -> log-probabilities and entropies, `[:, t]` of token t given those before it."""
 SumsFn = Callable[..., tuple[Float[Array, ""], Metrics]]
 """(params, tokens [B, T], data, terms[, frozen]) -> sums of `terms` over the tokens.
 

@@ -30,7 +30,7 @@ from jrlhf.ppo.updates import Metrics, Pipeline, Update, Updates, apply_update, 
 PyTree = Any
 Step = Callable[..., tuple[TrainState, Metrics]]
 ScoreFn = Callable[..., Float[Array, "B"]]
-"""(params, tokens [B, T], lengths [B][, frozen]) -> scores of the whole sequences."""
+"""(params, tokens [B, T], lengths [B], *frozen) -> scores of the whole sequences."""
 _REWARD_MODEL = ("loss", "accuracy", "margin")
 _DPO = (
     "dpo/loss",
@@ -92,7 +92,7 @@ def make_sft_step(
 ) -> Step:
     """Makes an imitation step: one update on the mean of -log pi over the tokens of an `SFTBatch` in its `loss_mask`.
 
-    logprob_fn: (params, tokens [B, T][, frozen]) -> (log-probabilities, entropies), [B, T] each.
+    logprob_fn: (params, tokens [B, T], *frozen) -> (log-probabilities, entropies), [B, T] each.
     Metrics: sft/loss (nats per token), sft/entropy.
 
     micro_batch_tokens: number of tokens per part and device, in place of `micro_batches`, as in `PPOConfig`.
@@ -129,7 +129,7 @@ def make_preference_step(
 ) -> Step:
     """Makes a step of reward learning: one update on the mean `bradley_terry_loss` of a `PreferenceBatch`'s pairs.
 
-    score_fn: (params, tokens [2B, T], lengths [2B][, frozen]) -> scores [2B]; the rows of a pair are neighbours, chosen
+    score_fn: (params, tokens [2B, T], lengths [2B], *frozen) -> scores [2B]; the rows of a pair are neighbours, chosen
     first.
 
     Metrics: reward_model/loss, reward_model/accuracy (ties count as wrong), reward_model/margin (mean of r_chosen -
@@ -157,7 +157,7 @@ def make_dpo_step(
 ) -> Step:
     """Makes a DPO step: one update on the mean `dpo_loss` of a `PairBatch`, which needs the reference's log-probs.
 
-    logprob_fn: (params, tokens [2B, T][, frozen]) -> (log-probabilities, entropies), [2B, T] each; a pair's rows are
+    logprob_fn: (params, tokens [2B, T], *frozen) -> (log-probabilities, entropies), [2B, T] each; a pair's rows are
     neighbours, chosen first.
     Log-probabilities must be at temperature 1. Metrics, under TRL's names: the means of `pair_terms`.
     """
