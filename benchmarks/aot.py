@@ -345,12 +345,12 @@ def merge(path: Path, record: dict[str, Any], key: dict[str, Any], results: Iter
 def main(options: argparse.Namespace) -> None:
     target = TARGETS[options.target]
     chosen = [name for name in PROGRAMS if any(name.startswith(part) for part in options.part.split(","))]
-    if not chosen:
-        raise UserError(f"--part {options.part} names no program: known are {', '.join(PROGRAMS)}")
     given = ["--config", options.config, *options.overrides]
     config = fitted(load_config(options.config, options.overrides), target.devices)
     if not config.rl.algorithm.has_critic:
         chosen = [name for name in chosen if name not in OF_CRITICS]
+    if not chosen:
+        raise UserError(f"--part {options.part} names no program of it: known are {', '.join(PROGRAMS)}")
     sizes = dict(zip(AXES, mesh_sizes(config.mesh, target.devices), strict=True))
     described = " ".join(f"{axis}={size}" for axis, size in sizes.items())
     attention = "xla" if target.platform == "cuda" else config.compute.attention or "default"

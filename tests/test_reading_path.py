@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-MOST_FILES, MOST_LINES = 44, 7439
+MOST_FILES, MOST_LINES = 46, 7555
 
 
 @pytest.mark.full

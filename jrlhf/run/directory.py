@@ -21,7 +21,7 @@ from jrlhf import __version__
 from jrlhf.config import Config, config_yaml
 from jrlhf.config.places import expanded, is_address
 from jrlhf.errors import Preempted, RunFailure, UserError
-from jrlhf.models.hf.files import PROMPTING
+from jrlhf.models.hf.files import PROMPTING, heal
 from jrlhf.run.files import Closing, append_jsonl, cache_directory, lock_file, write_atomic, write_error
 from jrlhf.run.processes import from_main, is_main
 from jrlhf.run.resume import changes
@@ -29,6 +29,7 @@ from jrlhf.run.resume import changes
 CONFIG, PLAN, FUSED, ENVIRONMENT, SAMPLES = "config.yaml", "plan.yaml", "fused.json", "environment.txt", "samples.jsonl"
 SUMMARY, TOKENIZER, SEEDS, HUB = "summary.json", "tokenizer.json", "seeds", "hub.txt"
 PREFERENCES = "preferences.jsonl"
+FLEET = "fleet.yaml"  # the operator's wishes on this machine; a store has no copy of it
 EXPORTS = "model", "adapter", "reward_model", "reward_adapter"
 _LOCK = ".lock"
 _FULL = {errno.ENOSPC: "No space left on device", errno.EDQUOT: "quota exceeded", errno.EFBIG: "File too large"}
@@ -292,8 +293,11 @@ def _open(run: Run, config: Config, resume: bool) -> None:
         for name in ("", *EXPORTS):  # half written by a killed process, as are the exports
             for leftover in path.joinpath(name).glob(".*.tmp"):
                 leftover.unlink()
-        for leftover in (entry for name in EXPORTS for entry in path.glob(f".{name}-*")):
-            shutil.rmtree(leftover)
+        for name in EXPORTS:
+            heal(path / name)
+            for leftover in path.glob(f".{name}-*"):
+                if leftover.suffix != ".partial":  # by an older version
+                    shutil.rmtree(leftover)
         undo.pop_all()
 
 

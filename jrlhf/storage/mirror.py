@@ -24,7 +24,7 @@ from jrlhf.config import Config
 from jrlhf.config.places import is_address
 from jrlhf.errors import Preempted, RunFailure, UserError
 from jrlhf.run.checkpoints import saved_steps
-from jrlhf.run.directory import CONFIG, Run, check_directory, refuse_other, run_path, writable
+from jrlhf.run.directory import CONFIG, FLEET, Run, check_directory, refuse_other, run_path, writable
 from jrlhf.run.files import Closing, sha256, write_atomic
 from jrlhf.run.processes import from_main, is_main, share
 from jrlhf.run.tracking import PROMETHEUS
@@ -98,7 +98,7 @@ class Mirror(Closing):
         for entry in self._path.iterdir():
             if entry.is_dir() and entry.name != CHECKPOINTS:
                 shutil.rmtree(entry)
-            elif not entry.is_dir():
+            elif not entry.is_dir() and entry.name != FLEET:
                 entry.unlink()
         for name in (name for name in names if "/" not in name):
             if (data := self._store.read(name)) is not None:
@@ -263,7 +263,7 @@ class Mirror(Closing):
         self._stored[stage] = {step: inode for step, inode in self._stored[stage].items() if step in wanted}
 
     def _copy(self, *, folders: bool = True) -> None:
-        """Copies all changed files but checkpoints, hidden files, and the file for Prometheus.
+        """Copies all changed files but checkpoints, hidden files, `FLEET`, and the file for Prometheus.
 
         A model's config.json is deleted before the first of its other files changes and copied last, so that a model
         with a config.json is complete.
@@ -271,7 +271,7 @@ class Mirror(Closing):
         names = list[Path]()
         for place, below, files in os.walk(self._path):  # skips a folder that is deleted meanwhile
             below[:] = [name for name in below if folders and name != CHECKPOINTS and not name.startswith(".")]
-            own = (name for name in files if name != PROMETHEUS and not name.startswith("."))
+            own = (name for name in files if name not in (PROMETHEUS, FLEET) and not name.startswith("."))
             names += (Path(place, name).relative_to(self._path) for name in own)
         for name in sorted(names, key=lambda name: (name.name == "config.json", name)):
             with suppress(FileNotFoundError):  # replaced or deleted meanwhile

@@ -47,6 +47,7 @@ PROMPTING = "prompting.json"  # how to prompt the model
 ADAPTER_FILES = "adapter_config.json", "adapter_model.safetensors"
 SIGNATURE = "Trained by jrlhf"  # a card without it is not ours
 _NEW, _PREVIOUS, _PARTIAL = "new", "previous", ".partial"  # of the hidden folder of an export
+_RANDOM = 8  # characters that mkdtemp adds; other names that begin alike are longer
 _AGAIN = "fetch the file again"
 _DEPTH = 100  # maximum levels of a JSON text, because later code may walk it by recursion
 
@@ -332,15 +333,11 @@ def _replacing(directory: Path) -> Iterator[Path]:
     """Yields a new directory to write into, which replaces `directory` at the end, unless there is an error.
 
     If `directory` is a symbolic link, its target is replaced. Everything is in one hidden folder, which is locked while
-    this process lives. If it is killed, the next export ends what it left.
+    this process lives. If it is killed, `heal` ends what it left.
     """
     target = directory.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
-    for left in target.parent.glob(f".{escape(target.name)}-*{_PARTIAL}"):
-        with _locked(left) as ours:
-            pass
-        if ours:
-            _end(left, target)
+    heal(target)
     place = Path(tempfile.mkdtemp(prefix=f".{target.name}-", suffix=_PARTIAL, dir=target.parent))
     written = place / _NEW
     try:
@@ -354,14 +351,28 @@ def _replacing(directory: Path) -> Iterator[Path]:
             written.rename(target)
             _sync(target.parent)
     finally:  # after the lock is closed: NFS keeps a folder with an open file
-        _end(place, target)
+        _restore(place, target)
+        shutil.rmtree(place, ignore_errors=True)
 
 
-def _end(place: Path, target: Path) -> None:
-    """Removes the hidden folder of an export. The previous directory returns to its place if there is no new one."""
+def heal(directory: Path) -> None:
+    """Ends what killed exports of a directory left: it returns if one had just moved it away, and their folders go.
+
+    On a file system without locks, where such a folder may be in use, they stay.
+    """
+    target = directory.resolve()
+    for left in target.parent.glob(f".{escape(target.name)}-{'?' * _RANDOM}{_PARTIAL}"):
+        with _locked(left) as ours:
+            if ours:
+                _restore(left, target)
+        if ours:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _restore(place: Path, target: Path) -> None:
+    """Moves the previous directory back from the hidden folder of an export if there is no new one."""
     if (place / _PREVIOUS).exists() and not target.exists():
         (place / _PREVIOUS).rename(target)
-    shutil.rmtree(place, ignore_errors=True)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -220,7 +221,12 @@ def test_a_directory_that_is_no_run_is_left_alone_and_one_that_a_crash_left_is_u
         (path / f".{name}-x7k_/part").mkdir(parents=True)
     (path / "reward_model").mkdir()
     (path / "reward_model" / ".config.json.123.tmp").touch()  # the next export would refuse to delete it
+    moved = path / ".model-abcd1234.partial" / "previous"  # a kill between the two renames of an export
+    moved.mkdir(parents=True)
+    (moved / "config.json").write_text("{}")
     open_run(make(), resume=True).close()
+    assert (path / "model" / "config.json").read_text() == "{}"
+    shutil.rmtree(path / "model")
     assert contents(path) == before and not list(path.glob(".*-*"))
 
 

@@ -319,11 +319,13 @@ def test_what_did_not_change_is_not_copied_again(memory, config, monkeypatch):
     written = list[str]()
     monkeypatch.setattr(Claim, "check", lambda self: None)
     monkeypatch.setattr(Store, "write", lambda self, name, data, **_: written.append(name) is None)
+    (run_path(config) / "fleet.yaml").write_text("workers: 2")  # an operator's, which no store replaces
     with copied(config, resume=True, tell=print) as mirror:
         with open_run(config, resume=True) as run:
             mirror.start(run)
             (run.path / "metrics.jsonl").write_text("1\n2\n")  # as it was
             (run.path / "plan.yaml").write_text("new")
+            assert (run.path / "fleet.yaml").read_text() == "workers: 2"
     assert [name for name in written if not name.startswith(".mirror")] == ["plan.yaml"]
 
 

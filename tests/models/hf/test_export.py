@@ -204,20 +204,21 @@ with files._replacing(directory) as folder:
     ],
 )
 def test_the_next_export_heals_one_that_was_killed(tmp_path, moment, before, whole):
-    model, other = tmp_path / "model", tmp_path / ".model-mine"
-    other.mkdir()
+    model, others = tmp_path / "model", [".model-mine", ".model-base-abcd1234.partial"]
+    for other in others:
+        (tmp_path / other / "previous").mkdir(parents=True)
     with files._replacing(model) as folder:
         (folder / "config.json").write_text("first")
     killed = subprocess.run([sys.executable, "-c", KILLED, str(model), moment, str(before)], timeout=120)
     assert killed.returncode == -signal.SIGKILL
-    assert len(list(tmp_path.glob(".model-*.partial"))) == 1
+    assert len(list(tmp_path.glob(".model-*.partial"))) == 2
     with files._replacing(model) as folder:
         assert (model / "config.json").read_text() == whole
         with files._replacing(model) as later:  # at the same time: its folder is left alone
             (later / "config.json").write_text("later")
         (folder / "config.json").write_text("last")
     assert (model / "config.json").read_text() == "last"
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".model-mine", "model"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*others, "model"])
 
 
 def test_what_cannot_be_exported_is_refused(reference, tmp_path):
