@@ -15,7 +15,7 @@ from jrlhf.config.schema import (
     SleepConfig,
     ValidationConfig,
 )
-from jrlhf.config.stages import ALGORITHMS
+from jrlhf.config.stages import ALGORITHMS, FleetSection
 from jrlhf.errors import UserError
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.ppo.fields import default_of, without_effect
@@ -89,7 +89,7 @@ def _violations(config: Config, device_count: int, models: Mapping[str, ModelCon
     for role, model in models.items():
         yield from _model(config, role, model, fsdp, tensor, device_count)
     yield from _batches(config, data * fsdp * tensor, data * fsdp)
-    yield from fleet_violations(config)
+    yield from fleet_violations(config, config.fleet)
     if config.algorithm is not None:
         yield from _algorithm(config, config.algorithm)
         if config.compute.shared_passes:
@@ -215,9 +215,9 @@ def _void_settings(config: Config) -> Iterator[tuple[bool, Sequence[str], str]]:
         yield name is None, ("data.prompts.path", "data.heldout.path"), stages
 
 
-def fleet_violations(config: Config) -> Iterator[str]:
-    """Yields a sentence for each violation of the section `fleet`."""
-    fleet, name = config.fleet, config.algorithm
+def fleet_violations(config: Config, fleet: FleetSection | None) -> Iterator[str]:
+    """Yields a sentence for each violation of the section `fleet`, which may be another one than the config's."""
+    name = config.algorithm
     if fleet is None or fleet.workers is None:
         return
     if config.asynchronous is None:
@@ -236,6 +236,9 @@ def fleet_violations(config: Config) -> Iterator[str]:
             f"fleet.devices names the GPUs of {len(fleet.devices)} process(es), and fleet.workers={fleet.workers}: "
             "give each process an entry"
         )
+    gpus = [gpu.strip() for entry in fleet.devices for gpu in entry.split(",") if gpu.strip()]
+    if repeated := [gpu for gpu in gpus if gpus.count(gpu) > 1]:
+        yield f"fleet.devices names the GPU {repeated[0]} twice: give each process GPUs of its own"
 
 
 def _validation(config: Config, validation: ValidationConfig) -> Iterator[str]:

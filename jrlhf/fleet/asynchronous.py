@@ -15,7 +15,7 @@ from jrlhf.data.batches import Batch, to_responses
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.fleet.fleet import Fleet
 from jrlhf.fleet.identity import Identity, adapter_identity, drawing_identity, trained_identity
-from jrlhf.fleet.processes import ProcessWorkers, wanted_places
+from jrlhf.fleet.processes import ProcessWorkers, asked_places
 from jrlhf.fleet.prompts import PromptStream
 from jrlhf.fleet.recompute import Recompute
 from jrlhf.fleet.schedule import Rules, fresh
@@ -92,16 +92,16 @@ class AsynchronousRollouts(Closing):
             if config.fleet is None:
                 lanes = [SliceWorkers([copy(batch) for _ in range(count)])]  # with the same programs
             else:
+                del batch.state  # frees its memory: the processes have the states
                 model, numbers = actor.architecture, {"samples": samples, "slots": slots, "width": width}
                 setup = describe(self._mesh, model, actor.compute, sampling, config.rollout, **numbers)
-                wanted = partial(wanted_places, config, self._mesh)
+                asked = partial(asked_places, config, setup["platform"], self._mesh.size)
                 workers = partial(ProcessWorkers, batch, setup, config.fleet, run_path(config), tell)
-                lanes = [workers(count, wanted)]
+                lanes = [workers(count, asked)]
                 if self._wall:  # a lane for each of the processes, whose number stays
-                    places = wanted()
+                    places = asked()
                     shares = zip(np.array_split(range(count), len(places)), places, strict=True)
                     lanes = [workers(len(share), lambda place=place: [place]) for share, place in shares]
-            del batch.state  # frees its memory
             scored = replace(actor.compute.forward(actor.architecture), temperature=sampling.temperature)
             recompute = Recompute(
                 actor.architecture.config,

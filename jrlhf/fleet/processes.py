@@ -12,15 +12,14 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from itertools import repeat
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from jrlhf.config.check import fleet_violations
 from jrlhf.config.parse import build, parse_yaml
@@ -42,8 +41,9 @@ from jrlhf.run.processes import several
 ATTEMPTS = 3  # number of processes in a row that may fail at one command
 LEAST = 10.0  # seconds that a process always has for an answer, unless `fleet.deadline` is shorter
 RECENT = 32  # number of commands of a kind from which a process's pace follows
-WANTED = "fleet.yaml"  # in the run's directory: settings of `fleet` that may change while the run goes on
+FLEET_FILE = "fleet.yaml"  # in the run's directory: settings of `fleet` that may change while the run goes on
 
+T = TypeVar("T")
 Place = tuple[int, str]  # number of a process, and its GPUs as CUDA_VISIBLE_DEVICES; empty: all of its environment
 
 
@@ -70,25 +70,40 @@ def check_processes(section: FleetSection, platform: str, devices: int) -> None:
         )
 
 
-def wanted_places(config: Config, mesh: Mesh) -> list[Place]:
-    """Returns the places of the processes: those of the file WANTED or, without it, of the config.
+def asked_places(config: Config, platform: str, devices: int) -> list[Place]:
+    """Returns the places of the processes: those of the file FLEET_FILE or, without it, of the config.
 
-    Raises UserError if no such processes can run. mesh: that of a process.
+    Raises UserError if no such processes can run. devices: number per process.
     """
-    path, fleet = run_path(config) / WANTED, config.fleet
+    path, fleet = run_path(config) / FLEET_FILE, config.fleet
     assert fleet is not None
-    if path.exists():
-        given = parse_yaml(path.read_text(errors="replace"), str(path))
-        if not isinstance(given, dict) or not {"workers"} <= given.keys() <= {"workers", "devices"}:
-            raise UserError(f"{path} must have the key workers, for GPUs of this machine also devices, and no others")
-        try:
-            fleet = build(FleetSection, asdict(fleet) | given, "fleet")
-            for sentence in fleet_violations(replace(config, fleet=fleet)):
-                raise UserError(sentence)
-            check_processes(fleet, mesh.devices.flat[0].platform, mesh.size)
-        except UserError as error:
-            raise UserError(f"{path}: {error}") from error
-    return list(enumerate(fleet.devices or [""] * (fleet.workers or 1)))
+    try:
+        text = path.read_text(errors="replace")
+    except (FileNotFoundError, NotADirectoryError):
+        check_processes(fleet, platform, devices)
+        return _places(fleet)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): mend or delete it") from error
+    content = parse_yaml(text, str(path))
+    given = content if isinstance(content, dict) else {}
+    if not {"workers"} <= given.keys() <= {"workers", "devices"} or given["workers"] in (None, "null"):
+        raise UserError(f"{path} must have the key workers, for GPUs of this machine also devices, and no others")
+    try:
+        fleet = build(FleetSection, asdict(fleet) | given, "fleet")
+        for sentence in fleet_violations(config, fleet):
+            raise UserError(sentence)
+        check_processes(fleet, platform, devices)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    return _places(fleet)
+
+
+def _places(section: FleetSection) -> list[Place]:
+    return list(enumerate(section.devices or [""] * (section.workers or 1)))
+
+
+def _gpus_of(places: Iterable[Place]) -> set[str]:
+    return {gpu.strip() for _, devices in places for gpu in devices.split(",") if gpu}
 
 
 class LocalWorker(Worker):
@@ -148,7 +163,7 @@ class ProcessWorkers:
     template: a batch of slots like that of a logical worker, for the shapes of its state.
     description: what `worker.describe` returns. folder: of the processes' logs.
     tell: called with a sentence for each process that is lost, for a new number of them, and for one that is refused.
-    count: number of logical workers. wanted: returns the places of the processes; see `wanted_places`.
+    count: number of logical workers. asked: returns the places of the processes; see `asked_places`.
     """
 
     own_devices = True
@@ -161,16 +176,17 @@ class ProcessWorkers:
         folder: Path,
         tell: Callable[[str], None],
         count: int,
-        wanted: Callable[[], Sequence[Place]],
+        asked: Callable[[], Sequence[Place]],
     ):
-        self._template, self._count, self._wanted = template, count, wanted
+        self._template, self._count, self._asked = template, count, asked
         self._section, self._folder, self._tell = section, folder, tell
         self._setup = {**description, "deadline": section.deadline}
         self._gpus = template.mesh.size if description["platform"] == "gpu" else 0
         leaves, self._treedef = jax.tree.flatten(saved(template.fresh(), template.mesh))
         self._shardings = [leaf.sharding for leaf in leaves]
-        self._processes = [self._process(place) for place in wanted()]
-        self._refusal = ""  # the last one of `wanted`
+        self._processes = [self._process(place) for place in asked()]
+        self._refusal = ""  # the last one of `asked`
+        self._failed: Sequence[Place] = ()  # asked places whose processes did not start
         self._threads = ThreadPoolExecutor(count, "workers")
         self._anchor_every = section.anchor_every if section.transfer == "delta" else 1
         self._newest: Update | None = None
@@ -190,8 +206,9 @@ class ProcessWorkers:
     def states(self) -> list[Decoding]:
         states = [self._treedef.unflatten(to_devices(arrays, self._shardings)) for arrays in self._arrays()]
         present = [process.place for process in self._processes]
-        if (places := self._wanted_or(present)) != present:
-            self._tell(f"{len(places)} rollout process(es) go on in place of {len(present)}")
+        if (places := self._asked_or(present)) == present:
+            self._failed = ()
+        elif places != self._failed:
             self._divide(states, places)
         return states
 
@@ -214,10 +231,10 @@ class ProcessWorkers:
         """The logical workers of each process."""
         return np.array_split(range(self._count), len(self._processes))
 
-    def _wanted_or(self, present: Sequence[Place]) -> Sequence[Place]:
-        """Returns the wanted places, or those of the present processes if the wanted ones are refused."""
+    def _asked_or(self, present: Sequence[Place]) -> Sequence[Place]:
+        """Returns the asked places, or those of the present processes if the asked ones are refused."""
         try:
-            places = self._wanted()
+            places = self._asked()
             more = self._section.engine == "ray" and len(places) > len(present)
             if more and (too_few := lacking(len(places), self._gpus)):
                 raise UserError(too_few)
@@ -226,20 +243,50 @@ class ProcessWorkers:
                 self._refusal = str(error)
                 self._tell(f"{error}; {len(present)} rollout process(es) go on")
             return present
+        self._refusal = ""
         return places
 
     def _divide(self, states: Sequence[Decoding], places: Sequence[Place]) -> None:
-        """Divides the logical workers over processes at these places. Those that are there already go on there."""
+        """Divides the logical workers over processes at these places. Those that are there already go on there.
+
+        If new processes do not start, the present ones go on, unless one of them must end first to free its GPUs.
+        """
         present = {process.place: process for process in self._processes}
-        for place in present.keys() - set(places):
-            present.pop(place).close()
-        self._processes = [present.get(place) or self._process(place) for place in places]
+        leaving = [process for place, process in present.items() if place not in places]
+        new = {place: self._process(place) for place in places if place not in present}
+        if _gpus_of(new).isdisjoint(_gpus_of(process.place for process in leaving)):
+            try:
+                self._begin(list(new.values()))
+            except (UserError, RunFailure, OSError) as error:
+                self._failed = places
+                self._tell(f"{error}; {len(present)} rollout process(es) go on")
+                return
+        for process in leaving:
+            process.close()
+        self._processes = [present.get(place) or new[place] for place in places]
         for process in self._processes:
-            process.repeat_from([])
+            process.forget()
         update, self._present = self._present, None  # new processes have no weights
         assert update is not None
-        self.start(states)
-        self.take(update, None)
+        try:
+            self.start(states)
+            self.take(update, None)
+        except (UserError, RunFailure) as error:
+            asked = f"{self._folder / FLEET_FILE} asked for {len(places)} rollout process(es)"
+            raise type(error)(f"{error}; {asked}") from error
+        number = f" in place of {len(present)}" if len(places) != len(present) else ""
+        gpus = f" with fleet.devices=[{', '.join(devices for _, devices in places)}]" if _gpus_of(places) else ""
+        self._failed = ()
+        self._tell(f"{len(places)} rollout process(es) go on{number}{gpus}")
+
+    def _begin(self, processes: Sequence["_Process"]) -> None:
+        """Starts new processes at the same time. Ends all of them if one does not start."""
+        try:
+            list(self._threads.map(_Process.begin, processes))
+        except BaseException:  # also an interrupt: nobody else knows these processes
+            for process in processes:
+                process.close()
+            raise
 
     def _process(self, place: Place) -> "_Process":
         """Returns a process, which starts at its first command."""
@@ -341,17 +388,25 @@ class _Process:
 
     def ask(self, command: Mapping[str, Any], shared: SharedArrays | None = None) -> Any:
         """Returns the answer to a command. shared: the arrays whose path it contains."""
-        sent, reason = _Command.of(command, shared), ""
+        sent = _Command.of(command, shared)
+        answer = self._tried(lambda: self._send(self._started(), sent))
+        self._commands.append(sent._replace(answer=answer))
+        return decode(answer)
+
+    def begin(self) -> None:
+        """Starts the process now, before its first command."""
+        self._tried(self._started)
+
+    def _tried(self, act: Callable[[], T]) -> T:
+        """Returns the result of `act`, which is repeated with another process if one is lost."""
+        reason = ""
         for attempt in range(1, ATTEMPTS + 1):
             self._patience = math.inf if attempt == ATTEMPTS else 2.0 ** (attempt - 1)
             try:
-                answer = self._send(self._started(), sent)
+                return act()
             except _Lost as lost:
                 reason = str(lost)
                 self._tell(f"rollout process {self._number} was lost ({reason}); another one takes its place")
-            else:
-                self._commands.append(sent._replace(answer=answer))
-                return decode(answer)
         raise RunFailure(
             f"{ATTEMPTS} times in a row rollout process {self._number} was lost ({reason}): see {self._log}"
         )
@@ -359,6 +414,12 @@ class _Process:
     def repeat_from(self, commands: Sequence[tuple[Mapping[str, Any], SharedArrays]]) -> None:
         """Makes a successor begin with these commands instead of all commands so far."""
         self._commands = [_Command.of(command, shared) for command, shared in commands]
+
+    def forget(self) -> None:
+        """Forgets all commands and their times, because the process draws for other logical workers from now on."""
+        self.repeat_from([])
+        self._first.clear()
+        self._seconds.clear()
 
     def close(self) -> None:
         """Ends the process. A command that waits for its answer fails."""

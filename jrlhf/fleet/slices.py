@@ -31,7 +31,7 @@ class Workers(Protocol):
         ...
 
     def states(self) -> list[Decoding]:
-        """Returns the states in the form of `saved`. The next chunk donates them."""
+        """Returns the states in the form of `saved`. The next chunk donates them. May end and start processes."""
         ...
 
     def drawn(self) -> DrawnRows:

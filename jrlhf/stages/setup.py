@@ -26,7 +26,7 @@ from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.tokenizer_files import load_tokenizer, same_tokens
 from jrlhf.errors import UserError
 from jrlhf.fleet.predict import choose, lengths_of_a_new_run, sentence
-from jrlhf.fleet.processes import check_processes
+from jrlhf.fleet.processes import asked_places
 from jrlhf.fleet.ray_worker import joined
 from jrlhf.meshes import make_mesh
 from jrlhf.meshes.mesh import Device
@@ -105,8 +105,9 @@ def open_context(config: Config, *, resume: bool | Literal["auto"], accept_rewar
         if plan is not None:
             config, placements, moves = _place(config, models, list(mesh.devices.flat), plan, console.line)
             if config.fleet is not None and config.fleet.engine == "ray":
-                gpus = plan["actor.generate"].devices.count if mesh.devices.flat[0].platform == "gpu" else 0
-                stack.enter_context(joined(config.fleet.workers or 0, gpus, console.line))
+                platform, count = mesh.devices.flat[0].platform, plan["actor.generate"].devices.count
+                workers, gpus = len(asked_places(config, platform, count)), count if platform == "gpu" else 0
+                stack.enter_context(joined(workers, gpus, console.line))
         # Templates write the day on which the run began, also after a resume and in every process.
         now = datetime.now(UTC)
         stack.enter_context(dated(from_main(lambda: first_day(run_path(config), now) if resume else f"{now.date()}")))
@@ -238,7 +239,7 @@ def select_resources(config: Config, *, resume: bool = False) -> tuple[Mesh, dic
     if config.algorithm is not None:
         plan = select_plan(config, models, list(mesh.devices.flat), resume=resume)
         if config.fleet is not None:
-            check_processes(config.fleet, mesh.devices.flat[0].platform, plan["actor.generate"].devices.count)
+            asked_places(config, mesh.devices.flat[0].platform, plan["actor.generate"].devices.count)
     graphs = [stage_graph(config, stage) for stage in config.stages]
     from_main(partial(check_memory, config, graphs, mesh, models, plan))
     return mesh, models, plan

@@ -6,12 +6,12 @@ import random
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,18 +22,14 @@ from jrlhf.errors import RunFailure, UserError
 from jrlhf.fleet import worker
 from jrlhf.fleet.processes import (
     RECENT,
-    WANTED,
     LocalWorker,
-    Place,
     ProcessWorkers,
     Update,
     _Process,
     check_processes,
-    wanted_places,
 )
 from jrlhf.fleet.ray_worker import joined
 from jrlhf.fleet.shared import SharedArrays, delta, patched, read
-from jrlhf.meshes import make_mesh
 from jrlhf.run.child import Worker
 from jrlhf.run.files import decode, encode
 from tests.jrlhf.fleet.test_runs import ADAPTER, config, run
@@ -224,9 +220,17 @@ def test_a_process_has_time_by_its_own_pace(deadline, tmp_path, monkeypatch):
         ([prompts[0] * 2], 0.5, [600]),  # a wave of another size, too
         *([([[]], 15, [10, 20]), ([[]], 151, [150, 300]), ([[]], 400, [600])] * (deadline > 30)),
         *([(prompts, 25, [10, 20, 600]), (prompts, 25, [250])] * (deadline > 30)),
+        ("forget", 0, []),
+        (prompts, 0.75 * deadline, [600]),  # another share is like a new process
+        (prompts, 0.5, [7.5 * deadline]),
+        (prompts, 0.5, [10]),
     ]
     for number, (argument, seconds, allowances) in enumerate(commands, 1):
         asked[:] = [[] for _ in range(number + 1)]
+        if argument == "forget":
+            own.forget()
+            assert not own._commands
+            continue
         own.ask({"decode": argument, "number": number, "seconds": seconds})
         assert asked[number] == [min(deadline, allowance) for allowance in allowances], number
     assert len(sentences) == (4 if deadline > 30 else 0)
@@ -356,54 +360,17 @@ def test_a_missing_ray_is_refused_before_anything_starts(monkeypatch):
         check_processes(FleetSection(workers=1, engine="ray"), "cpu", 1)
 
 
-REFUSED = {
-    "": "must have the key workers, .* and no others$",
-    "{workers: 2, deadline: 9}": "must have the key workers, .* and no others$",
-    "workers: 0": "fleet.workers=0: it must be at least 1",
-    "workers: 4": "fleet.workers=4 exceeds grpo.asynchronous.logical_workers=3",
-    "{workers: 2, devices: ['0', '1']}": r"fleet.devices=\[0, 1\] has no effect on a CPU",
-    "{workers": "not valid YAML",
-}
-
-
-def test_a_number_of_processes_that_cannot_work_is_one_sentence_and_the_run_goes_on(tmp_path, monkeypatch):
-    whole = config(tmp_path, "run", "grpo", ["fleet.workers=2"], staleness=1, logical_workers=3)
-    wanted, file = partial(wanted_places, whole, make_mesh(devices=jax.devices()[:1])), tmp_path / "run" / WANTED
-    two = [(0, ""), (1, "")]
-    assert wanted() == two
-    file.parent.mkdir()
-    file.write_text("workers: 3")
-    assert wanted() == [*two, (2, "")]
-    sentences = list[str]()
-    section = FleetSection(workers=2, engine="ray")
-    own: Any = SimpleNamespace(_wanted=wanted, _section=section, _gpus=0, _refusal="", _tell=sentences.append)
-    for lacks in ("Ray has 2 CPU(s)", "Ray has 2 CPU(s)", ""):
-        monkeypatch.setattr("jrlhf.fleet.processes.lacking", lambda workers, gpus, lacks=lacks: lacks)
-        assert ProcessWorkers._wanted_or(own, two) == (two if lacks else [*two, (2, "")])
-    assert sentences == ["Ray has 2 CPU(s); 2 rollout process(es) go on"]
-    for text, sentence in REFUSED.items():
-        file.write_text(text)
-        with pytest.raises(UserError, match=f"^{file}.*{sentence}"):
-            wanted()
-        assert ProcessWorkers._wanted_or(own, two) == two and "\n" not in sentences[-1]
-
-
-def test_another_number_of_processes_starts_and_ends_only_those_that_change():
-    started, closed, taken = [], [], []
-
-    def process(place: Place) -> Any:
-        started.append(place)
-        return SimpleNamespace(place=place, close=lambda: closed.append(place), repeat_from=lambda commands: None)
-
-    first, second = process((0, "4")), process((1, "5"))
-    own: Any = SimpleNamespace(_processes=[first, second], _process=process, _present="weights")
-    own.start, own.take = (lambda states: None), (lambda weights, again: taken.append((own._present, weights)))
-    ProcessWorkers._divide(own, [], [(0, "4"), (1, "7"), (2, "6")])
-    assert own._processes[0] is first and started[2:] == [(1, "7"), (2, "6")] and closed == [(1, "5")]
-    assert taken == [(None, "weights")]  # all of them, not their changes
-    own._present = "weights"
-    ProcessWorkers._divide(own, [], [(0, "4")])
-    assert own._processes == [first] and sorted(closed[1:]) == [(1, "7"), (2, "6")]
+def test_new_processes_start_together_and_end_if_one_does_not_start(process):
+    make, sentences = process
+    good, other = make(), make(program="of yesterday")
+    with ThreadPoolExecutor(2) as threads:
+        own: Any = SimpleNamespace(_threads=threads)
+        ProcessWorkers._begin(own, [good])
+        pid = good._worker.pid
+        assert alive(pid) and good.ask({}) == 1
+        with pytest.raises(UserError, match="another version of jrlhf"):
+            ProcessWorkers._begin(own, [good, other])
+    assert gone(pid) and other._closed and not sentences
 
 
 def test_a_process_that_starts_while_it_is_closed_ends(process):

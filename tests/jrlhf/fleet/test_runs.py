@@ -196,6 +196,10 @@ def test_what_cannot_be_asynchronous_is_one_sentence(tmp_path):
         (["fleet.workers=2", "grpo.asynchronous.logical_workers=1"], "=2 exceeds grpo.asynchronous.logical_workers=1"),
         (["grpo.asynchronous.logical_workers=3"], "rollout.slots=16 must give each of 3 logical worker.s. a multiple"),
         (["fleet.workers=2", "fleet.devices=[a]"], "names the GPUs of 1 process.es., and fleet.workers=2: give each"),
+        (
+            ["fleet.workers=1", "fleet.devices=['4,4']"],
+            "fleet.devices names the GPU 4 twice: give each process GPUs of",
+        ),
         (["fleet.workers=1", "fleet.devices=[a]"], r"fleet.devices=\[a\] has no effect on a CPU"),
         (["fleet.deadline=9"], "fleet.deadline=9.0 has no effect with fleet.workers=null"),
     ):
