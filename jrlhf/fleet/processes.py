@@ -34,14 +34,13 @@ from jrlhf.fleet.worker import program
 from jrlhf.meshes import to_devices, to_host
 from jrlhf.models.generation.continuous import ContinuousBatch, Decoding, Progress, Prompt, Weights
 from jrlhf.run.child import Worker
-from jrlhf.run.directory import run_path
+from jrlhf.run.directory import FLEET, run_path
 from jrlhf.run.files import decode, encode
 from jrlhf.run.processes import several
 
 ATTEMPTS = 3  # number of processes in a row that may fail at one command
 LEAST = 10.0  # seconds that a process always has for an answer, unless `fleet.deadline` is shorter
 RECENT = 32  # number of commands of a kind from which a process's pace follows
-FLEET_FILE = "fleet.yaml"  # in the run's directory: settings of `fleet` that may change while the run goes on
 
 T = TypeVar("T")
 Place = tuple[int, str]  # number of a process, and its GPUs as CUDA_VISIBLE_DEVICES; empty: all of its environment
@@ -71,11 +70,11 @@ def check_processes(section: FleetSection, platform: str, devices: int) -> None:
 
 
 def asked_places(config: Config, platform: str, devices: int) -> list[Place]:
-    """Returns the places of the processes: those of the file FLEET_FILE or, without it, of the config.
+    """Returns the places of the processes: those of the file FLEET or, without it, of the config.
 
     Raises UserError if no such processes can run. devices: number per process.
     """
-    path, fleet = run_path(config) / FLEET_FILE, config.fleet
+    path, fleet = run_path(config) / FLEET, config.fleet
     assert fleet is not None
     try:
         text = path.read_text(errors="replace")
@@ -272,7 +271,7 @@ class ProcessWorkers:
             self.start(states)
             self.take(update, None)
         except (UserError, RunFailure) as error:
-            asked = f"{self._folder / FLEET_FILE} asked for {len(places)} rollout process(es)"
+            asked = f"{self._folder / FLEET} asked for {len(places)} rollout process(es)"
             raise type(error)(f"{error}; {asked}") from error
         number = f" in place of {len(present)}" if len(places) != len(present) else ""
         gpus = f" with fleet.devices=[{', '.join(devices for _, devices in places)}]" if _gpus_of(places) else ""

@@ -29,7 +29,7 @@ from jrlhf.run.resume import changes
 CONFIG, PLAN, FUSED, ENVIRONMENT, SAMPLES = "config.yaml", "plan.yaml", "fused.json", "environment.txt", "samples.jsonl"
 SUMMARY, TOKENIZER, SEEDS, HUB = "summary.json", "tokenizer.json", "seeds", "hub.txt"
 PREFERENCES = "preferences.jsonl"
-FLEET = "fleet.yaml"  # the operator's wishes on this machine; a store has no copy of it
+FLEET = "fleet.yaml"  # settings of `fleet` that may change while a run goes on; a store has no copy of it
 EXPORTS = "model", "adapter", "reward_model", "reward_adapter"
 _LOCK = ".lock"
 _FULL = {errno.ENOSPC: "No space left on device", errno.EDQUOT: "quota exceeded", errno.EFBIG: "File too large"}

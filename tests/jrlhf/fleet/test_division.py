@@ -9,7 +9,8 @@ import pytest
 
 from jrlhf.config.stages import FleetSection
 from jrlhf.errors import RunFailure, UserError
-from jrlhf.fleet.processes import FLEET_FILE, Place, ProcessWorkers, asked_places
+from jrlhf.fleet.processes import Place, ProcessWorkers, asked_places
+from jrlhf.run.directory import FLEET
 from jrlhf.stages.setup import open_context, select_resources
 from tests.jrlhf.fleet.test_runs import config
 
@@ -30,7 +31,7 @@ REFUSED = {
 
 def test_a_number_of_processes_that_cannot_work_is_one_sentence_and_the_run_goes_on(tmp_path, monkeypatch):
     whole = config(tmp_path, "run", "grpo", ["fleet.workers=2"], staleness=1, logical_workers=3)
-    asked, file = partial(asked_places, whole, "cpu", 1), tmp_path / "run" / FLEET_FILE
+    asked, file = partial(asked_places, whole, "cpu", 1), tmp_path / "run" / FLEET
     two = [(0, ""), (1, "")]
     assert asked() == two
     file.parent.mkdir()
@@ -64,7 +65,7 @@ def test_a_file_that_asks_for_processes_precedes_the_config_at_a_start(tmp_path,
     settings = ["fleet.workers=2", "fleet.engine=ray", "rollout.slots=24"]
     whole = config(tmp_path, "run", "grpo", settings, staleness=1, logical_workers=3)
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / FLEET_FILE).write_text("workers: 3")
+    (tmp_path / "run" / FLEET).write_text("workers: 3")
 
     def stop(workers: int, gpus: int, tell: object):
         raise RunFailure(f"{workers} and {gpus}")
@@ -74,7 +75,7 @@ def test_a_file_that_asks_for_processes_precedes_the_config_at_a_start(tmp_path,
     monkeypatch.setattr("jrlhf.stages.setup.check_run", lambda *_: None)  # it refuses a directory without a run
     with pytest.raises(RunFailure, match="^3 and 0$"), open_context(whole, resume=False):
         pass
-    (tmp_path / "run" / FLEET_FILE).write_text("workers: 4")
+    (tmp_path / "run" / FLEET).write_text("workers: 4")
     with pytest.raises(UserError, match="workers=4 exceeds"):
         select_resources(whole)
 
@@ -146,5 +147,5 @@ def test_processes_that_do_not_start_leave_the_present_ones_as_they_are(division
     assert events.count(failure) == 2
     own.start = lambda states: own._begin(own._processes)  # only now, because the GPU was not free before
     own._processes[0].place, own.asked = (0, "9"), [(1, "9")]
-    with pytest.raises(RunFailure, match=f"^no such GPU; .*{FLEET_FILE} asked for 1 rollout process"):
+    with pytest.raises(RunFailure, match=f"^no such GPU; .*{FLEET} asked for 1 rollout process"):
         ProcessWorkers.states(own)

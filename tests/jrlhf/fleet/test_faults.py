@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from jrlhf.fleet.processes import FLEET_FILE, LocalWorker, _Process
+from jrlhf.fleet.processes import LocalWorker, _Process
 from jrlhf.fleet.ray_worker import RayWorker
+from jrlhf.run.directory import FLEET
 from jrlhf.run.files import write_atomic
 from jrlhf.train import main
 from tests.jrlhf.fleet.test_processes import DELTA, SLOWLY
@@ -68,7 +69,7 @@ class Faults:
         """Asks for one process more or less."""
         self.workers += self._rng.choice([step for step in (-1, 1) if 1 <= self.workers + step <= LOGICAL])
         self._path.mkdir(exist_ok=True)
-        write_atomic(self._path / FLEET_FILE, f"workers: {self.workers}\n")
+        write_atomic(self._path / FLEET, f"workers: {self.workers}\n")
 
     def draw(self) -> tuple[str, float, float]:
         """Returns what befalls the next request, after how many seconds, and a number in [0, 1). Raises Stopped."""
@@ -169,7 +170,7 @@ def test_bits_do_not_depend_on_faults_stops_workers_nor_transfers(
         fleet = *DELTA, f"fleet.workers={counts[-1]}", f"fleet.engine={engine}"
         again = config(tmp_path, "run", "grpo", [*SETTINGS, *adapter, *fleet], **options)
         faults.stopped, faults.workers = False, counts[-1]
-        (tmp_path / "run" / FLEET_FILE).unlink(missing_ok=True)
+        (tmp_path / "run" / FLEET).unlink(missing_ok=True)
         with contextlib.suppress(Stopped):
             main(again, resume=len(counts) > 1)
             break
