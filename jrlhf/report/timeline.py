@@ -243,8 +243,8 @@ def stages(run: Record) -> tuple[str, list[Lane]]:
         return "", lanes
     text = "A bar is an operation on one micro-batch: blue forward, orange backward, green gradients of weights."
     if plan.fused and run.fused:
-        lanes += _ticks(" and ".join(run.fused["pipelines"]), "fused", *_fused_operations(run.fused))
-        text += f" Of {plan.fused[1]}, where it is fused: violet forward, red backward."
+        lanes += _ticks("updates", "fused", *_fused_operations(run.fused))
+        text += f" The updates are {' and '.join(plan.fused)}; forward and backward of the latter are violet and red."
     for name, call in plan.placements.items():
         if call.pipeline > 1 and call.schedule != "fused":
             table = table_of(call.schedule, call.pipeline, call.micro_batches, trains=(trains := _updates(name)))

@@ -162,8 +162,8 @@ def test_fused_updates_are_drawn_from_the_table_that_the_run_stored(tmp_path):
     for tick, step in table.operations:
         expected.add((tick, table.pipelines[step.model].devices[step.stage], colors[step.kind][step.model > 0]))
     assert drawn == expected
-    assert len(drawn) == 2 * (4 * 4 + 2 * 2 * 4) and "critic.update" in text
-    assert lanes[0].name == "actor.update and critic.update, group 0"
+    assert len(drawn) == 2 * (4 * 4 + 2 * 2 * 4) and "actor.update and critic.update; " in text
+    assert lanes[0].name == "updates, group 0"
     assert lanes[0].note == f"fused: {ticks} ticks, bubble {100 * bubble(table, lambda step: 1):.0f}%"
     whole = Placement(Slice(0, 4), "train", fsdp=4)  # a resume with another plan leaves the file
     assert stages(replace(run, plan=Plan("mine", {"actor.update": whole}))) == ("", [])

@@ -337,7 +337,7 @@ def test_a_run_with_fused_updates_is_the_one_in_stages(make, tmp_path):
     assert_close(fused[1:], serial[1:], **STEPPED)
     assert all("timing_s/update" in record for record in read_metrics(ends[1]))
     assert [record["perf/compilations"] for record in read_metrics(ends[1])][1:] == [0]
-    assert "<b>actor.update and critic.update, group 0</b> fused: " in (ends[1] / "report.html").read_text()
+    assert "<b>updates, group 0</b> fused: " in (ends[1] / "report.html").read_text()
     resumed(make("fused", "safe_rlhf", **given), 2)
     assert_close(timeless(ends[1]), fused, **ROUNDED)
 
