@@ -1,5 +1,5 @@
 # An image for configs/launch/: docker build --build-arg EXTRA=tpu -t jrlhf:tpu . (or EXTRA=cuda12, EXTRA=cuda13)
-# Runs lie in /work/runs, which a container loses: mount a volume there, or set run_dir. Processes are root; to run as
+# Runs lie in /srv/runs, which a container loses: mount a volume there, or set run_dir. Processes are root; to run as
 # another user, give --user (runAsUser) and let that user write /cache and the runs. pip takes the newest versions: keep
 # the image that a run began with. MORE names further extras, such as --build-arg MORE=ray.
 # Wheels bring JAX's libraries; of the machine a GPU image needs only the driver.
@@ -26,7 +26,7 @@ RUN pip install --no-cache-dir --no-deps . && python -c "import jrlhf.train"
 ENV PYTHONUNBUFFERED=1 \
     XDG_CACHE_HOME=/cache \
     HF_HOME=/cache/huggingface
-WORKDIR /work
+WORKDIR /srv
 # The form without a shell: SIGTERM reaches the process, which saves and leaves with 75.
 ENTRYPOINT ["jrlhf"]
 CMD ["--help"]

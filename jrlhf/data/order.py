@@ -32,11 +32,11 @@ class Order:
         return np.concatenate(drawn)
 
     def epochs(self, number: int, solved: Solved | None = None) -> list[int]:
-        """Returns the epochs, from 0, of which a batch has rows."""
+        """Returns the numbers of the epochs, from 0, from which a batch takes rows."""
         return [epoch for epoch, _, _ in self._parts(number, solved)]
 
     def _parts(self, number: int, solved: Solved | None) -> Iterator[tuple[int, Rows, slice]]:
-        """Yields each epoch of which a batch has rows, the epoch's rows, and the places of the batch's in its order."""
+        """Yields for each of these epochs: its number, its rows, and the part of their shuffled order."""
         solved = np.full(self.count, UNSOLVED) if solved is None else solved
         epoch = min(number * self.batch // self.count, int(solved.min()))  # the epochs before it have all rows
         first, missing = number * self.batch - epoch * self.count, self.batch

@@ -23,7 +23,7 @@ from jrlhf.config.places import expanded, is_address
 from jrlhf.errors import Preempted, RunFailure, UserError
 from jrlhf.models.hf.files import PROMPTING, heal
 from jrlhf.run.files import Closing, append_jsonl, cache_directory, lock_file, write_atomic, write_error
-from jrlhf.run.processes import from_main, is_main
+from jrlhf.run.processes import from_main, is_main, share
 from jrlhf.run.resume import changes
 
 CONFIG, PLAN, FUSED, ENVIRONMENT, SAMPLES = "config.yaml", "plan.yaml", "fused.json", "environment.txt", "samples.jsonl"
@@ -246,6 +246,16 @@ def open_run(
 
     from_main(opening)
     return run
+
+
+def refuse_unshared(config: Config, remedy: str) -> None:
+    """Refuses processes that do not see the same directory of runs. remedy: what to set to a shared one."""
+    place = run_path(config).parent
+    if not share(place):
+        raise UserError(
+            f"run_dir={config.run_dir}: the processes do not see the same {place}, where each writes its shards of a "
+            f"checkpoint: set {remedy} to a directory of a file system that all of them share"
+        )
 
 
 def check_run(config: Config, resume: bool) -> None:

@@ -39,7 +39,7 @@ from jrlhf.planning.auto import Setting, auto_plan, prices_here
 from jrlhf.planning.fit import check_memory
 from jrlhf.planning.fusion.last_rows import Moves, rollouts_of
 from jrlhf.planning.fusion.tiles import choose_tiles, resumed_tiles, with_tiles
-from jrlhf.planning.fusion.updates import fused_updates
+from jrlhf.planning.fusion.updates import FusedUpdates, fused_updates
 from jrlhf.planning.plans import plan_of_config, plan_yaml, read_plan, refuse_cross_process, transfer_line
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import Workload, workload_of
@@ -62,10 +62,22 @@ from jrlhf.roles.pretrained import (
 )
 from jrlhf.run.console import Console
 from jrlhf.run.devices import idle_accelerator, select
-from jrlhf.run.directory import CONFIG, FUSED, HUB, PLAN, TOKENIZER, check_run, explained, first_day, open_run, run_path
+from jrlhf.run.directory import (
+    CONFIG,
+    FUSED,
+    HUB,
+    PLAN,
+    TOKENIZER,
+    check_run,
+    explained,
+    first_day,
+    open_run,
+    refuse_unshared,
+    run_path,
+)
 from jrlhf.run.files import seal, to_json, unsealed
 from jrlhf.run.preemption import PreemptionGuard
-from jrlhf.run.processes import from_main, is_main, several, share
+from jrlhf.run.processes import from_main, is_main, several
 from jrlhf.run.resume import refuse_other_processes, saved_tile
 from jrlhf.run.tracking import check_wandb, tracking
 from jrlhf.stages.context import Context
@@ -91,19 +103,18 @@ def open_context(config: Config, *, resume: bool | Literal["auto"], accept_rewar
             from_main(partial(check_origins, hub_names(config), run_path(config)))
         if resume or mirror is None:  # at an address the mirror has refused another run
             from_main(partial(check_run, config, resume))
-        if mirror is None and not share(place := run_path(config).parent):
-            raise UserError(
-                f"run_dir={config.run_dir}: the processes do not see the same {place}, where each writes its shards of "
-                "a checkpoint: set it to a directory of a file system that all of them share"
-            )
+        if mirror is None:
+            refuse_unshared(config, "it")
         if resume and config.compute.score_rows == "auto":
             config, line = resumed_tiles(config, from_main(partial(saved_tile, run_path(config) / CONFIG)))
             config = replace(config, notices=(*config.notices, line))
         mesh, models, plan = select_resources(config, resume=resume)
-        console, placements, moves = _open_console(config), {}, None
+        console, placements, moves, fused = _open_console(config), {}, None, None
         console.line(_headline(config, mesh))
         if plan is not None:
-            config, placements, moves = _place(config, models, list(mesh.devices.flat), plan, console.line)
+            workload = workload_of(config, graph_of(config), models)
+            fused = fused_updates(workload, plan)
+            config, placements, moves = _place(config, workload, list(mesh.devices.flat), plan, fused, console.line)
             if config.fleet is not None and config.fleet.engine == "ray":
                 platform, count = mesh.devices.flat[0].platform, plan["actor.generate"].devices.count
                 workers, gpus = len(asked_places(config, platform, count)), count if platform == "gpu" else 0
@@ -130,8 +141,8 @@ def open_context(config: Config, *, resume: bool | Literal["auto"], accept_rewar
             run.write(HUB, "".join(f"{name}\n" for name in hub_names(config)))
         if plan is not None:
             run.write(PLAN, seal(plan_yaml(plan)))
-            if (fused := fused_updates(workload_of(config, graph_of(config), models), plan)) is not None:
-                run.write(FUSED, fused.to_json())
+        if fused is not None:
+            run.write(FUSED, fused.to_json())
         words["seeds"] = str(from_main(run.seeds))
         functions = {f"{kind} {part.name}" for _, kind, part in config.rewards_and_costs if part.function is not None}
         identity = Identity(words, frozenset(functions), accept_rewards)
@@ -146,20 +157,18 @@ def open_context(config: Config, *, resume: bool | Literal["auto"], accept_rewar
 
 def _place(
     config: Config,
-    models: Mapping[str, ModelConfig],
+    workload: Workload,
     devices: Sequence[Device],
     plan: Plan,
+    fused: FusedUpdates | None,
     tell: Callable[[str], None],
 ) -> tuple[Config, dict[str, RolePlacement], Moves | None]:
     """Places the roles as the plan says, and decides what the config leaves to a simulation of rollouts.
 
     Returns the config with the tiles that a new run chooses, the placements, and what chooses the moves of last rows.
     """
-    graph, moves = graph_of(config), None
-    workload = workload_of(config, graph, models)
-    fused, ahead = fused_updates(workload, plan), config.offloading.ahead
-    placements = place_roles(plan, graph, devices, fused=fused, prefetch=ahead)
-    prices = prices_of_rollouts(config, workload, devices)
+    placements = place_roles(plan, workload.graph, devices, fused=fused, prefetch=config.offloading.ahead)
+    prices, moves = prices_of_rollouts(config, workload, devices), None
     if config.compute.score_rows == "auto":
         config, line = tiles_of_a_new_run(config, workload, plan, prices)
         tell(line)

@@ -24,9 +24,9 @@ from jrlhf.config import Config
 from jrlhf.config.places import is_address
 from jrlhf.errors import Preempted, RunFailure, UserError
 from jrlhf.run.checkpoints import saved_steps
-from jrlhf.run.directory import CONFIG, FLEET, Run, check_directory, refuse_other, run_path, writable
+from jrlhf.run.directory import CONFIG, FLEET, Run, check_directory, refuse_other, refuse_unshared, run_path, writable
 from jrlhf.run.files import Closing, sha256, write_atomic
-from jrlhf.run.processes import from_main, is_main, share
+from jrlhf.run.processes import from_main, is_main
 from jrlhf.run.tracking import PROMETHEUS
 from jrlhf.storage.claim import Claim
 from jrlhf.storage.store import Store, StoreError, refused
@@ -60,11 +60,7 @@ class Mirror(Closing):
     def open(self, resume: bool) -> None:
         """Refuses a run that cannot start. For a resume, claims the address and downloads the run."""
         from_main(partial(self._open, resume))
-        if not share(place := self._path.parent):
-            raise UserError(
-                f"run_dir={self._config.run_dir}: the processes do not see the same {place}, where each writes "
-                "its shards of a checkpoint: set storage.scratch to a directory of a file system that all of them share"
-            )
+        refuse_unshared(self._config, "storage.scratch")
 
     def _open(self, resume: bool) -> None:
         with _refused(self._config):

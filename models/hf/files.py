@@ -356,9 +356,9 @@ def _replacing(directory: Path) -> Iterator[Path]:
 
 
 def heal(directory: Path) -> None:
-    """Ends what killed exports of a directory left: it returns if one had just moved it away, and their folders go.
+    """Removes the hidden folders of killed exports of a directory, and first moves the directory back if it is missing.
 
-    On a file system without locks, where such a folder may be in use, they stay.
+    On a file system without locks they stay, because another process may use them.
     """
     target = directory.resolve()
     for left in target.parent.glob(f".{escape(target.name)}-{'?' * _RANDOM}{_PARTIAL}"):

@@ -1,9 +1,10 @@
-"""The simulator of an asynchronous run, against a play of it step by step and token by token, and closed forms."""
+"""The rules of an asynchronous run, and its simulator, against plays token by token and closed forms."""
 
 import math
 import statistics
 from dataclasses import asdict, dataclass, field, fields, replace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,8 +12,10 @@ from benchmarks import rules
 from benchmarks.rules import DROPPED, cost
 from benchmarks.staleness import PUBLISHED
 from jrlhf.fleet.predict import predict, summarise, token_versions, trade_off
-from jrlhf.fleet.schedule import Rules
+from jrlhf.fleet.schedule import Rules, first_batch, fresh
 from jrlhf.fleet.simulate import Setting, lognormal, measured, simulate
+from jrlhf.ppo import Experience
+from jrlhf.ppo.off_policy import without_older
 
 BOUNDS = (0, 2, 8)
 # 16 groups of 8 rows, as many slots as rows, and an update that takes as long as decoding a batch in full slots.
@@ -240,3 +243,32 @@ def test_settings_that_cannot_run_are_refused():
         replace(RUN, slots=7)
     with pytest.raises(ValueError, match="staleness=0.*publish=2"):
         replace(OTHER, publish=2)
+
+
+def test_a_batch_is_the_groups_that_were_complete_first():
+    assert first_batch([(3.0, 0), (1.0, 1)], Rules(3, 0, 1.0)) is None
+    complete = [(3.0, 0), (1.0, 5), (2.0, 4), (2.0, 3), (2.0, 9)]
+    assert first_batch(complete, Rules(3, 0, 1.0)) == (2.0, [3, 4, 5])
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        complete = [(float(time), number) for number, time in enumerate(rng.integers(0, 9, 20))]
+        batch = first_batch([complete[index] for index in rng.permutation(20)], Rules(7, 0, 1.0))
+        assert batch is not None
+        time, numbers = batch
+        others = [item for item in complete if item[1] not in numbers]
+        assert numbers == sorted(set(numbers)) and len(numbers) == 7
+        assert time == max(complete[number][0] for number in numbers)
+        assert max(complete[number] for number in numbers) < min(others)
+
+
+@pytest.mark.parametrize("staleness", [1, 9])
+def test_the_loss_learns_from_the_tokens_that_are_fresh(staleness):
+    """`without_older` of the trainer and `fresh` of the simulator are one rule. Fresh tokens keep their weights."""
+    rng, step = np.random.default_rng(0), 7
+    versions = rng.integers(0, step + 1, (5, 6)).astype(np.int32)
+    weights = rng.uniform(0.5, 2, versions.shape).astype(np.float32)
+    arrays = {item.name: jnp.zeros(versions.shape) for item in fields(Experience)}
+    experience = Experience(**arrays | {"versions": jnp.asarray(versions), "importance": jnp.asarray(weights)})
+    masked = without_older(experience, experience.ages(jnp.int32(step)), staleness).importance
+    np.testing.assert_array_equal(masked, np.where(fresh(versions, step, staleness), weights, 0))
+    assert (staleness == 9) == bool(np.all(masked))
