@@ -77,7 +77,9 @@ def batch_of(kind, config) -> Any:
     masked: Any = {
         name: np.where(mask, x[i], 0) for i, name in enumerate(("values", "rewards", "advantages", "returns"), 1)
     }
-    single: Any = {"finished": np.ones(ROWS, bool), "version": np.int32(0), "kl_coef": np.float32(0.1)}
+    single: Any = {"finished": np.ones(ROWS, bool), "version": np.int32(0)}
+    if kind == "grpo":  # its KL is in the loss
+        single["kl_coef"] = np.float32(0.1)
     return Experience(
         tokens=tokens[0],
         prompt_lengths=starts,

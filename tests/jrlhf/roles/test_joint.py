@@ -53,7 +53,7 @@ def experience(unsound: bool) -> Experience:
     masked: Any = {name: np.where(mask, x[i], 0) for i, name in enumerate(names, 1)}
     if unsound:
         masked["returns"][3, 3] = np.nan
-    single: Any = {"finished": np.ones(ROWS, bool), "version": np.int32(0), "kl_coef": np.float32(0.1)}
+    single: Any = {"finished": np.ones(ROWS, bool), "version": np.int32(0)}
     starts = np.full(ROWS, 3, np.int32)
     given: Any = {"tokens": tokens, "prompt_lengths": starts, "response_lengths": lengths - 3, "logprobs": old}
     given |= {"scores": x[0, :, 0], "response_mask": mask, "old_logprobs": old, "ref_logprobs": old + 0.1 * x[1]}
