@@ -184,7 +184,7 @@ def measure(
     repeats: int = 9,
     say: Callable[[str], None] = lambda line: None,
 ) -> Profile:
-    """Measures the parts of the workload's calls that `profile` lacks. say: called with each measured curve's name."""
+    """Measures the parts of the workload's calls that `profile` lacks. say: called with each curve (1 of 9: name)."""
     setup = devices[0].device_kind, len(devices), jax.__version__
     if profile is not None and (profile.device, profile.count, profile.version) == setup:
         curves, busy = dict(profile.curves), dict(profile.busy)
@@ -193,11 +193,12 @@ def measure(
         programs = [microbenchmarks.busy(devices[:size]) for size in sizes]
         curves, busy = {}, dict(zip(sizes, microbenchmarks.seconds(programs, repeats), strict=True))
     nothing = microbenchmarks.copy(devices, 1)
-    for name, programs in wanted_curves(workload, devices):
+    wanted = list(wanted_curves(workload, devices))
+    for number, (name, programs) in enumerate(wanted, start=1):
         curve = dict(curves.get(name, ()))
         missing = {size: make for size, make in programs.items() if size not in curve}
         if missing:
-            say(name)
+            say(f"{number} of {len(wanted)}: {name}")
             idle, *taken = microbenchmarks.seconds([nothing, *(make() for make in missing.values())], repeats)
             launch = 0.0 if name == "call" else idle
             curve |= {size: max(total - launch, 1e-9) for size, total in zip(missing, taken, strict=True)}

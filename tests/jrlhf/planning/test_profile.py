@@ -124,10 +124,12 @@ def test_what_is_known_is_not_measured_again(monkeypatch):
     monkeypatch.setattr(measure, "layers", lambda *_, **__: None)
     fewer = {name: curve for name, curve in profile.curves.items() if "train full" not in name}
     result = profiles.measure(WORK, devices, profile=replace(profile, curves=fewer), say=messages.append)
-    assert messages == [name for name in profile.curves if "train full" in name] and messages
-    durations = {seconds for name in messages for _, seconds in result.curves[name]}
+    wanted = [name for name, _ in profiles.wanted_curves(WORK, devices)]
+    names = [name for name in wanted if "train full" in name]
+    assert messages == [f"{1 + wanted.index(name)} of {len(wanted)}: {name}" for name in names] and messages
+    durations = {seconds for name in names for _, seconds in result.curves[name]}
     assert durations == {2.0}  # less what an empty program takes
-    assert taken == [1 + len(result.curves[name]) for name in messages]
+    assert taken == [1 + len(result.curves[name]) for name in names]
     assert {name: result.curves[name] for name in fewer} == fewer
 
 
