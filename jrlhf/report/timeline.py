@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jrlhf.config.schema import SleepConfig
 from jrlhf.errors import UserError
 from jrlhf.meshes.pipeline import table_of
 from jrlhf.meshes.plan import Slice
@@ -13,6 +14,7 @@ from jrlhf.planning.memory import segments
 from jrlhf.report.charts import COLORS
 from jrlhf.report.read import Metrics, Record
 from jrlhf.run.console import duration
+from jrlhf.run.directory import FUSED
 from jrlhf.run.metrics import TIMELINE
 
 # What the calls of an iteration do.
@@ -220,10 +222,12 @@ def placement(run: Record) -> tuple[str, list[Lane]]:
         return "", []
     text = (
         f"The plan is {plan.name}. A bar spans the devices, of {plan.devices}, that a call runs on, "
-        "in its layout and mesh; one colour is one role."
+        "in its layout (docs/layouts.md) and mesh; one colour is one role."
     )
     if any(call.micro_batches > 1 for call in plan.placements.values()):
         text += " × n: a device computes its rows in n parts."
+    if away := [part for part in SleepConfig.SWITCHES if run.settings.get(f"sleep.{part}") == "host"]:
+        text += f" In host memory while others compute: {', '.join(away)}."
     colors = dict(zip(dict.fromkeys(name.partition(".")[0] for name in plan.placements), cycle(COLORS), strict=False))
     lanes = []
     for name, call in plan.placements.items():
@@ -243,7 +247,11 @@ def stages(run: Record) -> tuple[str, list[Lane]]:
         return "", lanes
     text = "A bar is an operation on one micro-batch: blue forward, orange backward, green gradients of weights."
     if plan.fused and run.fused:
-        lanes += _ticks("updates", "fused", *_fused_operations(run.fused))
+        try:
+            lanes += _ticks("updates", "fused", *_fused_operations(run.fused))
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise UserError(f"{run.name}/{FUSED} holds no table of updates ({reason}): delete the file") from error
         text += f" The updates are {' and '.join(plan.fused)}; forward and backward of the latter are violet and red."
     for name, call in plan.placements.items():
         if call.pipeline > 1 and call.schedule != "fused":

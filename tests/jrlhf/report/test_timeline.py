@@ -3,12 +3,15 @@
 import json
 import random
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from jrlhf.config import Config
+from jrlhf.config.keys import flatten
+from jrlhf.config.schema import SleepConfig
 from jrlhf.errors import UserError
 from jrlhf.meshes.pipeline import bubble
 from jrlhf.meshes.plan import Placement, Plan, Slice
@@ -137,6 +140,8 @@ def test_stages_are_drawn_tick_by_tick():
         assert [bar.color for bar in lane.bars].count(COLORS[1]) == parts
         assert all(bar.width == 1 / ticks for bar in lane.bars)
     assert [lane.note for lane in placement(run)[1]] == ["score · fsdp 4", "train · pipeline 4 by 1f1b"]
+    away = replace(run, settings=flatten(asdict(Config(sleep=SleepConfig(optimizer="host", critic="host")))))
+    assert placement(away)[0] == f"{placement(run)[0]} In host memory while others compute: optimizer, critic."
     assert stages(Record("mine", plan=Plan("mine", {"critic.values": whole}))) == stages(Record("mine")) == ("", [])
     scores = Placement(Slice(0, 4), "score", pipeline=count, micro_batches=parts)
     run = Record("mine", plan=Plan("mine", {"critic.values": scores}))
@@ -167,3 +172,7 @@ def test_fused_updates_are_drawn_from_the_table_that_the_run_stored(tmp_path):
     assert lanes[0].note == f"fused: {ticks} ticks, bubble {100 * bubble(table, lambda step: 1):.0f}%"
     whole = Placement(Slice(0, 4), "train", fsdp=4)  # a resume with another plan leaves the file
     assert stages(replace(run, plan=Plan("mine", {"actor.update": whole}))) == ("", [])
+    wrong = {"devices": [], "operations": 3, "pipelines": []}
+    for damaged in (*(run.fused | {name: value} for name, value in wrong.items()), {"devices": [[0]]}):
+        with pytest.raises(UserError, match=r"mine/fused.json holds no table of updates \(.*\): delete the file"):
+            stages(replace(run, fused=damaged))
