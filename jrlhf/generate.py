@@ -290,17 +290,19 @@ def converse(generator: Generator, name: str, seed: int = 0, *, terminal: bool =
     """Answers each line: with a chat template to the whole conversation, else to that line alone.
 
     terminal: whether a user types the lines; then instructions are printed, and an empty line ends the conversation.
+    Otherwise a line that cannot be answered, such as one that is too long, is a UserError at the end.
     """
     system = generator.asked.system
     if terminal:
         alone = "" if generator.chat else "each line by itself, "
         print(f"{name} answers {alone}in up to {generator.sampling.max_new_tokens} tokens; an empty line ends this")
     messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
+    failed: list[str] = []  # numbers of piped lines
     for turn in itertools.count():
         try:
             line = input("you> " if terminal else "").strip()
         except EOFError:
-            return
+            break
         if not line:
             if terminal:
                 return
@@ -310,9 +312,11 @@ def converse(generator: Generator, name: str, seed: int = 0, *, terminal: bool =
         try:
             (ids,) = generator.encode([example]).ids
         except UserError as error:  # such as a line that is too long
-            if not terminal:
-                raise
-            print(f"error: {error}")
+            if terminal:
+                print(f"error: {error}")
+            else:
+                print(f"error: line {turn + 1}: {error}", file=sys.stderr)
+                failed.append(str(turn + 1))
             messages.pop()
             continue
         text, shown = "", 0
@@ -322,6 +326,8 @@ def converse(generator: Generator, name: str, seed: int = 0, *, terminal: bool =
             shown = max(shown, len(whole))
         print(clean_lines(text)[shown:], flush=True)
         messages.append({"role": "assistant", "content": text})
+    if failed:
+        raise UserError(f"line {', '.join(failed)} has no answer: its error stands above")
 
 
 if __name__ == "__main__":

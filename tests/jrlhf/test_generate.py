@@ -183,6 +183,11 @@ def test_a_conversation_remembers_what_was_said(ask, asked, monkeypatch, model):
     talk = [{"role": role, "content": content} for role, content in turns]
     encoded = Encoding(load_tokenizer(model)).prompts([Example(prompt=tuple(talk[:n])) for n in (1, 3)], 120)
     assert asked == [*encoded.ids]
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{QUESTION}\n{'Why? ' * 99}\nAnd 3?\n"))
+    code, answers, error = ask("--temperature", "0")
+    assert (code, answers, asked[2:]) == (2, "42\n42\n", asked[:2])  # a line that is too long is left out
+    first, last = error.splitlines()
+    assert first.startswith("error: line 2: prompt 1 has") and last.startswith("error: line 2 has no answer")
 
 
 def test_answers_have_their_lines_and_no_escapes(ask, monkeypatch):
