@@ -13,6 +13,7 @@ asked to stop.
 import gc
 import inspect
 import io
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -33,6 +34,7 @@ from jrlhf.config.load import plain_value
 from jrlhf.config.parse import build, convert
 from jrlhf.config.places import local
 from jrlhf.data.batches import key_for, pad_rows, program_width, put_rows, whole_batches
+from jrlhf.data.encode import Encoding
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Example
 from jrlhf.errors import Preempted, UserError
@@ -252,16 +254,7 @@ class Policy:
 
             load("runs/quickstart").generate(["def add(a, b):"], temperature=0.0, max_new_tokens=16)
         """
-        asked, listed = _checked(n=n, seed=seed), _listed(prompts)
-        if listed and isinstance(listed[0], Mapping):
-            listed = [listed]
-        for prompt in [one for one in listed if not isinstance(one, str)]:
-            turns = list(prompt) if isinstance(prompt, list | tuple) else []
-            if not turns or not all(isinstance(turn, Mapping) and isinstance(turn.get("role"), str) for turn in turns):
-                form = '[{"role": "user", "content": ...}]'
-                raise UserError(f"prompt {prompt!r} is no text, and no conversation {form}")
-            if self.tokenizer.chat_template is None:
-                raise UserError(f"{self.name} has no chat template: give it texts instead of conversations")
+        asked, listed = _checked(n=n, seed=seed), self._prompts(prompts)
         if not listed:
             return []
         examples = [
@@ -273,22 +266,43 @@ class Policy:
             answers = generator.answer(generator.encode(examples, asked.n), key_for(asked.seed, "generate"))
             return [answer.text for answer in answers]
 
+    def _prompts(self, given: Any) -> list[Any]:
+        """Returns texts and conversations as a list; refuses anything else."""
+        listed = _listed(given)
+        if listed and isinstance(listed[0], Mapping):
+            listed = [listed]
+        for prompt in [one for one in listed if not isinstance(one, str)]:
+            turns = list(prompt) if isinstance(prompt, list | tuple) else []
+            if not turns or not all(isinstance(turn, Mapping) and isinstance(turn.get("role"), str) for turn in turns):
+                form = '[{"role": "user", "content": ...}]'
+                raise UserError(f"prompt {prompt!r} is no text, and no conversation {form}")
+            if self.tokenizer.chat_template is None:
+                raise UserError(f"{self.name} has no chat template: give it texts instead of conversations")
+        return listed
+
     def _sampled(self, sampling: Mapping[str, Any]) -> Generator:
         return replace(self.generator, sampling=with_sampling(self.generator.sampling, sampling))
 
-    def logprobs(self, texts: str | Sequence[str], *, temperature: float = 1.0) -> list[Float[np.ndarray, "T-1"]]:
+    def logprobs(
+        self, texts: str | Conversation | Sequence[str | Conversation], *, temperature: float = 1.0
+    ) -> list[Float[np.ndarray, "T-1"]]:
         """Returns for each text of T tokens the log-probabilities of its tokens after the first, float32 [T - 1].
 
         Entry t is log p(token t + 1 | tokens 0 to t), of the softmax at the temperature. Texts are used unchanged,
-        without a chat template; T includes the token that begins every text, if there is one.
+        without a chat template; T includes the token that begins every text, if there is one. A conversation has the
+        tokens that `generate` continues: they end with its last turn if that is the assistant's.
 
             [ours] = load("runs/quickstart").logprobs("def add(a, b):")
         """
-        if any(isinstance(text, Mapping | list | tuple) for text in _listed(texts)):
-            raise UserError("logprobs takes texts: give a conversation as the text that its chat template writes")
-        listed, generator = convert(tuple[str, ...], _listed(texts), "texts"), self.generator
+        listed, generator = self._prompts(texts), self.generator
         temperature = _checked(temperature=temperature).temperature
-        rows = [self.tokenizer.encode_prompt(text) for text in listed]
+        encoding = Encoding(self.tokenizer, chat=True, system=generator.asked.system)
+        rows = [
+            self.tokenizer.encode_prompt(text)
+            if isinstance(text, str)
+            else encoding.prompts([Example(prompt=tuple(text))], sys.maxsize).ids[0]
+            for text in listed
+        ]
         longest, most = max(map(len, rows), default=0), generator.model.config.max_positions
         if longest > most:
             raise UserError(f"a text has {longest} tokens, and the model {most} positions: shorten it")

@@ -24,6 +24,8 @@ import yaml
 import jrlhf.api
 from jrlhf.api import Policy, Run, load, plan, train
 from jrlhf.config import load_config, make_config
+from jrlhf.data.encode import Encoding
+from jrlhf.data.types import Example
 from jrlhf.errors import Preempted, UserError
 from jrlhf.run.console import clean
 from jrlhf.run.directory import CONFIG
@@ -177,7 +179,6 @@ def test_a_policy_answers_and_scores(make_model, tmp_path, capsys, monkeypatch):
         "do_sample": "temperature=0",
     }.items():
         assert f"{theirs} is no setting of sampling: write {ours}" in refused(policy.generate, "a", **{theirs: 1})
-    assert "logprobs takes texts" in refused(policy.logprobs, [{"role": "user", "content": "a"}])
     assert "temperature=-1" in refused(policy.generate, "a", temperature=-1)
     for sentence, prompts, settings in (
         ("n=1.5: it must be a whole number", "a", {"n": 1.5}),
@@ -187,7 +188,7 @@ def test_a_policy_answers_and_scores(make_model, tmp_path, capsys, monkeypatch):
         ("prompt 2 has 241 tokens, and with max_new_tokens=8 the model takes", ["a", "a " * 200], {}),
     ):
         assert sentence in refused(policy.generate, prompts, **{"max_new_tokens": 8, **settings}), sentence
-    assert "texts[0] has no value" in refused(policy.logprobs, None)
+    assert "prompt None is no text" in refused(policy.logprobs, None)
     assert "temperature=0.0: it must be above 0" in refused(policy.logprobs, "a", temperature=0.0)
     assert repr(policy) == f"Policy('{model}')"
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{'a ' * 200}\n{question}\n\n"))
@@ -198,6 +199,9 @@ def test_a_policy_answers_and_scores(make_model, tmp_path, capsys, monkeypatch):
     short, long = policy.logprobs(["What", question])
     assert [len(short), len(long)] == [len(policy.tokenizer.encode_prompt(text)) - 1 for text in ("What", question)]
     np.testing.assert_allclose(long[: len(short)], short, rtol=1e-5)
+    text = Encoding(policy.tokenizer, chat=True).prompts([Example(prompt=question)], 99).texts[0]
+    for talk, written in (([turn], text), ([turn, {"role": "assistant", "content": "3"}], f"{text}3")):
+        np.testing.assert_array_equal(policy.logprobs(talk)[0], policy.logprobs(written)[0])
     (flat,) = policy.logprobs([question], temperature=1e6)
     np.testing.assert_allclose(flat, -np.log(policy.tokenizer.vocab_size + 3), rtol=1e-3)  # of a uniform softmax
     assert "shorten it" in refused(policy.logprobs, "plus " * 200)
