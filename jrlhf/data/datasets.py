@@ -131,7 +131,10 @@ def _read(key: str, section: DatasetConfig | None) -> Dataset:
     if section is None or section.path is None:
         stage = " or ".join(STAGES[key]) if key == "preferences" else STAGES[key][0]
         raise UserError(f"stage {stage} learns from data.{key}.path, which is not given: name a file or a dataset")
-    return read_dataset(section.path, columns=section.columns, split=section.split)
+    try:
+        return read_dataset(section.path, columns=section.columns, split=section.split)
+    except UserError as error:
+        raise UserError(f"data.{key}: {error}") from error
 
 
 def _rows(texts: Sequences, rows: Iterable[int]) -> Sequences:

@@ -134,7 +134,7 @@ def test_a_path_that_holds_no_model(refused, tmp_path, user):
 
 SECTIONS = [
     ({"data": {"sft": {}}}, "data.sft.path, which is not given"),
-    ({"data": {"sft": {"path": "USER/qa.jsonl"}}}, "in the dataset's key columns"),
+    ({"data": {"sft": {"path": "USER/qa.jsonl"}}}, "error: data.sft: the columns of"),
     ({"data": {"sft": {"path": "USER/qa.jsonl", "columns": {"text": "anwser"}}}}, "did you mean answer"),
     ({"data": {"max_prompt": 8, "max_response": 8}}, "line 1: "),
     ({"model": {"layers": 3}}, "are both given"),
