@@ -51,13 +51,19 @@ CONTAINER = closed(
     resources=closed("limits", "requests"),
     volumeMounts=several(closed("name mountPath")),
 )
+CLAIM = closed("accessModes resources", resources=closed("requests", requests=closed("storage", storage=TEXT)))
+VOLUME = closed(  # no hostPath: GKE Autopilot refuses it
+    "name",
+    "persistentVolumeClaim emptyDir ephemeral",
+    ephemeral=closed("volumeClaimTemplate", volumeClaimTemplate=closed("spec", spec=CLAIM)),
+)
 POD = closed(
     "restartPolicy terminationGracePeriodSeconds nodeSelector containers volumes",
     "tolerations",
     restartPolicy={"const": "Never"},  # what a podFailurePolicy demands
     terminationGracePeriodSeconds=COUNT,
     containers=several(CONTAINER),
-    volumes=several(closed("name", "persistentVolumeClaim emptyDir hostPath")),
+    volumes=several(VOLUME),
 )
 RULE = closed(
     "action",
@@ -274,7 +280,8 @@ def test_ray_on_slurm_starts_the_cluster_before_the_trainer_and_requeues_after_7
 
 def test_a_rayjob_gives_the_trainer_the_gpus_of_the_head_and_resumes():
     manifest = yaml.safe_load((LAUNCH / "kuberay.yaml").read_text())
-    pods = closed("nodeSelector tolerations containers volumes", containers=several(CONTAINER | {"required": ["name"]}))
+    lists = {"containers": several(CONTAINER | {"required": ["name"]}), "volumes": several(VOLUME)}
+    pods = closed("nodeSelector tolerations containers volumes", **lists)
     group = closed(
         "rayStartParams template", "groupName replicas minReplicas maxReplicas", template=closed("spec", spec=pods)
     )
@@ -292,8 +299,8 @@ def test_a_rayjob_gives_the_trainer_the_gpus_of_the_head_and_resumes():
     assert all(isinstance(value, str) for value in head["rayStartParams"].values())  # what KubeRay takes
     for part in (head, workers):
         pod = part["template"]["spec"]
-        mounts = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
-        assert mounts == {volume["name"] for volume in pod["volumes"]}
+        mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+        assert mounts.keys() == {volume["name"] for volume in pod["volumes"]} and mounts["cache"] == "/cache"
     shell, option, script = shlex.split(manifest["spec"]["entrypoint"])
     assert (shell, option) == ("bash", "-c")
     subprocess.run(["bash", "-n", "-c", script], check=True)
