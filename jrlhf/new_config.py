@@ -101,6 +101,8 @@ def wrong(name: str, value: str, given: Mapping[str, str]) -> str:
         case "algorithm" if value not in (*ALGORITHMS, "dpo"):
             close = difflib.get_close_matches(value, ALGORITHMS, n=1, cutoff=0.75)
             return f"is no algorithm: did you mean {close[0]}" if close else f"is none of {', '.join(ALGORITHMS)}, dpo"
+        case "algorithm" if value == "safe_rlhf" and data == "arithmetic":
+            return "keeps a cost below a limit, and sums have no cost: choose another algorithm"
         case "algorithm" if value == "dpo" and data not in TASKS[:1]:
             lacking = [column for column in ("chosen", "rejected") if data in TASKS or not _column(data, [column])]
             own = "rename its columns, or name them in data.preferences.columns of a config of your own"
@@ -203,7 +205,8 @@ def settings_for(answers: Answers, reward_file: str) -> dict[str, Any]:
         config["costs"] = [{"name": "words", "function": "word_count"}]
     if "sampling" in base:
         config["sampling"] = base["sampling"]
-    config |= {stage: base[stage] for stage in before} | {algorithm: _stage(answers, base)}
+    longest = config["data"]["max_response"]
+    config |= {stage: base[stage] for stage in before} | {algorithm: _stage(answers, base, longest)}
     if not own_task and algorithm != "dpo":
         config["validation"] = {"every": 10}
     return _divided(config, int(number)) if number else config
@@ -256,7 +259,7 @@ def _reward(answers: Answers, reward_file: str) -> dict[str, Any]:
     return reward
 
 
-def _stage(answers: Answers, base: Mapping[str, Any]) -> dict[str, Any]:
+def _stage(answers: Answers, base: Mapping[str, Any], longest: int) -> dict[str, Any]:
     algorithm, usual = answers.algorithm, base["stages"][-1]
     parts = {"micro_batch_tokens": 8192} if answers.data not in TASKS else {}
     if algorithm == "dpo":
@@ -268,7 +271,7 @@ def _stage(answers: Answers, base: Mapping[str, Any]) -> dict[str, Any]:
     if hasattr(policy, "samples"):
         own = {"samples": policy.samples} | own
     if algorithm == "safe_rlhf" and usual != algorithm:
-        own["cost_limit"] = 100.0
+        own["cost_limit"] = float(max(longest // 4, 1))  # words: about a third of those that fit
     return stage | {"algorithm": {**own, **({"minibatches": 4, **parts} if parts else {})}}
 
 
