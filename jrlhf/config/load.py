@@ -106,6 +106,12 @@ def parse_with_settings(parser: argparse.ArgumentParser, arguments: Sequence[str
     words = sys.argv[1:] if arguments is None else arguments
     if words and not words[0].startswith("-") and "=" not in words[0] and "--config" in parser._option_string_actions:
         parser.error(f"{words[0]} is no setting: did you mean --config {words[0]}?")
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if equals and name in (actions := parser._option_string_actions) and actions[name].nargs == 0:
+            choices = [option for option in actions if option.partition("=")[0] == name]
+            if word not in choices:
+                parser.error(f"{word} is no option: write {' or '.join(choices)}")
     options, unknown = parser.parse_known_intermixed_args(arguments)
     for word in unknown:
         if "=" not in word:

@@ -157,6 +157,10 @@ def test_one_command_leads_to_all(eight, capsys):
     with pytest.raises(SystemExit, match="2"):
         cli(["quickstart", "seed=1"])
     assert "quickstart is no setting: did you mean --config quickstart?" in capsys.readouterr().err
+    for word, choices in (("--resume=maybe", "--resume or --resume=auto"), ("--dry-run=yes", "--dry-run")):
+        with pytest.raises(SystemExit, match="2"):
+            cli(["--config", "quickstart", word])
+        assert f"{word} is no option: write {choices}\n" in capsys.readouterr().err
     for name in jrlhf.__main__.COMMANDS:
         with pytest.raises(SystemExit, match="0"):
             jrlhf.__main__.cli([name, "--help"])
