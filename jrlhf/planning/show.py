@@ -26,6 +26,8 @@ from jrlhf.planning.workload import Workload
 WIDTH = 72  # characters of the timeline
 MOST_NUMBERED = 400  # maximum number of operations of a schedule whose micro-batches are numbered
 FORMATS = (".svg", ".png", ".pdf")
+# Of forward, backward and gradients of weights, for the first call and for one that is fused with it.
+TICK_COLORS = ("#2f6fed", "#e07a1f", "#0f9d7a"), ("#8b5cf6", "#e23d6d")
 
 
 def describe(prices: CostModel, result: Result) -> str:
@@ -330,7 +332,7 @@ def _draw_ticks(axes: Any, updates: FusedUpdates) -> None:
 
     table = updates.table
     colours, handles = {}, []
-    for (name, numbers), own in zip(updates.pipelines.items(), (("C0", "C2", "C1"), ("C9", "C8")), strict=False):
+    for (name, numbers), own in zip(updates.pipelines.items(), TICK_COLORS, strict=False):
         pipeline = table.pipelines[numbers.start]
         for kind, colour in zip(pipeline.kinds, own, strict=False):
             colours |= {(number, kind): colour for number in numbers}

@@ -11,6 +11,7 @@ from jrlhf.errors import UserError
 from jrlhf.meshes.pipeline import table_of
 from jrlhf.meshes.plan import Slice
 from jrlhf.planning.memory import segments
+from jrlhf.planning.show import TICK_COLORS
 from jrlhf.report.charts import COLORS
 from jrlhf.report.read import Metrics, Record
 from jrlhf.run.console import duration
@@ -256,7 +257,8 @@ def stages(run: Record) -> tuple[str, list[Lane]]:
     for name, call in plan.placements.items():
         if call.pipeline > 1 and call.schedule != "fused":
             table = table_of(call.schedule, call.pipeline, call.micro_batches, trains=(trains := _updates(name)))
-            (pipeline,), kinds = table.pipelines, dict(zip(("forward", "backward", "weight"), COLORS, strict=False))
+            (pipeline,) = table.pipelines
+            kinds = dict(zip(("forward", "backward", "weight"), TICK_COLORS[0], strict=True))
             operations = [(tick, pipeline.devices[step.stage], kinds[step.kind]) for tick, step in table.operations]
             lanes += _ticks(name, call.schedule if trains else "scores", operations, table.devices)
     return (text if lanes else ""), lanes
@@ -265,8 +267,8 @@ def stages(run: Record) -> tuple[str, list[Lane]]:
 def _fused_operations(fused: Mapping[str, Any]) -> tuple[list[tuple[int, int, str]], int]:
     """Returns the (tick, group of devices, color) of each operation of a stored table, and the number of groups."""
     colors = {}
-    for numbers, pair in zip(fused["pipelines"].values(), (COLORS[:2], COLORS[3:5]), strict=True):
-        colors |= {number: dict(zip(("forward", "backward"), pair, strict=True)) for number in numbers}
+    for numbers, pair in zip(fused["pipelines"].values(), TICK_COLORS, strict=True):
+        colors |= {number: dict(zip(("forward", "backward"), pair, strict=False)) for number in numbers}
     devices, steps = fused["devices"], fused["operations"]
     operations = [(tick, devices[model][stage], colors[model][kind]) for tick, model, stage, _, kind in steps]
     return operations, 1 + max(map(max, devices))
