@@ -7,7 +7,7 @@ these forward passes. Here each model runs forward once and backward once.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ from jrlhf.ppo.types import (
     check_class,
     on_mesh_of,
 )
-from jrlhf.ppo.updates import Metrics, Pipeline, Updates, check_output, finish, make_step, run_updates
+from jrlhf.ppo.updates import Metrics, Pipeline, Step, Updates, check_output, finish, make_step, run_updates
 
 PyTree = Any
 ResponseLogprobFn = Callable[[PyTree, Array, Array], tuple[Float[Array, "B T"], Float[Array, "B T"]]]
@@ -98,7 +98,7 @@ def value_loss(
 
 def make_critic_step(
     value_fn: ValueFn, optimizer: optax.GradientTransformation, config: PPOConfig, *, pipeline: Pipeline | None = None
-) -> Callable[..., tuple[TrainState, Metrics]]:
+) -> Step[TrainState, Experience]:
     """A jitted step that trains the critic on one batch of experience: epochs x minibatches updates. Donates the state.
 
     An update's loss is the mean of `value_loss` over the minibatch's response tokens. pipeline: see `make_actor_step`.
@@ -117,7 +117,7 @@ def make_ppo_step(
     config: PPOConfig,
     *,
     sums_fn: SumsFn | None = None,
-) -> Callable[..., tuple[PPOState, Metrics]]:
+) -> Step[PPOState, Experience]:
     """Makes one jitted step that trains actor and critic and updates the KL controller: (state, experience[, frozen]).
 
     logprob_fn: (params, tokens [B, T], *frozen) -> (log-probabilities, entropies), [B, T] each; `[:, t]` is of token t
@@ -183,13 +183,42 @@ def critic_update(
     return update
 
 
+class OnPolicyStep(Protocol):
+    """What `make_on_policy_step` returns."""
+
+    def __call__(
+        self,
+        actor: TrainState,
+        critic: TrainState,
+        rollout: Rollout,
+        scores: Scores,
+        ref_logprobs: Logprobs | None,
+        kl_coef: Coefficient,
+        /,
+    ) -> tuple[TrainState, TrainState, Experience, Metrics]: ...
+
+
+class OnPolicyActorStep(Protocol):
+    """What `make_on_policy_actor_step` returns."""
+
+    def __call__(
+        self,
+        actor: TrainState,
+        rollout: Rollout,
+        scores: Scores,
+        ref_logprobs: Logprobs | None,
+        kl_coef: Coefficient,
+        /,
+    ) -> tuple[TrainState, Experience, Metrics]: ...
+
+
 def make_on_policy_step(
     logprob_fn: ResponseLogprobFn,
     value_fn: Callable[..., Float[Array, "B T+1"]],
     actor_optimizer: optax.GradientTransformation,
     critic_optimizer: optax.GradientTransformation,
     config: PPOConfig,
-) -> Callable[..., tuple[TrainState, TrainState, Experience, Metrics]]:
+) -> OnPolicyStep:
     """Builds f(actor, critic, rollout, scores, ref_logprobs, kl_coef) -> (actor, critic, experience, metrics), jitted.
 
     The result equals that of `make_experience` with recomputed log-probs and values, then `make_actor_step` and
@@ -234,7 +263,7 @@ def make_on_policy_actor_step(
     optimizer: optax.GradientTransformation,
     config: PolicyConfig,
     make_experience: Callable[..., Experience],
-) -> Callable[..., tuple[TrainState, Experience, Metrics]]:
+) -> OnPolicyActorStep:
     """Builds f(actor, rollout, scores, ref_logprobs, kl_coef) -> (actor, experience, metrics), jitted: no critic.
 
     make_experience: `make_group_experience` or `make_return_experience`. Otherwise like `make_on_policy_step`.

@@ -36,7 +36,7 @@ from jrlhf.ppo.off_policy import (
     without_older,
 )
 from jrlhf.ppo.types import Experience, SFTBatch, TrainState, check_class
-from jrlhf.ppo.updates import Metrics, Pipeline, Updates, check_output, make_step, run_updates
+from jrlhf.ppo.updates import Metrics, Pipeline, Step, Updates, check_output, make_step, run_updates
 
 PyTree = Any
 Terms = Callable[[Array, Array, Any], tuple[Array, dict[str, Array]]]
@@ -91,7 +91,7 @@ def make_actor_step(
     *,
     sums_fn: SumsFn | None = None,
     pipeline: Pipeline | None = None,
-) -> Callable[..., tuple[TrainState, Metrics]]:
+) -> Step[TrainState, Experience]:
     """A jitted step that trains the actor on one batch of experience: epochs x minibatches updates. Donates the state.
 
     An update's loss aggregates over the minibatch's response tokens, by `config.aggregation`,

@@ -25,10 +25,9 @@ from jrlhf.ppo.config.policy import check_one_division
 from jrlhf.ppo.masked import masked_sum, token_count
 from jrlhf.ppo.steps import LogprobFn
 from jrlhf.ppo.types import SFTBatch, TrainState, check_shapes
-from jrlhf.ppo.updates import Metrics, Pipeline, Update, Updates, apply_update, check_output, make_step
+from jrlhf.ppo.updates import Metrics, Pipeline, Step, Update, Updates, apply_update, check_output, make_step
 
 PyTree = Any
-Step = Callable[..., tuple[TrainState, Metrics]]
 ScoreFn = Callable[..., Float[Array, "B"]]
 """(params, tokens [B, T], lengths [B], *frozen) -> scores of the whole sequences."""
 _REWARD_MODEL = ("loss", "accuracy", "margin")
@@ -89,7 +88,7 @@ def make_sft_step(
     micro_batches: int = 1,
     micro_batch_tokens: int | None = None,
     pipeline: Pipeline | None = None,
-) -> Step:
+) -> Step[TrainState, SFTBatch]:
     """Makes an imitation step: one update on the mean of -log pi over the tokens of an `SFTBatch` in its `loss_mask`.
 
     logprob_fn: (params, tokens [B, T], *frozen) -> (log-probabilities, entropies), [B, T] each.
@@ -126,7 +125,7 @@ def make_preference_step(
     micro_batch_tokens: int | None = None,
     centre: float = 0.0,
     pipeline: Pipeline | None = None,
-) -> Step:
+) -> Step[TrainState, PreferenceBatch]:
     """Makes a step of reward learning: one update on the mean `bradley_terry_loss` of a `PreferenceBatch`'s pairs.
 
     score_fn: (params, tokens [2B, T], lengths [2B], *frozen) -> scores [2B]; the rows of a pair are neighbours, chosen
@@ -154,7 +153,7 @@ def make_dpo_step(
     config: DPOConfig,
     *,
     pipeline: Pipeline | None = None,
-) -> Step:
+) -> Step[TrainState, PairBatch]:
     """Makes a DPO step: one update on the mean `dpo_loss` of a `PairBatch`, which needs the reference's log-probs.
 
     logprob_fn: (params, tokens [2B, T], *frozen) -> (log-probabilities, entropies), [2B, T] each; a pair's rows are
@@ -178,7 +177,7 @@ def _pair_step(
     micro_batches: int,
     micro_batch_tokens: int | None,
     pipeline: Pipeline | None,
-) -> Step:
+) -> Step[TrainState, Any]:
     """Makes a step on the mean over pairs of the term names[0]. terms_fn: (params, pairs, *frozen) -> {name: [B]}."""
 
     def loss_fn(params: PyTree, rows: PreferenceBatch, count: Array, *frozen: PyTree) -> tuple[Array, Metrics]:

@@ -5,10 +5,11 @@ functions, each jitted, with rows on the mesh that computes the loss, and weight
 loop is a generator (`Updates`), to which the pipeline sends gradients; so the updates of several models can alternate.
 """
 
+import inspect
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,18 @@ from jrlhf.ppo.types import TrainState
 
 PyTree = Any
 Metrics = dict[str, Float[Array, ""]]
+State = TypeVar("State")
+Batch = TypeVar("Batch", contravariant=True)
+
+
+class Step(Protocol[State, Batch]):
+    """A step that trains on a batch. It frees the arrays of the given state."""
+
+    def __call__(self, state: State, batch: Batch, /, *others: PyTree) -> tuple[State, Metrics]:
+        """Returns the next state and the metrics. others: texts to imitate if the config has them, frozen weights."""
+        ...
+
+
 Gradients = tuple[Float[Array, ""], Metrics, PyTree]  # loss, metrics, gradients
 Updates = Generator[tuple, Gradients, Any]
 """If updates are staged, yields (loss_fn, params, rows, others, frozen) and is sent the `Gradients` of loss_fn(params,
@@ -132,17 +145,24 @@ def finish(updates: Updates, gradients_fn: Any = None) -> Any:
         return end.value
 
 
-def make_step(update: Callable[..., Updates], pipeline: Pipeline | None) -> Callable[..., tuple[TrainState, Metrics]]:
+def make_step(update: Callable[..., Updates], pipeline: Pipeline | None) -> Step[TrainState, Any]:
     """Makes a step of `update`: a jitted function, or a loop on the host that a pipeline runs. Donates the state."""
+    own = inspect.signature(update).replace(return_annotation=tuple[TrainState, Metrics])
+
+    def shown(run: Callable[..., Any]) -> Callable[..., Any]:
+        run = wraps(update)(run)
+        run.__signature__ = own  # pyright: ignore[reportFunctionMemberAccess]
+        return run
+
     if pipeline is None:
-        return jax.jit(wraps(update)(lambda *arguments: finish(update(*arguments))), donate_argnums=0)
+        return jax.jit(shown(lambda *arguments: finish(update(*arguments))), donate_argnums=0)
 
     def step(state: TrainState, *arguments: PyTree) -> Updates:
         number = jnp.asarray(to_host(state.step))  # through the host: the rows are on another mesh
         after, metrics = yield from update(replace(state, step=number), *arguments)
         return replace(after, step=to_devices(after.step, state.step.sharding)), metrics
 
-    return lambda *arguments: pipeline(step(*arguments))
+    return shown(lambda *arguments: pipeline(step(*arguments)))
 
 
 def check_output(name: str, tokens: Array, output: Any, *fields: str) -> Any:

@@ -1,3 +1,6 @@
+import inspect
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +10,18 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jrlhf.meshes import make_mesh
-from jrlhf.ppo import PPOState, TrainState
+from jrlhf.ppo import (
+    DPOConfig,
+    GRPOConfig,
+    PPOConfig,
+    PPOState,
+    TrainState,
+    make_actor_step,
+    make_critic_step,
+    make_dpo_step,
+    make_ppo_step,
+    make_sft_step,
+)
 
 OPTIMIZER = optax.adamw(optax.linear_schedule(1e-3, 0, 10))
 
@@ -38,3 +52,20 @@ def test_without_a_mesh_a_state_stays_where_it_is_and_its_shapes_are_known_witho
     abstract = jax.eval_shape(lambda params: TrainState.create(params, OPTIMIZER), params)
     assert jax.tree.structure(abstract) == jax.tree.structure(state)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), abstract) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
+
+
+def test_steps_show_what_they_take_and_return():
+    def function(*_: Any) -> Any: ...
+
+    pipeline: Any = function
+    for step, state, batch in (
+        (make_actor_step(function, OPTIMIZER, GRPOConfig()), TrainState, "experience"),
+        (make_actor_step(function, OPTIMIZER, GRPOConfig(), pipeline=pipeline), TrainState, "experience"),
+        (make_critic_step(function, OPTIMIZER, PPOConfig()), TrainState, "experience"),
+        (make_ppo_step(function, function, OPTIMIZER, OPTIMIZER, PPOConfig()), PPOState, "experience"),
+        (make_sft_step(function, OPTIMIZER), TrainState, "batch"),
+        (make_dpo_step(function, OPTIMIZER, DPOConfig()), TrainState, "batch"),
+    ):
+        shown = inspect.signature(step)
+        assert [*shown.parameters][:2] == ["state", batch] and shown.parameters["state"].annotation is state
+        assert shown.return_annotation.__args__[0] is state
