@@ -42,7 +42,16 @@ from jax.stages import Lowered
 
 from benchmarks.hlo import Traffic, collective_traffic, loops
 from benchmarks.records import RESULTS, joined, provenance, write
-from benchmarks.shapes import Shapes, device_bytes, experience, generation_copy, train_state, whole_weights
+from benchmarks.shapes import (
+    Shapes,
+    adapter_weights,
+    device_bytes,
+    experience,
+    generation_copy,
+    shared_base,
+    train_state,
+    whole_weights,
+)
 from benchmarks.targets import (
     GB,
     TARGETS,
@@ -57,8 +66,9 @@ from jrlhf.config.schema import MeshConfig
 from jrlhf.data.batches import row_sharding
 from jrlhf.errors import UserError
 from jrlhf.meshes import AXES, GENERATE, make_mesh
-from jrlhf.models import ModelConfig, SamplingConfig, make_generate, param_shardings
+from jrlhf.models import LoRAConfig, ModelConfig, SamplingConfig, make_generate, param_shardings
 from jrlhf.planning.fit import memory_of
+from jrlhf.planning.workload import adapter_of
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.initial import adamw
 from jrlhf.roles.model import Architecture, Compute
@@ -79,6 +89,20 @@ class Setup:
         section = self.config.compute
         cuda = self.mesh.devices.flat[0].platform in ("cuda", "gpu")
         return compute_of(replace(section, attention="xla") if cuda else section)
+
+    @property
+    def lora(self) -> LoRAConfig | None:
+        return None if self.config.lora is None else adapter_of(self.config.lora, self.models["actor"])
+
+    @property
+    def actor(self) -> tuple[CompiledModel, Shapes, tuple[Shapes, ...]]:
+        """The actor's functions, its own weights, and the base under them where these are an adapter."""
+        model, lora = self.models["actor"], self.lora
+        functions = CompiledModel(Architecture(model, lora, shared=lora is not None), self.mesh, self.compute)
+        if self.config.lora is None or lora is None:
+            return functions, whole_weights(model, self.mesh), ()
+        base = shared_base(model, self.mesh, self.compute.dtype, self.config.lora.base == "int8")
+        return functions, adapter_weights(model, self.mesh, lora), (base,)
 
     @property
     def sampling(self) -> SamplingConfig:
@@ -135,22 +159,26 @@ def generate(setup: Setup) -> Program:
     """A rollout: prefill and decode loop."""
     actor = setup.models["actor"]
     key = jax.eval_shape(lambda: jax.random.key(0)).dtype
-    weights = generation_copy(actor, setup.mesh, setup.compute.dtype)
     compute = setup.compute
-    drawn = make_generate(actor, setup.mesh, setup.sampling, dtype=compute.dtype, attention=compute.attention)
-    function = jax.jit(drawn)
+    _, weights, base = setup.actor
+    if not base:
+        weights = generation_copy(actor, setup.mesh, compute.dtype)
+    options = {"dtype": compute.dtype, "attention": compute.attention, "lora": setup.lora}
+    function = jax.jit(make_generate(actor, setup.mesh, setup.sampling, **options))
     prompts = setup.rows(setup.config.data.max_prompt), setup.rows(), setup.rows(dtype=key)
-    return Program([function.lower(weights, *prompts)], 0)
+    return Program([function.lower(weights, *prompts, *base)], device_bytes((weights, base)) if base else 0)
 
 
 def score_logprobs(setup: Setup) -> Program:
-    """Old log-probabilities, by the actor that is trained; the reference's program differs in its arguments' dtype."""
-    actor, temperature = setup.models["actor"], setup.config.sampling.temperature
-    function = CompiledModel(Architecture(actor), setup.mesh, setup.compute).score_logprobs(
-        temperature=temperature, span=setup.sampling.max_new_tokens
-    )
-    weights = whole_weights(actor, setup.mesh)
-    return Program([function.lower(weights, setup.rows(setup.length), *[setup.rows()] * 2)], device_bytes(weights))
+    """Old log-probabilities, by the actor that is trained; the reference's program differs in its arguments' dtype.
+
+    Where the reference is the base under the actor's adapter, it is one program for both.
+    """
+    functions, weights, base = setup.actor
+    make = functions.score_logprobs_with_base if setup.config.reference_is_base else functions.score_logprobs
+    function = make(temperature=setup.config.sampling.temperature, span=setup.sampling.max_new_tokens)
+    lowered = function.lower(weights, setup.rows(setup.length), *[setup.rows()] * 2, *base)
+    return Program([lowered], device_bytes((weights, base)))
 
 
 def score_values(setup: Setup) -> Program:
@@ -163,13 +191,12 @@ def score_values(setup: Setup) -> Program:
 
 def train_actor(setup: Setup) -> Program:
     """All the actor's updates on a rollout."""
-    actor, section = setup.models["actor"], setup.config.rl
+    (functions, weights, base), section = setup.actor, setup.config.rl
     optimizer = adamw(section.actor, updates=1)
-    setting = Architecture(actor), setup.mesh, setup.compute
     settings = {"temperature": setup.config.sampling.temperature, "responses": setup.sampling.max_new_tokens}
-    function = CompiledModel(*setting).actor_step(optimizer, section.algorithm, **settings)
-    state = train_state(section.actor, whole_weights(actor, setup.mesh), setup.mesh)
-    return Program([function.lower(state, setup.experience)], device_bytes(state))
+    function = functions.actor_step(optimizer, section.algorithm, **settings)
+    state = train_state(section.actor, weights, setup.mesh)
+    return Program([function.lower(state, setup.experience, *base)], device_bytes((state, base)))
 
 
 def train_critic(setup: Setup) -> Program:
@@ -197,12 +224,12 @@ def fitted(config: Config, devices: int) -> Config:
     """The config on so many devices: its mesh where that has as many, else as this module's docstring says.
 
     Raises:
-        UserError: it trains adapters or has no stage of reinforcement learning, or fits no mesh.
+        UserError: its critic is an adapter, it has no stage of reinforcement learning, or fits no mesh.
     """
-    if config.lora is not None:
-        raise UserError(f"config {config.name} trains adapters, whose programs are not compiled here: name another")
     if config.algorithm is None:
         raise UserError(f"config {config.name} has no stage of reinforcement learning: name another")
+    if config.lora is not None and config.rl.algorithm.has_critic:
+        raise UserError(f"config {config.name} trains adapters of a critic, which are not compiled here: name another")
     try:
         mesh_sizes(config.mesh, devices)
         return config
@@ -349,6 +376,8 @@ def main(options: argparse.Namespace) -> None:
     config = fitted(load_config(options.config, options.overrides), target.devices)
     if not config.rl.algorithm.has_critic:
         chosen = [name for name in chosen if name not in OF_CRITICS]
+    if config.lora is not None:
+        chosen = [name for name in chosen if name != "reshard"]  # an adapter generates where it trains
     if not chosen:
         raise UserError(f"--part {options.part} names no program of it: known are {', '.join(PROGRAMS)}")
     sizes = dict(zip(AXES, mesh_sizes(config.mesh, target.devices), strict=True))

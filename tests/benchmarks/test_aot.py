@@ -38,7 +38,7 @@ def test_a_config_is_fitted_to_the_devices_of_a_target():
     large = aot.fitted(load_config("llama3-70b-ppo"), 64)
     assert (large.mesh.fsdp, large.mesh.tensor) == (8, 8)
     assert aot.fitted(load_config("llama3-70b-ppo"), 4).mesh.tensor == 4
-    with pytest.raises(UserError, match="qwen3-8b-lora trains adapters"):
+    with pytest.raises(UserError, match="qwen3-8b-lora trains adapters of a critic"):
         aot.fitted(load_config("qwen3-8b-lora"), 8)
 
 
@@ -52,6 +52,20 @@ def test_an_algorithm_without_a_critic_has_programs_of_its_own():
     assert (
         program.resident == 3 * device_bytes(whole_weights(grpo.models["actor"], grpo.mesh)) + 3 * 4
     )  # three counters
+
+
+def test_adapters_and_the_base_under_them_stay():
+    settings = ["model.embed=32", "grpo.rollout_batch=64", "lora.rank=2", "data.max_prompt=8", "data.max_response=8"]
+    setup = aot.setup_on(aot.fitted(load_config("arithmetic-grpo", settings), 8), jax.devices())
+    _, adapter, base = setup.actor
+    assert 0 < device_bytes(adapter) < device_bytes(base)
+    resident = {name: device_bytes((adapter, base)) for name in ("generate", "score_logprobs")}
+    resident["train_actor"] = resident["generate"] + 2 * device_bytes(adapter) + 3 * 4  # AdamW's moments and counters
+    for name, size in resident.items():
+        with jax.set_mesh(setup.mesh):
+            assert aot.PROGRAMS[name](setup).resident == size
+    reference = device_bytes(adapter)  # the adapter after SFT
+    assert aot.held(setup) == pytest.approx(resident["train_actor"] + reference, rel=1e-3)
 
 
 def test_the_version_of_a_compiler_is_the_one_jax_asks_for():
