@@ -149,10 +149,10 @@ def make_step(update: Callable[..., Updates], pipeline: Pipeline | None) -> Step
     """Makes a step of `update`: a jitted function, or a loop on the host that a pipeline runs. Donates the state."""
     own = inspect.signature(update).replace(return_annotation=tuple[TrainState, Metrics])
 
-    def shown(run: Callable[..., Any]) -> Callable[..., Any]:
-        run = wraps(update)(run)
-        run.__signature__ = own  # pyright: ignore[reportFunctionMemberAccess]
-        return run
+    def shown(run: Callable[..., Any]) -> Any:
+        result: Any = wraps(update)(run)
+        result.__signature__ = own  # for `help`
+        return result
 
     if pipeline is None:
         return jax.jit(shown(lambda *arguments: finish(update(*arguments))), donate_argnums=0)

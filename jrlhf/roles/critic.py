@@ -1,9 +1,9 @@
 """Critics, reward models that read tokens, Safe RLHF's constraint, and the fused update of actor and critic."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import jax
 import optax
@@ -121,6 +121,7 @@ class FusedUpdate:
         self.clock, self.placement = site.clock, RolePlacement.of(site.placement)
         update, compute = self.placement["update"], site.compute
         logprobs = update.compiled(actor.architecture, compute).train_logprobs(temperature=temperature, span=responses)
+        self._update: Callable[..., Any]
         if critic is None:
             make = make_group_experience if isinstance(algorithm, GRPOConfig) else make_return_experience
             self._update = make_on_policy_actor_step(logprobs, actor.optimizer, algorithm, make)

@@ -280,8 +280,8 @@ def test_ray_on_slurm_starts_the_cluster_before_the_trainer_and_requeues_after_7
 
 def test_a_rayjob_gives_the_trainer_the_gpus_of_the_head_and_resumes():
     manifest = yaml.safe_load((LAUNCH / "kuberay.yaml").read_text())
-    lists = {"containers": several(CONTAINER | {"required": ["name"]}), "volumes": several(VOLUME)}
-    pods = closed("nodeSelector tolerations containers volumes", **lists)
+    containers, volumes = several(CONTAINER | {"required": ["name"]}), several(VOLUME)
+    pods = closed("nodeSelector tolerations containers volumes", containers=containers, volumes=volumes)
     group = closed(
         "rayStartParams template", "groupName replicas minReplicas maxReplicas", template=closed("spec", spec=pods)
     )

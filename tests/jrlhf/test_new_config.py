@@ -5,6 +5,7 @@ import json
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -69,7 +70,8 @@ def check_combinations(algorithm, tmp_path, kinds, rewards=REWARDS):
             assert [path.name for path in written[1:]] == ["reward.py"] * (answers.reward == "function")
             assert len(config.rewards) == (answers.reward not in ("", "learned"))
             if algorithm == "safe_rlhf":  # a limit in words that answers can exceed
-                assert 0 < config.rl.algorithm.cost_limit < config.data.max_response / 2
+                settings: Any = config.rl.algorithm
+                assert 0 < settings.cost_limit < config.data.max_response / 2
 
 
 def test_settings_have_their_meaning_as_comment_and_the_reward_scores(tmp_path):

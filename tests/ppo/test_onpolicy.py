@@ -113,7 +113,7 @@ def test_shared_passes_give_what_separate_calls_give(toy, batch, config):
         return run
 
     actor = at_responses(counted("actor", toy.logprobs), entropy_derivative=config.entropy_coef != 0)
-    step = make_on_policy_step(actor, counted("critic", every_value(toy)), OPTIMIZER, OPTIMIZER, config)
+    step: Any = make_on_policy_step(actor, counted("critic", every_value(toy)), OPTIMIZER, OPTIMIZER, config)
     if not config.needs_reference:
         batch = (*batch[:2], None)
     actual = jax.block_until_ready(step(*states(toy), *batch, KL_COEF))
@@ -142,7 +142,8 @@ def test_without_a_critic(toy, batch):
     rollout, scores, ref = batch
     config, (actor, _), (alone, _) = GRPOConfig(samples=2), states(toy), states(toy)
     model = at_responses(toy.logprobs, entropy_derivative=False)
-    actual = make_on_policy_actor_step(model, OPTIMIZER, config, make_group_experience)(actor, *batch, KL_COEF)
+    step: Any = make_on_policy_actor_step(model, OPTIMIZER, config, make_group_experience)
+    actual = step(actor, *batch, KL_COEF)
     old, _ = toy.logprobs(alone.params, rollout.tokens)
     make = jax.jit(partial(make_group_experience, config=config, kl_coef=KL_COEF))
     experience = make(rollout, scores, old, ref)

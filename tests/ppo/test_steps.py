@@ -272,7 +272,7 @@ def test_errors_are_raised_before_anything_is_computed(toy):
 
         with pytest.raises(ValueError, match=rf"returned shapes {shapes} .*: it must return \(log-probabilities, entr"):
             make_actor_step(wrong, OPTIMIZER, PPOConfig())(state.actor, experience)
-    step = make_ppo_step(toy.logprobs, toy.values, OPTIMIZER, OPTIMIZER, PPOConfig())
+    step: Any = make_ppo_step(toy.logprobs, toy.values, OPTIMIZER, OPTIMIZER, PPOConfig())
     rollout = Rollout(**{field.name: getattr(experience, field.name) for field in fields(Rollout)})
     for arguments, message in (
         ((state, rollout), "experience is of class Rollout, but must be of class Experience"),
