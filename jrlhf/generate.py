@@ -327,7 +327,7 @@ def converse(generator: Generator, name: str, seed: int = 0, *, terminal: bool =
         print(clean_lines(text)[shown:], flush=True)
         messages.append({"role": "assistant", "content": text})
     if failed:
-        raise UserError(f"line {', '.join(failed)} has no answer: its error stands above")
+        raise UserError(f"no answer to line {', '.join(failed)}: the errors stand above")
 
 
 if __name__ == "__main__":

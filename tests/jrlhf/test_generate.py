@@ -187,7 +187,7 @@ def test_a_conversation_remembers_what_was_said(ask, asked, monkeypatch, model):
     code, answers, error = ask("--temperature", "0")
     assert (code, answers, asked[2:]) == (2, "42\n42\n", asked[:2])  # a line that is too long is left out
     first, last = error.splitlines()
-    assert first.startswith("error: line 2: prompt 1 has") and last.startswith("error: line 2 has no answer")
+    assert first.startswith("error: line 2: prompt 1 has") and last.startswith("error: no answer to line 2")
 
 
 def test_answers_have_their_lines_and_no_escapes(ask, monkeypatch):
