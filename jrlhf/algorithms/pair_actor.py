@@ -17,7 +17,8 @@ class PairActor(TrainedRole):
     def __init__(self, model: Model, site: Site, *, optimizer: optax.GradientTransformation, algorithm: DPOConfig):
         super().__init__(model, site, optimizer)
         self._logprobs = self.compiled("logprobs").score_logprobs(temperature=1.0)
-        self._update = make_dpo_step(self.compiled("update").train_logprobs(), optimizer, algorithm)
+        update = self.compiled("update")
+        self._update = make_dpo_step(update.train_logprobs(), optimizer, algorithm, pipeline=update.runs)
 
     def logprobs(self, pairs: PairBatch) -> Float[Array, "2*B T"]:
         """Log-probs of the pairs' tokens under the present weights, for evaluation."""

@@ -88,6 +88,7 @@ def _violations(config: Config, device_count: int, models: Mapping[str, ModelCon
     data, fsdp, tensor = mesh_sizes(config.mesh, device_count)
     for role, model in models.items():
         yield from _model(config, role, model, fsdp, tensor, device_count)
+    yield from _pipelines(config, fsdp)
     yield from _batches(config, data * fsdp * tensor, data * fsdp)
     yield from fleet_violations(config, config.fleet)
     if config.algorithm is not None:
@@ -189,6 +190,8 @@ def _void_settings(config: Config) -> Iterator[tuple[bool, Sequence[str], str]]:
     )
     yield not scored, ("sleep.reward",), "rewards that are all functions"
     yield config.rollout.last_groups is None, ("rollout.last_rows",), "rollout.last_groups=null"
+    parts_are_equal = "dpo.pipeline, whose parts have equally many rows"
+    yield dpo and config.dpo.pipeline is not None, ("dpo.algorithm.micro_batch_tokens",), parts_are_equal
     if name is None:
         yield True, ("plan", "reward_model.weight", "validation.every"), stages
         yield True, ("compute.shared_passes", "compute.fused_loss", "compute.score_rows"), stages
@@ -291,13 +294,23 @@ def indivisible(model: ModelConfig, fsdp: int, tensor: int) -> Iterator[tuple[st
             yield key, written, size, axis, parts
 
 
+def _pipelines(config: Config, fsdp: int) -> Iterator[str]:
+    """Checks that the pipeline stages of a stage divide the devices, so that weights are stored as without stages."""
+    choices = [divisor for divisor in divisors(fsdp) if divisor > 1]
+    remedy = f"choose stages from {', '.join(map(str, choices))}" if choices else "choose a larger mesh.fsdp"
+    for stage in [stage for stage in config.stages if stage not in ALGORITHMS]:
+        if fsdp % (count := config.sections[stage].pipeline_stages):
+            yield f"{stage}.pipeline.stages={count} does not divide mesh.fsdp={fsdp}: {remedy}, or leave pipeline out"
+
+
 def _batches(config: Config, devices: int, groups: int) -> Iterator[str]:
     """Checks that rows divide over devices and parts. A group of devices generates all samples of a prompt."""
     for stage in [stage for stage in config.stages if stage not in ALGORITHMS]:
         section = config.sections[stage]
         micro_batches = (section.algorithm if stage == "dpo" else section).micro_batches
-        over = f"{devices} device(s)" + _times(micro_batches, "micro-batches")
-        yield from _rows(f"{stage}.batch", section.batch, devices * micro_batches, f"divide over {over}")
+        own = devices // section.pipeline_stages  # the stages of a pipeline share their rows
+        over = f"{own} device(s)" + _times(micro_batches, "micro-batches")
+        yield from _rows(f"{stage}.batch", section.batch, own * micro_batches, f"divide over {over}")
     divisor, parts, samples, micro_batches = devices, f"divide over {devices} device(s)", config.samples, 1
     key, sampled = "sampling.batch", " (so many answers are sampled at a time)"
     if config.algorithm is not None:

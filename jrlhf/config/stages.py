@@ -55,6 +55,21 @@ class CriticOptimizerConfig(ActorOptimizerConfig):
 
 
 @dataclass(frozen=True)
+class PipelineConfig(Feature):
+    """Pipeline stages: groups of neighbouring devices, each with a part of the layers."""
+
+    SWITCHES: ClassVar[tuple[str, ...]] = ("stages",)
+    OFF: ClassVar[str] = "{path}.stages=null"
+    # Number of groups; each divides layers and rows as `mesh` does, but over fsdp / stages devices. null: no stages.
+    stages: int | None = count(None, "at least 2", least=2)
+    # Order of an update's operations: docs/plans.md#pipelines.
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] = "1f1b"
+
+
+_EQUAL_PARTS = only_if(lambda section: section.pipeline is None, "{path}.pipeline, whose parts have equally many rows")
+
+
+@dataclass(frozen=True)
 class PairsStageConfig(OptimizerConfig):
     """Settings of the stages that learn from fixed rows."""
 
@@ -62,11 +77,18 @@ class PairsStageConfig(OptimizerConfig):
     batch: int = count(64)  # rows, or pairs, per update
     eval_every: int = count(50)  # steps between evaluations on held-out rows
     save_every: int = count(100)  # steps between checkpoints
+    # Update, and score held-out rows, in pipeline stages: same result up to rounding; needs micro_batches. null: whole.
+    pipeline: PipelineConfig | None = None
 
     @property
     def updates(self) -> int:
         """The number of updates of the stage."""
         return self.steps
+
+    @property
+    def pipeline_stages(self) -> int:
+        """The number of pipeline stages; 1: models compute whole."""
+        return 1 if self.pipeline is None else self.pipeline.stages or 1
 
     def evaluates(self, step: int) -> bool:
         """True if held-out rows are evaluated after this step: the first, the last, and every `eval_every`-th."""
@@ -81,7 +103,7 @@ class SFTConfig(PairsStageConfig):
     eval_every: int = 100
     micro_batches: int = count(1)  # parts in which a batch is computed: less memory, the same result
     # Parts of about this number of tokens per device instead; null: off.
-    micro_batch_tokens: int | None = count(None)
+    micro_batch_tokens: int | None = count(None, **_EQUAL_PARTS)
 
     def __post_init__(self) -> None:
         super().__post_init__()

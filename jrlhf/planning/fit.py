@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import combinations, product, takewhile
-from math import inf
+from math import inf, prod
 from typing import Any
 
 import jax
@@ -242,7 +242,7 @@ def _ladders(case: Case) -> dict[str, Sequence[Any]]:
         "micro_batches": [*takewhile(divides, _doubled(_micro_batches(workload, case.plan)))],
         "remat": REMATS[: REMATS.index(workload.remat)][::-1],  # policies that keep less
         "slots": [*takewhile(holds, (slots >> halved for halved in range(slots.bit_length())))],
-        "fsdp": [max(at.data * at.fsdp for at in places)] if any(at.data > 1 for at in places) else [],
+        "fsdp": [max(prod(at.stored[:2]) for at in places)] if any(at.data > 1 for at in places) else [],
         # Fused updates need both models' states at a time.
         "sleep": ["optimizer"] if case.asleep and not case.plan.fused else [],
         "lora": [ADAPTER.rank] if adaptable else [],
@@ -295,7 +295,8 @@ def _calls(workload: Workload, plan: Plan, kind: str) -> list[str]:
 def _on_more(at: Placement, times: int) -> Placement:
     """Returns the placement on `times` as many devices, all of them along fsdp, with micro-batches of the same size."""
     devices = Slice(at.devices.start * times, at.devices.count * times)
-    return replace(at, devices=devices, fsdp=at.fsdp * times, micro_batches=max(1, at.micro_batches // times))
+    parts = at.pipeline * max(1, at.micro_batches // (times * at.pipeline))  # enough for the stages
+    return replace(at, devices=devices, fsdp=at.fsdp * times, micro_batches=parts)
 
 
 def _doubled(count: int) -> Iterator[int]:

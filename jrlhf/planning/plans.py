@@ -1,6 +1,7 @@
 """Makes the plan that a config names, and checks that a run can follow it."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import combinations
 from math import gcd, lcm
 from pathlib import Path
@@ -14,6 +15,7 @@ from jrlhf.config.places import expanded
 from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
 from jrlhf.meshes import Call
+from jrlhf.meshes.graph import Kind
 from jrlhf.meshes.plan import LayoutName, Placement, Plan, Slice, plan_of
 from jrlhf.models.flops import forward_operations
 from jrlhf.planning.candidates import stuck_rows, undivided_rows
@@ -53,9 +55,29 @@ def plan_of_config(config: Config, workload: Workload, devices: int, search: Cal
 
 
 def colocated(config: Config, workload: Workload, devices: int) -> Plan:
-    """Returns the plan of a stage without a plan of its own: every model on all devices, as `mesh` divides them."""
-    calls, whole = [call for call in workload.graph if call.role in workload.models], Slice(0, devices)
-    return Plan("colocate", {call.name: scaled_placement(config, workload, call, whole, devices) for call in calls})
+    """Returns the plan of a stage without a plan of its own, checked: every model on all devices, as `mesh` divides
+    them, and in the pipeline stages that the stage's section sets."""
+    stage, whole, placements = workload.graph.name, Slice(0, devices), dict[str, Placement]()
+    for call in [call for call in workload.graph if call.role in workload.models]:
+        placed = staged(config, stage, call.kind, scaled_placement(config, workload, call, whole, devices))
+        placements[call.name] = placed
+        if placed.pipeline > 1:
+            _check_placement(f"{stage}.pipeline has {call.name}", workload, call, placed, devices)
+            _check_rows(f"{stage}.pipeline has {call.name}", config, workload, call, placed)
+    return Plan("colocate", placements)
+
+
+def staged(config: Config, stage: str, kind: Kind, placement: Placement) -> Placement:
+    """Returns the placement of a stage's calls of a kind, in the pipeline stages that the stage's section sets.
+
+    placement: on all devices. The stages divide its `fsdp`, so weights are stored as without them.
+    """
+    pipeline = getattr(config.sections[stage], "pipeline", None)
+    if pipeline is None or kind == "compute":
+        return placement
+    schedule, parts = pipeline.schedule if kind == "train" else "1f1b", update_section(config, stage)[1].micro_batches
+    sizes = {"fsdp": placement.fsdp // pipeline.stages, "pipeline": pipeline.stages}
+    return replace(placement, **sizes, micro_batches=parts, schedule=schedule)
 
 
 def read_plan(path: Path) -> Plan:

@@ -1,6 +1,6 @@
 """Places an algorithm's roles as a plan says, and prefetches their offloaded arrays."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -30,22 +30,10 @@ def place_roles(
         joint = JointUpdate(fused.table, {graph[name].role: numbers for name, numbers in fused.pipelines.items()}).begin
 
     def placed(name: str, placement: Placement) -> CallPlacement:
-        own = devices[placement.devices.start : placement.devices.stop]
-        data, fsdp, tensor = placement.sizes
-        whole = make_mesh(*placement.stored, devices=own)
-        layout, parts = LAYOUTS[placement.layout], placement.micro_batches
-        if placement.pipeline == 1:
-            return CallPlacement(whole, layout, parts)
-        orders = [range(placement.pipeline)]  # for each pipeline, the device groups of its stages
-        if fused is not None and name in fused.pipelines:
-            orders = [fused.table.pipelines[number].devices for number in fused.pipelines[name]]
-        count = data * fsdp * tensor // len(orders)
-        starts = range(0, len(own), count)
-        meshes = [make_mesh(data // len(orders), fsdp, tensor, devices=own[start : start + count]) for start in starts]
-        first, *copies = (tuple(meshes[group] for group in order) for order in orders)
-        pipeline = PipelinePlacement(first, whole, placement.schedule, tuple(copies))
-        begin = joint if placement.schedule == "fused" else None
-        return PipelinedPlacement(first[-1], layout, parts * len(orders), begin, pipeline=pipeline)
+        if fused is None or name not in fused.pipelines:
+            return call_placement(placement, devices)
+        orders = [fused.table.pipelines[number].devices for number in fused.pipelines[name]]
+        return call_placement(placement, devices, orders, joint)
 
     calls = {name: placed(name, placement) for name, placement in plan.placements.items()}
     trained = home_of(graph, "actor", plan)
@@ -67,6 +55,32 @@ def place_roles(
 
     # A fused update trains the actor and, if there is one, the critic, which then has no separate call.
     return {role: placement(role) for role in dict.fromkeys(("actor", "critic", "arithmetic", *graph.roles))}
+
+
+def call_placement(
+    placement: Placement,
+    devices: Sequence[Device],
+    orders: Sequence[Sequence[int]] = (),
+    joint: Callable[..., Any] | None = None,
+) -> CallPlacement:
+    """Returns the placement of a call on its part of the devices.
+
+    orders: for each of several pipelines, the device groups of its stages; (): one pipeline, with a stage on each
+    group. joint: see `CallPlacement`.
+    """
+    own = devices[placement.devices.start : placement.devices.stop]
+    data, fsdp, tensor = placement.sizes
+    whole = make_mesh(*placement.stored, devices=own)
+    layout, parts = LAYOUTS[placement.layout], placement.micro_batches
+    if placement.pipeline == 1:
+        return CallPlacement(whole, layout, parts)
+    orders = orders or [range(placement.pipeline)]
+    count = data * fsdp * tensor // len(orders)
+    starts = range(0, len(own), count)
+    meshes = [make_mesh(data // len(orders), fsdp, tensor, devices=own[start : start + count]) for start in starts]
+    first, *copies = (tuple(meshes[group] for group in order) for order in orders)
+    pipeline = PipelinePlacement(first, whole, placement.schedule, tuple(copies))
+    return PipelinedPlacement(first[-1], layout, parts * len(orders), joint, pipeline=pipeline)
 
 
 class Prefetch:

@@ -14,6 +14,7 @@ from jrlhf.meshes import to_host
 from jrlhf.models import SamplingConfig, Schedule
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.model import Compute, Model, generation_weights, weights_at
+from jrlhf.roles.placement import CallPlacement
 from jrlhf.run.profiler import deadline
 
 
@@ -69,14 +70,18 @@ class Sampler:
         wave = planned.waves(rows, rows, self.max_prompt)[-1]
         return Schedule(chunk=limit, buckets=1, lengths=1, prefill=wave)
 
-    def scores(self, reward: Model, sequences: Sequence[Sequence[int]]) -> np.ndarray:
-        """The reward model's score of each sequence, prompt and response together."""
+    def scores(
+        self, reward: Model, sequences: Sequence[Sequence[int]], placement: CallPlacement | None = None
+    ) -> np.ndarray:
+        """The reward model's score of each sequence, prompt and response together. placement: by default the mesh."""
         reward, length = reward.onloaded(), self.max_prompt + self.sampling.max_new_tokens
-        score = CompiledModel(reward.architecture, self.mesh, self.compute).score_sequences()
-        weights = weights_at(reward, reward.architecture, self.mesh, self.compute)
+        placement = placement or CallPlacement(self.mesh)
+        score = placement.compiled(reward.architecture, self.compute).score_sequences()
+        weights = weights_at(reward, reward.architecture, placement.stored.mesh, self.compute)
+        least = placement.mesh.size * placement.parts
         scores = []
-        for rows, count in whole_batches(len(sequences), self.batch):
-            tokens, lengths = put_rows(pad_rows([sequences[row] for row in rows], length), self.mesh)
+        for rows, count in whole_batches(len(sequences), max(1, self.batch // least) * least):
+            tokens, lengths = put_rows(pad_rows([sequences[row] for row in rows], length), placement.mesh)
             with deadline(self.deadline):
                 scores.append(to_host(score(weights, tokens, lengths, *reward.frozen))[:count])
         return np.concatenate(scores)

@@ -28,7 +28,7 @@ _SAME = (
 )
 # or the same up to rounding, as sums are computed in another order.
 _ROUNDED = (
-    *("plan", "device.*", "mesh.*", "rollout.*", "*.micro_batches", "*.micro_batch_tokens"),
+    *("plan", "device.*", "mesh.*", "rollout.*", "*.micro_batches", "*.micro_batch_tokens", "*.pipeline.*"),
     *("compute.remat", "compute.logprob", "compute.fused_loss", "compute.attention", "compute.score_tokens"),
 )
 _SCHEDULE = "rollout.slots", "rollout.chunk"  # in asynchronous runs they decide which weights draw which tokens

@@ -8,13 +8,16 @@ from jax.sharding import Mesh
 
 from jrlhf.config.schema import Config
 from jrlhf.data.task import Task
+from jrlhf.meshes.plan import Placement, Slice
 from jrlhf.models import SamplingConfig
 from jrlhf.planning.fusion.last_rows import Moves
+from jrlhf.planning.plans import staged
 from jrlhf.rewards.mixture import Rewards
 from jrlhf.rewards.of_config import open_rewards
 from jrlhf.roles.initial import InitialModels
 from jrlhf.roles.model import Compute, Model
-from jrlhf.roles.placement import RolePlacement
+from jrlhf.roles.placement import CallPlacement, RolePlacement
+from jrlhf.roles.planned_placement import call_placement
 from jrlhf.roles.sampling import Sampler
 from jrlhf.run.console import Console
 from jrlhf.run.directory import Run
@@ -43,6 +46,16 @@ class Context:
     def placement(self, role: str) -> RolePlacement:
         """The placement of a role's calls in reinforcement learning. Without a plan, it is the whole mesh."""
         return self.placements.get(role, RolePlacement.of(self.mesh))
+
+    def stage_placement(self, stage: str) -> RolePlacement:
+        """The placement of updates and scores in a stage that learns from fixed rows: in its pipeline stages, or on the
+        whole mesh, where weights are stored in any case."""
+        devices = list(self.mesh.devices.flat)
+        whole = Placement(Slice(0, len(devices)), "train", *self.mesh.devices.shape)
+        update, score = (
+            call_placement(staged(self.config, stage, kind, whole), devices) for kind in ("train", "infer")
+        )
+        return RolePlacement(CallPlacement(self.mesh), {"update": update, "logprobs": score, "score": score})
 
     @property
     def length(self) -> int:

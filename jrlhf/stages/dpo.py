@@ -28,7 +28,8 @@ def train_dpo(context: Context, policy: Model) -> Model:
     config = context.config.dpo
     optimizer, clock = adamw(config, updates=config.steps), Clock(deadline=context.config.deadline)
     reference_model = context.initial.reference(policy)
-    site = Site(context.mesh, context.compute, clock)
+    placement = context.stage_placement("dpo")
+    site, mesh = Site(placement, context.compute, clock), placement["update"].mesh
     built = PairActor(policy, site, optimizer=optimizer, algorithm=config.algorithm)
     reference = PairReference(reference_model, site)
     measure = jax.jit(partial(pair_terms, config=config.algorithm))
@@ -46,12 +47,12 @@ def train_dpo(context: Context, policy: Model) -> Model:
         """
         measured, batches = pairs()[1], []
         for rows, count in whole_batches(len(measured), config.batch):
-            batch = PairBatch(*put_pairs(context, measured, rows))
+            batch = PairBatch(*put_pairs(context, measured, rows, mesh))
             batches.append((to_host(add_reference(batch, reference.logprobs(batch))), count))
         return batches
 
     def evaluate(actor: PairActor) -> dict[str, float]:
-        moved = ((put_rows(batch, context.mesh), count) for batch, count in heldout())
+        moved = ((put_rows(batch, mesh), count) for batch, count in heldout())
         batches = [(to_host(measure(actor.logprobs(batch), batch)), count) for batch, count in moved]
         terms = {name: np.concatenate([terms[name][:count] for terms, count in batches]) for name in batches[0][0]}
         return heldout_metrics(terms, pairs()[1].clear)
@@ -60,12 +61,13 @@ def train_dpo(context: Context, policy: Model) -> Model:
         actor = built.bind(state)
         trained, measured = pairs()
         order = Order(len(trained), config.batch, context.config.seed)
-        batch = PairBatch(*put_pairs(context, trained, order.draw(step)))
+        batch = PairBatch(*put_pairs(context, trained, order.draw(step), mesh))
         clock.start()
-        metrics = jax.device_get(dpo(actor, reference, batch)) | clock.take() | {CALLS: clock.calls(context.mesh)}
+        metrics = to_host(dpo(actor, reference, batch)) | clock.take() | {CALLS: clock.calls(context.mesh)}
         metrics |= {"training/epoch": order.epochs(step)[0]}
         if len(measured) and config.evaluates(step):
-            metrics |= evaluate(actor)
+            with jax.set_mesh(mesh):
+                metrics |= evaluate(actor)
         return actor.state, metrics
 
     if apart:

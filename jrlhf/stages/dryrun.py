@@ -24,6 +24,7 @@ from jrlhf.planning.fusion.tiles import describe as describe_moves
 from jrlhf.planning.fusion.tiles import scored_early
 from jrlhf.planning.fusion.updates import fused_updates
 from jrlhf.planning.memory import away_parts, checkpoint_bytes
+from jrlhf.planning.plans import colocated
 from jrlhf.planning.show import in_columns
 from jrlhf.planning.workload import Workload, workload_of
 from jrlhf.roles.planned_placement import LAYOUTS, place_roles
@@ -50,7 +51,7 @@ def describe(config: Config, *, all_settings: bool = False) -> str:
     data = run.sources()
     settings = config_yaml(config, defaults=all_settings).rstrip()
     head = "all settings:" if all_settings else "settings that are not the defaults (--all prints all):"
-    tables = run.memory(), run.calls(), run.plan_rows(), run.dpo_rows()
+    tables = run.memory(), run.calls(), run.plan_rows(), run.step_rows()
     parts = [list(config.notices), *tables, data, [head, indent(settings, "  ")]]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
@@ -160,14 +161,19 @@ class _DryRun:
         )
         return [*lines, last]
 
-    def dpo_rows(self) -> list[str]:
-        """The plan of a step of DPO, if it is a stage."""
-        if "dpo" not in self.config.stages:
-            return []
-        graph = stage_graph(self.config, "dpo")
-        workload = workload_of(self.config, graph, self.models)
+    def step_rows(self) -> list[str]:
+        """The plan of a step of DPO, and of each stage in pipeline stages."""
+        config, lines = self.config, list[str]()
         sizes = " x ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
-        return [f"plan of a step of dpo on {sizes}:", *in_columns([_row(call, workload) for call in graph])]
+        for stage in config.stages:
+            pipelined = getattr(config.sections[stage], "pipeline", None) is not None
+            if stage == "dpo" or pipelined:
+                graph = stage_graph(config, stage)
+                workload = workload_of(config, graph, self.models)
+                plan = colocated(config, workload, self.mesh.size) if pipelined else None
+                rows = [_row(call, workload, plan) for call in graph]
+                lines += [f"plan of a step of {stage} on {sizes}:", *in_columns(rows)]
+        return lines
 
 
 def _unread(source: str) -> list[str]:

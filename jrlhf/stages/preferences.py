@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Shaped
 
 from jrlhf.data.batches import key_for, pad_rows, put_rows
@@ -28,12 +29,12 @@ def collect_pairs(context: Context, policy: Model) -> tuple[Pairs, Pairs]:
     return train, heldout
 
 
-def put_pairs(context: Context, pairs: Pairs, rows: np.ndarray) -> list[Array]:
-    """Puts on the mesh: tokens and lengths of chosen answers, the same of rejected ones, and the prompts' lengths."""
+def put_pairs(context: Context, pairs: Pairs, rows: np.ndarray, mesh: Mesh) -> list[Array]:
+    """Puts on a mesh: tokens and lengths of chosen answers, the same of rejected ones, and the prompts' lengths."""
     sides = pairs.chosen, pairs.rejected
     chosen, rejected = (pad_rows([side[row] for row in rows], context.length) for side in sides)
     prompt_lengths = np.array([pairs.prompt_lengths[row] for row in rows], np.int32)
-    return put_rows([*chosen, *rejected, prompt_lengths], context.mesh)
+    return put_rows([*chosen, *rejected, prompt_lengths], mesh)
 
 
 def accuracies(right: Shaped[np.ndarray, "N"], clear: Bool[np.ndarray, "N"] | None) -> dict[str, float]:

@@ -1,16 +1,18 @@
 """The stage of the reward model: a scalar head on the policy's decoder, trained on ranked pairs."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
+import jax
 import numpy as np
 
+from jrlhf.data.encode import Ids
 from jrlhf.data.order import Order
 from jrlhf.data.task import Pairs
 from jrlhf.errors import RunFailure
 from jrlhf.meshes import to_devices, to_host
 from jrlhf.ppo import PreferenceBatch, TrainState, make_preference_step
-from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.initial import adamw, scalar_model, stored
 from jrlhf.roles.model import Model
 from jrlhf.stages.context import Context
@@ -29,9 +31,11 @@ def train_reward_model(context: Context, policy: Model) -> Model:
     config = context.config.reward_model
     start = scalar_model(policy)
     optimizer = adamw(config, updates=config.steps)
-    scores = CompiledModel(start.architecture, context.mesh, context.compute).train_scores()
+    placement = context.stage_placement("reward_model")
+    compiled = placement["update"].compiled(start.architecture, context.compute)
     parts = {"micro_batches": config.micro_batches, "micro_batch_tokens": config.micro_batch_tokens}
-    step_fn = make_preference_step(scores, optimizer, **parts)
+    step_fn = make_preference_step(compiled.train_scores(), optimizer, **parts, pipeline=compiled.runs)
+    score = partial(context.sampler.scores, placement=placement["score"])
 
     @cache
     def pairs() -> tuple[Pairs, Pairs]:
@@ -40,15 +44,16 @@ def train_reward_model(context: Context, policy: Model) -> Model:
     def advance(state: TrainState, step: int):
         train, heldout = pairs()
         order = Order(len(train), config.batch, context.config.seed)
-        batch = PreferenceBatch(*put_pairs(context, train, order.draw(step))[:4])
-        state, metrics = step_fn(state, batch, *start.frozen)
-        metrics = metrics | {"training/epoch": order.epochs(step)[0]}
+        batch = PreferenceBatch(*put_pairs(context, train, order.draw(step), compiled.mesh)[:4])
+        with jax.set_mesh(compiled.mesh):
+            state, metrics = step_fn(state, batch, *start.frozen)
+        metrics = to_host(metrics) | {"training/epoch": order.epochs(step)[0]}
         if len(heldout) and config.evaluates(step):
-            metrics = metrics | _accuracy(context, start.holding(state.params), heldout)
+            metrics = metrics | _accuracy(partial(score, start.holding(state.params)), heldout)
         if step + 1 == config.steps:
             sequences = [*train.chosen, *train.rejected]
             sequences = sequences[:: -(-len(sequences) // NORMALISED_BY)]
-            every = context.sampler.scores(start.holding(state.params), sequences)
+            every = score(start.holding(state.params), sequences)
             if not np.isfinite(every).all():
                 raise RunFailure(
                     f"reward_model ends at step {step + 1} with scores that are not finite: lower its learning rate"
@@ -74,7 +79,7 @@ def normalised(params, mean: float, deviation: float):
     return params | {"value_head": head}
 
 
-def _accuracy(context: Context, reward: Model, pairs: Pairs) -> dict[str, float]:
+def _accuracy(score: Callable[[Sequence[Ids]], np.ndarray], pairs: Pairs) -> dict[str, float]:
     """The share of pairs that are scored in the annotator's order: of its clear pairs, and of all pairs."""
-    chosen, rejected = (context.sampler.scores(reward, ids) for ids in (pairs.chosen, pairs.rejected))
+    chosen, rejected = score(pairs.chosen), score(pairs.rejected)
     return {f"reward_model/{name}": value for name, value in accuracies(chosen > rejected, pairs.clear).items()}

@@ -40,7 +40,7 @@ from jrlhf.planning.fit import check_memory
 from jrlhf.planning.fusion.last_rows import Moves, rollouts_of
 from jrlhf.planning.fusion.tiles import choose_tiles, resumed_tiles, with_tiles
 from jrlhf.planning.fusion.updates import FusedUpdates, fused_updates
-from jrlhf.planning.plans import plan_of_config, plan_yaml, read_plan, refuse_cross_process, transfer_line
+from jrlhf.planning.plans import colocated, plan_of_config, plan_yaml, read_plan, refuse_cross_process, transfer_line
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import Workload, workload_of
 from jrlhf.rewards import builtin
@@ -250,6 +250,10 @@ def select_resources(config: Config, *, resume: bool = False) -> tuple[Mesh, dic
         if config.fleet is not None:
             asked_places(config, mesh.devices.flat[0].platform, plan["actor.generate"].devices.count)
     graphs = [stage_graph(config, stage) for stage in config.stages]
+    for graph in graphs:
+        if graph.name != config.algorithm and config.sections[graph.name].pipeline is not None:
+            staged = colocated(config, workload_of(config, graph, models), mesh.size)
+            refuse_cross_process(staged, [device.process_index for device in mesh.devices.flat])
     from_main(partial(check_memory, config, graphs, mesh, models, plan))
     return mesh, models, plan
 

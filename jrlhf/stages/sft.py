@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import jax
 import numpy as np
 
 from jrlhf.data.batches import pad_rows, put_rows, whole_batches
@@ -21,18 +22,21 @@ def train_sft(context: Context, policy: Model) -> Model:
     config, data = context.config.sft, context.task.sft
     assert data is not None
     optimizer = adamw(config, updates=config.steps)
-    compiled = CompiledModel(policy.architecture, context.mesh, context.compute)
+    placement, order = context.stage_placement("sft"), Order(data.count, config.batch, context.config.seed)
+    training, scoring = (
+        placement[method].compiled(policy.architecture, context.compute) for method in ("update", "logprobs")
+    )
     parts = {"micro_batches": config.micro_batches, "micro_batch_tokens": config.micro_batch_tokens}
-    step_fn = make_sft_step(compiled.train_logprobs(), optimizer, **parts)
-    score, order = compiled.score_logprobs(temperature=1.0), Order(data.count, config.batch, context.config.seed)
+    step_fn = make_sft_step(training.train_logprobs(), optimizer, **parts, pipeline=training.runs)
 
     def advance(state: TrainState, step: int):
         rows = order.draw(step)
-        batch = SFTBatch(*put_rows(sft_rows(data.batch(rows, step), context.length), context.mesh))
-        state, metrics = step_fn(state, batch, *policy.frozen)
-        metrics = metrics | {"training/epoch": order.epochs(step)[0]}
+        batch = SFTBatch(*put_rows(sft_rows(data.batch(rows, step), context.length), training.mesh))
+        with jax.set_mesh(training.mesh):
+            state, metrics = step_fn(state, batch, *policy.frozen)
+        metrics = to_host(metrics) | {"training/epoch": order.epochs(step)[0]}
         if data.heldout.ids and config.evaluates(step):
-            metrics = metrics | {"sft/eval_loss": _mean_loss(context, score, policy.holding(state.params))}
+            metrics = metrics | {"sft/eval_loss": _mean_loss(context, scoring, policy.holding(state.params))}
         return state, metrics
 
     init = partial(TrainState.create, policy.params, optimizer)
@@ -48,15 +52,15 @@ def sft_rows(texts: Sequences, width: int) -> tuple[np.ndarray, np.ndarray]:
     return tokens, learn.astype(bool)
 
 
-def _mean_loss(context: Context, score, policy: Model) -> float:
+def _mean_loss(context: Context, compiled: CompiledModel, policy: Model) -> float:
     """The mean loss of the learnt tokens of the held-out texts, in nats."""
     assert context.task.sft is not None
-    heldout = context.task.sft.heldout
+    heldout, score = context.task.sft.heldout, compiled.score_logprobs(temperature=1.0)
     tokens, mask = sft_rows(heldout, context.length)
     lengths = np.array([len(ids) for ids in heldout.ids], np.int32)
     mask[:, 0] = False  # the first token has no log-probability
     total = 0.0
     for rows, count in whole_batches(len(tokens), context.config.sft.batch):
-        logprobs, _ = score(policy.params, *put_rows((tokens[rows], lengths[rows]), context.mesh), *policy.frozen)
+        logprobs, _ = score(policy.params, *put_rows((tokens[rows], lengths[rows]), compiled.mesh), *policy.frozen)
         total -= to_host(logprobs)[:count][mask[rows[:count]]].sum(dtype=np.float64)
     return float(total / mask.sum())

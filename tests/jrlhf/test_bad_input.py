@@ -140,6 +140,10 @@ SECTIONS = [
     ({"model": {"layers": 3}}, "are both given"),
     ({"sft": {"batch": 8, "micro_batches": 3}}, "x 3 micro-batches: choose a multiple of 24"),
     (
+        {"sft": {"pipeline": {"stages": 2}}},
+        "sft.pipeline has sft.update in pipeline=2 stages with micro_batches=1: schedule=1f1b needs at least 2 of them",
+    ),
+    (
         {"stages": ["sft", "ppo"], "rollout": {"slots": 12}} | SCORED,
         "rollout.slots=12 does not divide over 8 device(s)",
     ),

@@ -39,6 +39,21 @@ mesh.tensor=4 ; model.mlp=30
     model.mlp=30 does not divide over mesh.tensor=4
 sft.batch=30
     sft.batch=30 does not divide over 4 device(s): choose a multiple of 4, such as 28 or 32
+sft.pipeline.stages=3
+    sft.pipeline.stages=3 does not divide mesh.fsdp=4: choose stages from 2, 4, or leave pipeline out
+mesh.fsdp=1 ; mesh.tensor=4 ; reward_model.pipeline.stages=2
+    reward_model.pipeline.stages=2 does not divide mesh.fsdp=1: choose a larger mesh.fsdp, or leave pipeline out
+sft.batch=12 ; sft.pipeline.stages=2 ; sft.micro_batches=4
+    sft.batch=12 does not divide over 2 device(s) x 4 micro-batches: choose a multiple of 8, such as 8 or 16
+sft.pipeline.stages=1
+    sft.pipeline.stages=1: it must be at least 2
+sft.pipeline.schedule=gpipe
+    sft.pipeline.schedule=gpipe has no effect with sft.pipeline.stages=null: leave it out
+reward_model.pipeline.stages=2 ; reward_model.micro_batch_tokens=64
+    reward_model.micro_batch_tokens=64 has no effect with reward_model.pipeline, whose parts have equally many rows:
+    leave it out
+stages=[sft, dpo] ; dpo.pipeline.stages=2 ; dpo.algorithm.micro_batch_tokens=64
+    dpo.algorithm.micro_batch_tokens=64 has no effect with dpo.pipeline, whose parts have equally many rows: leave
 ppo.rollout_batch=24 ; ppo.algorithm.minibatches=2 ; ppo.algorithm.micro_batches=2
     ppo.rollout_batch=24 does not divide over 4 device(s) x 2 minibatches x 2 micro-batches: choose a multiple of
     16, such as 16 or 32, or ppo.algorithm.micro_batches=1
@@ -186,6 +201,8 @@ SUMS ; GRPO ; validation.every=2 ; data.heldout_rows=0
 PASS = """
 mesh.tensor=2
 mesh.tensor=4 ; model.kv_heads=2
+sft.batch=8 ; sft.pipeline.stages=2 ; sft.micro_batches=4
+sft.pipeline.stages=null ; sft.micro_batch_tokens=64
 sampling.top_k=20
 stages=[sft, ppo] ; rewards=[{name: a, function: exact_match}]
 stages=[sft, dpo] ; data.annotator.prompts=9 ; sampling={batch: 64, temperature: 0.7}

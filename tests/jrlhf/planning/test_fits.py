@@ -114,6 +114,19 @@ def test_a_stage_before_the_algorithm_that_cannot_fit_is_refused():
         check(*loaded(*alone, small, f"{stage}.micro_batch_tokens=65536"))
 
 
+def test_a_pipeline_of_a_stage_counts_where_a_run_is_refused():
+    """What is stored is the same; the stages add copies and inputs in flight. More micro-batches help there, too."""
+    alone = ("llama3-8b-ppo", "stages=[sft]", "rewards=[]", "sft.batch=1024", "sft.micro_batches=4")
+    staged = (*alone, "sft.pipeline={stages: 4}")
+    (whole,), (phase,) = (memory(*loaded(*one, "device.memory=1000")).phases for one in (alone, staged))
+    assert phase.resident == whole.resident
+    assert phase.active.keys() - whole.active.keys() == {"inputs in flight", "copies of stages"}
+    small = f"device.memory={phase.total / GIB - 0.001}"
+    with pytest.raises(UserError, match="^sft.update needs .* choose .*sft.micro_batches=8 or "):
+        check(*loaded(*staged, small))
+    check(*loaded(*staged, small, "sft.micro_batches=8"))
+
+
 def test_the_memory_is_that_of_a_device_of_this_process():
     """Where it is not known nothing is refused. JAX raises where a device of another process is asked."""
     config, mesh, models = loaded("llama3-8b-ppo")

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
-from jrlhf.algorithms.registry import graph_of
+from jrlhf.algorithms.registry import graph_of, stage_graph
+from jrlhf.config.check import validate
 from jrlhf.config.parse import build
 from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
@@ -17,6 +18,7 @@ from jrlhf.planning.candidates import NoPlan, call_candidates, candidates, place
 from jrlhf.planning.candidates import slices as slices_of
 from jrlhf.planning.fit import check_fits
 from jrlhf.planning.plans import (
+    colocated,
     plan_of_config,
     plan_yaml,
     read_plan,
@@ -224,6 +226,45 @@ def test_a_plan_that_cannot_be_run_is_one_sentence(tmp_path):
         assert str(error.value).startswith(
             (f"plan={path} has ", f"plan={path} fuses ", "devices ")
         ) and "\n" not in str(error.value)
+
+
+STAGE_REFUSED: tuple[tuple[str, dict[str, Any], str, dict[str, Any]], ...] = (
+    ("sft", {"stages": 4}, "sft.update in pipeline=4 stages of .*, which need 4 layers, .* at most 2 stages", {}),
+    ("reward_model", {"stages": 4, "parts": 2}, "micro_batches=2: schedule=1f1b needs at least 4 of them", DEEP),
+    (
+        "dpo",
+        {"stages": 2, "schedule": "interleaved", "parts": 3},
+        "actor.update in .* micro_batches=3: schedule=interleaved needs a multiple of 2 of them",
+        DEEP,
+    ),
+    ("dpo", {"stages": 2}, "compute.score_tokens=64 divides them, too: leave one", {"compute": {"score_tokens": 64}}),
+)
+
+
+def of_stage(stage: str, parts: int = 4, model: Any = MODEL, compute: Any = None, **pipeline: Any) -> Plan:
+    """The plan of a stage that learns from fixed rows, in a pipeline."""
+    own: dict[str, Any] = {"algorithm": {"micro_batches": parts}} if stage == "dpo" else {"micro_batches": parts}
+    mapping = {"stages": ["sft", stage] if stage != "sft" else ["sft"], "model": model, "compute": compute or {}}
+    mapping |= {"mesh": {"fsdp": 4, "tensor": 2}, stage: {"batch": 96, "pipeline": pipeline, **own}}
+    config: Config = build(Config, mapping)
+    validate(config, 8, architectures(config))
+    return colocated(config, workload_of(config, stage_graph(config, stage), architectures(config)), 8)
+
+
+def test_stages_of_fixed_rows_run_in_a_pipeline_that_stores_weights_as_without_it():
+    for stage in ("sft", "reward_model", "dpo"):
+        for name, placed in of_stage(stage, stages=2, schedule="zb-h1").placements.items():
+            assert placed.devices == Slice(0, 8) and placed.stored == (1, 4, 2)
+            schedule = "zb-h1" if name.endswith(".update") else "1f1b"
+            parts = (1, 1, "1f1b") if name == "policy" else (2, 4, schedule)
+            assert (placed.pipeline, placed.micro_batches, placed.schedule) == parts, name
+
+
+def test_a_pipeline_of_fixed_rows_that_cannot_be_run_is_one_sentence():
+    for stage, pipeline, message, sections in STAGE_REFUSED:
+        with pytest.raises(UserError, match=f"{stage}.pipeline has .*{message}") as error:
+            of_stage(stage, **pipeline, **sections)
+        assert "\n" not in str(error.value)
 
 
 def test_the_last_rows_can_move_only_to_some_of_the_groups():

@@ -161,6 +161,13 @@ def test_a_run_goes_on_with_settings_that_do_not_define_its_results(make):
     assert "(ppo.scores.clip: null there, 3.0 here)" in refused(make(*changed), resume=True)
 
 
+def test_a_run_goes_on_in_other_pipeline_stages(make):
+    staged, whole = (make("stages=[sft]", f"sft.pipeline.stages={stages}") for stages in (2, "null"))
+    rounded = "; results are the same up to rounding"
+    for before, now, was in ((whole, staged, "2 (was null)"), (staged, whole, "null (was 2)")):
+        assert changes("run", config_yaml(before), now) == ([], f"with sft.pipeline.stages={was}{rounded}")
+
+
 def test_a_run_goes_on_with_other_processes_only_if_its_logical_workers_are_the_same(make):
     """Their default is the number of processes, so without a number they would be others."""
     start = "ppo.asynchronous.staleness=2", "fleet.workers=2"

@@ -1,0 +1,82 @@
+"""SFT, reward models and DPO in pipeline stages: a run is the run without them, and resumes without them."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jrlhf.config.parse import build
+from jrlhf.config.schema import Config
+from jrlhf.meshes import to_host
+from jrlhf.run.metrics import read_metrics
+from jrlhf.stages.dryrun import describe
+from jrlhf.stages.setup import open_context
+from jrlhf.stages.sft import train_sft
+from jrlhf.train import main
+from tests.support.runs import resumed, timeless
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+STAGE = {"learning_rate": 1e-3, "warmup": 0, "steps": 3, "batch": 8, "eval_every": 2, "save_every": 1, "eps": 1e-3}
+ROUNDED = {"rel": 1e-4, "abs": 1e-5}
+
+
+def sections(*stages: str, parts: int = 1, steps: int = 3, **pipeline: Any) -> dict[str, Any]:
+    """The stages, and their sections. pipeline: their settings `pipeline`."""
+    divided, own = {"micro_batches": parts}, {"pipeline": pipeline} if pipeline else {}
+    section = STAGE | own | {"steps": steps}
+    return {"stages": [*stages], "rewards": []} | {
+        stage: section | ({"algorithm": divided} if stage == "dpo" else divided) for stage in stages
+    }
+
+
+def assert_close(records: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for record, other in zip(records, expected, strict=True):
+        assert record.keys() == other.keys()
+        for name, number in record.items():
+            close = number if isinstance(number, str) else pytest.approx(number, **ROUNDED)
+            assert other[name] == close, (record["stage"], record["step"], name)
+
+
+def test_sft_in_stages_is_sft_without(settings, tmp_path):
+    """Losses, held-out losses and weights; the actor's embeddings are tied. The dry run shows the stages."""
+    weights = []
+    for name, options in (("whole", {}), ("staged", {"parts": 2, "stages": 2, "schedule": "zb-h1"})):
+        given = settings(run_dir=str(tmp_path), name=name, **sections("sft", steps=2, **options))
+        config: Config = build(Config, given | {"mesh": {"data": 2, "fsdp": 4}})
+        with open_context(config, resume=False) as context, jax.set_mesh(context.mesh):
+            weights.append(to_host(train_sft(context, context.initial.policy()).params))
+    whole, staged = (timeless(tmp_path / name) for name in ("whole", "staged"))
+    assert_close(staged, whole)
+    assert whole[0]["sft/loss"] - whole[-1]["sft/loss"] > 0.01
+    jax.tree.map(lambda one, two: np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-5), *weights)
+    text = describe(config)
+    assert "plan of a step of sft on data=2 x fsdp=4 x tensor=1:" in text and "inputs in flight" in text
+    assert "devices 0-7: data=2 x fsdp=2 x tensor=1" in text and "in 2 parts, 2 stages by zb-h1" in text
+
+
+@pytest.mark.proof("runs")
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+@pytest.mark.parametrize("stages", [("sft", "reward_model"), ("sft", "dpo"), ("dpo",)])
+def test_a_run_in_stages_is_the_run_without_and_resumes_without_them(stages, lora, settings, tmp_path):
+    def config(name: str, **options) -> Config:
+        adapter = {} if lora is None else {"lora": lora}
+        return build(Config, settings(run_dir=str(tmp_path), name=name, **sections(*stages, **options), **adapter))
+
+    paths = [tmp_path / name for name in ("whole", "staged")]
+    main(config("whole"))
+    main(config("staged", parts=2, stages=2))
+    whole, staged = map(timeless, paths)
+    assert_close(staged, whole)
+    assert [record["perf/compilations"] for record in read_metrics(paths[1])][-1] == 0
+    for name in ("model", "reward_model"):
+        if (paths[0] / name).exists():
+            one, two = (load_file(path / name / "model.safetensors") for path in paths)
+            for weight in one:
+                np.testing.assert_allclose(two[weight], one[weight], rtol=1e-3, atol=1e-4, err_msg=weight)
+    resumed(config("staged", parts=2, stages=2), 3)
+    assert timeless(paths[1]) == staged
+    resumed(config("staged"), 3)
+    assert_close(timeless(paths[1]), staged)
