@@ -77,7 +77,7 @@ class PairsStageConfig(OptimizerConfig):
     batch: int = count(64)  # rows, or pairs, per update
     eval_every: int = count(50)  # steps between evaluations on held-out rows
     save_every: int = count(100)  # steps between checkpoints
-    # Update, and score held-out rows, in pipeline stages: same result up to rounding; needs micro_batches. null: whole.
+    # Update, and score held-out rows, in pipeline stages: same result up to rounding; needs micro_batches. null: none.
     pipeline: PipelineConfig | None = None
 
     @property

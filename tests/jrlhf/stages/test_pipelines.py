@@ -11,6 +11,7 @@ from jrlhf.config.parse import build
 from jrlhf.config.schema import Config
 from jrlhf.meshes import to_host
 from jrlhf.run.metrics import read_metrics
+from jrlhf.stages import setup
 from jrlhf.stages.dryrun import describe
 from jrlhf.stages.setup import open_context
 from jrlhf.stages.sft import train_sft
@@ -19,7 +20,7 @@ from tests.support.runs import resumed, timeless
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-STAGE = {"learning_rate": 1e-3, "warmup": 0, "steps": 3, "batch": 8, "eval_every": 2, "save_every": 1, "eps": 1e-3}
+STAGE = {"learning_rate": 1e-3, "warmup": 0, "steps": 3, "batch": 8, "eval_every": 2, "save_every": 2, "eps": 1e-3}
 ROUNDED = {"rel": 1e-4, "abs": 1e-5}
 
 
@@ -40,29 +41,33 @@ def assert_close(records: list[dict[str, Any]], expected: list[dict[str, Any]]) 
             assert other[name] == close, (record["stage"], record["step"], name)
 
 
-def test_sft_in_stages_is_sft_without(settings, tmp_path):
+def test_sft_in_stages_is_sft_without(settings, tmp_path, monkeypatch):
     """Losses, held-out losses and weights; the actor's embeddings are tied. The dry run shows the stages."""
-    weights = []
-    for name, options in (("whole", {}), ("staged", {"parts": 2, "stages": 2, "schedule": "zb-h1"})):
+    weights, stages = [], list[int]()
+    monkeypatch.setattr(setup, "refuse_cross_process", lambda plan, _: stages.append(plan["sft.update"].pipeline))
+    for name, options in (("whole", {}), ("staged", {"parts": 2, "stages": 2})):
         given = settings(run_dir=str(tmp_path), name=name, **sections("sft", steps=2, **options))
-        config: Config = build(Config, given | {"mesh": {"data": 2, "fsdp": 4}})
+        config: Config = build(Config, given)
         with open_context(config, resume=False) as context, jax.set_mesh(context.mesh):
             weights.append(to_host(train_sft(context, context.initial.policy()).params))
     whole, staged = (timeless(tmp_path / name) for name in ("whole", "staged"))
     assert_close(staged, whole)
     assert whole[0]["sft/loss"] - whole[-1]["sft/loss"] > 0.01
     jax.tree.map(lambda one, two: np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-5), *weights)
+    assert stages == [2]
     text = describe(config)
-    assert "plan of a step of sft on data=2 x fsdp=4 x tensor=1:" in text and "inputs in flight" in text
-    assert "devices 0-7: data=2 x fsdp=2 x tensor=1" in text and "in 2 parts, 2 stages by zb-h1" in text
+    assert "plan of a step of sft on data=1 x fsdp=4 x tensor=2:" in text and "inputs in flight" in text
+    assert "devices 0-7: data=1 x fsdp=2 x tensor=2" in text and "in 2 parts, 2 stages by 1f1b" in text
 
 
 @pytest.mark.proof("runs")
-@pytest.mark.parametrize("lora", [None, {"rank": 2}])
-@pytest.mark.parametrize("stages", [("sft", "reward_model"), ("sft", "dpo"), ("dpo",)])
-def test_a_run_in_stages_is_the_run_without_and_resumes_without_them(stages, lora, settings, tmp_path):
+@pytest.mark.parametrize("stages", ["sft reward_model", "sft dpo", "sft reward_model lora", "dpo lora"])
+def test_a_run_in_stages_is_the_run_without_and_resumes_without_them(stages, settings, tmp_path):
+    """With adapters, DPO's reference is their base."""
+    *stages, last = stages.split()
+    stages, adapter = (stages, {"lora": {"rank": 2}}) if last == "lora" else ([*stages, last], {})
+
     def config(name: str, **options) -> Config:
-        adapter = {} if lora is None else {"lora": lora}
         return build(Config, settings(run_dir=str(tmp_path), name=name, **sections(*stages, **options), **adapter))
 
     paths = [tmp_path / name for name in ("whole", "staged")]

@@ -1,5 +1,6 @@
 """Whole runs of several processes do what one process does, killed and resumed, too."""
 
+import json
 import re
 import shutil
 import socket
@@ -199,6 +200,17 @@ def test_pairs_in_two_processes(settings, tmp_path: Path):
     path = tmp_path / "config.yaml"
     stage = {"steps": 3, "batch": 8, "eval_every": 2, **RATES}
     path.write_text(yaml.safe_dump(settings(stages=["dpo"], rewards=[], dpo=stage)))
+    assert_same_run(*train_one_and_two(tmp_path, config=str(path)), "model")
+
+
+@pytest.mark.proof("processes")
+@pytest.mark.parametrize("last", ["reward_model", "dpo"])
+def test_fixed_rows_in_pipeline_stages_of_two_processes(last, settings, tmp_path: Path):
+    """A stage in each process: only the second one has devices that read rows."""
+    path, parts = tmp_path / "config.yaml", {"micro_batches": 2}
+    stage = {"steps": 3, "batch": 8, "eval_every": 2, "pipeline": {"stages": 2}, **RATES}
+    sections = {"sft": stage | parts, last: stage | ({"algorithm": parts} if last == "dpo" else parts)}
+    path.write_text(json.dumps(settings(stages=["sft", last], rewards=[], **sections)))
     assert_same_run(*train_one_and_two(tmp_path, config=str(path)), "model")
 
 
