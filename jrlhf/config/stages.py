@@ -60,7 +60,7 @@ class PipelineConfig(Feature):
 
     SWITCHES: ClassVar[tuple[str, ...]] = ("stages",)
     OFF: ClassVar[str] = "{path}.stages=null"
-    # Number of groups; each divides layers and rows as `mesh` does, but over fsdp / stages devices. null: no stages.
+    # Number of groups of devices, each with its part of mesh.fsdp, which this number must divide; null: no stages.
     stages: int | None = count(None, "at least 2", least=2)
     # Order of an update's operations: docs/plans.md#pipelines.
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1"] = "1f1b"
