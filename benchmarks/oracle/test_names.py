@@ -63,6 +63,7 @@ def test_the_names_that_lead_to_ours_are_theirs():
     trl = {field.name for config in (GRPOConfig, DPOConfig, SFTConfig) for field in dataclasses.fields(config)}
     verls = {".".join(path.split(".")[start:]) for path in paths(VERL) for start in range(path.count(".") + 1)}
     scripts = {"dataset_name", "model_name_or_path", "lora_r", "lora_alpha", "lora_target_modules", "reward_funcs"}
+    scripts |= {"torch_dtype", "use_peft"}
     peft = {"lora_dropout", "r", "target_modules", "use_rslora"}
     ppo = {"cliprange", "cliprange_value", "num_mini_batches", "num_ppo_epochs", "response_length"}  # of TRL 1.12
     ppo |= {"reward_model_path", "sft_model_path", "total_episodes", "vf_coef"}
