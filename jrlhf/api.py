@@ -192,6 +192,7 @@ class Run:
         for name, axes in zip(names, np.ravel(figure.subplots(max(len(names), 1), 1)), strict=False):
             axes.plot(*self._curve(name, stage), marker="." if len(self.metrics) < 50 else None)
             axes.set(ylabel=name, xlabel="step" if name == names[-1] else "")
+            axes.locator_params(axis="x", integer=True)
             axes.grid(alpha=0.3)
         return figure
 

@@ -119,6 +119,7 @@ def test_a_run_is_a_table(tmp_path, monkeypatch):
     figure = run.plot()
     assert [axes.get_ylabel() for axes in figure.axes] == ["critic/score/mean", "objective/kl"]
     np.testing.assert_array_equal(figure.axes[0].lines[0].get_xydata(), [[1, 0.25], [2, 0.5], [3, 0.75]])
+    assert all(tick.is_integer() for tick in figure.axes[0].get_xticks())
     assert figure._repr_png_().startswith(b"\x89PNG")  # pyright: ignore[reportAttributeAccessIssue]
 
 
