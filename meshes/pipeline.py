@@ -5,10 +5,10 @@ the operations of one training step, of one model or of several that share the d
 arrays.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import groupby
+from functools import lru_cache, partial
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 Kind = Literal["forward", "backward", "weight"]
@@ -32,6 +32,13 @@ class Operation(NamedTuple):
     step: Step
 
 
+class Action(NamedTuple):
+    """An operation; or, with `sends`, the transfer of its result to the stage that needs it."""
+
+    step: Step
+    sends: bool
+
+
 Seconds: TypeAlias = Callable[[Step], float]
 
 
@@ -42,12 +49,16 @@ class Pipeline:
     devices: the device of each stage, in the order of layers. Interleaved stages share devices.
     split: weight gradients are separate operations, and "backward" computes only the gradient of a stage's input.
     trains: whether there are backward operations.
+    forward, backward: expected seconds of operations, in any unit that all pipelines of a table share; by default a
+        backward operation repeats the forward pass. They determine when results are sent, see `actions`.
     """
 
     devices: tuple[int, ...]
     micro_batches: int
     split: bool = False
     trains: bool = True
+    forward: float = 1.0
+    backward: float = 3.0
 
     def __post_init__(self) -> None:
         if not self.devices or self.micro_batches < 1:
@@ -56,6 +67,10 @@ class Pipeline:
     @property
     def kinds(self) -> tuple[Kind, ...]:
         return get_args(Kind)[: 1 + self.trains + self.split]
+
+    def seconds(self, kind: Kind) -> float:
+        """Returns the expected seconds of an operation. Gradients of weights take as long as a backward operation."""
+        return self.forward if kind == "forward" else self.backward
 
     @property
     def last(self) -> Kind:
@@ -119,7 +134,7 @@ def zero_bubble(stages: int, micro_batches: int) -> Table:
 
     Stage s computes the weight gradient of a micro-batch s backwards later.
     """
-    pipeline = Pipeline(tuple(range(stages)), micro_batches, split=True)
+    pipeline = Pipeline(tuple(range(stages)), micro_batches, split=True, backward=2.0)
     return _table(pipeline, lambda stage: stages - stage - 1)
 
 
@@ -214,21 +229,91 @@ def makespan(table: Table, seconds: Seconds) -> float:
     return max(end for _, end in _times(table.pipelines, table.orders, seconds).values())
 
 
+def as_run(table: Table, seconds: Seconds) -> Seconds:
+    """Returns the seconds of operations if the last stage of a model that trains computes its forward pass within its
+    backward operation, as `models.pipeline` does."""
+
+    def of(step: Step) -> float:
+        pipeline = table.pipelines[step.model]
+        if not pipeline.trains or step.kind == "weight" or step.stage + 1 < len(pipeline.devices):
+            return seconds(step)
+        return 0.0 if step.kind == "forward" else seconds(step._replace(kind="forward")) + seconds(step)
+
+    return of
+
+
 def synchronous_makespan(table: Table, seconds: Seconds) -> float:
-    """Returns the seconds of the table if sender and receiver of a result wait for each other at the end of its tick,
-    as stages of different processes do."""
-    free = [0.0] * table.devices
-    for _, operations in groupby(table.operations, key=lambda operation: operation.tick):
-        meetings = []
-        for _, step in operations:
-            devices = table.pipelines[step.model].devices
-            free[devices[step.stage]] += seconds(step)
-            receiver = step.stage + {"forward": 1, "backward": -1, "weight": 0}[step.kind]
-            if 0 <= receiver < len(devices):
-                meetings.append((devices[step.stage], devices[receiver]))
-        for one, other in meetings:
-            free[one] = free[other] = max(free[one], free[other])
+    """Returns the seconds of the table if sender and receiver of a result wait for each other, as stages of different
+    processes do, in the order of `actions`. The last stages compute `as_run`."""
+    free, seconds = [0.0] * table.devices, as_run(table, seconds)
+    for step, sends in actions(table):
+        sender, receiver = _ends(table, step)
+        if sends:
+            free[sender] = free[receiver] = max(free[sender], free[receiver])
+        else:
+            free[sender] += seconds(step)
     return max(free)
+
+
+@lru_cache(maxsize=64)
+def actions(table: Table) -> tuple[Action, ...]:
+    """Returns the operations of a table and the transfers of their results, in the order in which all processes
+    dispatch them.
+
+    Sender and receiver of a transfer may wait for each other. So it comes when both are expected to be between two
+    operations, at the latest when the receiver needs the result. If the receiver is late and needs the result next, the
+    sender waits for it, or first computes its next operation: of three rules the one with the shortest time is chosen.
+    """
+    return min((_dispatched(table, share) for share in (0.0, 0.5, 1.0)), key=lambda way: way[0])[1]
+
+
+def _dispatched(table: Table, share: float) -> tuple[float, tuple[Action, ...]]:
+    """Returns the expected seconds and the order of `actions`. share: the longest wait of a sender, as a share of its
+    next operation."""
+    seconds = as_run(table, lambda step: table.pipelines[step.model].seconds(step.kind))
+    left = [deque(order) for order in table.orders]
+    running = dict[int, tuple[float, Step]]()  # device -> end and step of its operation
+    unsent, available, result, now = list[Step](), set[tuple[int, Step]](), list[Action](), 0.0
+
+    def needs(device: int) -> set[Step]:
+        """Returns the steps whose results the next operation of a device reads."""
+        return set(needs_of(table.pipelines, left[device][0])) if left[device] else set()
+
+    def waits(device: int) -> bool:
+        """Returns whether a device waits for a receiver before its next operation."""
+        late = [receiver for step in unsent for sender, receiver in [_ends(table, step)] if sender == device
+                and receiver in running and step in needs(receiver)]
+        return any(running[receiver][0] - now < share * seconds(left[device][0]) for receiver in late)
+
+    while True:
+        for step in unsent[:]:
+            sender, receiver = _ends(table, step)
+            if sender not in running and receiver not in running:
+                unsent.remove(step)
+                available.add((receiver, step))
+                result.append(Action(step, True))
+        for device, order in enumerate(left):
+            if order and device not in running and all((device, need) in available for need in needs(device)):
+                if not waits(device):
+                    running[device] = now + seconds(order[0]), order[0]
+                    result.append(Action(order.popleft(), False))
+        if not running:
+            break
+        now = min(end for end, _ in running.values())
+        for device in [device for device, (end, _) in running.items() if end <= now * (1 + 1e-9)]:  # rounded sums
+            _, step = running.pop(device)
+            available.add((device, step))
+            unsent.append(step)
+    if any(left):
+        raise ValueError("the devices wait for each other")
+    return now, tuple(result)
+
+
+def _ends(table: Table, step: Step) -> tuple[int, int]:
+    """Returns the device of a step, and that of the stage that its result is sent to; the same if there is none."""
+    devices = table.pipelines[step.model].devices
+    receiver = step.stage + {"forward": 1, "backward": -1, "weight": 0}[step.kind]
+    return devices[step.stage], devices[receiver if 0 <= receiver < len(devices) else step.stage]
 
 
 def bubble(table: Table, seconds: Seconds) -> float:

@@ -10,15 +10,15 @@ A stage keeps the input of a micro-batch from the forward to the last backward o
 pass, so memory in flight follows from the table alone (`meshes.pipeline.peak`). The last stage computes in its backward
 operation only, or scores. `ForwardOptions.remat` decides what a backward operation keeps within its stage.
 
-Programs are dispatched in the order of the table and run when their inputs are ready. Results are sent to other stages
-when all operations of their tick are dispatched, because sending between processes is a joint program of both. All
-processes walk through the whole table; in a process without a device of a stage its programs do nothing.
+Programs are dispatched in the order of the table and run when their inputs are ready. A result is sent to another stage
+when both stages are expected to be between two operations, because sending between processes is a joint program of both
+(`meshes.pipeline.actions`). All processes walk through the whole table; in a process without a device of a stage its
+programs do nothing.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +28,7 @@ from jaxtyping import Array
 
 from jrlhf.meshes import Layout, transfer
 from jrlhf.meshes.exchange import copied
-from jrlhf.meshes.pipeline import SCHEDULES, Pipeline, ScheduleName, Step, Table, forwards
+from jrlhf.meshes.pipeline import SCHEDULES, Pipeline, ScheduleName, Step, Table, actions, forwards
 from jrlhf.meshes.rows import join_rows, split_rows
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.forward import ForwardOptions, ShardedForward
@@ -183,12 +183,9 @@ def run(table: Table, tasks: Mapping[int, Task]) -> dict[int, Any]:
         without a task are left out.
     """
     running = {number: _Running(task, table.pipelines[number]) for number, task in tasks.items()}
-    for _, operations in groupby(table.operations, key=lambda operation: operation.tick):
-        steps = [step for _, step in operations if step.model in running]
-        for step in steps:
-            running[step.model].compute(step)
-        for step in steps:
-            running[step.model].send(step)
+    for step, sends in actions(table):
+        if step.model in running:
+            (running[step.model].send if sends else running[step.model].compute)(step)
     return {number: running.pop(number).result() for number in tasks}  # each frees its stages for the next one
 
 

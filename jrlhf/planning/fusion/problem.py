@@ -83,4 +83,5 @@ def fuse(actor: Model, critic: Model) -> Problem:
 
 def _cut(model: Model, devices: Sequence[int]) -> list[Pipeline]:
     starts = range(0, len(devices), model.depth)
-    return [Pipeline(tuple(devices[start : start + model.depth]), model.micro_batches) for start in starts]
+    seconds = {"forward": model.forward, "backward": model.backward}
+    return [Pipeline(tuple(devices[start : start + model.depth]), model.micro_batches, **seconds) for start in starts]

@@ -44,14 +44,11 @@ def with_pipelines(prices: CostModel, result: Result, runs: Runs, *, lockstep: b
     runs: tests whether the config's algorithm can run a plan. processes: number of processes of the run.
     """
     options = cache(partial(_options, prices))
-    for propose in (_with_stages, _with_fused):
-        result = propose(prices, result, runs, options, lockstep=lockstep, processes=processes)
-    return result
+    result = _with_stages(prices, result, runs, options, lockstep=lockstep)
+    return _with_fused(prices, result, runs, options, lockstep=lockstep, processes=processes)
 
 
-def _with_stages(
-    prices: CostModel, result: Result, runs: Runs, options: Options, *, lockstep: bool, processes: int
-) -> Result:
+def _with_stages(prices: CostModel, result: Result, runs: Runs, options: Options, *, lockstep: bool) -> Result:
     workload = prices.workload
     simulator = Simulator(workload.graph, prices, workload.models, lockstep=lockstep)
     # Stages of adapters save no time, because their base is not gathered.
@@ -87,8 +84,7 @@ def _with_stages(
                 plan = faster(plan, name, placed, _GAIN)
         plans.append(plan)
     best = min(plans, key=lambda plan: simulator.evaluate(simulator.choice(plan))[0])
-    # GPipe is never predicted faster. Stages of several processes wait for each other if they are interleaved.
-    schedules: tuple[ScheduleName, ...] = ("zb-h1", "interleaved") if processes == 1 else ("zb-h1",)
+    schedules: tuple[ScheduleName, ...] = ("zb-h1", "interleaved")  # GPipe is never predicted faster
     for name in updates:
         devices = best[name].devices
         last = sorted(options(name, devices.count), key=lambda one: -one.alone)
