@@ -298,12 +298,9 @@ class Policy:
         listed, generator = self._prompts(texts), self.generator
         temperature = _checked(temperature=temperature).temperature
         encoding = Encoding(self.tokenizer, chat=True, system=generator.asked.system)
-        rows = [
-            self.tokenizer.encode_prompt(text)
-            if isinstance(text, str)
-            else encoding.prompts([Example(prompt=tuple(text))], sys.maxsize).ids[0]
-            for text in listed
-        ]
+        conversations = [Example(prompt=tuple(text)) for text in listed if not isinstance(text, str)]
+        encoded = iter(encoding.prompts(conversations, sys.maxsize).ids if conversations else ())
+        rows = [self.tokenizer.encode_prompt(text) if isinstance(text, str) else next(encoded) for text in listed]
         longest, most = max(map(len, rows), default=0), generator.model.config.max_positions
         if longest > most:
             raise UserError(f"a text has {longest} tokens, and the model {most} positions: shorten it")

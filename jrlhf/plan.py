@@ -271,6 +271,8 @@ def _setting(config: Config, search: Search, say: Callable[[str], None]) -> auto
 def _check_options(config: Config, search: Search) -> None:
     """Refuses options that have no effect with the config, or that it cannot have."""
     sigma, alone, plan = search.sigma, of_one_process(config), search.plan
+    if "dpo" in config.stages and config.algorithm is None and config.dpo.pipeline is not None:
+        raise UserError("dpo.pipeline has no place in a search of plans: leave it out; --dry-run predicts its memory")
     for name, value in (("seconds", search.seconds), ("proposals", search.proposals)):
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"{name}={value} must be more than 0 and finite")

@@ -18,6 +18,8 @@ from jrlhf.ppo.config.algorithms import (
 )
 from jrlhf.ppo.config.policy import PolicyConfig
 from jrlhf.ppo.critic import (
+    OnPolicyActorStep,
+    OnPolicyStep,
     PPOState,
     make_critic_step,
     make_on_policy_actor_step,
@@ -52,6 +54,7 @@ from jrlhf.ppo.token_advantages import (
     returns_to_go,
 )
 from jrlhf.ppo.types import Experience, KLState, Rollout, Scored, SFTBatch, TrainState
+from jrlhf.ppo.updates import Step
 
 __all__ = [
     "ByLength",
@@ -63,6 +66,8 @@ __all__ = [
     "GSPOConfig",
     "KLState",
     "MultiplierState",
+    "OnPolicyActorStep",
+    "OnPolicyStep",
     "PPOConfig",
     "PPOState",
     "PairBatch",
@@ -78,6 +83,7 @@ __all__ = [
     "SafeRLHFConfig",
     "ScoreConfig",
     "Scored",
+    "Step",
     "TrainState",
     "age_metrics",
     "align_scores",

@@ -67,6 +67,15 @@ def test_the_names_that_lead_to_ours_are_theirs():
     peft = {"lora_dropout", "r", "target_modules", "use_rslora"}
     ppo = {"cliprange", "cliprange_value", "num_mini_batches", "num_ppo_epochs", "response_length"}  # of TRL 1.12
     ppo |= {"reward_model_path", "sft_model_path", "total_episodes", "vf_coef"}
-    guesses = {"batch_size", "data.dataset", "data.file", "data.files", "data.name", "data.path", "data.train", "dropout"}
+    guesses = {
+        "batch_size",
+        "data.dataset",
+        "data.file",
+        "data.files",
+        "data.name",
+        "data.path",
+        "data.train",
+        "dropout",
+    }
     guesses |= {"max_new_tokens", "mesh.devices", "model.name"}  # nobody's names of these settings
     assert sorted(PEERS.keys() - trl - verls - scripts - peft - ppo - guesses) == []

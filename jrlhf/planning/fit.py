@@ -231,7 +231,8 @@ def _ladders(case: Case) -> dict[str, Sequence[Any]]:
     least = max((workload.samples * at.data * at.fsdp for at in generating), default=inf)
 
     def divides(parts: int) -> bool:
-        return bool(training) and not any(rows % (at.devices.count * parts) for at in training)
+        own = (at.devices.count // at.pipeline for at in training)  # the stages of a pipeline share their rows
+        return bool(training) and not any(rows % (devices * parts) for devices in own)
 
     def holds(slots: int) -> bool:
         return slots >= least and not any(slots % at.devices.count for at in generating)
@@ -253,8 +254,10 @@ def _changed(case: Case, change: tuple[str, Any]) -> Case:
     workload = case.workload
     match change:
         case "micro_batches", parts:
-            training = _calls(workload, case.plan, "train")
-            return _placed(case, lambda at: replace(at, micro_batches=parts), training)
+            calls = _calls(workload, case.plan, "train")
+            if case.plan.name == "colocate":  # the calls of a stage that score in pipeline stages have as many
+                calls += [name for name in _calls(workload, case.plan, "infer") if case.plan[name].pipeline > 1]
+            return _placed(case, lambda at: replace(at, micro_batches=parts), calls)
         case "fsdp", _:
             return _placed(case, lambda at: replace(at, data=1, fsdp=at.data * at.fsdp))
         case "sleep", _:

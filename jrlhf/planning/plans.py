@@ -72,11 +72,12 @@ def staged(config: Config, stage: str, kind: Kind, placement: Placement) -> Plac
 
     placement: on all devices. The stages divide its `fsdp`, so weights are stored as without them.
     """
-    pipeline = getattr(config.sections[stage], "pipeline", None)
-    if pipeline is None or kind == "compute":
+    section = config.sections[stage]
+    pipeline, stages = getattr(section, "pipeline", None), getattr(section, "pipeline_stages", 1)
+    if pipeline is None or stages == 1 or kind == "compute":
         return placement
     schedule, parts = pipeline.schedule if kind == "train" else "1f1b", update_section(config, stage)[1].micro_batches
-    sizes = {"fsdp": placement.fsdp // pipeline.stages, "pipeline": pipeline.stages}
+    sizes = {"fsdp": placement.fsdp // stages, "pipeline": stages}
     return replace(placement, **sizes, micro_batches=parts, schedule=schedule)
 
 

@@ -171,7 +171,8 @@ class _DryRun:
                 graph = stage_graph(config, stage)
                 workload = workload_of(config, graph, self.models)
                 plan = colocated(config, workload, self.mesh.size) if pipelined else None
-                rows = [_row(call, workload, plan) for call in graph]
+                calls = [call for call in graph if call.kind != "compute" or call.role not in workload.models]
+                rows = [_row(call, workload, plan) for call in calls]
                 lines += [f"plan of a step of {stage} on {sizes}:", *in_columns(rows)]
         return lines
 

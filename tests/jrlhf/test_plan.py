@@ -195,8 +195,9 @@ def test_bad_input_is_one_sentence(capsys):
         (f"{cluster} --plot plan.txt", "must end in .svg, .png, .pdf"),
         (f"{few} --plot /proc/none/plan.svg", "cannot be written (No such file or directory): choose another place"),
         (f"{few} ppo.rolout_batch=512", "ppo.rolout_batch"),
+        (f"--config quickstart-dpo {few} dpo.pipeline.stages=2", "dpo.pipeline has no place in a search of plans"),
         ("--cluster v5e-64 --plan colocate mesh.fsdp=-1", "choose a multiple of 2048, or take micro_batches=1"),
     ):
-        assert cli(["--config", "llama3-8b-ppo", *arguments.split()]) == 2, arguments
+        assert cli(["--config", "llama3-8b-ppo", *arguments.split()]) == 2, arguments  # the last --config counts
         error = capsys.readouterr().err
         assert error.startswith("error: ") and sentence in error and error.count("\n") == 1, (arguments, error)

@@ -125,6 +125,15 @@ def test_a_pipeline_of_a_stage_counts_where_a_run_is_refused():
     with pytest.raises(UserError, match="^sft.update needs .* choose .*sft.micro_batches=8 or "):
         check(*loaded(*staged, small))
     check(*loaded(*staged, small, "sft.micro_batches=8"))
+    # Stages share their rows: 16 rows are 2 devices' 8 micro-batches. So it is with DPO, and its reference.
+    dpo = ("quickstart-dpo", "stages=[dpo]", "dpo.batch=48", "dpo.algorithm.micro_batches=4", "mesh={fsdp: 8}")
+    few = ("llama3-8b-ppo", "stages=[sft]", "rewards=[]", "sft.batch=16", "sft.micro_batches=4")
+    for stage, key, given in (("sft", "sft", few), ("dpo", "dpo.algorithm", dpo)):
+        given = (*given, f"{stage}.pipeline={{stages: 4}}")
+        need = memory(*loaded(*given, "device.memory=1000")).peak / GIB
+        with pytest.raises(UserError, match=rf" choose .*{key}.micro_batches=8( |$)"):
+            check(*loaded(*given, f"device.memory={need - 0.001}"))
+        check(*loaded(*given, f"device.memory={need - 0.001}", f"{key}.micro_batches=8"))
 
 
 def test_the_memory_is_that_of_a_device_of_this_process():

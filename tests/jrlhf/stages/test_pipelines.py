@@ -10,6 +10,7 @@ from safetensors.numpy import load_file
 from jrlhf.config.parse import build
 from jrlhf.config.schema import Config
 from jrlhf.meshes import to_host
+from jrlhf.models.pipeline import Stages
 from jrlhf.run.metrics import read_metrics
 from jrlhf.stages import setup, sft
 from jrlhf.stages.dryrun import describe
@@ -42,7 +43,7 @@ def assert_close(records: list[dict[str, Any]], expected: list[dict[str, Any]]) 
 
 def test_sft_in_stages_is_sft_without(settings, tmp_path, monkeypatch):
     """Losses, held-out losses and weights; the actor's embeddings are tied. The dry run shows the stages."""
-    ends, stages = [], list[int]()
+    ends, stages, staged_calls = [], list[int](), list[str]()
     monkeypatch.setattr(setup, "refuse_cross_process", lambda plan, _: stages.append(plan["sft.update"].pipeline))
 
     def run_stage(context, name, init, advance, *, meta):
@@ -51,7 +52,12 @@ def test_sft_in_stages_is_sft_without(settings, tmp_path, monkeypatch):
         ends.append((first, second, to_host(state.params)))
         return state
 
+    def counted(name, method):
+        return lambda *arguments: staged_calls.append(name) or method(*arguments)
+
     monkeypatch.setattr(sft, "run_stage", run_stage)
+    for name in ("gradients", "scores"):
+        monkeypatch.setattr(Stages, name, counted(name, getattr(Stages, name)))
     for name, options in (("whole", {}), ("staged", {"parts": 2, "stages": 2})):
         given = settings(run_dir=str(tmp_path), name=name, **sections("sft", steps=2, **options))
         config: Config = build(Config, given)
@@ -60,7 +66,7 @@ def test_sft_in_stages_is_sft_without(settings, tmp_path, monkeypatch):
     whole, staged = ends
     assert whole[0]["sft/loss"] - whole[1]["sft/loss"] > 0.01 and "sft/eval_loss" in whole[1]
     jax.tree.map(lambda one, two: np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-5), whole, staged)
-    assert stages == [2]
+    assert stages == [2] and staged_calls == ["gradients", "scores", "gradients", "scores"]
     text = describe(config)
     assert "plan of a step of sft on data=1 x fsdp=4 x tensor=2:" in text and "inputs in flight" in text
     assert "devices 0-7: data=1 x fsdp=2 x tensor=2" in text and "in 2 parts, 2 stages by 1f1b" in text
