@@ -281,8 +281,12 @@ def _dispatched(table: Table, share: float) -> tuple[float, tuple[Action, ...]]:
 
     def waits(device: int) -> bool:
         """Returns whether a device waits for a receiver before its next operation."""
-        late = [receiver for step in unsent for sender, receiver in [_ends(table, step)] if sender == device
-                and receiver in running and step in needs(receiver)]
+        late = [
+            receiver
+            for step in unsent
+            for sender, receiver in [_ends(table, step)]
+            if sender == device and receiver in running and step in needs(receiver)
+        ]
         return any(running[receiver][0] - now < share * seconds(left[device][0]) for receiver in late)
 
     while True:

@@ -205,9 +205,9 @@ def test_a_policy_answers_and_scores(make_model, tmp_path, capsys, monkeypatch):
     for talk, written in (([turn], text), ([turn, {"role": "assistant", "content": "3"}], f"{text}3")):
         np.testing.assert_array_equal(policy.logprobs(talk)[0], policy.logprobs(written)[0])
     asked = replace(policy.generator.asked, system="Be short.")  # as recorded in a run
-    told = replace(policy, generator=replace(policy.generator, asked=asked))
+    instructed = replace(policy, generator=replace(policy.generator, asked=asked))
     spoken = [{"role": "system", "content": "Be short."}, turn]
-    np.testing.assert_array_equal(told.logprobs([turn])[0], policy.logprobs(spoken)[0])
+    np.testing.assert_array_equal(instructed.logprobs([turn])[0], policy.logprobs(spoken)[0])
     (flat,) = policy.logprobs([question], temperature=1e6)
     np.testing.assert_allclose(flat, -np.log(policy.tokenizer.vocab_size + 3), rtol=1e-3)  # of a uniform softmax
     assert "shorten it" in refused(policy.logprobs, "plus " * 200)
