@@ -31,6 +31,7 @@ IN_USE = {
     "project": "runs",
     "workers": 2,
     "iterations": [1],
+    "stages": 2,
     "path": "a.jsonl",
 }
 
