@@ -82,6 +82,5 @@ def fuse(actor: Model, critic: Model) -> Problem:
 
 
 def _cut(model: Model, devices: Sequence[int]) -> list[Pipeline]:
-    starts = range(0, len(devices), model.depth)
-    seconds = {"forward": model.forward, "backward": model.backward}
-    return [Pipeline(tuple(devices[start : start + model.depth]), model.micro_batches, **seconds) for start in starts]
+    stages = (tuple(devices[start : start + model.depth]) for start in range(0, len(devices), model.depth))
+    return [Pipeline(own, model.micro_batches, forward=model.forward, backward=model.backward) for own in stages]
