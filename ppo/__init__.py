@@ -18,8 +18,6 @@ from jrlhf.ppo.config.algorithms import (
 )
 from jrlhf.ppo.config.policy import PolicyConfig
 from jrlhf.ppo.critic import (
-    OnPolicyActorStep,
-    OnPolicyStep,
     PPOState,
     make_critic_step,
     make_on_policy_actor_step,
@@ -66,8 +64,6 @@ __all__ = [
     "GSPOConfig",
     "KLState",
     "MultiplierState",
-    "OnPolicyActorStep",
-    "OnPolicyStep",
     "PPOConfig",
     "PPOState",
     "PairBatch",

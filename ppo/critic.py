@@ -7,7 +7,7 @@ these forward passes. Here each model runs forward once and backward once.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -183,42 +183,16 @@ def critic_update(
     return update
 
 
-class OnPolicyStep(Protocol):
-    """What `make_on_policy_step` returns."""
-
-    def __call__(
-        self,
-        actor: TrainState,
-        critic: TrainState,
-        rollout: Rollout,
-        scores: Scores,
-        ref_logprobs: Logprobs | None,
-        kl_coef: Coefficient,
-        /,
-    ) -> tuple[TrainState, TrainState, Experience, Metrics]: ...
-
-
-class OnPolicyActorStep(Protocol):
-    """What `make_on_policy_actor_step` returns."""
-
-    def __call__(
-        self,
-        actor: TrainState,
-        rollout: Rollout,
-        scores: Scores,
-        ref_logprobs: Logprobs | None,
-        kl_coef: Coefficient,
-        /,
-    ) -> tuple[TrainState, Experience, Metrics]: ...
-
-
 def make_on_policy_step(
     logprob_fn: ResponseLogprobFn,
     value_fn: Callable[..., Float[Array, "B T+1"]],
     actor_optimizer: optax.GradientTransformation,
     critic_optimizer: optax.GradientTransformation,
     config: PPOConfig,
-) -> OnPolicyStep:
+) -> Callable[
+    [TrainState, TrainState, Rollout, Scores, Logprobs | None, Coefficient],
+    tuple[TrainState, TrainState, Experience, Metrics],
+]:
     """Builds f(actor, critic, rollout, scores, ref_logprobs, kl_coef) -> (actor, critic, experience, metrics), jitted.
 
     The result equals that of `make_experience` with recomputed log-probs and values, then `make_actor_step` and
@@ -263,7 +237,7 @@ def make_on_policy_actor_step(
     optimizer: optax.GradientTransformation,
     config: PolicyConfig,
     make_experience: Callable[..., Experience],
-) -> OnPolicyActorStep:
+) -> Callable[[TrainState, Rollout, Scores, Logprobs | None, Coefficient], tuple[TrainState, Experience, Metrics]]:
     """Builds f(actor, rollout, scores, ref_logprobs, kl_coef) -> (actor, experience, metrics), jitted: no critic.
 
     make_experience: `make_group_experience` or `make_return_experience`. Otherwise like `make_on_policy_step`.

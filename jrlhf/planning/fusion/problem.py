@@ -38,8 +38,7 @@ class Problem:
         return [model.activations for model in self.models]
 
     def seconds(self, step: Step) -> float:
-        model = self.models[step.model]
-        return model.forward if step.kind == "forward" else model.backward
+        return self.pipelines[step.model].seconds(step.kind)
 
     @property
     def bound(self) -> float:
