@@ -1,133 +1,195 @@
-"""The makespan of fused schedules, measured with a process for each group of devices and calibrated sleeps.
+"""Pipelines on the program's own loop, with sleeps in place of computation.
 
-    python -m benchmarks.makespan          # writes benchmarks/results/makespan.json; five minutes
+    python -m benchmarks.makespan        # writes benchmarks/results/makespan.json; twelve minutes
 
-Two cores have no parallel speed to show, so the operations of a table are sleeps of given seconds. Each process
-computes its operations in the order of the table, each as soon as the processes that compute what it needs have sent it
-word, as devices do that wait for each other's arrays. The figures say whether a table takes the time that is predicted
-of it, and not how fast a model is. `serial` is 1F1B of one model after the other. `bubbles` are 1F1B and ZB-H1 of one
-model whose forwards, gradients of inputs and gradients of weights take equally long.
+`models.pipeline.run` trains small models by 1F1B, ZB-H1 and fused tables. Every operation of a table also sleeps for
+its given seconds on its device, because two cores have no parallel speed to show. So the figures say whether the loop,
+its programs and its transfers take the time that is predicted of a table, and not how fast a model is.
+
+Each group of devices is a process, so a stage waits until its receiver has a result (`synchronous_makespan`). `gains`
+compare one model after the other, by 1F1B, with both together.
 """
 
+import json
+import socket
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
-from multiprocessing import get_context
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
 from benchmarks.records import output_path, provenance, write
+from jrlhf.meshes import TRAIN, make_mesh, to_devices
 from jrlhf.meshes.pipeline import (
+    Pipeline,
     Seconds,
     Step,
     Table,
-    bubble,
-    makespan,
-    needs_of,
+    as_run,
     one_forward_one_backward,
+    synchronous_makespan,
     zero_bubble,
 )
-from jrlhf.planning.fusion import Model, Problem, fuse, search
+from jrlhf.models import ModelConfig, init_sharded, pipeline
+from jrlhf.models.forward import make_logprobs
+from jrlhf.models.pipeline import Stages, Task
+from jrlhf.planning.fusion import Model, fuse, search
 
-UNIT = 0.04  # seconds of the models' unit; a busy machine wakes a sleeper some milliseconds late
-REPEATS = 3
-# Two instances of RLHFuse's authors, and two whose backward operations compute the forward pass again, as here.
+UNIT = 0.12  # seconds of the models' unit; copies of weights and gradients take about 0.3 s here
+REPEATS = 2
+# Pairs of models whose backward operations compute the forward pass again, as here.
 PAIRS = {
-    "8 and 4 stages": fuse(Model(8, 8, 5, 10), Model(4, 4, 4, 8)),
-    "8 and 8 stages": fuse(Model(8, 8, 5, 10), Model(8, 8, 2, 4)),
-    "4 and 2 stages, recomputed forwards": fuse(Model(4, 8, 4, 12), Model(2, 4, 3, 9)),
-    "4 and 4 stages, recomputed forwards": fuse(Model(4, 4, 4, 12), Model(4, 4, 4, 12)),
+    "4 and 2 stages": (Model(4, 8, 4, 12), Model(2, 4, 3, 9)),
+    "4 and 4 stages": (Model(4, 4, 4, 12), Model(4, 4, 4, 12)),
 }
-SIZES = (4, 8), (4, 4), (8, 8)  # stages and micro-batches of one model
+SIZES = (4, 8), (4, 4)  # stages and micro-batches of one model
+ROWS, LENGTH = 2, 8  # of a micro-batch
 
 
-def compute(order: Sequence[tuple], inbox: Any, others: Any, barrier: Any, result: Any) -> None:
-    """One process. order: (step, seconds, needed steps, numbers of the processes that wait for it)."""
-    ready = set()
-    barrier.wait()
-    for step, seconds, needed, readers in order:
-        while not needed <= ready:
-            ready.add(inbox.get())
-        time.sleep(seconds)
-        ready.add(step)
-        for reader in readers:
-            others[reader].put(step)
-    result.put(time.monotonic())
-
-
-def measured(table: Table, seconds: Seconds) -> float:
-    """The seconds from the common start of all processes to the end of the last."""
-    place = {step: device for device, order in enumerate(table.orders) for step in order}
-    needs = {step: set(needs_of(table.pipelines, step)) for step in place}
-    readers: dict[Step, set[int]] = {step: set() for step in place}
-    for step, needed in needs.items():
-        for need in needed:
-            readers[need] |= {place[step]} - {place[need]}
-    context = get_context("fork")  # nothing here has started a backend of JAX
-    inboxes, result = [context.SimpleQueue() for _ in table.orders], context.SimpleQueue()
-    barrier = context.Barrier(table.devices + 1)
-    processes = []
-    for order, inbox in zip(table.orders, inboxes, strict=True):
-        given = [
-            (tuple(step), UNIT * seconds(step), {tuple(need) for need in needs[step]}, tuple(readers[step]))
-            for step in order
-        ]
-        processes.append(context.Process(target=compute, args=(given, inbox, inboxes, barrier, result)))
-        processes[-1].start()
-    barrier.wait()
-    begun = time.monotonic()
-    ends = [result.get() for _ in processes]
-    for process in processes:
-        process.join()
-    return max(ends) - begun
-
-
-def row(name: str, problem: Problem) -> dict[str, Any]:
-    """Predicted and measured seconds of the fused table, and of 1F1B of one model after the other."""
-    fused = search(problem, memory=False).table
-    models = list(dict.fromkeys(problem.models))
-    models = models if len(models) == 2 else [problem.models[0]] * 2
-    alone = [(one_forward_one_backward(model.depth, model.micro_batches), model) for model in models]
-
-    def of(model: Model) -> Seconds:
-        return lambda step: model.forward if step.kind == "forward" else model.backward
-
-    both = [median(measured(fused, problem.seconds) for _ in range(REPEATS))]
-    both.append(sum(median(measured(table, of(model)) for _ in range(REPEATS)) for table, model in alone))
-    predicted = [UNIT * makespan(fused, problem.seconds)]
-    predicted.append(UNIT * sum(makespan(table, of(model)) for table, model in alone))
-    ratios = [seconds / expected for seconds, expected in zip(both, predicted, strict=True)]
-    return {
-        "pair": name,
-        "fused": {"predicted": predicted[0], "measured": both[0], "ratio": ratios[0]},
-        "serial": {"predicted": predicted[1], "measured": both[1], "ratio": ratios[1]},
-        "gain": {"predicted": predicted[1] / predicted[0], "measured": both[1] / both[0]},
-    }
-
-
-def of_one_model(stages: int, micro_batches: int) -> dict[str, Any]:
-    """Predicted and measured seconds of 1F1B and of ZB-H1, which divides backwards in two."""
-    result: dict[str, Any] = {"stages": stages, "micro_batches": micro_batches}
-    for name, schedule, backward in (("1f1b", one_forward_one_backward, 4), ("zb-h1", zero_bubble, 2)):
-        table = schedule(stages, micro_batches)
-
-        def seconds(step: Step, backward: int = backward) -> float:
-            return backward if step.kind == "backward" else 2
-
-        predicted = UNIT * makespan(table, seconds)
-        both = median(measured(table, seconds) for _ in range(REPEATS))
-        result[name] = {"predicted": predicted, "measured": both, "ratio": both / predicted}
-        result[name]["bubble"] = bubble(table, seconds)
+def tables() -> dict[str, tuple[Table, Callable[[Step], float]]]:
+    """Returns the tables, with the sleeps of their operations in units."""
+    result = {}
+    for name, (actor, critic) in PAIRS.items():
+        problem = fuse(actor, critic)
+        result[f"fused: {name}"] = search(problem, memory=False).table, problem.seconds
+        for model in dict.fromkeys((actor, critic)):
+            alone = one_forward_one_backward(model.depth, model.micro_batches)
+            result[f"1f1b of {model.depth} stages: {name}"] = alone, partial(_seconds, model)
+    for stages, micro_batches in SIZES:
+        for kind, schedule, backward in (("1f1b", one_forward_one_backward, 4), ("zb-h1", zero_bubble, 2)):
+            sleeps = partial(_seconds, Model(stages, micro_batches, 2, backward))
+            result[f"{kind}: {stages} stages, {micro_batches}"] = schedule(stages, micro_batches), sleeps
     return result
 
 
+def _seconds(model: Model, step: Step) -> float:
+    return {"forward": model.forward, "backward": model.backward, "weight": 2}[step.kind]
+
+
+# ---- a process
+
+
+class Sleeping(pipeline._Running):
+    """A running task whose operations sleep."""
+
+    seconds: Seconds
+    now = 0.0
+
+    def compute(self, step: Step) -> None:
+        Sleeping.now = Sleeping.seconds(step)
+        super().compute(step)
+
+
+def slept(operation: Callable[..., Any], donated: Sequence[int] = ()) -> Callable[..., Any]:
+    """Returns the operation, which now also sleeps on its device."""
+
+    def slow(function: Any, seconds: float, *arguments: Any) -> Any:
+        def sleep() -> Any:  # without an argument, which would wait for a device
+            time.sleep(seconds)
+            return np.float32(0)
+
+        zero = jax.pure_callback(sleep, jax.ShapeDtypeStruct((), np.float32))
+        return jax.tree.map(lambda x: x + zero.astype(x.dtype), operation.__wrapped__(function, *arguments))
+
+    compiled = jax.jit(slow, static_argnums=(0, 1), donate_argnums=donated)
+    return lambda function, *arguments: compiled(function, Sleeping.now, *arguments)
+
+
+def task(number: int, pipe: Pipeline, devices: Sequence[Any]) -> Task:
+    """The training of a small model on a table's pipeline."""
+    depth = len(pipe.devices)
+    config = ModelConfig(
+        vocab_size=64, max_positions=LENGTH, embed=16, layers=depth, heads=2, kv_heads=1, head_dim=8, mlp=32
+    )
+    groups = tuple(make_mesh(1, 1, 1, devices=[devices[device]]) for device in pipe.devices)
+    home = make_mesh(1, depth, 1, devices=[devices[device] for device in sorted(pipe.devices)])
+    stages = Stages(config, groups, TRAIN, schedule="zb-h1" if pipe.split else "1f1b")
+    logprobs = make_logprobs(stages.tail, groups[-1], TRAIN, stages.options)
+    with jax.set_mesh(home):
+        params = init_sharded(config, jax.random.key(number), home)
+    tokens = np.random.default_rng(number).integers(0, 64, (pipe.micro_batches, ROWS, LENGTH), np.int32)
+
+    def loss(params: Any, rows: pipeline._Rows) -> tuple[Any, dict[str, Any]]:
+        value = -logprobs(params, rows.tokens)[0].sum()
+        return value, {}
+
+    return Task(stages, loss, params, pipeline._Rows(to_devices(tokens, jax.NamedSharding(groups[-1], jax.P())), ()))
+
+
+def process(number: int, devices: int, port: int) -> None:
+    """Measures the tables for this number of devices. The first process prints the seconds, by table."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.distributed.initialize(f"localhost:{port}", devices, number)
+    pipeline._Running = Sleeping
+    pipeline._forward = slept(pipeline._forward)
+    pipeline._gradient_of_input = slept(pipeline._gradient_of_input)
+    pipeline._gradients = slept(pipeline._gradients, donated=(2,))
+    result: dict[str, list[float]] = {}
+    for name, (table, sleeps) in tables().items():
+        if table.devices != devices:
+            continue
+        tasks = {n: task(n, pipe, jax.devices()) for n, pipe in enumerate(table.pipelines)}
+        result[name] = []
+        for _ in range(1 + REPEATS):  # the first time compiles
+            own = as_run(table, sleeps)
+            Sleeping.seconds = lambda step, own=own: UNIT * own(step)
+            multihost_utils.sync_global_devices(name)
+            begun = time.monotonic()
+            jax.block_until_ready([one.gradients for one in pipeline.run(table, tasks).values()])
+            multihost_utils.sync_global_devices(name)
+            result[name].append(time.monotonic() - begun)
+            print(name, result[name][-1], file=sys.stderr, flush=True)
+    if number == 0:
+        print(json.dumps(result))
+
+
+def measured(devices: int) -> dict[str, float]:
+    """Returns the seconds of the tables for this number of devices, by name."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "benchmarks.makespan", "process"]
+    started = [
+        subprocess.Popen([*command, *map(str, (number, devices, port))], stdout=subprocess.PIPE, text=True)
+        for number in range(devices)
+    ]
+    outputs = [process.communicate()[0] for process in started]
+    if any(process.returncode for process in started):
+        raise SystemExit("a process has failed")
+    return {name: median(times[1:]) for name, times in json.loads(outputs[0].splitlines()[-1]).items()}
+
+
+def gain(pair: str, seconds: Mapping[str, float]) -> float:
+    """The time of one model after the other over that of both together."""
+    models = PAIRS[pair]
+    return sum(seconds[f"1f1b of {model.depth} stages: {pair}"] for model in models) / seconds[f"fused: {pair}"]
+
+
 def main() -> None:
-    output = output_path(__doc__, "makespan")
-    rows, bubbles = [row(name, problem) for name, problem in PAIRS.items()], [of_one_model(*sizes) for sizes in SIZES]
-    for one in rows + bubbles:
-        print(one)
-    facts: dict[str, object] = {"command": "python -m benchmarks.makespan", **provenance()}
-    write(output, facts | {"unit": UNIT, "repeats": REPEATS, "results": rows, "bubbles": bubbles})
+    output, every = output_path(__doc__, "makespan"), tables()
+    predicted = {name: UNIT * synchronous_makespan(table, sleeps) for name, (table, sleeps) in every.items()}
+    seconds: dict[str, float] = {}
+    for devices in sorted({table.devices for table, _ in every.values()}):
+        seconds |= measured(devices)
+    rows = [
+        {"table": name, "predicted": expected, "measured": seconds[name], "ratio": seconds[name] / expected}
+        for name, expected in predicted.items()
+    ]
+    gains = {pair: {"predicted": gain(pair, predicted), "measured": gain(pair, seconds)} for pair in PAIRS}
+    for row in rows:
+        print(row)
+    facts: dict[str, object] = {"command": "python -m benchmarks.makespan", **provenance("jax", "jaxlib")}
+    write(output, facts | {"unit": UNIT, "repeats": REPEATS, "results": rows, "gains": gains})
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["process"]:
+        process(*map(int, sys.argv[2:]))
+    else:
+        main()
