@@ -20,10 +20,10 @@ import numpy as np
 from benchmarks import sleeps
 from benchmarks.records import hardware, output_path, provenance, write
 from jrlhf.config import load_config
-from jrlhf.fleet import processes
 from jrlhf.fleet.fleet import Fleet
 from jrlhf.fleet.predict import predict
-from jrlhf.fleet.processes import LocalWorker
+from jrlhf.fleet.processes import workers
+from jrlhf.fleet.processes.process import LocalWorker
 from jrlhf.fleet.schedule import Rules
 from jrlhf.fleet.simulate import Setting, measured
 from jrlhf.train import main as train
@@ -60,12 +60,12 @@ def seconds_of_a_step(staleness: int, directory: str) -> list[float]:
         publish(self, weights, expected)
 
     Fleet.publish = padded
-    processes.LocalWorker = lambda module, *rest: LocalWorker("benchmarks.sleeps", *rest)
+    workers.LocalWorker = lambda module, *rest: LocalWorker("benchmarks.sleeps", *rest)
     os.environ[sleeps.SECONDS] = str(STEP * CHUNK)
     try:
         train(config)
     finally:
-        Fleet.publish, processes.LocalWorker = publish, LocalWorker
+        Fleet.publish, workers.LocalWorker = publish, LocalWorker
     return np.diff(begins[FIRST:]).tolist()
 
 

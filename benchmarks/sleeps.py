@@ -9,8 +9,8 @@ SECONDS = "JRLHF_SECONDS_OF_A_CHUNK"  # the environment variable
 
 
 def main(descriptor: int) -> None:
-    """A rollout process, as `jrlhf.fleet.worker.main`."""
-    from jrlhf.fleet import worker
+    """A rollout process, as `jrlhf.fleet.processes.worker.main`."""
+    from jrlhf.fleet.processes import worker
     from jrlhf.fleet.slices import SliceWorkers
 
     decode, seconds = SliceWorkers.decode, float(os.environ[SECONDS])

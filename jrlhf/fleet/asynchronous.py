@@ -15,13 +15,14 @@ from jrlhf.data.batches import Batch, to_responses
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.fleet.fleet import Fleet
 from jrlhf.fleet.identity import Identity, adapter_identity, drawing_identity, trained_identity
-from jrlhf.fleet.processes import ProcessWorkers, asked_places
+from jrlhf.fleet.processes.places import asked_places
+from jrlhf.fleet.processes.worker import describe
+from jrlhf.fleet.processes.workers import ProcessWorkers
 from jrlhf.fleet.prompts import PromptStream
 from jrlhf.fleet.recompute import Recompute
 from jrlhf.fleet.schedule import Rules, fresh
 from jrlhf.fleet.slices import SliceWorkers
 from jrlhf.fleet.state import Collected, FleetState
-from jrlhf.fleet.worker import describe
 from jrlhf.models import SamplingConfig
 from jrlhf.models.generation.continuous import ContinuousBatch, Weights
 from jrlhf.models.lora import base_on

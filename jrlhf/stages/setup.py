@@ -26,8 +26,8 @@ from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.tokenizer_files import load_tokenizer, same_tokens
 from jrlhf.errors import UserError
 from jrlhf.fleet.predict import choose, lengths_of_a_new_run, sentence
-from jrlhf.fleet.processes import asked_places
-from jrlhf.fleet.ray_worker import joined
+from jrlhf.fleet.processes.places import asked_places
+from jrlhf.fleet.processes.ray_worker import joined
 from jrlhf.meshes import make_mesh
 from jrlhf.meshes.mesh import Device
 from jrlhf.meshes.offload import check_host_memory
@@ -116,9 +116,7 @@ def open_context(config: Config, *, resume: bool | Literal["auto"], accept_rewar
             fused = fused_updates(workload, plan)
             config, placements, moves = _place(config, workload, list(mesh.devices.flat), plan, fused, console.line)
             if config.fleet is not None and config.fleet.engine == "ray":
-                platform, count = mesh.devices.flat[0].platform, plan["actor.generate"].devices.count
-                workers, gpus = len(asked_places(config, platform, count)), count if platform == "gpu" else 0
-                stack.enter_context(joined(workers, gpus, console.line))
+                stack.enter_context(joined())
         # Templates write the day on which the run began, also after a resume and in every process.
         now = datetime.now(UTC)
         stack.enter_context(dated(from_main(lambda: first_day(run_path(config), now) if resume else f"{now.date()}")))

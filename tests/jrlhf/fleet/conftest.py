@@ -1,16 +1,20 @@
 """A Ray cluster for tests."""
 
 import fcntl
+import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import eventually, free_port
+from tests.support.processes import children, eventually, free_port
 
 TOKEN = secrets.token_hex(32)  # of all clusters: Ray reads it once in a process
 
@@ -23,9 +27,23 @@ def alone():
         yield
 
 
+def lose(process: subprocess.Popen[bytes]) -> None:
+    """Kills `ray start` and all that it has started, as if a machine lost its power."""
+    pids = [process.pid]
+    for pid in pids:
+        pids += children(pid)
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
 @pytest.fixture
-def cluster(monkeypatch, alone):
-    """A Ray cluster of this machine, at RAY_ADDRESS."""
+def cluster(request, monkeypatch, alone) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
+    """A Ray cluster of this machine, at RAY_ADDRESS, with 3 CPUs or as many as the test's parameter says.
+
+    The value is a function: adds a machine of one CPU, which `lose` ends.
+    """
     port = free_port()
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
@@ -37,12 +55,19 @@ def cluster(monkeypatch, alone):
         with socket.socket() as client:
             return client.connect_ex(("127.0.0.1", port)) == 0
 
-    options = "--head", "--block", "--num-cpus=3", "--include-dashboard=false", "--disable-usage-stats"
-    with subprocess.Popen([Path(sys.executable).with_name("ray"), "start", f"--port={port}", *options]) as head:
-        try:
-            assert eventually(answers, 120)
-            monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
-            yield
-        finally:
-            ray.shutdown()
-            head.terminate()
+    def start(*options: str) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen([Path(sys.executable).with_name("ray"), "start", "--block", *options]))
+        return started[-1]
+
+    options = "--include-dashboard=false", "--disable-usage-stats", f"--num-cpus={getattr(request, 'param', 3)}"
+    started = list[subprocess.Popen[bytes]]()
+    head = start("--head", f"--port={port}", *options)
+    try:
+        assert eventually(answers, 120)
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+        yield lambda: start(f"--address=127.0.0.1:{port}", "--num-cpus=1")
+    finally:
+        ray.shutdown()
+        for process in reversed(started):
+            process.terminate()
+            process.wait(60)

@@ -5,6 +5,7 @@ import os
 import random
 import re
 import signal
+import subprocess
 import threading
 import time
 from collections import Counter
@@ -14,11 +15,13 @@ from typing import Any
 
 import pytest
 
-from jrlhf.fleet.processes import LocalWorker, _Process
-from jrlhf.fleet.ray_worker import RayWorker
+from jrlhf.fleet.processes.process import LocalWorker, Process
+from jrlhf.fleet.processes.ray_worker import RayWorker
+from jrlhf.fleet.processes.workers import ProcessWorkers
 from jrlhf.run.directory import FLEET
 from jrlhf.run.files import write_atomic
 from jrlhf.train import main
+from tests.jrlhf.fleet.conftest import lose
 from tests.jrlhf.fleet.test_processes import DELTA, SLOWLY
 from tests.jrlhf.fleet.test_runs import ADAPTER, config, run
 from tests.support.processes import gone
@@ -33,7 +36,7 @@ FAULTS = 20  # of a run
 # import JAX, to compile the programs of a tiny model and to repeat at most the commands of an iteration. On two cores
 # with a load of 20 that took 11 s, and 24 s with Ray.
 GOES_ON = 30.0
-ASK, SEND = _Process.ask, _Process._send
+ASK, SEND = Process.ask, Process._send
 LOGICAL = 3
 OPTIONS: dict[str, Any] = {"staleness": 2, "update_steps": 3, "logical_workers": LOGICAL}
 SETTINGS = *SLOWLY, "rollout.slots=24", "grpo.iterations=10", "checkpoints.keep=2"
@@ -59,7 +62,7 @@ class Faults:
         self.seconds = list[float]()  # from then until the command was done
 
     def ask(self, process: Any, *command: Any) -> Any:
-        """Does what `_Process.ask` does, and records how long it took after the last fault."""
+        """Does what `Process.ask` does, and records how long it took after the last fault."""
         self._since[process._number] = time.monotonic()
         answer = ASK(process, *command)
         self.seconds.append(time.monotonic() - self._since[process._number])
@@ -86,7 +89,7 @@ class Faults:
             return kind, self._rng.choice([0, draw() * 0.05]), draw()
 
     def send(self, process: Any, worker: LocalWorker | RayWorker, command: Any) -> str:
-        """Does what `_Process._send` does, with a fault before, while or after the process is at work."""
+        """Does what `Process._send` does, with a fault before, while or after the process is at work."""
         kind, delay, number = self.draw()
         if kind == "none" or not (processes := pids(worker)):
             return SEND(process, worker, command)
@@ -125,6 +128,8 @@ def pids(worker: LocalWorker | RayWorker) -> list[int]:
     """The processes of a worker: with Ray, the actor's and the one that draws; none if they are lost."""
     if isinstance(worker, LocalWorker):
         return [worker.pid]
+    if worker._host is None:  # it starts with the first request
+        return []
     import ray  # an extra
     from ray.exceptions import RayError
 
@@ -161,9 +166,9 @@ def test_bits_do_not_depend_on_faults_stops_workers_nor_transfers(
         request.getfixturevalue("cluster")
     faults, rng = Faults(f"{SEED} {engine} {on_new_weights}", tmp_path / "run"), random.Random(SEED)
     handler = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr("jrlhf.fleet.processes.ATTEMPTS", FAULTS)  # a successor is befallen, too
-    monkeypatch.setattr(_Process, "_send", lambda process, *asked: faults.send(process, *asked))
-    monkeypatch.setattr(_Process, "ask", lambda process, *asked: faults.ask(process, *asked))
+    monkeypatch.setattr("jrlhf.fleet.processes.process.ATTEMPTS", FAULTS)  # a successor is befallen, too
+    monkeypatch.setattr(Process, "_send", lambda process, *asked: faults.send(process, *asked))
+    monkeypatch.setattr(Process, "ask", lambda process, *asked: faults.ask(process, *asked))
     counts, options = list[int](), {**OPTIONS, "on_new_weights": on_new_weights}
     while True:
         counts.append(rng.choice([count for count in (1, 2, 3) if count not in counts[-1:]]))
@@ -185,3 +190,52 @@ def test_bits_do_not_depend_on_faults_stops_workers_nor_transfers(
     assert 0 < min(filter(None, sizes)) < 0.9 * max(sizes) or on_new_weights == "finish"  # which skips updates
     assert signal.getsignal(signal.SIGTERM) == handler
     assert all(gone(pid) for pid in faults.befallen)
+
+
+@pytest.mark.proof("processes")
+@pytest.mark.parametrize("cluster", [1], indirect=True)
+def test_a_run_goes_on_at_once_without_a_machine_that_is_lost_and_with_one_that_is_added(
+    tmp_path, monkeypatch, undisturbed, cluster, capsys
+):
+    """There are a machine for each process, and a deadline that nobody would wait for. Two machines are lost one after
+    the other, between two commands and during one."""
+    import ray  # an extra
+
+    expected, decode = undisturbed(SETTINGS, "keep_cache"), ProcessWorkers.decode
+    counts, seconds = list[int](), list[float]()
+    ray.init("auto", log_to_driver=False)
+
+    def added(count: int) -> subprocess.Popen[bytes]:
+        """Returns a new machine when this number is there. On a busy one Ray's start gives up after 30 seconds."""
+        machine = cluster()
+        while sum(node["Alive"] for node in ray.nodes()) < count:
+            machine = machine if machine.poll() is None else cluster()
+            time.sleep(0.2)
+        return machine
+
+    machines = [added(2), added(3)]
+
+    def disturbed(self, prompts):
+        if counts[-1:] != [len(self._processes)]:
+            counts.append(len(self._processes))
+        if len(seconds) == 7:
+            lose(machines.pop())
+        elif len(seconds) == 11:
+            threading.Timer(0.05, lose, [machines.pop()]).start()
+        elif counts[2:] and not machines:
+            machines.append(added(2))
+            time.sleep(3.0)  # Ray tries once a second
+        begin = time.monotonic()
+        progress = decode(self, prompts)
+        seconds.append(time.monotonic() - begin)
+        return progress
+
+    monkeypatch.setattr(ProcessWorkers, "decode", disturbed)
+    fleet = *DELTA[1:], f"fleet.workers={LOGICAL}", "fleet.engine=ray", "fleet.deadline=600"
+    path = run(config(tmp_path, "run", "grpo", [*SETTINGS, *fleet], **OPTIONS))
+    assert_same_run(path, expected)
+    print(
+        f"a chunk was done in {max(seconds):.1f} s, or faster",
+        *re.findall("; .*(?= rollout process)", capsys.readouterr().out),
+    )
+    assert max(seconds) < GOES_ON and counts == [3, 2, 1, 2]

@@ -19,17 +19,12 @@ import pytest
 from jrlhf.config import config_yaml
 from jrlhf.config.stages import FleetSection
 from jrlhf.errors import RunFailure, UserError
-from jrlhf.fleet import worker
-from jrlhf.fleet.processes import (
-    RECENT,
-    LocalWorker,
-    ProcessWorkers,
-    Update,
-    _Process,
-    check_processes,
-)
-from jrlhf.fleet.ray_worker import joined
-from jrlhf.fleet.shared import SharedArrays, delta, patched, read
+from jrlhf.fleet.processes import worker
+from jrlhf.fleet.processes.places import check_processes
+from jrlhf.fleet.processes.process import RECENT, LocalWorker, Process
+from jrlhf.fleet.processes.ray_worker import joined
+from jrlhf.fleet.processes.shared import SharedArrays, Update, delta, patched, read
+from jrlhf.fleet.processes.workers import ProcessWorkers
 from jrlhf.run.child import Worker
 from jrlhf.run.files import decode, encode
 from tests.jrlhf.fleet.test_runs import ADAPTER, config, run
@@ -76,7 +71,7 @@ def integers(arrays):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float32, np.int8])
 def test_200_updates_by_their_changes_have_the_same_bits(dtype, monkeypatch):
     """Also where NaNs change their payload and zeros their sign, and over gaps that no byte and no short can count."""
-    monkeypatch.setattr("jrlhf.fleet.shared.BLOCK", 2**17)
+    monkeypatch.setattr("jrlhf.fleet.processes.shared.BLOCK", 2**17)
     rng, size = np.random.default_rng(0), np.dtype(dtype).itemsize
     shapes = (3, 70_001), (7,), (), (0, 2)
     trained = [rng.integers(0, 256, (*shape, size), np.uint8).view(dtype)[..., 0] for shape in shapes]
@@ -144,7 +139,7 @@ def main(descriptor):
 
 @pytest.fixture
 def process(tmp_path, monkeypatch):
-    """A `_Process` whose process is the stand-in, and the sentences that it tells."""
+    """A `Process` whose process is the stand-in, and the sentences that it tells."""
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     monkeypatch.syspath_prepend(tmp_path)
     sentences: list[str] = []
@@ -152,7 +147,7 @@ def process(tmp_path, monkeypatch):
     def make(**setup):
         setup = {"deadline": 20.0, "program": worker.program()} | setup
         start = partial(LocalWorker, "stand_in", os.environ)
-        return _Process((1, ""), setup, start, tmp_path / "worker.log", sentences.append)
+        return Process((1, ""), setup, start, tmp_path / "worker.log", sentences.append)
 
     processes = []
     yield lambda **setup: processes.append(make(**setup)) or processes[-1], sentences
@@ -162,7 +157,7 @@ def process(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
 def test_a_lost_process_is_replaced_and_its_successor_repeats_what_was_done(fault, process, tmp_path, monkeypatch):
-    monkeypatch.setattr("jrlhf.fleet.processes.LEAST", 1.0)
+    monkeypatch.setattr("jrlhf.fleet.processes.process.LEAST", 1.0)
     make, sentences = process
     own, nothing = make(deadline=600.0), {"once": "", "fault": ""}
     assert [own.ask(nothing), own.ask(nothing)] == [1, 2]
@@ -186,7 +181,7 @@ def test_a_lost_process_is_replaced_and_its_successor_repeats_what_was_done(faul
 def test_on_a_full_disk_a_process_loses_its_log_alone():
     """Also in a Ray cluster, where the output comes with the answers."""
     start: Any = None
-    _Process((1, ""), {"deadline": 1.0}, start, Path("/dev/full"), print)._write(b"a line")
+    Process((1, ""), {"deadline": 1.0}, start, Path("/dev/full"), print)._write(b"a line")
 
 
 @pytest.mark.parametrize("deadline", [600.0, 10.0])
@@ -201,10 +196,10 @@ def test_a_process_has_time_by_its_own_pace(deadline, tmp_path, monkeypatch):
         late = {"failure": "hang", "detail": f"no answer within {seconds:g} s"}
         return late if needed > seconds else {"answer": encode({"program": worker.program()})}
 
-    monkeypatch.setattr("jrlhf.fleet.processes.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("jrlhf.fleet.processes.process.time", SimpleNamespace(monotonic=lambda: clock[0]))
     start: Any = lambda write: SimpleNamespace(request=request)  # noqa: E731
     own, prompts = (
-        _Process((1, ""), {"deadline": deadline}, start, tmp_path / "log", sentences.append),
+        Process((1, ""), {"deadline": deadline}, start, tmp_path / "log", sentences.append),
         [[(0, [5], 1, [[7]])]],
     )
     commands = [
@@ -229,7 +224,7 @@ def test_a_process_has_time_by_its_own_pace(deadline, tmp_path, monkeypatch):
         asked[:] = [[] for _ in range(number + 1)]
         if argument == "forget":
             own.forget()
-            assert not own._commands
+            assert not own.commands
             continue
         own.ask({"decode": argument, "number": number, "seconds": seconds})
         assert asked[number] == [min(deadline, allowance) for allowance in allowances], number
@@ -338,24 +333,24 @@ def test_a_cluster_that_is_not_there_is_one_sentence(address, cause, sentence, m
     if address is not None:
         monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(UserError, match=f"^fleet.engine=ray cannot join a Ray cluster: .*{sentence}"):
-        with joined(1, 0, print):
+        with joined():
             pass
 
 
 @pytest.mark.parametrize("before", [False, True])
 def test_a_run_leaves_the_cluster_that_it_has_joined(before, monkeypatch):
     calls = [*["init"] * before]
-    ray = SimpleNamespace(is_initialized=lambda: bool(calls), cluster_resources=dict)
+    ray = SimpleNamespace(is_initialized=lambda: bool(calls))
     ray.init, ray.shutdown = (lambda *_, name=name, **__: calls.append(name) for name in ("init", "shutdown"))
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with pytest.raises(RunFailure), joined(0, 0, print):
+    with pytest.raises(RunFailure), joined():
         raise RunFailure("of the run")
     assert calls == (["init"] if before else ["init", "shutdown"])
 
 
 def test_a_missing_ray_is_refused_before_anything_starts(monkeypatch):
-    monkeypatch.setattr("jrlhf.fleet.ray_worker.find_spec", lambda name: None)
+    monkeypatch.setattr("jrlhf.fleet.processes.ray_worker.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"needs the package ray: pip install 'jrlhf\[ray\]'"):
         check_processes(FleetSection(workers=1, engine="ray"), "cpu", 1)
 

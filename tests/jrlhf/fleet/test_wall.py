@@ -18,7 +18,7 @@ import pytest
 from jrlhf.config import config_yaml
 from jrlhf.errors import UserError
 from jrlhf.fleet.fleet import Fleet
-from jrlhf.fleet.processes import ProcessWorkers
+from jrlhf.fleet.processes.workers import ProcessWorkers
 from jrlhf.fleet.schedule import Rules
 from jrlhf.fleet.state import Collected
 from jrlhf.meshes import make_mesh
@@ -266,7 +266,7 @@ def test_on_a_ray_cluster_nobody_waits_for_a_stopped_process_and_lost_ones_are_r
         return decode(self, prompts)
 
     monkeypatch.setattr(ProcessWorkers, "decode", disturbed)
-    monkeypatch.setattr("jrlhf.fleet.processes.LEAST", 300.0)  # the process that is stopped is not lost
+    monkeypatch.setattr("jrlhf.fleet.processes.process.LEAST", 300.0)  # the process that is stopped is not lost
     waited, own = list[bool](), ("fleet.engine=ray", "grpo.iterations=8", "grpo.save_every=4")
     whole = config(tmp_path, "wall", "grpo", [*PROCESSES, *own], **OPTIONS)
     path = run(whole)

@@ -32,7 +32,7 @@ from jax.sharding import Mesh
 import jrlhf
 from jrlhf.config.parse import build
 from jrlhf.config.schema import DeviceConfig
-from jrlhf.fleet.shared import SharedArrays, patched, read
+from jrlhf.fleet.processes.shared import SharedArrays, patched, read
 from jrlhf.fleet.slices import SliceWorkers
 from jrlhf.fleet.state import saved
 from jrlhf.meshes import GENERATE, make_mesh, to_devices, to_host

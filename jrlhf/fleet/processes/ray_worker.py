@@ -20,11 +20,13 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from jrlhf.errors import UserError, first_line
-from jrlhf.fleet.shared import SharedArrays
+from jrlhf.fleet.processes.shared import SharedArrays
 from jrlhf.run.child import Worker
 from jrlhf.run.files import decode, encode
 
 TRAVEL = 5.0  # minimum seconds that are added to a deadline for the transfer of arrays; otherwise a tenth of it
+ROOM = 5.0  # seconds in which a cluster that has room for a process has reserved it; Ray itself takes milliseconds
+NO_ROOM = "no room"  # the failure of a request if no machine has room for the process
 _stored: WeakKeyDictionary[SharedArrays, Any] = WeakKeyDictionary()  # references to Ray's object store
 _storing = threading.Lock()  # requests to the processes come from several threads
 
@@ -36,11 +38,10 @@ def check_package() -> None:
 
 
 @contextmanager
-def joined(workers: int, gpus: int, tell: Callable[[str], None]) -> Iterator[None]:
+def joined() -> Iterator[None]:
     """Joins the Ray cluster of this machine, or that of the environment variable RAY_ADDRESS, and leaves it at the end.
 
-    A process that has joined a cluster before stays in it. workers: number of processes; each needs a CPU and `gpus`
-    GPUs. Raises UserError without a cluster.
+    A process that has joined a cluster before stays in it. Raises UserError without a cluster.
     """
     import ray  # an optional dependency
 
@@ -48,20 +49,15 @@ def joined(workers: int, gpus: int, tell: Callable[[str], None]) -> Iterator[Non
         if not ray.is_initialized():
             _join()
             leaving.callback(ray.shutdown)
-        if too_few := lacking(workers, gpus):
-            tell(f"{too_few}: they wait for more")
         yield
 
 
-def lacking(workers: int, gpus: int) -> str:
-    """Returns what the cluster lacks for this number of processes with `gpus` GPUs each; empty: nothing."""
+def room(gpus: int) -> int:
+    """Returns for how many processes with `gpus` GPUs each the cluster is free, as of about a second ago."""
     import ray
 
-    resources = ray.cluster_resources()
-    for name, needed in (("CPU", workers), ("GPU", workers * gpus)):
-        if (there := resources.get(name, 0)) < needed:
-            return f"Ray has {there:g} {name}(s), and the rollout processes need {needed}"
-    return ""
+    free = ray.available_resources()
+    return int(min(free.get("CPU", 0), free.get("GPU", 0) / gpus if gpus else math.inf))
 
 
 def _join() -> None:
@@ -101,26 +97,39 @@ class RayWorker:
     """A rollout process in a Ray cluster, with the interface of `Worker`."""
 
     def __init__(self, environment: Mapping[str, str], log: Callable[[bytes], None], *, gpus: int):
-        import ray
-
-        actor: Any = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=0, max_task_retries=0)(_Host)
-        self._gpus, self._host, self._log = gpus, actor.remote(dict(environment)), log
+        self._environment, self._log, self._gpus = dict(environment), log, gpus
+        self._group: Any = None  # reserves a CPU and the GPUs of a machine
+        self._host: Any = None
         self._arrays: SharedArrays | None = None
-        self._started = False
+
+    def _start(self) -> bool:
+        """Starts the actor on a machine that has room; returns whether there is one."""
+        import ray
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        # A group says whether a machine has room; an actor alone does not say why it waits.
+        self._group = placement_group([{"CPU": 1, "GPU": self._gpus} if self._gpus else {"CPU": 1}])
+        if not self._group.wait(ROOM):
+            return False
+        place = PlacementGroupSchedulingStrategy(self._group)
+        options: Any = {"num_cpus": 1, "num_gpus": self._gpus, "max_restarts": 0, "max_task_retries": 0}
+        actor: Any = ray.remote(**options, scheduling_strategy=place)(_Host)
+        self._host = actor.remote(self._environment)
+        return True
 
     def request(self, body: bytes, seconds: float, shared: SharedArrays | None = None) -> Mapping[str, Any]:
         """Returns the answer to a request, as `Worker.request` does. shared: arrays that it names by their path."""
         import ray
         from ray.exceptions import GetTimeoutError, RayError
 
-        if not self._started and not ray.wait([self._host.ready.remote()], timeout=seconds)[0]:
-            self.kill()
-            cpus, gpus = (ray.available_resources().get(name, 0) for name in ("CPU", "GPU"))
-            free = f"{cpus:g} CPUs and {gpus:g} GPUs are free, and it needs 1 and {self._gpus} of one machine"
-            return {"failure": "hang", "detail": f"Ray started none within {seconds:g} s: {free}"}
-        self._started = True
         begin = time.monotonic()
         try:
+            if self._host is None and not self._start():
+                self.kill()
+                gpus = f" and {self._gpus} free GPU(s)" if self._gpus else ""
+                return {"failure": NO_ROOM, "detail": f"no machine of the Ray cluster has a free CPU{gpus}"}
+            assert self._host is not None
             arrays = () if shared is None else (shared.path, _store(shared))
             asked = self._host.request.remote(body, seconds, *arrays)
             answer, output, content = ray.get(asked, timeout=seconds + max(TRAVEL, seconds / 10))
@@ -142,9 +151,14 @@ class RayWorker:
     def interrupt(self) -> None:
         """Ends the process; a request that waits for it ends at once."""
         import ray
+        from ray.util.placement_group import remove_placement_group
 
-        if ray.is_initialized():
+        if not ray.is_initialized():
+            return
+        if self._host is not None:
             ray.kill(self._host)
+        if self._group is not None:
+            remove_placement_group(self._group)
 
     kill = interrupt
 
@@ -158,10 +172,7 @@ class _Host:
 
     def __init__(self, environment: Mapping[str, str]):
         self._output = bytearray()
-        self._worker = _Worker("jrlhf.fleet.worker", {**os.environ, **environment}, self._output.extend)
-
-    def ready(self) -> None:
-        """Returns when the actor has started."""
+        self._worker = _Worker("jrlhf.fleet.processes.worker", {**os.environ, **environment}, self._output.extend)
 
     def request(
         self, body: bytes, seconds: float, path: str = "", content: np.ndarray | None = None

@@ -1,4 +1,4 @@
-"""Arrays in memory-only files, which other processes of this machine read; and differences between arrays.
+"""Arrays in memory-only files, which other processes of this machine read; differences between arrays; updates.
 
 Other users cannot read these files, and they vanish when this process ends, however it ends. `delta` and `patched`
 encode and apply only the changed elements of arrays.
@@ -6,7 +6,8 @@ encode and apply only the changed elements of arrays.
 
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, UInt
 
+from jrlhf.models.generation.continuous import Prompt
 from jrlhf.run.files import decode, encode
 
 AVAILABLE = hasattr(os, "memfd_create")  # only Linux has it
@@ -127,3 +129,36 @@ def _unpacked(packed: UInt[np.ndarray, "..."]) -> Int[np.ndarray, "N"]:
     """Inverts `_packed`."""
     last = packed < np.iinfo(packed.dtype).max
     return np.diff(np.cumsum(packed, dtype=np.int64)[last], prepend=0)
+
+
+@dataclass(frozen=True)
+class Update:
+    """Published weights. changes: the differences from the update before (number - 1); None: send all weights.
+
+    whole: all weights. base: the frozen weights under an adapter.
+    """
+
+    number: int
+    whole: SharedArrays
+    changes: SharedArrays | None
+    base: SharedArrays | None = None
+
+    @classmethod
+    def after(
+        cls, last: "Update | None", arrays: Sequence[np.ndarray], anchor_every: int, base: SharedArrays | None = None
+    ) -> "Update":
+        """Returns these weights as the update after `last`. Every `anchor_every`-th update has no `changes`."""
+        number, whole, changes = 0 if last is None else last.number + 1, SharedArrays.of(arrays), None
+        if last is not None and number % anchor_every:
+            changes = SharedArrays.of(delta(read(last.whole.path), arrays))
+        return cls(number, whole, changes if changes and changes.size < whole.size else None, base)
+
+    def command(
+        self, present: "Update | None", again: Mapping[int, Prompt] | None = None
+    ) -> tuple[dict[str, Any], SharedArrays]:
+        """Returns the command to replace the update `present` by this one, and the file that it names."""
+        sent, base = self.whole, None
+        if self.changes is not None and present is not None and present.number + 1 == self.number:
+            sent, base = self.changes, present.number
+        prompts = None if again is None else [astuple(prompt) for prompt in again.values()]
+        return {"take": {"path": sent.path, "number": self.number, "base": base, "again": prompts}}, sent

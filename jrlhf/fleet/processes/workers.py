@@ -1,0 +1,302 @@
+"""Logical workers in processes of this machine or of a Ray cluster, each with its own devices.
+
+The parent decides what is drawn and when; a process only executes commands. If a process ends or hangs, a successor
+repeats the commands since the last recorded state and continues, with the same results; if no machine has room for it,
+the other processes do so. Where states are recorded, the number of processes may change, because a file of the run's
+directory asks for another one, or because a Ray cluster has room for more of those that are asked for.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jrlhf.config.stages import FleetSection
+from jrlhf.errors import RunFailure, UserError
+from jrlhf.fleet.identity import Identity
+from jrlhf.fleet.processes.places import Place, gpus_of
+from jrlhf.fleet.processes.process import ATTEMPTS, LocalWorker, NoRoom, Process, differs
+from jrlhf.fleet.processes.ray_worker import RayWorker, room
+from jrlhf.fleet.processes.shared import SharedArrays, Update, read
+from jrlhf.fleet.state import DrawnRows, drawn_rows, saved
+from jrlhf.meshes import to_devices, to_host
+from jrlhf.models.generation.continuous import ContinuousBatch, Decoding, Progress, Prompt, Weights
+from jrlhf.run.directory import FLEET
+from jrlhf.run.files import decode, encode
+
+
+class ProcessWorkers:
+    """Logical workers in processes. See `Workers`.
+
+    template: a batch of slots like that of a logical worker, for the shapes of its state.
+    description: what `worker.describe` returns. folder: of the processes' logs.
+    tell: called with a sentence for each process that is lost, for a new number of them, and for one that is refused.
+    count: number of logical workers. asked: returns the places of the processes; see `asked_places`.
+    """
+
+    own_devices = True
+
+    def __init__(
+        self,
+        template: ContinuousBatch,
+        description: Mapping[str, Any],
+        section: FleetSection,
+        folder: Path,
+        tell: Callable[[str], None],
+        count: int,
+        asked: Callable[[], Sequence[Place]],
+    ):
+        self._template, self._count, self._asked = template, count, asked
+        self._section, self._folder, self._tell = section, folder, tell
+        self._setup = {**description, "deadline": section.deadline}
+        self._gpus = template.mesh.size if description["platform"] == "gpu" else 0
+        leaves, self._treedef = jax.tree.flatten(saved(template.fresh(), template.mesh))
+        self._shardings = [leaf.sharding for leaf in leaves]
+        self._processes = [self._process(place) for place in asked()]
+        self._refusal = ""  # the last one of `asked`
+        self._failed: Sequence[Place] = ()  # asked places whose processes did not start
+        self._threads = ThreadPoolExecutor(count, "workers")
+        self._anchor_every = section.anchor_every if section.transfer == "delta" else 1
+        self._newest: Update | None = None
+        self._present: Update | None = None  # the update with which all processes draw
+        self._transfers: list[tuple[int, float]] = []  # (bytes, seconds) of `put` and `take`, in several threads
+        self._base: tuple[Any, SharedArrays] | None = None  # the frozen weights under an adapter, and their file
+        self.rooms, self.running = [0] * self._count, 0
+
+    def fresh(self) -> list[Decoding]:
+        return [saved(self._template.fresh(), self._template.mesh) for _ in range(self._count)]
+
+    def start(self, states: Sequence[Decoding]) -> None:
+        self._note_room(self._ask("start", [to_host(jax.tree.leaves(state)) for state in states]))
+
+    def states(self) -> list[Decoding]:
+        states = [self._treedef.unflatten(to_devices(arrays, self._shardings)) for arrays in self._arrays()]
+        present = [process.place for process in self._processes]
+        if (places := self._asked_or(present)) == present:
+            self._failed = ()
+        elif places != self._failed:
+            self._divide(states, places)
+        return states
+
+    def drawn(self) -> DrawnRows:
+        return drawn_rows([self._treedef.unflatten(arrays) for arrays in self._arrays()])
+
+    def _arrays(self) -> Iterator[list[np.ndarray]]:
+        """Yields the leaves of each worker's state. Successors of processes will start from these states."""
+        assert self._present is not None
+        base, take = self._present.base, self._present.command(None)
+        bases = [] if base is None else [({"base": base.path}, base)]
+        files = [SharedArrays.opened(path) for path in self._ask("states")]
+        for process, shared in zip(self._processes, files, strict=True):
+            yield from self._leaves(shared)
+            process.repeat_from([*bases, ({"start": shared.path}, shared), take])
+
+    def _leaves(self, shared: SharedArrays) -> Iterator[list[np.ndarray]]:
+        """Yields the leaves of each worker's state in a file."""
+        arrays, count = read(shared.path), len(self._shardings)
+        yield from (arrays[first : first + count] for first in range(0, len(arrays), count))
+
+    @property
+    def _shares(self) -> list[np.ndarray]:
+        """The logical workers of each process."""
+        return np.array_split(range(self._count), len(self._processes))
+
+    def _asked_or(self, present: Sequence[Place]) -> Sequence[Place]:
+        """Returns the asked places for which there is room, or those of the present processes if they are refused."""
+        try:
+            places, refusal = self._asked(), ""
+        except (UserError, OSError) as error:
+            places, refusal = present, str(error)
+        if self._section.engine == "ray":  # its places are alike, so the present ones stay
+            asked = [*present, *(place for place in places if place not in present)][: len(places)]
+            if (more := len(asked) - len(present)) > 0 and (free := room(self._gpus)) < more:
+                asked = asked[: len(present) + free]
+                refusal = _too_few(free, more)
+            places = sorted(asked)
+        if refusal:
+            self._refuse(refusal, len(places))
+        elif places == present:
+            self._refusal = ""
+        return places
+
+    def _refuse(self, reason: str, count: int) -> None:
+        """Says why this number of processes goes on, but not twice in a row."""
+        if reason != self._refusal:
+            self._tell(f"{reason}; {count} rollout process(es) go on")
+        self._refusal = reason
+
+    def _divide(self, states: Sequence[Decoding], places: Sequence[Place]) -> None:
+        """Divides the logical workers over processes at these places. Those that are there already go on there.
+
+        If new processes do not start, the present ones go on, unless one of them must end first to free its GPUs.
+        """
+        present = {process.place: process for process in self._processes}
+        leaving = [process for place, process in present.items() if place not in places]
+        new = {place: self._process(place) for place in places if place not in present}
+        if gpus_of(new).isdisjoint(gpus_of(process.place for process in leaving)):
+            try:
+                started = self._begin(list(new.values()))
+            except (UserError, RunFailure, OSError) as error:
+                self._failed = places
+                self._tell(f"{error}; {len(present)} rollout process(es) go on")
+                return
+            if new and not started:
+                return self._refuse(_too_few(0, len(new)), len(present))
+            places = [place for place in places if place in present or new[place] in started]
+        for process in leaving:
+            process.close()
+        self._processes = [present.get(place) or new[place] for place in places]
+        for process in self._processes:
+            process.forget()
+        update, self._present = self._present, None  # new processes have no weights
+        assert update is not None
+        try:
+            self.start(states)
+            self.take(update, None)
+        except (UserError, RunFailure) as error:
+            asked = f"{self._folder / FLEET} or fleet.workers asked for {len(places)} rollout process(es)"
+            raise type(error)(f"{error}; {asked}") from error
+        number = f" in place of {len(present)}" if len(places) != len(present) else ""
+        gpus = f" with fleet.devices=[{', '.join(devices for _, devices in places)}]" if gpus_of(places) else ""
+        self._failed = ()
+        self._tell(f"{len(places)} rollout process(es) go on{number}{gpus}")
+
+    def _begin(self, processes: Sequence[Process]) -> list[Process]:
+        """Starts new processes at the same time, and returns those for which there is room. Ends all if one fails."""
+        try:
+            starts = list(self._threads.map(Process.begin, processes))
+            return [process for process, there in zip(processes, starts, strict=True) if there]
+        except BaseException:  # also an interrupt: nobody else knows these processes
+            for process in processes:
+                process.close()
+            raise
+
+    def _process(self, place: Place) -> Process:
+        """Returns a process, which starts at its first command."""
+        number, devices = place
+        environment, start = dict(os.environ), partial(LocalWorker, "jrlhf.fleet.processes.worker")
+        if self._section.engine == "ray":
+            # Programs depend on XLA's flags; everything else is as the cluster sets it.
+            environment = {name: value for name, value in os.environ.items() if name == "XLA_FLAGS"}
+            start = partial(RayWorker, gpus=self._gpus)
+        if devices:
+            environment["CUDA_VISIBLE_DEVICES"] = devices
+        log = self._folder / f"worker-{number}.log"
+        return Process(place, self._setup, partial(start, environment), log, self._tell)
+
+    def put(self, weights: Weights) -> Update:
+        begin = time.monotonic()
+        base, adapter = weights
+        if adapter and self._base is None:
+            self._base = base, SharedArrays.of(to_host(jax.tree.leaves(base)))
+        travelling = adapter or base
+        self._shardings_of_update = jax.tree.map(lambda leaf: leaf.sharding, travelling)
+        frozen = None if self._base is None else self._base[1]
+        self._newest = Update.after(self._newest, to_host(jax.tree.leaves(travelling)), self._anchor_every, frozen)
+        self._transfers.append((0, time.monotonic() - begin))
+        return self._newest
+
+    def weights(self, handle: Update) -> Weights:
+        leaves, treedef = jax.tree.flatten(self._shardings_of_update)
+        weights = treedef.unflatten(to_devices(read(handle.whole.path), leaves))
+        return (weights, {}) if self._base is None else (self._base[0], weights)
+
+    def take(self, weights: Update, again: Mapping[int, Prompt] | None) -> list[tuple[Identity | None, Identity]]:
+        begin = time.monotonic()
+        if self._present is None and weights.base is not None:
+            self._ask("base", weights.base.path, weights.base)
+        command, sent = weights.command(self._present, again)
+        identities = self._ask("take", command["take"], sent)
+        self._present = weights
+        self._transfers.append((sent.size, time.monotonic() - begin))
+        return identities
+
+    def identities(self) -> list[Identity]:
+        return [own for answer in self._ask("identities") for own in answer]
+
+    def decode(self, prompts: Sequence[Sequence[Prompt]]) -> list[Progress]:
+        answers = self._ask("decode", [[astuple(prompt) for prompt in own] for own in prompts])
+        self._note_room(answers)
+        return [Progress(*row) for answer in answers for row in answer["progress"]]
+
+    def metrics(self) -> dict[str, float]:
+        transfers, self._transfers = self._transfers, []
+        size, seconds = (float(sum(numbers)) for numbers in zip((0, 0.0), *transfers, strict=True))
+        return {"fleet/transfer_bytes": size, "fleet/transfer_seconds": seconds}
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.close()
+        self._threads.shutdown()
+
+    def _ask(self, name: str, argument: Any = None, shared: SharedArrays | None = None) -> list:
+        """Sends a command to all processes at the same time; returns their answers in the order of the processes.
+
+        argument: of "start" and "decode" a list with a part for each logical worker. shared: the file that it names.
+        """
+        begin, waits = time.monotonic(), False
+        while True:
+            parts = [self._part(name, argument, shared, share) for share in self._shares]
+            asked = [self._threads.submit(own.ask, *part) for own, part in zip(self._processes, parts, strict=True)]
+            errors = [answer.exception() for answer in asked]
+            if not any(errors):
+                return [answer.result() for answer in asked]
+            for error in errors:
+                if error is not None and not isinstance(error, NoRoom):
+                    raise error
+            without = [own for own, error in zip(self._processes, errors, strict=True) if error is not None]
+            numbers = ", ".join(str(own.place[0]) for own in without)
+            reason = f"{next(filter(None, errors))} for rollout process(es) {numbers}"
+            if len(without) < len(self._processes):
+                self._go_on_without(without, reason)
+            elif time.monotonic() - begin > ATTEMPTS * self._section.deadline:
+                raise RunFailure(reason)
+            elif not waits:
+                waits = True
+                self._tell(f"{reason}; the run waits for one")
+
+    @staticmethod
+    def _part(
+        name: str, argument: Any, shared: SharedArrays | None, share: np.ndarray
+    ) -> tuple[Mapping[str, Any], SharedArrays | None]:
+        """Returns the command to a process with this share of the logical workers, and the file that it names."""
+        if name == "start":
+            shared = SharedArrays.of([leaf for worker in share for leaf in argument[worker]])
+            return {name: shared.path}, shared
+        return {name: [argument[worker] for worker in share] if name == "decode" else argument}, shared
+
+    def _go_on_without(self, without: Sequence[Process], reason: str) -> None:
+        """Divides the logical workers over the other processes, which repeat the commands before the present one."""
+        commands = list(zip(*(own.commands for own in self._processes), strict=False))
+        count, self._processes = len(self._processes), [own for own in self._processes if own not in without]
+        self._tell(f"{reason}; {len(self._processes)} rollout process(es) go on in place of {count}")
+        for process in self._processes:
+            process.forget()
+        for parts in commands:
+            ((name, argument),) = decode(parts[0].text).items()
+            if name == "start":
+                argument = [leaves for part in parts for leaves in self._leaves(part.shared)]
+            elif name == "decode":
+                argument = [prompts for part in parts for prompts in decode(part.text)[name]]
+            answers = self._ask(name, argument, parts[0].shared)
+            if name == "decode" and _drawn(answers) != _drawn(decode(part.answer) for part in parts):
+                raise differs(without[0].place)
+
+    def _note_room(self, answers: Sequence[Mapping[str, Any]]) -> None:
+        self.rooms = [room for answer in answers for room in answer["rooms"]]
+        self.running = sum(answer["running"] for answer in answers)
+
+
+def _too_few(free: int, more: int) -> str:
+    return f"the Ray cluster has room for {free} of {more} more rollout process(es)"
+
+
+def _drawn(answers: Iterable[Mapping[str, Any]]) -> str:
+    return encode([row for answer in answers for row in answer["progress"]])
