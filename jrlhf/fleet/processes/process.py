@@ -77,13 +77,9 @@ class Process:
         self.commands.append(sent._replace(answer=answer))
         return decode(answer)
 
-    def begin(self) -> bool:
-        """Starts the process now, before its first command, and returns whether there is room for it."""
-        try:
-            self._tried(self._started)
-        except NoRoom:
-            return False
-        return True
+    def begin(self) -> None:
+        """Starts the process now, before its first command."""
+        self._tried(self._started)
 
     def _tried(self, act: Callable[[], T]) -> T:
         """Returns the result of `act`, which is repeated with another process if one is lost."""
@@ -128,7 +124,9 @@ class Process:
                 )
             for command in self.commands:
                 if self._send(self._worker, command) != command.answer and command.answer is not None:
-                    raise differs(self.place)
+                    raise differs(
+                        f"rollout process {self._number} was replaced and does not repeat what the one before it drew"
+                    )
         return self._worker
 
     def _send(self, worker: LocalWorker | RayWorker, command: "_Command") -> str:
@@ -184,8 +182,5 @@ class NoRoom(Exception):
     """No machine has room for a process; the argument says for what."""
 
 
-def differs(place: Place) -> RunFailure:
-    return RunFailure(
-        f"rollout process {place[0]} was replaced and does not repeat what the one before it drew: nothing was learned "
-        "from it; see that all processes run on devices of one kind"
-    )
+def differs(what: str) -> RunFailure:
+    return RunFailure(f"{what}: nothing was learned from it; see that all processes run on devices of one kind")

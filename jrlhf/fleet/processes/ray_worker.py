@@ -19,13 +19,13 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from jrlhf.errors import UserError, first_line
+from jrlhf.errors import RunFailure, UserError, first_line
 from jrlhf.fleet.processes.shared import SharedArrays
 from jrlhf.run.child import Worker
 from jrlhf.run.files import decode, encode
 
 TRAVEL = 5.0  # minimum seconds that are added to a deadline for the transfer of arrays; otherwise a tenth of it
-ROOM = 5.0  # seconds in which a cluster that has room for a process has reserved it; Ray itself takes milliseconds
+RESERVED = 5.0  # seconds in which a cluster with room for a process has reserved it; Ray itself takes milliseconds
 NO_ROOM = "no room"  # the failure of a request if no machine has room for the process
 _stored: WeakKeyDictionary[SharedArrays, Any] = WeakKeyDictionary()  # references to Ray's object store
 _storing = threading.Lock()  # requests to the processes come from several threads
@@ -52,7 +52,7 @@ def joined() -> Iterator[None]:
         yield
 
 
-def room(gpus: int) -> int:
+def capacity(gpus: int) -> int:
     """Returns for how many processes with `gpus` GPUs each the cluster is free, as of about a second ago."""
     import ray
 
@@ -97,39 +97,42 @@ class RayWorker:
     """A rollout process in a Ray cluster, with the interface of `Worker`."""
 
     def __init__(self, environment: Mapping[str, str], log: Callable[[bytes], None], *, gpus: int):
-        self._environment, self._log, self._gpus = dict(environment), log, gpus
-        self._group: Any = None  # reserves a CPU and the GPUs of a machine
-        self._host: Any = None
-        self._arrays: SharedArrays | None = None
-
-    def _start(self) -> bool:
-        """Starts the actor on a machine that has room; returns whether there is one."""
         import ray
+        from ray.exceptions import RayError
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        # A group says whether a machine has room; an actor alone does not say why it waits.
-        self._group = placement_group([{"CPU": 1, "GPU": self._gpus} if self._gpus else {"CPU": 1}])
-        if not self._group.wait(ROOM):
+        options: Any = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0, "max_task_retries": 0}
+        try:
+            # A group says whether a machine has room; an actor alone does not say why it waits.
+            self._group = placement_group([{"CPU": 1, "GPU": gpus} if gpus else {"CPU": 1}])
+            place = PlacementGroupSchedulingStrategy(self._group)
+            actor: Any = ray.remote(**options, scheduling_strategy=place)(_Host)
+            self._host = actor.remote(dict(environment))
+        except RayError as error:
+            raise RunFailure(f"the Ray cluster does not answer ({first_line(error)})") from error
+        self._gpus, self._log, self._reserved = gpus, log, False
+        self._arrays: SharedArrays | None = None
+
+    def _reserve(self) -> bool:
+        """True as soon as a machine has room for the process; False if none has, or if it was ended meanwhile."""
+        try:
+            self._reserved = self._reserved or self._group.wait(RESERVED)
+        except Exception:  # Ray has no type for a group that was removed
             return False
-        place = PlacementGroupSchedulingStrategy(self._group)
-        options: Any = {"num_cpus": 1, "num_gpus": self._gpus, "max_restarts": 0, "max_task_retries": 0}
-        actor: Any = ray.remote(**options, scheduling_strategy=place)(_Host)
-        self._host = actor.remote(self._environment)
-        return True
+        return self._reserved
 
     def request(self, body: bytes, seconds: float, shared: SharedArrays | None = None) -> Mapping[str, Any]:
         """Returns the answer to a request, as `Worker.request` does. shared: arrays that it names by their path."""
         import ray
         from ray.exceptions import GetTimeoutError, RayError
 
+        if not self._reserve():
+            self.kill()
+            gpus = f" and {self._gpus} free GPU(s)" if self._gpus else ""
+            return {"failure": NO_ROOM, "detail": f"no machine of the Ray cluster has a free CPU{gpus}"}
         begin = time.monotonic()
         try:
-            if self._host is None and not self._start():
-                self.kill()
-                gpus = f" and {self._gpus} free GPU(s)" if self._gpus else ""
-                return {"failure": NO_ROOM, "detail": f"no machine of the Ray cluster has a free CPU{gpus}"}
-            assert self._host is not None
             arrays = () if shared is None else (shared.path, _store(shared))
             asked = self._host.request.remote(body, seconds, *arrays)
             answer, output, content = ray.get(asked, timeout=seconds + max(TRAVEL, seconds / 10))
@@ -153,11 +156,8 @@ class RayWorker:
         import ray
         from ray.util.placement_group import remove_placement_group
 
-        if not ray.is_initialized():
-            return
-        if self._host is not None:
+        if ray.is_initialized():
             ray.kill(self._host)
-        if self._group is not None:
             remove_placement_group(self._group)
 
     kill = interrupt

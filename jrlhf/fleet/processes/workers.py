@@ -23,13 +23,15 @@ from jrlhf.errors import RunFailure, UserError
 from jrlhf.fleet.identity import Identity
 from jrlhf.fleet.processes.places import Place, gpus_of
 from jrlhf.fleet.processes.process import ATTEMPTS, LocalWorker, NoRoom, Process, differs
-from jrlhf.fleet.processes.ray_worker import RayWorker, room
+from jrlhf.fleet.processes.ray_worker import RayWorker, capacity
 from jrlhf.fleet.processes.shared import SharedArrays, Update, read
 from jrlhf.fleet.state import DrawnRows, drawn_rows, saved
 from jrlhf.meshes import to_devices, to_host
 from jrlhf.models.generation.continuous import ContinuousBatch, Decoding, Progress, Prompt, Weights
 from jrlhf.run.directory import FLEET
 from jrlhf.run.files import decode, encode
+
+PAUSE = 600.0  # seconds after which a process that did not start is tried again
 
 
 class ProcessWorkers:
@@ -60,8 +62,9 @@ class ProcessWorkers:
         leaves, self._treedef = jax.tree.flatten(saved(template.fresh(), template.mesh))
         self._shardings = [leaf.sharding for leaf in leaves]
         self._processes = [self._process(place) for place in asked()]
-        self._refusal = ""  # the last one of `asked`
-        self._failed: Sequence[Place] = ()  # asked places whose processes did not start
+        self._wish: Sequence[Place] = ()  # what `asked` returned last
+        self._paused = dict[Place, tuple[float, str]]()  # place of a process that did not start -> until when, and why
+        self._refusal = ""  # why processes were absent when that was told last
         self._threads = ThreadPoolExecutor(count, "workers")
         self._anchor_every = section.anchor_every if section.transfer == "delta" else 1
         self._newest: Update | None = None
@@ -78,11 +81,10 @@ class ProcessWorkers:
 
     def states(self) -> list[Decoding]:
         states = [self._treedef.unflatten(to_devices(arrays, self._shardings)) for arrays in self._arrays()]
-        present = [process.place for process in self._processes]
-        if (places := self._asked_or(present)) == present:
-            self._failed = ()
-        elif places != self._failed:
-            self._divide(states, places)
+        refusal = self._adjust(states)
+        if refusal and refusal != self._refusal:
+            self._tell(f"{refusal}; {len(self._processes)} rollout process(es) go on")
+        self._refusal = refusal
         return states
 
     def drawn(self) -> DrawnRows:
@@ -108,75 +110,90 @@ class ProcessWorkers:
         """The logical workers of each process."""
         return np.array_split(range(self._count), len(self._processes))
 
-    def _asked_or(self, present: Sequence[Place]) -> Sequence[Place]:
-        """Returns the asked places for which there is room, or those of the present processes if they are refused."""
-        try:
-            places, refusal = self._asked(), ""
-        except (UserError, OSError) as error:
-            places, refusal = present, str(error)
-        if self._section.engine == "ray":  # its places are alike, so the present ones stay
-            asked = [*present, *(place for place in places if place not in present)][: len(places)]
-            if (more := len(asked) - len(present)) > 0 and (free := room(self._gpus)) < more:
-                asked = asked[: len(present) + free]
-                refusal = _too_few(free, more)
-            places = sorted(asked)
-        if refusal:
-            self._refuse(refusal, len(places))
-        elif places == present:
-            self._refusal = ""
-        return places
+    def _adjust(self, states: Sequence[Decoding]) -> str:
+        """Divides the logical workers over the asked processes, where they start; returns why some are absent, or "".
 
-    def _refuse(self, reason: str, count: int) -> None:
-        """Says why this number of processes goes on, but not twice in a row."""
-        if reason != self._refusal:
-            self._tell(f"{reason}; {count} rollout process(es) go on")
-        self._refusal = reason
-
-    def _divide(self, states: Sequence[Decoding], places: Sequence[Place]) -> None:
-        """Divides the logical workers over processes at these places. Those that are there already go on there.
-
-        If new processes do not start, the present ones go on, unless one of them must end first to free its GPUs.
+        Present ones stay if they are asked for. Nobody ends for others that do not start, unless it has their GPUs.
         """
         present = {process.place: process for process in self._processes}
-        leaving = [process for place, process in present.items() if place not in places]
-        new = {place: self._process(place) for place in places if place not in present}
-        if gpus_of(new).isdisjoint(gpus_of(process.place for process in leaving)):
-            try:
-                started = self._begin(list(new.values()))
-            except (UserError, RunFailure, OSError) as error:
-                self._failed = places
-                self._tell(f"{error}; {len(present)} rollout process(es) go on")
-                return
-            if new and not started:
-                return self._refuse(_too_few(0, len(new)), len(present))
-            places = [place for place in places if place in present or new[place] in started]
-        for process in leaving:
-            process.close()
-        self._processes = [present.get(place) or new[place] for place in places]
-        for process in self._processes:
-            process.forget()
-        update, self._present = self._present, None  # new processes have no weights
-        assert update is not None
         try:
-            self.start(states)
-            self.take(update, None)
+            asked = self._places(list(present))
+        except (UserError, OSError) as error:
+            return str(error)
+        leaving = [process for place, process in present.items() if place not in asked]
+        absent = [place for place in asked if place not in present]
+        if gpus_of(absent).isdisjoint(gpus_of(process.place for process in leaving)):
+            new, refusal = self._begin(absent)
+            if refusal and leaving:
+                _close(new.values())
+                return refusal
+            if not new and not leaving:
+                return refusal
+        else:
+            new, refusal = {place: self._process(place) for place in absent}, ""
+        _close(leaving)
+        there, update = present | new, self._present
+        processes = [there[place] for place in asked if place in there]
+        try:
+            self._draw_with(processes, states, update)
         except (UserError, RunFailure) as error:
-            asked = f"{self._folder / FLEET} or fleet.workers asked for {len(places)} rollout process(es)"
-            raise type(error)(f"{error}; {asked}") from error
-        number = f" in place of {len(present)}" if len(places) != len(present) else ""
-        gpus = f" with fleet.devices=[{', '.join(devices for _, devices in places)}]" if gpus_of(places) else ""
-        self._failed = ()
-        self._tell(f"{len(places)} rollout process(es) go on{number}{gpus}")
+            if leaving:
+                asked_by = f"{self._folder / FLEET} or fleet.workers asked for {len(asked)} rollout process(es)"
+                raise type(error)(f"{error}; {asked_by}") from error
+            self._pause(new, error)
+            self._draw_with(list(present.values()), states, update)
+            return str(error)
+        number = f" in place of {len(present)}" if len(self._processes) != len(present) else ""
+        devices = ", ".join(process.place[1] for process in self._processes)
+        gpus = f" with fleet.devices=[{devices}]" if gpus_of(asked) else ""
+        self._tell(f"{len(self._processes)} rollout process(es) go on{number}{gpus}")
+        return refusal
 
-    def _begin(self, processes: Sequence[Process]) -> list[Process]:
-        """Starts new processes at the same time, and returns those for which there is room. Ends all if one fails."""
+    def _places(self, present: Sequence[Place]) -> Sequence[Place]:
+        """Returns the asked places. Those of Ray are alike, so the present ones are among them."""
+        asked = self._asked()
+        if asked != self._wish:
+            self._wish, self._paused = asked, {}
+        if self._section.engine != "ray":
+            return asked
+        return sorted([*present, *(place for place in asked if place not in present)][: len(asked)])
+
+    def _begin(self, absent: Sequence[Place]) -> tuple[dict[Place, Process], str]:
+        """Starts the processes at these places at the same time; returns those that start, and why others do not."""
+        now = time.monotonic()
+        tried = [place for place in absent if self._paused.get(place, (now, ""))[0] <= now]
+        if self._section.engine == "ray" and tried:
+            tried = tried[: capacity(self._gpus)]
+        new = {place: self._process(place) for place in tried}
         try:
-            starts = list(self._threads.map(Process.begin, processes))
-            return [process for process, there in zip(processes, starts, strict=True) if there]
-        except BaseException:  # also an interrupt: nobody else knows these processes
-            for process in processes:
-                process.close()
+            errors = [begin.exception() for begin in [self._threads.submit(own.begin) for own in new.values()]]
+        except BaseException:  # an interrupt: nobody else knows these processes
+            _close(new.values())
             raise
+        for place, error in zip(tried, errors, strict=True):
+            if isinstance(error, UserError | RunFailure | OSError | NoRoom):
+                self._pause({place: new.pop(place)}, error)
+            elif error is not None:
+                _close(new.values())
+                raise error
+        reasons = [self._paused[place][1] for place in absent if place in self._paused and place not in new]
+        lacking = f"the Ray cluster has no room for {len(absent) - len(new)} more rollout process(es)"
+        return new, next(iter(reasons), lacking) if len(new) < len(absent) else ""
+
+    def _pause(self, processes: Mapping[Place, Process], error: BaseException) -> None:
+        """Ends processes that do not start, which are not tried again for a while."""
+        _close(processes.values())
+        self._paused |= dict.fromkeys(processes, (time.monotonic() + PAUSE, str(error)))
+
+    def _draw_with(self, processes: list[Process], states: Sequence[Decoding], update: Update | None) -> None:
+        """Divides the logical workers in these states over these processes, which get these weights."""
+        assert update is not None
+        self._processes = processes
+        for process in processes:
+            process.forget()
+        self._present = None  # new processes have no weights
+        self.start(states)
+        self.take(update, None)
 
     def _process(self, place: Place) -> Process:
         """Returns a process, which starts at its first command."""
@@ -232,8 +249,7 @@ class ProcessWorkers:
         return {"fleet/transfer_bytes": size, "fleet/transfer_seconds": seconds}
 
     def close(self) -> None:
-        for process in self._processes:
-            process.close()
+        _close(self._processes)
         self._threads.shutdown()
 
     def _ask(self, name: str, argument: Any = None, shared: SharedArrays | None = None) -> list:
@@ -241,26 +257,29 @@ class ProcessWorkers:
 
         argument: of "start" and "decode" a list with a part for each logical worker. shared: the file that it names.
         """
-        begin, waits = time.monotonic(), False
+        wait_began: float | None = None
         while True:
             parts = [self._part(name, argument, shared, share) for share in self._shares]
             asked = [self._threads.submit(own.ask, *part) for own, part in zip(self._processes, parts, strict=True)]
             errors = [answer.exception() for answer in asked]
-            if not any(errors):
-                return [answer.result() for answer in asked]
             for error in errors:
                 if error is not None and not isinstance(error, NoRoom):
                     raise error
             without = [own for own, error in zip(self._processes, errors, strict=True) if error is not None]
+            if not without:
+                if wait_began is not None:
+                    self._tell(f"{len(self._processes)} rollout process(es) go on")
+                return [answer.result() for answer in asked]
             numbers = ", ".join(str(own.place[0]) for own in without)
             reason = f"{next(filter(None, errors))} for rollout process(es) {numbers}"
             if len(without) < len(self._processes):
+                wait_began = None
                 self._go_on_without(without, reason)
-            elif time.monotonic() - begin > ATTEMPTS * self._section.deadline:
-                raise RunFailure(reason)
-            elif not waits:
-                waits = True
-                self._tell(f"{reason}; the run waits for one")
+            elif wait_began is None:
+                wait_began = time.monotonic()
+                self._tell(f"{reason}: they wait for one")
+            elif time.monotonic() - wait_began > ATTEMPTS * self._section.deadline:
+                raise RunFailure(f"{reason}, for {time.monotonic() - wait_began:.0f} s: add one and resume the run")
 
     @staticmethod
     def _part(
@@ -287,15 +306,16 @@ class ProcessWorkers:
                 argument = [prompts for part in parts for prompts in decode(part.text)[name]]
             answers = self._ask(name, argument, parts[0].shared)
             if name == "decode" and _drawn(answers) != _drawn(decode(part.answer) for part in parts):
-                raise differs(without[0].place)
+                raise differs("the rollout processes that go on do not repeat what was drawn before")
 
     def _note_room(self, answers: Sequence[Mapping[str, Any]]) -> None:
         self.rooms = [room for answer in answers for room in answer["rooms"]]
         self.running = sum(answer["running"] for answer in answers)
 
 
-def _too_few(free: int, more: int) -> str:
-    return f"the Ray cluster has room for {free} of {more} more rollout process(es)"
+def _close(processes: Iterable[Process]) -> None:
+    for process in processes:
+        process.close()
 
 
 def _drawn(answers: Iterable[Mapping[str, Any]]) -> str:

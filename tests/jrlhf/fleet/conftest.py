@@ -70,4 +70,7 @@ def cluster(request, monkeypatch, alone) -> Iterator[Callable[[], subprocess.Pop
         ray.shutdown()
         for process in reversed(started):
             process.terminate()
-            process.wait(60)
+        for process in started:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(60)
+            process.kill()

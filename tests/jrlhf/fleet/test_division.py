@@ -1,7 +1,9 @@
 """Another number of rollout processes: what is refused, what starts and ends, and what a failure leaves."""
 
+import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -33,17 +35,6 @@ REFUSED = {
 }
 
 
-ROOM = [  # room for more processes, the present ones, those that are there next if the file asks for three
-    (0, [0, 1], [0, 1]),
-    (0, [0, 1], [0, 1]),
-    (1, [0, 2], [0, 1, 2]),  # Ray's places are alike, so nobody ends
-    (0, [0, 1, 2], [0, 1, 2]),
-    (0, [0, 1], [0, 1]),
-    (1, [2], [0, 2]),
-    (9, [0, 2, 5, 7], [0, 2, 5]),
-]
-
-
 def test_a_number_of_processes_that_cannot_work_is_one_sentence_and_the_run_goes_on(tmp_path, monkeypatch):
     whole = config(tmp_path, "run", "grpo", ["fleet.workers=2"], staleness=1, logical_workers=3)
     asked, file = partial(asked_places, whole, "cpu", 1), tmp_path / "run" / FLEET
@@ -52,25 +43,11 @@ def test_a_number_of_processes_that_cannot_work_is_one_sentence_and_the_run_goes
     file.parent.mkdir()
     file.write_text("workers: 3")
     assert asked() == [*two, (2, "")]
-    sentences = list[str]()
-    section = FleetSection(workers=2, engine="ray")
-    own: Any = SimpleNamespace(_asked=asked, _section=section, _gpus=0, _refusal="", _tell=sentences.append)
-    own._refuse = partial(ProcessWorkers._refuse, own)
-    for free, present, places in ROOM:
-        monkeypatch.setattr("jrlhf.fleet.processes.workers.room", lambda gpus, free=free: free)
-        assert ProcessWorkers._asked_or(own, [(n, "") for n in present]) == [(n, "") for n in places]
-    lines = (0, 1, 2), (0, 1, 2), (1, 2, 2)  # again after a number that works
-    assert sentences == [
-        f"the Ray cluster has room for {free} of {more} more rollout process(es); {count} rollout process(es) go on"
-        for free, more, count in lines
-    ]
     for text, sentence in REFUSED.items():
         file.write_text(text)
         with pytest.raises(UserError, match=f"^{file}.*{sentence}") as refused:
             asked()
-        own._refusal = ""
-        assert ProcessWorkers._asked_or(own, two) == two and "\n" not in sentences[-1]
-        assert sentences[-1] == f"{refused.value}; 2 rollout process(es) go on"
+        assert "\n" not in str(refused.value)
     file.unlink()
     file.mkdir()
     with pytest.raises(UserError, match=f"^{file} cannot be read .*: mend or delete it"):
@@ -99,30 +76,31 @@ def test_a_file_that_asks_for_processes_precedes_the_config_at_a_start(tmp_path,
 def division(tmp_path):
     """A function: places, those that do not start -> `ProcessWorkers` with stand-ins there, and what they do."""
 
-    def make(places: Sequence[Place], absent: Sequence[Place] = ()) -> tuple[Any, list[Any]]:
-        events = list[Any]()
+    def make(places: Sequence[Place], absent: Sequence[Place] = (), **settings: Any) -> tuple[Any, list[Any]]:
+        events, own = list[Any](), object.__new__(ProcessWorkers)
 
         def process(place: Place) -> Any:
-            note = lambda event: lambda: events.append(f"{event} {place[0]} {place[1]}")  # noqa: E731
-            return SimpleNamespace(place=place, close=note("close"), begin=note("begin"), forget=note("forget"))
-
-        def begin(processes: Sequence[Any]) -> list[Any]:
-            for process in processes:
-                process.begin()
-                if process.place in absent:
+            def begin() -> None:
+                events.append(f"begin {place[0]} {place[1]}")
+                if place in own.without:
+                    raise NoRoom("no machine has room")
+                if place in absent:
                     raise RunFailure("no such GPU")
-            return [process for process in processes if process.place not in own.without]
 
-        own: Any = SimpleNamespace(
-            _processes=[process(place) for place in places], _process=process, _failed=(), _refusal=""
-        )
-        own._present, own._folder, own._begin = "weights", tmp_path, begin
-        own._tell = lambda sentence: events.append(sentence)
-        own._arrays, own._asked_or = lambda: [], lambda present: own.asked
-        own._divide, own._refuse = partial(ProcessWorkers._divide, own), partial(ProcessWorkers._refuse, own)
-        own.without = ()
+            note = lambda event: lambda: events.append(f"{event} {place[0]} {place[1]}")  # noqa: E731
+            return SimpleNamespace(place=place, close=note("close"), begin=begin, forget=note("forget"))
+
+        def take(weights: Any, again: object) -> None:
+            events.append((own._present, weights))
+            own._present = weights
+
+        own._processes, own._process = [process(place) for place in places], process
+        own._threads = ThreadPoolExecutor(1)
+        own._wish, own._paused, own._refusal, own._present = (), {}, "", "weights"
+        own._section, own._gpus, own._folder, own._tell = FleetSection(**settings), 0, tmp_path, events.append
+        own._arrays, own._asked, own.without = lambda: [], lambda: own.asked, ()
         own.start = lambda states: events.append("start")
-        own.take = lambda weights, again: events.append((own._present, weights))
+        own.take = take
         return own, events
 
     return make
@@ -155,34 +133,94 @@ def test_another_number_of_processes_starts_and_ends_only_those_that_change(plac
     assert all(present.get(process.place, process) is process for process in own._processes)
 
 
-def test_processes_that_do_not_start_leave_the_present_ones_as_they_are(division):
+def test_processes_that_do_not_start_leave_the_present_ones_as_they_are(division, monkeypatch):
     own, events = division([(0, "4")], absent=[(1, "9")])
     before, failure = list(own._processes), "no such GPU; 1 rollout process(es) go on"
     for own.asked in ([(0, "4"), (1, "9")],) * 2:  # it is not tried again
         ProcessWorkers.states(own)
-        assert events == ["begin 1 9", failure] and own._processes == before and own._present == "weights"
+        assert events == ["begin 1 9", "close 1 9", failure] and own._processes == before and own._present == "weights"
     for own.asked in ([(0, "4")], [(0, "4"), (1, "9")]):
         ProcessWorkers.states(own)
     assert events.count(failure) == 2
-    own.start = lambda states: own._begin(own._processes)  # only now, because the GPU was not free before
+    events.clear()
+    own.asked = [(1, "9"), (2, "6")]  # nobody ends for a process that does not start
+    ProcessWorkers.states(own)
+    assert events == ["begin 1 9", "begin 2 6", "close 1 9", "close 2 6"] and own._processes == before
+    own.start = lambda states: own._processes[0].begin()  # only now, because the GPU was not free before
     own._processes[0].place, own.asked = (0, "9"), [(1, "9")]
     with pytest.raises(RunFailure, match=f"^no such GPU; .*{FLEET} or fleet.workers asked for 1 rollout process"):
         ProcessWorkers.states(own)
 
 
-def test_of_new_processes_those_start_for_which_there_is_room(division):
-    """The refusal is told once; then it is tried again at each iteration."""
+def test_processes_of_a_ray_cluster_start_where_there_is_room(division, monkeypatch):
+    """The others go on. Ray's places are alike, so nobody ends because another number is asked for."""
+    free = [0]
+    monkeypatch.setattr("jrlhf.fleet.processes.workers.capacity", lambda gpus: free[0])
+    own, events = division([(1, "")], engine="ray")
+    own.asked = [(number, "") for number in range(3)]
+
+    def happened(room: int, *without: int) -> list[Any]:
+        events.clear()
+        free[0], own.without = room, [(number, "") for number in without]
+        ProcessWorkers.states(own)
+        return [event for event in events if event not in TAKEN]
+
+    go_on = "{} rollout process(es) go on"
+    lacking = "the Ray cluster has no room for {} more rollout process(es); " + go_on
+    assert happened(0) == [lacking.format(2, 1)] and happened(0) == []  # it is told once
+    acts = "begin 0 ", "forget 0 ", "forget 1 "
+    assert happened(1) == [*acts, f"{go_on.format(2)} in place of 1", lacking.format(1, 2)]
+    assert happened(1, 2) == ["begin 2 ", "close 2 ", f"no machine has room; {go_on.format(2)}"]
+    assert happened(1) == []  # it is not tried again at once
+    monkeypatch.setattr("jrlhf.fleet.processes.workers.time", SimpleNamespace(monotonic=lambda: time.monotonic() + 601))
+    acts = "begin 2 ", *(f"forget {number} " for number in range(3))
+    assert happened(1) == [*acts, f"{go_on.format(3)} in place of 2"] and happened(1) == []
+    own.asked = [(0, "")]
+    assert happened(1) == ["close 1 ", "close 2 ", "forget 0 ", f"{go_on.format(1)} in place of 3"]
+    own._processes[0].place = (7, "")
+    assert happened(1) == []
+
+
+def test_a_new_process_that_fails_at_its_first_states_does_not_end_the_run(division):
     own, events = division([(0, "")])
-    own.asked, own.without = [(0, ""), (1, ""), (2, "")], [(1, ""), (2, "")]
+    before, own.asked, failures = list(own._processes), [(0, ""), (1, "")], [RunFailure("out of memory")]
+
+    def start(states: object) -> None:
+        events.append("start")
+        if failures:
+            raise failures.pop()
+
+    own.start = start
     for _ in range(2):
         ProcessWorkers.states(own)
-    refusal = "the Ray cluster has room for 0 of 2 more rollout process(es); 1 rollout process(es) go on"
-    assert events == ["begin 1 ", "begin 2 ", refusal, "begin 1 ", "begin 2 "] and own._present == "weights"
-    events.clear()
-    own.without = [(1, "")]
-    ProcessWorkers.states(own)
-    acts = ["begin 1 ", "begin 2 ", "forget 0 ", "forget 2 "]
-    assert events == [*acts, *TAKEN, "2 rollout process(es) go on in place of 1"]
+        acts = ["begin 1 ", "forget 0 ", "forget 1 ", "start", "close 1 ", "forget 0 ", *TAKEN]
+        assert events == [*acts, "out of memory; 1 rollout process(es) go on"]
+        assert own._processes == before and own._present == "weights"
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_the_run_waits_for_a_machine_if_no_process_is_left(comes, monkeypatch):
+    """For three deadlines since the wait began, however long the command took before."""
+    clock, sentences, own = [0.0], list[str](), object.__new__(ProcessWorkers)
+    monkeypatch.setattr("jrlhf.fleet.processes.workers.time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def ask(command: object, shared: object) -> str:
+        clock[0] += 100 if clock[0] == 0 else 5
+        if comes and clock[0] > 120:
+            return "answer"
+        raise NoRoom("no machine has room")
+
+    own._processes, own._count = [SimpleNamespace(ask=ask, place=(3, ""))], 1  # type: ignore[list-item]
+    own._threads, own._section, own._tell = ThreadPoolExecutor(1), FleetSection(deadline=10.0), sentences.append
+    if comes:
+        assert own._ask("states") == ["answer"]
+    else:
+        with pytest.raises(
+            RunFailure, match=r"^no machine has room for rollout process\(es\) 3, for 35 s: add one and"
+        ):
+            own._ask("states")
+    waits = "no machine has room for rollout process(es) 3: they wait for one"
+    assert sentences == [waits, *["1 rollout process(es) go on"] * comes]
 
 
 FOR_EVER = 1000

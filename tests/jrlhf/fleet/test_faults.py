@@ -128,8 +128,6 @@ def pids(worker: LocalWorker | RayWorker) -> list[int]:
     """The processes of a worker: with Ray, the actor's and the one that draws; none if they are lost."""
     if isinstance(worker, LocalWorker):
         return [worker.pid]
-    if worker._host is None:  # it starts with the first request
-        return []
     import ray  # an extra
     from ray.exceptions import RayError
 
@@ -182,7 +180,10 @@ def test_bits_do_not_depend_on_faults_stops_workers_nor_transfers(
     assert_same_run(tmp_path / "run", expected)
     sizes = [record["fleet/transfer_bytes"] for record in stage_of(tmp_path / "run", "grpo")]
     output = capsys.readouterr().out
-    lost, scaled = output.count("another one takes its place"), re.findall(r"(\d) rollout .* in place of (\d)", output)
+    lost, scaled = (
+        output.count("another one takes its place"),
+        re.findall(r"warning: (\d) rollout .* in place of (\d)", output),
+    )
     print(f"{lost} processes were lost of {dict(faults.kinds)}; numbers of processes: {counts}, {scaled}")
     print(f"a command was done {max(faults.seconds):.1f} s after the last fault, or earlier")
     assert max(faults.seconds) < GOES_ON and {new > old for new, old in scaled} == {False, True}
@@ -239,3 +240,32 @@ def test_a_run_goes_on_at_once_without_a_machine_that_is_lost_and_with_one_that_
         *re.findall("; .*(?= rollout process)", capsys.readouterr().out),
     )
     assert max(seconds) < GOES_ON and counts == [3, 2, 1, 2]
+
+
+@pytest.mark.proof("processes")
+def test_a_process_that_ends_at_any_moment_of_its_start_leaves_nothing_in_the_cluster(cluster, monkeypatch):
+    import ray  # an extra
+    from ray._private.state import actors
+    from ray.util.placement_group import PlacementGroup, placement_group_table
+
+    ray.init("auto", log_to_driver=False)
+    wait, moments = PlacementGroup.wait, ["before", "after", 0.0, 0.1, 1.0, 3.0]  # of the wait, or seconds
+    for moment in moments:
+        worker = RayWorker({}, lambda output: None, gpus=0)
+
+        def waiting(group: Any, seconds: float, moment=moment, worker=worker) -> bool:
+            if moment == "before":
+                worker.interrupt()
+            reserved = wait(group, seconds)
+            if moment == "after":
+                worker.interrupt()
+            elif isinstance(moment, float):
+                threading.Timer(moment, worker.interrupt).start()
+            return reserved
+
+        monkeypatch.setattr(PlacementGroup, "wait", waiting)
+        begin = time.monotonic()
+        assert "failure" in worker.request(b"{}", 60.0) and time.monotonic() - begin < 30
+        live = [actor["ClassName"] for actor in actors().values() if actor["State"] != "DEAD"]
+        states = {group["state"] for group in placement_group_table().values()}
+        assert not live and states <= {"REMOVED"}, moment

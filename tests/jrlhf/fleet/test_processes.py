@@ -22,7 +22,7 @@ from jrlhf.errors import RunFailure, UserError
 from jrlhf.fleet.processes import worker
 from jrlhf.fleet.processes.places import check_processes
 from jrlhf.fleet.processes.process import RECENT, LocalWorker, Process
-from jrlhf.fleet.processes.ray_worker import joined
+from jrlhf.fleet.processes.ray_worker import capacity, joined
 from jrlhf.fleet.processes.shared import SharedArrays, Update, delta, patched, read
 from jrlhf.fleet.processes.workers import ProcessWorkers
 from jrlhf.run.child import Worker
@@ -337,6 +337,12 @@ def test_a_cluster_that_is_not_there_is_one_sentence(address, cause, sentence, m
             pass
 
 
+@pytest.mark.parametrize("gpus, processes", [(0, 5), (1, 3), (2, 1), (4, 0)])
+def test_a_cluster_has_room_for_as_many_processes_as_it_has_free_cpus_and_gpus(gpus, processes, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(available_resources=lambda: {"CPU": 5.0, "GPU": 3.0}))
+    assert capacity(gpus) == processes
+
+
 @pytest.mark.parametrize("before", [False, True])
 def test_a_run_leaves_the_cluster_that_it_has_joined(before, monkeypatch):
     calls = [*["init"] * before]
@@ -355,17 +361,20 @@ def test_a_missing_ray_is_refused_before_anything_starts(monkeypatch):
         check_processes(FleetSection(workers=1, engine="ray"), "cpu", 1)
 
 
-def test_new_processes_start_together_and_end_if_one_does_not_start(process):
+def test_of_new_processes_those_go_on_that_start(process):
     make, sentences = process
-    good, other = make(), make(program="of yesterday")
-    with ThreadPoolExecutor(2) as threads:
-        own: Any = SimpleNamespace(_threads=threads)
-        ProcessWorkers._begin(own, [good])
-        pid = good._worker.pid
-        assert alive(pid) and good.ask({}) == 1
-        with pytest.raises(UserError, match="another version of jrlhf"):
-            ProcessWorkers._begin(own, [good, other])
-    assert gone(pid) and other._closed and not sentences
+    processes = {(0, ""): make(), (1, ""): make(program="of yesterday")}
+    own, (good, other) = object.__new__(ProcessWorkers), processes.values()
+    own._section, own._paused, own._process = FleetSection(), {}, processes.__getitem__
+    with ThreadPoolExecutor(2) as own._threads:
+        new, reason = own._begin(list(processes))
+        assert new == {(0, ""): good} and "another version of jrlhf" in reason and not sentences
+        assert alive(good._worker.pid) and good.ask({}) == 1 and other._closed
+        good.begin = other.begin = lambda: os.kill(os.getpid(), signal.SIGINT)
+        own._paused, pid = {}, good._worker.pid
+        with pytest.raises(KeyboardInterrupt):
+            ProcessWorkers._begin(own, list(processes))
+    assert gone(pid)
 
 
 def test_a_process_that_starts_while_it_is_closed_ends(process):
