@@ -77,7 +77,8 @@ def division(tmp_path):
     """A function: places, those that do not start -> `ProcessWorkers` with stand-ins there, and what they do."""
 
     def make(places: Sequence[Place], absent: Sequence[Place] = (), **settings: Any) -> tuple[Any, list[Any]]:
-        events, own = list[Any](), object.__new__(ProcessWorkers)
+        events = list[Any]()
+        own: Any = object.__new__(ProcessWorkers)
 
         def process(place: Place) -> Any:
             def begin() -> None:
@@ -201,7 +202,8 @@ def test_a_new_process_that_fails_at_its_first_states_does_not_end_the_run(divis
 @pytest.mark.parametrize("comes", [True, False])
 def test_the_run_waits_for_a_machine_if_no_process_is_left(comes, monkeypatch):
     """For three deadlines since the wait began, however long the command took before."""
-    clock, sentences, own = [0.0], list[str](), object.__new__(ProcessWorkers)
+    clock, sentences = [0.0], list[str]()
+    own: Any = object.__new__(ProcessWorkers)
     monkeypatch.setattr("jrlhf.fleet.processes.workers.time", SimpleNamespace(monotonic=lambda: clock[0]))
 
     def ask(command: object, shared: object) -> str:
@@ -210,7 +212,7 @@ def test_the_run_waits_for_a_machine_if_no_process_is_left(comes, monkeypatch):
             return "answer"
         raise NoRoom("no machine has room")
 
-    own._processes, own._count = [SimpleNamespace(ask=ask, place=(3, ""))], 1  # type: ignore[list-item]
+    own._processes, own._count = [SimpleNamespace(ask=ask, place=(3, ""))], 1
     own._threads, own._section, own._tell = ThreadPoolExecutor(1), FleetSection(deadline=10.0), sentences.append
     if comes:
         assert own._ask("states") == ["answer"]

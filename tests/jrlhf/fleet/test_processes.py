@@ -364,7 +364,8 @@ def test_a_missing_ray_is_refused_before_anything_starts(monkeypatch):
 def test_of_new_processes_those_go_on_that_start(process):
     make, sentences = process
     processes = {(0, ""): make(), (1, ""): make(program="of yesterday")}
-    own, (good, other) = object.__new__(ProcessWorkers), processes.values()
+    good, other = processes.values()
+    own: Any = object.__new__(ProcessWorkers)
     own._section, own._paused, own._process = FleetSection(), {}, processes.__getitem__
     with ThreadPoolExecutor(2) as own._threads:
         new, reason = own._begin(list(processes))
