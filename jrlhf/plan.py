@@ -138,7 +138,8 @@ class Planned:
         workload, cluster = self.prices.workload, self.prices.cluster
         title = f"{workload.graph.name} on {cluster.devices} x {cluster.hardware.name}"
         with _writing(path):
-            show.plot(self.outcome, title, Path(path), show.tables(workload, self.plan), self.rollouts())
+            tables = show.tables(workload, self.plan, self.prices.per_process)
+            show.plot(self.outcome, title, Path(path), tables, self.rollouts())
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as YAML, for `plan: FILE` of a config."""
@@ -180,16 +181,17 @@ def make_plan(
     """
     _check_options(config, search)
     setting, sigma = _setting(config, search, say), search.sigma or 0.0
-    prices, workload, devices = setting.prices, setting.workload, setting.prices.cluster.devices
+    workload, cluster, devices = setting.workload, setting.prices.cluster, setting.prices.cluster.devices
     if search.processes is not None and (search.processes < 1 or devices % search.processes):
         raise UserError(f"processes={search.processes} must divide the {devices} devices: each has equally many")
     alone = of_one_process(config)
-    processes = search.processes or (1 if search.cluster is None or alone else prices.cluster.hosts)
+    processes = search.processes or (1 if search.cluster is None or alone else cluster.hosts)
+    prices = replace(setting.prices, processes=processes)
     if search.plan is not None:
         if search.cluster is not None and search.plan in plans.NAMES:
             mesh_sizes(config.mesh, devices, simulates=False)
         plan = plans.plan_of_config(replace(config, plan=search.plan), workload, devices)
-        prices = fused_prices(prices, plan, processes=processes)
+        prices = fused_prices(prices, plan)
         outcome = simulate(workload.graph, plan, prices, lockstep=not search.overlap)
         lines = [show.describe_plan(prices, outcome)]
     elif config.asynchronous is not None and config.fleet is None:
@@ -208,7 +210,7 @@ def make_plan(
         if progress is not None:
             print(file=sys.stderr)
         outcome = result.best
-        prices = fused_prices(prices, outcome.plan, processes=processes)
+        prices = fused_prices(prices, outcome.plan)
         lines = [show.describe(prices, result)]
         if shared := [call.name for call in workload.calls if workload.on_base(call.role)]:
             mesh = zip(("data", "fsdp", "tensor"), outcome.plan[shared[0]].stored, strict=True)

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import jax
+
 from jrlhf.config.check import mesh_sizes
 from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
@@ -85,7 +87,8 @@ class Setting:
             result = search(self.prices, lockstep=lockstep, hypothetical=hypothetical, **budget)
             if self.config.algorithm is None:  # other stages of a config run by no plan
                 return result
-            return with_pipelines(self.prices, result, self._runs, lockstep=lockstep, processes=processes)
+            prices = replace(self.prices, processes=processes)
+            return with_pipelines(prices, result, self._runs, lockstep=lockstep)
         except NoPlan as problem:
             changes = (text for text, changed in self._changes() if changed._has_plan(hypothetical))
             text = next(changes, "a smaller model, shorter responses or fewer rows")
@@ -191,14 +194,16 @@ def prices_here(
     if profile is not None:
         costs, backend = ProfiledCosts(profile, workload), backend_of(config, devices[0])
         away = away_parts(config, workload)
-        return CostModel(workload, cluster_of(profile, memory), backend=backend, costs=costs, away=away)
+        cluster, processes = cluster_of(profile, memory), jax.process_count()
+        return CostModel(workload, cluster, backend=backend, costs=costs, away=away, processes=processes)
     if hardware is None:
         other = "; `python -m jrlhf.plan --cluster 8xh100` plans for other hardware" if config.plan == "auto" else ""
         raise UserError(
             f"nothing is known of what calls cost on {devices[0].device_kind} devices: measure them by the command "
             f"`python -m jrlhf.plan --profile` with the --config and the settings of this run, or set {instead}{other}"
         )
-    return prices_of(config, workload, Cluster(replace(hardware, memory=memory), len(devices)))
+    prices = prices_of(config, workload, Cluster(replace(hardware, memory=memory), len(devices)))
+    return replace(prices, processes=jax.process_count())
 
 
 def prices_of(config: Config, workload: Workload, cluster: Cluster) -> CostModel:

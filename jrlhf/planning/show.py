@@ -232,9 +232,12 @@ def check_picture(path: Path) -> None:
         raise UserError(f"the picture {path} must end in {', '.join(FORMATS)}")
 
 
-def tables(workload: Workload, plan: Plan) -> list[FusedUpdates]:
-    """Returns the table of each call that trains or scores in stages; first, if there is one, that of fused calls."""
-    fused = fused_updates(workload, plan)
+def tables(workload: Workload, plan: Plan, per_process: int | None = None) -> list[FusedUpdates]:
+    """Returns the table of each call that trains or scores in stages; first, if there is one, that of fused calls.
+
+    per_process: number of devices of a process; None: there is one process.
+    """
+    fused = fused_updates(workload, plan, per_process)
     result = [] if fused is None else [fused]
     for call in workload.calls:
         place = plan[call.name]

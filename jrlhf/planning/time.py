@@ -400,7 +400,8 @@ class CostModel:
 
     backend: compiler of the calls. costs: of parts; None: Roofline. away: what is offloaded; parts that only the call
     at the role's home needs count there as active, and are copied from and to the host. fused: parts of the time and
-    active bytes of updates that run together, by the call's name and placement.
+    active bytes of updates that run together, by the call's name and placement. processes: number of processes of the
+    run, which have equally many devices.
     """
 
     workload: Workload
@@ -409,11 +410,17 @@ class CostModel:
     costs: PartCosts | None = None
     away: Away = field(default_factory=dict)
     fused: Mapping[tuple[str, Placement], tuple[Parts, float]] = field(default_factory=dict)
+    processes: int = 1
     _calls: dict[Any, Price] = field(default_factory=dict, init=False)
 
     @property
     def capacity(self) -> float:
         return self.cluster.hardware.memory
+
+    @property
+    def per_process(self) -> int:
+        """Number of devices of a process."""
+        return self.cluster.devices // self.processes
 
     @cached_property
     def _base(self) -> Call | None:

@@ -113,7 +113,7 @@ def open_context(config: Config, *, resume: bool | Literal["auto"], accept_rewar
         console.line(_headline(config, mesh))
         if plan is not None:
             workload = workload_of(config, graph_of(config), models)
-            fused = fused_updates(workload, plan)
+            fused = fused_updates(workload, plan, mesh.size // jax.process_count())
             config, placements, moves = _place(config, workload, list(mesh.devices.flat), plan, fused, console.line)
             if config.fleet is not None and config.fleet.engine == "ray":
                 stack.enter_context(joined())

@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 from itertools import islice
 from typing import TypeAlias
 
-from jrlhf.meshes.pipeline import Kind, Step, Table, arrange, makespan, peak
+from jrlhf.meshes.pipeline import Kind, Step, Table, arrange, makespan, peak, synchronous_makespan
 from jrlhf.planning.fusion.problem import Problem
 
 KINDS: tuple[Kind, Kind] = ("forward", "backward")
@@ -23,6 +23,7 @@ Values: TypeAlias = list[list[list[float]]]  # indexed by device, class of opera
 # Maximum operations dispatched in the search for the makespan, and for each memory limit; a million takes two seconds.
 _STEPS = 2_000_000
 _LIMITS = 6  # number of memory limits that are tried
+_COMPARED = 100  # number of schedules whose `synchronous_makespan` is computed
 _STALL = 40  # number of schedules without a gain after which new priorities are drawn
 _PATIENCE = (0.0, 0.5, 1.0)
 _NOISE = (0.0, 0.3, 1.0, 2.0, 4.0)  # times the longest operation
@@ -210,6 +211,25 @@ def search(
                 low = limit
             limit = (low + best.memory) / 2
     return best
+
+
+def search_apart(problem: Problem, seed: int = 0, *, most: float = math.inf, effort: float = 1.0) -> Fused:
+    """Returns the schedule with the shortest `synchronous_makespan` among the shortest ones that the search draws.
+
+    It is for stages in different processes, and its makespan is the synchronous one. The arguments are those of
+    `search`.
+    """
+    dispatcher = Dispatcher(problem)
+    drawn = islice(
+        _schedules(dispatcher, random.Random(seed), most * (1 + _TOLERANCE)),
+        max(1, round(effort * _STEPS / dispatcher.operations)),
+    )
+    shortest = sorted(drawn, key=lambda schedule: schedule.makespan)[:_COMPARED]
+    tables = dict.fromkeys(dispatcher.table(schedule) for schedule in shortest)
+    seconds, table = min(
+        ((synchronous_makespan(table, problem.seconds), table) for table in tables), key=lambda pair: pair[0]
+    )
+    return Fused(table, seconds, max(peak(table, problem.activations)), problem.bound)
 
 
 def _shortest(dispatcher: Dispatcher, generator: random.Random, goal: float, memory: float, steps: float) -> Dispatched:

@@ -28,6 +28,9 @@ from jrlhf.run.processes import from_main, is_main
 
 RECENT = 4  # number of recent rollouts whose lengths determine the next move
 NO_GAIN = "rollout.last_groups=auto has no effect: no move frees the devices of a model that scores early"
+# Bytes that a process sends for a finished row: two lengths and a flag; of each position a token and its log-prob.
+_ROW, _POSITION = 9, 8
+_COORDINATOR, _MESSAGE = 32e6, 1e-3  # bytes a second through the coordinator, and seconds of a message (docs/plans.md)
 Lengths = Int[np.ndarray, "N"]  # numbers of tokens of the responses of one rollout
 
 
@@ -47,7 +50,8 @@ class Rollouts:
     prompts, samples: of a rollout, N = prompts * samples rows. width, limit: tokens of a prompt and of a response.
     devices: the devices that draw, in groups of `tensor`. tile: rows that are scored together. scoring: in the order of
     the program. step: (slots of a group, positions of its caches) -> seconds. prefill: (prompts of a group) -> seconds.
-    move: (groups, positions of the caches) -> seconds of the move to them.
+    move: (groups, positions of the caches) -> seconds of the move to them. send: (rows, devices that decode) -> seconds
+    to send finished rows to the processes that have none of these devices.
     """
 
     schedule: Schedule
@@ -62,6 +66,7 @@ class Rollouts:
     step: Callable[[int, int], float]
     prefill: Callable[[int], float]
     move: Callable[[int, int], float]
+    send: Callable[[int, Slice], float] = lambda rows, decoding: 0.0
 
     @property
     def groups(self) -> int:
@@ -147,13 +152,21 @@ def follow(rollouts: Rollouts, chunks: Sequence[Chunk], last: LastRows | None) -
             since, left = now, left[-1:]
         now, final = chunk.end + delay, number == len(chunks) - 1
         left.append((now, int(np.sum(~chunk.done))))
-        for call, given in zip(rollouts.scoring, scored, strict=True):
+        readers = [
+            (call, given)
+            for call, given in zip(rollouts.scoring, scored, strict=True)
+            if (final or not call.devices.overlaps(decoding)) and np.any(tiles[number] & ~given)
+        ]
+        if readers and not final:  # between two chunks
+            sent = np.any([tiles[number] & ~given for _, given in readers], axis=0)
+            delay += rollouts.send(int(np.sum(sent)) * rollouts.tile, decoding)
+            now = chunk.end + delay
+        for call, given in readers:
             count, own = np.sum(tiles[number] & ~given), free[call.devices.start : call.devices.stop]
-            if count and (final or not call.devices.overlaps(decoding)):
-                start = max(now, own.max())
-                own[:] = start + call.seconds * count
-                work.append(Work(call.name, call.devices, start, start + call.seconds * count))
-                given |= tiles[number]
+            start = max(now, own.max())
+            own[:] = start + call.seconds * count
+            work.append(Work(call.name, call.devices, start, start + call.seconds * count))
+            given |= tiles[number]
     return [*work, Work("", decoding, since, now, left)]
 
 
@@ -256,6 +269,11 @@ def may_gain(rollouts: Rollouts) -> bool:
     return not all(devices.overlaps(first) for devices in waiting)
 
 
+def sent_bytes(rows: int, positions: int) -> int:
+    """Returns the bytes of finished rows that a process without a device that decodes gets through the coordinator."""
+    return rows * (_ROW + _POSITION * positions)
+
+
 def read_by_rows(config: Config, graph: Graph, drawing: Call) -> list[Call]:
     """Returns the models' calls that score rows of `drawing` independently, and so may score them early."""
     models = {role for _, role, part in config.rewards_and_costs if part.function is None}
@@ -288,6 +306,12 @@ def _rollouts(config: Config, prices: CostModel, plan: Plan, call: Call) -> Roll
         arriving = (rollouts.groups - groups) * rollouts.last_slots * positions * position
         return moves.transfer_seconds(arriving, place, target, prices.cluster)
 
+    def send(rows: int, decoding: Slice) -> float:
+        present = {device // prices.per_process for device in range(decoding.start, decoding.stop)}
+        if len(present) == prices.processes:
+            return 0.0
+        return _MESSAGE + sent_bytes(rows, workload.prompt + workload.response) / _COORDINATOR
+
     rollouts = Rollouts(
         config.rollout,
         workload.rows // workload.samples,
@@ -304,5 +328,6 @@ def _rollouts(config: Config, prices: CostModel, plan: Plan, call: Call) -> Roll
         step=lambda slots, positions: sum(divided.step(slots, positions).values()),
         prefill=lambda prompts: sum(divided.prefill(prompts).values()),
         move=move,
+        send=send,
     )
     return rollouts

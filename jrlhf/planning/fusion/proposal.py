@@ -28,7 +28,7 @@ from jrlhf.planning.workload import LEARNER
 
 _GAIN = 0.01  # least share of an iteration that stages of a call must save; smaller ones are within the prices' error
 _PLANS = 4  # number of a search's plans that are tried with fused updates
-_TABLES = 3  # number of tables that are searched for, about two core-seconds each
+_TABLES = 3  # number of tables that are searched for; see `updates` for their seconds
 _SIMULATED = 4  # number of simulated pairs of placements on the same devices
 _OF_A_DEPTH = 4  # number of placements of a call with the same number of stages
 _GROUPS = 64  # maximum number of device groups in a table
@@ -37,15 +37,15 @@ Runs = Callable[[Plan], bool]
 Options = Callable[[str, int], "list[_Option]"]
 
 
-def with_pipelines(prices: CostModel, result: Result, runs: Runs, *, lockstep: bool, processes: int = 1) -> Result:
+def with_pipelines(prices: CostModel, result: Result, runs: Runs, *, lockstep: bool) -> Result:
     """Returns the result with a new best plan, whose updates and scores run in stages, or whose updates of actor and
     critic are fused, if that is predicted to be faster.
 
-    runs: tests whether the config's algorithm can run a plan. processes: number of processes of the run.
+    runs: tests whether the config's algorithm can run a plan.
     """
     options = cache(partial(_options, prices))
     result = _with_stages(prices, result, runs, options, lockstep=lockstep)
-    return _with_fused(prices, result, runs, options, lockstep=lockstep, processes=processes)
+    return _with_fused(prices, result, runs, options, lockstep=lockstep)
 
 
 def _with_stages(prices: CostModel, result: Result, runs: Runs, options: Options, *, lockstep: bool) -> Result:
@@ -95,16 +95,14 @@ def _with_stages(prices: CostModel, result: Result, runs: Runs, options: Options
     return result.improved(staged, "no stages") if staged.seconds < result.best.seconds else result
 
 
-def _with_fused(
-    prices: CostModel, result: Result, runs: Runs, options: Options, *, lockstep: bool, processes: int
-) -> Result:
+def _with_fused(prices: CostModel, result: Result, runs: Runs, options: Options, *, lockstep: bool) -> Result:
     if not all(name in result.best.plan.placements for name in FUSED):
         return result
     graph = prices.workload.graph
 
     def faster(plan: Plan, best: Simulation, *, least: bool) -> Simulation | None:
         """Simulates a plan, with its updates' table or, if `least`, that table's lower bound. None: not faster."""
-        priced = fused_prices(prices, plan, least=least, processes=processes)
+        priced = fused_prices(prices, plan, least=least)
         simulation = simulate(graph, plan, priced, lockstep=lockstep)
         better = simulation.seconds < best.seconds and simulation.peak <= prices.capacity
         return simulation if better else None

@@ -9,7 +9,7 @@ from math import lcm
 from jrlhf.meshes.hardware import HARDWARE, Cluster
 from jrlhf.meshes.pipeline import Table, makespan, synchronous_makespan
 from jrlhf.meshes.plan import Placement, Plan
-from jrlhf.planning.fusion.dispatch import search
+from jrlhf.planning.fusion.dispatch import search, search_apart
 from jrlhf.planning.fusion.problem import Model, fuse
 from jrlhf.planning.memory import fused_bytes
 from jrlhf.planning.time import CostModel
@@ -17,7 +17,7 @@ from jrlhf.planning.workload import Workload
 
 # Relative costs determine a table. They are always those of this device, so that a run's table is the same everywhere.
 _REFERENCE, _NODE = "h100", 8
-_EFFORT = 0.25  # effort of a search: at most about two core-seconds
+_EFFORT = 0.25  # effort of a search: about two core-seconds at most, and six for several processes
 _DIGITS = 2  # digits to which relative costs are rounded
 
 
@@ -36,8 +36,12 @@ class FusedUpdates:
         return json.dumps({"pipelines": pipelines, "devices": devices, "operations": operations}) + "\n"
 
 
-def fused_updates(workload: Workload, plan: Plan) -> FusedUpdates | None:
-    """Returns the updates that a plan fuses, with their table; None if it fuses none. A pure function."""
+def fused_updates(workload: Workload, plan: Plan, per_process: int | None = None) -> FusedUpdates | None:
+    """Returns the updates that a plan fuses, with their table; None if it fuses none. A pure function.
+
+    per_process: number of devices of a process; None: there is one process. If the stages are in several processes,
+    sender and receiver of a result wait for each other, and the search for the table simulates it.
+    """
     if not (names := plan.fused):
         return None
     seconds, sizes, prices = {}, {}, CostModel(workload, Cluster(HARDWARE[_REFERENCE], _NODE))
@@ -54,15 +58,14 @@ def fused_updates(workload: Workload, plan: Plan) -> FusedUpdates | None:
     groups = lcm(*(model.depth for model in models))
     first, second = (groups // model.depth for model in models)
     numbers = range(first), range(first, first + second)
-    return FusedUpdates(_table(*models), dict(zip(names, numbers, strict=True)))
+    return FusedUpdates(_table(*models, _apart(plan, per_process)), dict(zip(names, numbers, strict=True)))
 
 
-def fused_prices(prices: CostModel, plan: Plan, *, least: bool = False, processes: int = 1) -> CostModel:
+def fused_prices(prices: CostModel, plan: Plan, *, least: bool = False) -> CostModel:
     """Returns prices in which each fused update of a plan takes a share of their table's makespan, in proportion to its
     work, and each needs the memory of both.
 
-    least: uses a lower bound of the makespan, without a search for a table. processes: number of processes of the run,
-        which have equally many devices.
+    least: uses a lower bound of the makespan, without a search for a table.
     """
     workload = prices.workload
     if not plan.fused:
@@ -71,12 +74,10 @@ def fused_prices(prices: CostModel, plan: Plan, *, least: bool = False, processe
     if least:
         whole = fuse(*(_model(plan[name], *both) for name, both in seconds.items())).bound
     else:
-        fused = fused_updates(workload, plan)
+        fused = fused_updates(workload, plan, prices.per_process)
         assert fused is not None
         owner = {number: name for name, numbers in fused.pipelines.items() for number in numbers}
-        own, devices = prices.cluster.devices // processes, plan[plan.fused[0]].devices
-        apart = devices.start // own != (devices.stop - 1) // own
-        length = synchronous_makespan if apart else makespan
+        length = synchronous_makespan if _apart(plan, prices.per_process) else makespan
         whole = length(fused.table, lambda step: seconds[owner[step.model]][step.kind == "backward"])
     work = {name: plan[name].micro_batches * sum(both) for name, both in seconds.items()}
     idle = workload.epochs * workload.minibatches * (whole / sum(work.values()) - 1)
@@ -92,8 +93,16 @@ def _model(placement: Placement, forward: float, backward: float, activations: f
     return Model(placement.pipeline, placement.micro_batches, forward, backward, activations)
 
 
+def _apart(plan: Plan, per_process: int | None) -> bool:
+    """Returns whether the fused updates use devices of several processes."""
+    devices = plan[plan.fused[0]].devices
+    return per_process is not None and devices.start // per_process != (devices.stop - 1) // per_process
+
+
 @cache
-def _table(first: Model, second: Model) -> Table:
+def _table(first: Model, second: Model, apart: bool) -> Table:
     # Limit: the activations in flight if each ran 1F1B; the memory of the calls is predicted with it.
     most = sum(min(model.depth, model.micro_batches) * model.activations for model in (first, second))
+    if apart:
+        return search_apart(fuse(first, second), most=most, effort=_EFFORT).table
     return search(fuse(first, second), memory=False, most=most, effort=_EFFORT).table

@@ -26,6 +26,7 @@ from jrlhf.planning.fusion.last_rows import (
     follow,
     read_by_rows,
     rollouts_of,
+    sent_bytes,
 )
 from jrlhf.planning.fusion.tiles import choose_tiles, resumed_tiles, with_tiles
 from jrlhf.planning.time import CostModel
@@ -74,6 +75,14 @@ def test_work_by_hand():
         Work("ref", Slice(1, 1), 8.75, 11.75),
         Work("", Slice(0, 1), 1.5, 8.75, [(1.5, 2), *ends]),
     ]
+
+
+def test_sending_rows_to_other_processes_delays_decoding_by_hand():
+    """The second device is that of another process. After the move it gets the first tile at 2.75 s, which takes a
+    second; the last row ends a second later. The last tile is not sent through the coordinator."""
+    sending = replace(TWO, send=lambda rows, decoding: 0.5 * rows * (decoding.count == 1))
+    assert finish(sending, decode(TWO, LENGTHS), LastRows(1)) == 9.75 + 3
+    assert finish(sending, decode(TWO, LENGTHS), None) == 8.5 + 2 * 3  # scored after the last row
 
 
 def test_the_fastest_move_is_chosen_and_none_where_none_gains():
@@ -279,4 +288,9 @@ def test_rollouts_of_a_plan_take_what_its_prices_say():
     # On each of two devices arrive the caches of three others: 8 rows of 1024 positions with 8 heads, in bfloat16.
     arrived = 3 * 8 * 1024 * 32 * 2 * 8 * 128 * 2
     hardware = cluster.hardware
+    # Of four processes with two devices each, three have no device that decodes after a move to two groups.
+    several = rollouts_of(config, replace(prices, processes=4), plan)["actor.generate"]
+    seconds = several.send(16, Slice(0, 2)) - several.send(0, Slice(0, 2))
+    assert seconds == pytest.approx(sent_bytes(16, workload.prompt + 1024) / 32e6)
+    assert several.send(16, Slice(0, 8)) == rollouts.send(16, Slice(0, 2)) == 0
     assert rollouts.move(2, 1024) == pytest.approx(arrived / (hardware.collective * hardware.link) + hardware.latency)

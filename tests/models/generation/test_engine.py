@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -31,7 +32,8 @@ from jrlhf.models.generation import chunks, decoding
 from jrlhf.models.generation.chunks import Programs, _Rollout
 from jrlhf.models.generation.decoding import Decoder
 from jrlhf.models.generation.occupancy import LastRows
-from jrlhf.planning.fusion.last_rows import Rollouts, decode
+from jrlhf.planning.fusion.last_rows import Rollouts, decode, sent_bytes
+from jrlhf.run import processes
 from tests.models.shared import SHALLOW
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -264,6 +266,19 @@ def test_the_simulator_of_the_last_rows_has_the_looks_of_the_engine(monkeypatch)
     assert len(looks) > 8
     np.testing.assert_array_equal([chunk.done for chunk in chunks[:-1]], looks)
     assert chunks[-1].done.all()
+
+
+def test_the_bytes_that_the_simulator_prices_are_those_that_are_sent(monkeypatch):
+    """A process without a device that decodes gets five of the drawn rows."""
+    setting, sent = Setting((1, 1, 1)), dict[str, bytes]()
+    client = SimpleNamespace(key_value_set_bytes=sent.__setitem__)
+    monkeypatch.setattr(processes, "several", lambda: True)
+    monkeypatch.setattr(processes, "absent_processes", lambda mesh: [SimpleNamespace(process_index=1)])
+    monkeypatch.setattr(processes.multihost, "get_jax_distributed_client", lambda: client)
+    with jax.set_mesh(setting.mesh):
+        program = jax.jit(make_generate(CONFIG, setting.mesh, SAMPLING))
+        processes.to_all_hosts(program(*setting.weights, *setting.prompts, setting.keys), np.arange(U) < 5)
+    assert [len(data) for data in sent.values()] == [sent_bytes(5, P + R)]
 
 
 def test_what_does_not_fit_is_refused():
