@@ -39,7 +39,7 @@ from jrlhf.meshes.pipeline import (
 from jrlhf.models import ModelConfig, init_sharded, pipeline
 from jrlhf.models.forward import make_logprobs
 from jrlhf.models.pipeline import Stages, Task
-from jrlhf.planning.fusion import Model, fuse, search
+from jrlhf.planning.fusion import Model, fuse, search_apart
 
 UNIT = 0.12  # seconds of the models' unit; copies of weights and gradients take about 0.3 s here
 REPEATS = 2
@@ -57,7 +57,7 @@ def tables() -> dict[str, tuple[Table, Callable[[Step], float]]]:
     result = {}
     for name, (actor, critic) in PAIRS.items():
         problem = fuse(actor, critic)
-        result[f"fused: {name}"] = search(problem, memory=False).table, problem.seconds
+        result[f"fused: {name}"] = search_apart(problem).table, problem.seconds
         for model in dict.fromkeys((actor, critic)):
             alone = one_forward_one_backward(model.depth, model.micro_batches)
             result[f"1f1b of {model.depth} stages: {name}"] = alone, partial(_seconds, model)

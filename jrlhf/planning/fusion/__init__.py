@@ -2,6 +2,7 @@
 
 from jrlhf.planning.fusion.dispatch import Fused as Fused
 from jrlhf.planning.fusion.dispatch import search as search
+from jrlhf.planning.fusion.dispatch import search_apart as search_apart
 from jrlhf.planning.fusion.problem import Model as Model
 from jrlhf.planning.fusion.problem import Problem as Problem
 from jrlhf.planning.fusion.problem import fuse as fuse
