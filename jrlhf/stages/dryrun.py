@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from textwrap import indent
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -151,7 +152,7 @@ class _DryRun:
         if config.lora is not None:
             return [*lines, f"  no switch: training and generation use one base, stored as {GENERATE.name} stores it"]
         actor, dtype = self.models["actor"], jnp.dtype(config.compute.dtype)
-        fused = fused_updates(workload, plan)
+        fused = fused_updates(workload, plan, self.mesh.size // jax.process_count())
         places = place_roles(plan, graph, list(self.mesh.devices.flat), fused=fused)["actor"]
         generation = param_shardings(actor, places["generate"].mesh, GENERATE)
         cost = tree_reshard_cost(abstract_weights(actor, places.home.mesh), generation, dtype=dtype)

@@ -116,6 +116,7 @@ def test_a_killed_run_resumes_to_the_same_bits(number: int, uninterrupted, start
         assert all(gone(pid) for pid in workers)
         print(f"seed {SEED}, run {number} {CASES[case]}, {len(workers)} workers after {moment:.2f} s, ended: {ended}")
         if ended:  # before the kill: another run begins
+            assert training.process.returncode == 0 and outcome(directory / "run") == expected
             attempts += 1
             directory = tmp_path / str(attempts)
             directory.mkdir()

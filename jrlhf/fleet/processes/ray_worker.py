@@ -52,12 +52,22 @@ def joined() -> Iterator[None]:
         yield
 
 
-def capacity(gpus: int) -> int:
-    """Returns for how many processes with `gpus` GPUs each the cluster is free, as of about a second ago."""
+def places(gpus: int) -> int:
+    """Returns for how many processes with `gpus` GPUs each the cluster has CPUs and GPUs."""
     import ray
 
-    free = ray.available_resources()
-    return int(min(free.get("CPU", 0), free.get("GPU", 0) / gpus if gpus else math.inf))
+    return _places(ray.cluster_resources(), gpus)
+
+
+def free_places(gpus: int) -> int:
+    """Returns for how many processes with `gpus` GPUs each CPUs and GPUs are free, as of about a second ago."""
+    import ray
+
+    return _places(ray.available_resources(), gpus)
+
+
+def _places(resources: Mapping[str, float], gpus: int) -> int:
+    return int(min(resources.get("CPU", 0), resources.get("GPU", 0) / gpus if gpus else math.inf))
 
 
 def _join() -> None:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,7 +23,7 @@ from jrlhf.errors import RunFailure, UserError
 from jrlhf.fleet.identity import Identity
 from jrlhf.fleet.processes.places import Place, gpus_of
 from jrlhf.fleet.processes.process import ATTEMPTS, LocalWorker, NoRoom, Process, differs
-from jrlhf.fleet.processes.ray_worker import RayWorker, capacity
+from jrlhf.fleet.processes.ray_worker import RayWorker, free_places, places
 from jrlhf.fleet.processes.shared import SharedArrays, Update, read
 from jrlhf.fleet.state import DrawnRows, drawn_rows, saved
 from jrlhf.meshes import to_devices, to_host
@@ -31,7 +31,15 @@ from jrlhf.models.generation.continuous import ContinuousBatch, Decoding, Progre
 from jrlhf.run.directory import FLEET
 from jrlhf.run.files import decode, encode
 
-PAUSE = 600.0  # seconds after which a process that did not start is tried again
+PAUSE = 600.0  # minimum seconds until processes that did not start are tried again; or ten times what the try took
+
+
+class _Pause(NamedTuple):
+    """Why absent processes are not tried, until when, and how many processes a Ray cluster has room for in all."""
+
+    reason: str
+    until: float
+    size: int
 
 
 class ProcessWorkers:
@@ -63,7 +71,7 @@ class ProcessWorkers:
         self._shardings = [leaf.sharding for leaf in leaves]
         self._processes = [self._process(place) for place in asked()]
         self._wish: Sequence[Place] = ()  # what `asked` returned last
-        self._paused = dict[Place, tuple[float, str]]()  # place of a process that did not start -> until when, and why
+        self._pause: _Pause | None = None  # after a process that did not start
         self._refusal = ""  # why processes were absent when that was told last
         self._threads = ThreadPoolExecutor(count, "workers")
         self._anchor_every = section.anchor_every if section.transfer == "delta" else 1
@@ -122,68 +130,79 @@ class ProcessWorkers:
             return str(error)
         leaving = [process for place, process in present.items() if place not in asked]
         absent = [place for place in asked if place not in present]
-        if gpus_of(absent).isdisjoint(gpus_of(process.place for process in leaving)):
+        begin, new, refusal = time.monotonic(), dict[Place, Process](), ""
+        if not gpus_of(absent).isdisjoint(gpus_of(process.place for process in leaving)):
+            new = {place: self._process(place) for place in absent}
+        elif absent:
             new, refusal = self._begin(absent)
-            if refusal and leaving:
-                _close(new.values())
-                return refusal
-            if not new and not leaving:
-                return refusal
-        else:
-            new, refusal = {place: self._process(place) for place in absent}, ""
+        if refusal and leaving:
+            _close(new.values())
+            return refusal
+        if not new and not leaving:
+            return refusal
         _close(leaving)
         there, update = present | new, self._present
-        processes = [there[place] for place in asked if place in there]
         try:
-            self._draw_with(processes, states, update)
+            self._draw_with([there[place] for place in asked if place in there], states, update)
         except (UserError, RunFailure) as error:
-            if leaving:
+            if not (staying := [process for process in self._processes if process.place in present]):
                 asked_by = f"{self._folder / FLEET} or fleet.workers asked for {len(asked)} rollout process(es)"
                 raise type(error)(f"{error}; {asked_by}") from error
-            self._pause(new, error)
-            self._draw_with(list(present.values()), states, update)
-            return str(error)
-        number = f" in place of {len(present)}" if len(self._processes) != len(present) else ""
-        devices = ", ".join(process.place[1] for process in self._processes)
-        gpus = f" with fleet.devices=[{devices}]" if gpus_of(asked) else ""
-        self._tell(f"{len(self._processes)} rollout process(es) go on{number}{gpus}")
+            _close(new.values())
+            refusal = str(error)
+            self._draw_with(staying, states, update)
+        if lost := [place for place, process in new.items() if process not in self._processes]:
+            refusal = self._hold(refusal or f"rollout process {lost[0][0]} was lost at its first states", begin)
+        if self._processes != list(present.values()):
+            number = f" in place of {len(present)}" if len(self._processes) != len(present) else ""
+            devices = ", ".join(process.place[1] for process in self._processes)
+            gpus = f" with fleet.devices=[{devices}]" if gpus_of(asked) else ""
+            self._tell(f"{len(self._processes)} rollout process(es) go on{number}{gpus}")
         return refusal
 
     def _places(self, present: Sequence[Place]) -> Sequence[Place]:
         """Returns the asked places. Those of Ray are alike, so the present ones are among them."""
         asked = self._asked()
         if asked != self._wish:
-            self._wish, self._paused = asked, {}
+            self._wish, self._pause = asked, None
         if self._section.engine != "ray":
             return asked
         return sorted([*present, *(place for place in asked if place not in present)][: len(asked)])
 
     def _begin(self, absent: Sequence[Place]) -> tuple[dict[Place, Process], str]:
         """Starts the processes at these places at the same time; returns those that start, and why others do not."""
-        now = time.monotonic()
-        tried = [place for place in absent if self._paused.get(place, (now, ""))[0] <= now]
-        if self._section.engine == "ray" and tried:
-            tried = tried[: capacity(self._gpus)]
-        new = {place: self._process(place) for place in tried}
+        begin, pause, size = time.monotonic(), self._pause, self._size
+        if pause is not None and begin < pause.until and size <= pause.size:
+            self._pause = pause._replace(size=size)  # a machine that returns ends the pause
+            return {}, pause.reason
+        room = free_places(self._gpus) if self._section.engine == "ray" else len(absent)
+        new, failures = {place: self._process(place) for place in absent[:room]}, list[str]()
         try:
-            errors = [begin.exception() for begin in [self._threads.submit(own.begin) for own in new.values()]]
+            errors = [begun.exception() for begun in [self._threads.submit(own.begin) for own in new.values()]]
         except BaseException:  # an interrupt: nobody else knows these processes
             _close(new.values())
             raise
-        for place, error in zip(tried, errors, strict=True):
+        for place, error in zip(list(new), errors, strict=True):
             if isinstance(error, UserError | RunFailure | OSError | NoRoom):
-                self._pause({place: new.pop(place)}, error)
+                failures.append(str(error))
+                new.pop(place).close()
             elif error is not None:
                 _close(new.values())
                 raise error
-        reasons = [self._paused[place][1] for place in absent if place in self._paused and place not in new]
+        if failures:
+            return new, self._hold(failures[0], begin)
         lacking = f"the Ray cluster has no room for {len(absent) - len(new)} more rollout process(es)"
-        return new, next(iter(reasons), lacking) if len(new) < len(absent) else ""
+        return new, lacking if len(new) < len(absent) else ""
 
-    def _pause(self, processes: Mapping[Place, Process], error: BaseException) -> None:
-        """Ends processes that do not start, which are not tried again for a while."""
-        _close(processes.values())
-        self._paused |= dict.fromkeys(processes, (time.monotonic() + PAUSE, str(error)))
+    @property
+    def _size(self) -> int:
+        return places(self._gpus) if self._section.engine == "ray" else 0
+
+    def _hold(self, reason: str, begin: float) -> str:
+        """Lets absent processes wait after a try that began then; returns why it failed."""
+        now = time.monotonic()
+        self._pause = _Pause(reason, now + max(PAUSE, 10 * (now - begin)), self._size)
+        return reason
 
     def _draw_with(self, processes: list[Process], states: Sequence[Decoding], update: Update | None) -> None:
         """Divides the logical workers in these states over these processes, which get these weights."""

@@ -23,7 +23,7 @@ Values: TypeAlias = list[list[list[float]]]  # indexed by device, class of opera
 # Maximum operations dispatched in the search for the makespan, and for each memory limit; a million takes two seconds.
 _STEPS = 2_000_000
 _LIMITS = 6  # number of memory limits that are tried
-_COMPARED = 100  # number of schedules whose `synchronous_makespan` is computed
+_COMPARED, _WORK = 100, 500_000  # maximum schedules whose waits are simulated; operations x devices, about 3 s
 _STALL = 40  # number of schedules without a gain after which new priorities are drawn
 _PATIENCE = (0.0, 0.5, 1.0)
 _NOISE = (0.0, 0.3, 1.0, 2.0, 4.0)  # times the longest operation
@@ -220,11 +220,12 @@ def search_apart(problem: Problem, seed: int = 0, *, most: float = math.inf, eff
     `search`.
     """
     dispatcher = Dispatcher(problem)
+    count = max(1, min(_COMPARED, _WORK // (dispatcher.operations * problem.devices)))
     drawn = islice(
         _schedules(dispatcher, random.Random(seed), most * (1 + _TOLERANCE)),
         max(1, round(effort * _STEPS / dispatcher.operations)),
     )
-    shortest = sorted(drawn, key=lambda schedule: schedule.makespan)[:_COMPARED]
+    shortest = sorted(drawn, key=lambda schedule: schedule.makespan)[:count]
     tables = dict.fromkeys(dispatcher.table(schedule) for schedule in shortest)
     seconds, table = min(
         ((synchronous_makespan(table, problem.seconds), table) for table in tables), key=lambda pair: pair[0]

@@ -30,7 +30,7 @@ RECENT = 4  # number of recent rollouts whose lengths determine the next move
 NO_GAIN = "rollout.last_groups=auto has no effect: no move frees the devices of a model that scores early"
 # Bytes that a process sends for a finished row: two lengths and a flag; of each position a token and its log-prob.
 _ROW, _POSITION = 9, 8
-_COORDINATOR, _MESSAGE = 32e6, 1e-3  # bytes a second through the coordinator, and seconds of a message (docs/plans.md)
+_COORDINATOR, _MESSAGE = 32e6, 1e-3  # bytes a second through the coordinator (docs/plans.md), and seconds of a message
 Lengths = Int[np.ndarray, "N"]  # numbers of tokens of the responses of one rollout
 
 
@@ -148,7 +148,7 @@ def follow(rollouts: Rollouts, chunks: Sequence[Chunk], last: LastRows | None) -
         if last is not None and decoding == whole and last.move(chunk.running, chunk.waiting, slots):
             work.append(Work("", decoding, since, now, left))
             decoding = whole.first(last.groups * rollouts.tensor)
-            delay = rollouts.move(last.groups, chunk.positions)
+            delay += rollouts.move(last.groups, chunk.positions)
             since, left = now, left[-1:]
         now, final = chunk.end + delay, number == len(chunks) - 1
         left.append((now, int(np.sum(~chunk.done))))

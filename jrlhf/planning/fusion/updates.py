@@ -17,7 +17,7 @@ from jrlhf.planning.workload import Workload
 
 # Relative costs determine a table. They are always those of this device, so that a run's table is the same everywhere.
 _REFERENCE, _NODE = "h100", 8
-_EFFORT = 0.25  # effort of a search: about two core-seconds at most, and six for several processes
+_EFFORT = 0.25  # effort of a search: about two core-seconds at most, and four for several processes
 _DIGITS = 2  # digits to which relative costs are rounded
 
 

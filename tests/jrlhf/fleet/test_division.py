@@ -97,7 +97,7 @@ def division(tmp_path):
 
         own._processes, own._process = [process(place) for place in places], process
         own._threads = ThreadPoolExecutor(1)
-        own._wish, own._paused, own._refusal, own._present = (), {}, "", "weights"
+        own._wish, own._pause, own._refusal, own._present = (), None, "", "weights"
         own._section, own._gpus, own._folder, own._tell = FleetSection(**settings), 0, tmp_path, events.append
         own._arrays, own._asked, own.without = lambda: [], lambda: own.asked, ()
         own.start = lambda states: events.append("start")
@@ -145,8 +145,9 @@ def test_processes_that_do_not_start_leave_the_present_ones_as_they_are(division
     assert events.count(failure) == 2
     events.clear()
     own.asked = [(1, "9"), (2, "6")]  # nobody ends for a process that does not start
-    ProcessWorkers.states(own)
-    assert events == ["begin 1 9", "begin 2 6", "close 1 9", "close 2 6"] and own._processes == before
+    for _ in range(2):
+        ProcessWorkers.states(own)
+        assert events == ["begin 1 9", "begin 2 6", "close 1 9", "close 2 6"] and own._processes == before
     own.start = lambda states: own._processes[0].begin()  # only now, because the GPU was not free before
     own._processes[0].place, own.asked = (0, "9"), [(1, "9")]
     with pytest.raises(RunFailure, match=f"^no such GPU; .*{FLEET} or fleet.workers asked for 1 rollout process"):
@@ -155,8 +156,11 @@ def test_processes_that_do_not_start_leave_the_present_ones_as_they_are(division
 
 def test_processes_of_a_ray_cluster_start_where_there_is_room(division, monkeypatch):
     """The others go on. Ray's places are alike, so nobody ends because another number is asked for."""
-    free = [0]
-    monkeypatch.setattr("jrlhf.fleet.processes.workers.capacity", lambda gpus: free[0])
+    free, all_places, later = [0], [1], [0.0]
+    monkeypatch.setattr("jrlhf.fleet.processes.workers.free_places", lambda gpus: free[0])
+    monkeypatch.setattr("jrlhf.fleet.processes.workers.places", lambda gpus: all_places[0])
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + later[0])
+    monkeypatch.setattr("jrlhf.fleet.processes.workers.time", clock)
     own, events = division([(1, "")], engine="ray")
     own.asked = [(number, "") for number in range(3)]
 
@@ -171,9 +175,16 @@ def test_processes_of_a_ray_cluster_start_where_there_is_room(division, monkeypa
     assert happened(0) == [lacking.format(2, 1)] and happened(0) == []  # it is told once
     acts = "begin 0 ", "forget 0 ", "forget 1 "
     assert happened(1) == [*acts, f"{go_on.format(2)} in place of 1", lacking.format(1, 2)]
-    assert happened(1, 2) == ["begin 2 ", "close 2 ", f"no machine has room; {go_on.format(2)}"]
-    assert happened(1) == []  # it is not tried again at once
-    monkeypatch.setattr("jrlhf.fleet.processes.workers.time", SimpleNamespace(monotonic=lambda: time.monotonic() + 601))
+    tried, refused = ["begin 2 ", "close 2 "], f"no machine has room; {go_on.format(2)}"
+    assert happened(1, 2) == [*tried, refused]
+    assert happened(1, 2) == happened(2, 2) == []  # it is not tried again at once
+    all_places[0] = 0
+    assert happened(0) == []
+    all_places[0] = 1  # a machine has returned
+    assert happened(1, 2) == tried and happened(1, 2) == []
+    later[0] = 601.0
+    assert happened(1, 2) == tried and happened(1, 2) == []
+    later[0] *= 2
     acts = "begin 2 ", *(f"forget {number} " for number in range(3))
     assert happened(1) == [*acts, f"{go_on.format(3)} in place of 2"] and happened(1) == []
     own.asked = [(0, "")]
@@ -182,9 +193,21 @@ def test_processes_of_a_ray_cluster_start_where_there_is_room(division, monkeypa
     assert happened(1) == []
 
 
-def test_a_new_process_that_fails_at_its_first_states_does_not_end_the_run(division):
-    own, events = division([(0, "")])
-    before, own.asked, failures = list(own._processes), [(0, ""), (1, "")], [RunFailure("out of memory")]
+FIRST_STATES = [  # the present processes, the asked ones, what happens if the new one fails at its first states
+    ([(0, "")], [(0, ""), (1, "")], ["begin 1 ", "forget 0 ", "forget 1 ", "start", "close 1 ", "forget 0 "], []),
+    (
+        [(0, "4"), (1, "5")],
+        [(0, "4"), (1, "6")],
+        ["begin 1 6", "close 1 5", "forget 0 4", "forget 1 6", "start", "close 1 6", "forget 0 4"],
+        ["1 rollout process(es) go on in place of 2 with fleet.devices=[4]"],
+    ),
+]
+
+
+@pytest.mark.parametrize("present, asked, acts, told", FIRST_STATES)
+def test_a_new_process_that_fails_at_its_first_states_does_not_end_the_run(present, asked, acts, told, division):
+    own, events = division(present)
+    own.asked, failures, first = asked, [RunFailure("out of memory")], own._processes[:1]
 
     def start(states: object) -> None:
         events.append("start")
@@ -194,9 +217,18 @@ def test_a_new_process_that_fails_at_its_first_states_does_not_end_the_run(divis
     own.start = start
     for _ in range(2):
         ProcessWorkers.states(own)
-        acts = ["begin 1 ", "forget 0 ", "forget 1 ", "start", "close 1 ", "forget 0 ", *TAKEN]
-        assert events == [*acts, "out of memory; 1 rollout process(es) go on"]
-        assert own._processes == before and own._present == "weights"
+        assert events == [*acts, *TAKEN, *told, "out of memory; 1 rollout process(es) go on"]
+        assert own._processes == first and own._present == "weights"
+
+
+def test_a_new_process_that_is_lost_at_its_first_states_is_not_tried_again_at_once(division):
+    own, events = division([(0, "")])
+    own.asked = [(0, ""), (1, "")]
+    own.start = lambda states: own._processes.pop()
+    for _ in range(2):
+        ProcessWorkers.states(own)
+        lost = "rollout process 1 was lost at its first states; 1 rollout process(es) go on"
+        assert events == ["begin 1 ", "forget 0 ", "forget 1 ", TAKEN[1], lost]
 
 
 @pytest.mark.parametrize("comes", [True, False])

@@ -22,7 +22,7 @@ from jrlhf.errors import RunFailure, UserError
 from jrlhf.fleet.processes import worker
 from jrlhf.fleet.processes.places import check_processes
 from jrlhf.fleet.processes.process import RECENT, LocalWorker, Process
-from jrlhf.fleet.processes.ray_worker import capacity, joined
+from jrlhf.fleet.processes.ray_worker import free_places, joined, places
 from jrlhf.fleet.processes.shared import SharedArrays, Update, delta, patched, read
 from jrlhf.fleet.processes.workers import ProcessWorkers
 from jrlhf.run.child import Worker
@@ -337,10 +337,12 @@ def test_a_cluster_that_is_not_there_is_one_sentence(address, cause, sentence, m
             pass
 
 
-@pytest.mark.parametrize("gpus, processes", [(0, 5), (1, 3), (2, 1), (4, 0)])
-def test_a_cluster_has_room_for_as_many_processes_as_it_has_free_cpus_and_gpus(gpus, processes, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(available_resources=lambda: {"CPU": 5.0, "GPU": 3.0}))
-    assert capacity(gpus) == processes
+@pytest.mark.parametrize("gpus, free, total", [(0, 5, 8), (1, 3, 4), (2, 1, 2), (4, 0, 1)])
+def test_a_cluster_has_room_for_as_many_processes_as_it_has_cpus_and_gpus(gpus, free, total, monkeypatch):
+    ray = SimpleNamespace(available_resources=lambda: {"CPU": 5.0, "GPU": 3.0})
+    ray.cluster_resources = lambda: {"CPU": 8.0, "GPU": 4.0}
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    assert (free_places(gpus), places(gpus)) == (free, total)
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -366,13 +368,13 @@ def test_of_new_processes_those_go_on_that_start(process):
     processes = {(0, ""): make(), (1, ""): make(program="of yesterday")}
     good, other = processes.values()
     own: Any = object.__new__(ProcessWorkers)
-    own._section, own._paused, own._process = FleetSection(), {}, processes.__getitem__
+    own._section, own._pause, own._process = FleetSection(), None, processes.__getitem__
     with ThreadPoolExecutor(2) as own._threads:
         new, reason = own._begin(list(processes))
         assert new == {(0, ""): good} and "another version of jrlhf" in reason and not sentences
         assert alive(good._worker.pid) and good.ask({}) == 1 and other._closed
         good.begin = other.begin = lambda: os.kill(os.getpid(), signal.SIGINT)
-        own._paused, pid = {}, good._worker.pid
+        own._pause, pid = None, good._worker.pid
         with pytest.raises(KeyboardInterrupt):
             ProcessWorkers._begin(own, list(processes))
     assert gone(pid)

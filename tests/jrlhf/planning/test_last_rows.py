@@ -83,6 +83,10 @@ def test_sending_rows_to_other_processes_delays_decoding_by_hand():
     sending = replace(TWO, send=lambda rows, decoding: 0.5 * rows * (decoding.count == 1))
     assert finish(sending, decode(TWO, LENGTHS), LastRows(1)) == 9.75 + 3
     assert finish(sending, decode(TWO, LENGTHS), None) == 8.5 + 2 * 3  # scored after the last row
+    # A third device scores in another process: it gets the first tile before the last row moves.
+    before = replace(TWO, scoring=[Scoring(Slice(2, 1), 2.0)], send=lambda rows, decoding: 0.5 * rows)
+    assert finish(before, decode(TWO, LENGTHS), None) == 9.5 + 2
+    assert finish(before, decode(TWO, LENGTHS), LastRows(1, 1)) == 9.75 + 2
 
 
 def test_the_fastest_move_is_chosen_and_none_where_none_gains():
