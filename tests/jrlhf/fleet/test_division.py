@@ -305,7 +305,7 @@ def test_the_others_repeat_the_commands_if_no_machine_has_room_for_a_successor(n
         self._worker = None
         raise NoRoom("no machine has room")
 
-    monkeypatch.setattr("jrlhf.fleet.processes.workers.PAUSE", 0.0)
+    monkeypatch.setattr(ProcessWorkers, "_hold", lambda self, reason, begin: reason)  # they are tried again at once
     monkeypatch.setattr(ProcessWorkers, "_ask", asked)
     monkeypatch.setattr(Process, "_send", refusing)
     path = run(
