@@ -204,8 +204,8 @@ FIRST_STATES = [  # the present processes, the asked ones, what happens if the n
 ]
 
 
-@pytest.mark.parametrize("present, asked, acts, told", FIRST_STATES)
-def test_a_new_process_that_fails_at_its_first_states_does_not_end_the_run(present, asked, acts, told, division):
+@pytest.mark.parametrize("present, asked, acts, lines", FIRST_STATES)
+def test_a_new_process_that_fails_at_its_first_states_does_not_end_the_run(present, asked, acts, lines, division):
     own, events = division(present)
     own.asked, failures, first = asked, [RunFailure("out of memory")], own._processes[:1]
 
@@ -217,7 +217,7 @@ def test_a_new_process_that_fails_at_its_first_states_does_not_end_the_run(prese
     own.start = start
     for _ in range(2):
         ProcessWorkers.states(own)
-        assert events == [*acts, *TAKEN, *told, "out of memory; 1 rollout process(es) go on"]
+        assert events == [*acts, *TAKEN, *lines, "out of memory; 1 rollout process(es) go on"]
         assert own._processes == first and own._present == "weights"
 
 
