@@ -52,7 +52,7 @@ def joined() -> Iterator[None]:
         yield
 
 
-def places(gpus: int) -> int:
+def total_places(gpus: int) -> int:
     """Returns for how many processes with `gpus` GPUs each the cluster has CPUs and GPUs."""
     import ray
 

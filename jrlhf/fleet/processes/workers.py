@@ -23,7 +23,7 @@ from jrlhf.errors import RunFailure, UserError
 from jrlhf.fleet.identity import Identity
 from jrlhf.fleet.processes.places import Place, gpus_of
 from jrlhf.fleet.processes.process import ATTEMPTS, LocalWorker, NoRoom, Process, differs
-from jrlhf.fleet.processes.ray_worker import RayWorker, free_places, places
+from jrlhf.fleet.processes.ray_worker import RayWorker, free_places, total_places
 from jrlhf.fleet.processes.shared import SharedArrays, Update, read
 from jrlhf.fleet.state import DrawnRows, drawn_rows, saved
 from jrlhf.meshes import to_devices, to_host
@@ -196,7 +196,7 @@ class ProcessWorkers:
 
     @property
     def _size(self) -> int:
-        return places(self._gpus) if self._section.engine == "ray" else 0
+        return total_places(self._gpus) if self._section.engine == "ray" else 0
 
     def _hold(self, reason: str, begin: float) -> str:
         """Lets absent processes wait after a try that began then; returns why it failed."""

@@ -221,23 +221,18 @@ def search_apart(problem: Problem, seed: int = 0, *, most: float = math.inf, eff
     """
     dispatcher = Dispatcher(problem)
     count = max(1, min(_COMPARED, _WORK // (dispatcher.operations * problem.devices)))
-    drawn = islice(
-        _schedules(dispatcher, random.Random(seed), most * (1 + _TOLERANCE)),
-        max(1, round(effort * _STEPS / dispatcher.operations)),
-    )
-    shortest = sorted(drawn, key=lambda schedule: schedule.makespan)[:count]
+    schedules = _schedules(dispatcher, random.Random(seed), most, effort * _STEPS)
+    shortest = sorted(schedules, key=lambda schedule: schedule.makespan)[:count]
     tables = dict.fromkeys(dispatcher.table(schedule) for schedule in shortest)
-    seconds, table = min(
-        ((synchronous_makespan(table, problem.seconds), table) for table in tables), key=lambda pair: pair[0]
-    )
-    return Fused(table, seconds, max(peak(table, problem.activations)), problem.bound)
+    seconds = {table: synchronous_makespan(table, problem.seconds) for table in tables}
+    best = min(tables, key=seconds.__getitem__)
+    return Fused(best, seconds[best], max(peak(best, problem.activations)), problem.bound)
 
 
 def _shortest(dispatcher: Dispatcher, generator: random.Random, goal: float, memory: float, steps: float) -> Dispatched:
     """Returns the shortest schedule within the memory; stops at the first one that reaches the goal."""
     best = None
-    schedules = _schedules(dispatcher, generator, memory * (1 + _TOLERANCE))
-    for schedule in islice(schedules, max(1, round(steps / dispatcher.operations))):
+    for schedule in _schedules(dispatcher, generator, memory, steps):
         if best is None or schedule.makespan < best.makespan:
             best = schedule
         if best.makespan <= goal * (1 + _TOLERANCE):
@@ -246,7 +241,13 @@ def _shortest(dispatcher: Dispatcher, generator: random.Random, goal: float, mem
     return best
 
 
-def _schedules(dispatcher: Dispatcher, generator: random.Random, memory: float) -> Iterator[Dispatched]:
+def _schedules(dispatcher: Dispatcher, generator: random.Random, memory: float, steps: float) -> Iterator[Dispatched]:
+    """Yields the schedules within the memory that this number of dispatched operations allows, at least one."""
+    schedules = _endless(dispatcher, generator, memory * (1 + _TOLERANCE))
+    return islice(schedules, max(1, round(steps / dispatcher.operations)))
+
+
+def _endless(dispatcher: Dispatcher, generator: random.Random, memory: float) -> Iterator[Dispatched]:
     """Yields schedules endlessly: each from the one before with noise, or from new priorities after a stall."""
     longest = max(max(model.forward, model.backward) for model in dispatcher.problem.models)
     while True:

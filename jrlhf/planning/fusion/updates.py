@@ -40,7 +40,7 @@ def fused_updates(workload: Workload, plan: Plan, per_process: int | None = None
     """Returns the updates that a plan fuses, with their table; None if it fuses none. A pure function.
 
     per_process: number of devices of a process; None: there is one process. If the stages are in several processes,
-    sender and receiver of a result wait for each other, and the search for the table simulates it.
+    sender and receiver of a result wait for each other, and a table with short waits is chosen.
     """
     if not (names := plan.fused):
         return None

@@ -158,7 +158,7 @@ def test_processes_of_a_ray_cluster_start_where_there_is_room(division, monkeypa
     """The others go on. Ray's places are alike, so nobody ends because another number is asked for."""
     free, all_places, later = [0], [1], [0.0]
     monkeypatch.setattr("jrlhf.fleet.processes.workers.free_places", lambda gpus: free[0])
-    monkeypatch.setattr("jrlhf.fleet.processes.workers.places", lambda gpus: all_places[0])
+    monkeypatch.setattr("jrlhf.fleet.processes.workers.total_places", lambda gpus: all_places[0])
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + later[0])
     monkeypatch.setattr("jrlhf.fleet.processes.workers.time", clock)
     own, events = division([(1, "")], engine="ray")

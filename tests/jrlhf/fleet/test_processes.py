@@ -22,7 +22,7 @@ from jrlhf.errors import RunFailure, UserError
 from jrlhf.fleet.processes import worker
 from jrlhf.fleet.processes.places import check_processes
 from jrlhf.fleet.processes.process import RECENT, LocalWorker, Process
-from jrlhf.fleet.processes.ray_worker import free_places, joined, places
+from jrlhf.fleet.processes.ray_worker import free_places, joined, total_places
 from jrlhf.fleet.processes.shared import SharedArrays, Update, delta, patched, read
 from jrlhf.fleet.processes.workers import ProcessWorkers
 from jrlhf.run.child import Worker
@@ -342,7 +342,7 @@ def test_a_cluster_has_room_for_as_many_processes_as_it_has_cpus_and_gpus(gpus, 
     ray = SimpleNamespace(available_resources=lambda: {"CPU": 5.0, "GPU": 3.0})
     ray.cluster_resources = lambda: {"CPU": 8.0, "GPU": 4.0}
     monkeypatch.setitem(sys.modules, "ray", ray)
-    assert (free_places(gpus), places(gpus)) == (free, total)
+    assert (free_places(gpus), total_places(gpus)) == (free, total)
 
 
 @pytest.mark.parametrize("before", [False, True])
