@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -74,11 +75,14 @@ def _join() -> None:
     import ray
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    address = os.environ.get("RAY_ADDRESS", "auto")
+    address, latest = os.environ.get("RAY_ADDRESS", "auto"), _latest_cluster()
     remedy = "start it with ray start --head, or set RAY_ADDRESS to the address of another one"
     try:
-        if address not in ("", "auto") and "://" not in address:  # Ray would look for it for minutes
+        if address in ("", "auto"):
+            address = latest.read_text().strip() if latest.exists() else ""
+        else:
             remedy = f"see that it runs at RAY_ADDRESS={address}, which must be HOST:PORT"
+        if address and "://" not in address:  # Ray would look for minutes for one that has ended
             host, _, port = address.rpartition(":")
             socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
         ray.init("auto", log_to_driver=False, logging_level=logging.ERROR)
@@ -91,6 +95,12 @@ def _join() -> None:
         if threading.current_thread() is threading.main_thread():  # only here Ray sets, and Python allows, handlers
             for number, handler in handlers.items():  # Ray replaces the handler of SIGTERM, which asks a run to save
                 signal.signal(number, handler)
+
+
+def _latest_cluster() -> Path:
+    """Returns the file in which Ray stores the address of the latest cluster that this machine started or joined."""
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    return Path(folder) / "ray" / "ray_current_cluster"
 
 
 def _store(shared: SharedArrays) -> Any:

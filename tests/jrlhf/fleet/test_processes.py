@@ -316,20 +316,29 @@ def test_bits_do_not_depend_on_kills_of_the_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "address, cause, sentence",
+    "address, latest, cause, sentence",
     [
-        ("127.0.0.1:1", "", r"see that it runs at RAY_ADDRESS=127.0.0.1:1, which must be HOST:PORT \(.*refused"),
-        ("ray://127.0.0.1:1", "", r"or set RAY_ADDRESS to the address of another one \(no cluster\)"),
-        ("auto", "", r"start it with ray start --head, or .* \(no cluster\)"),
-        (None, "AuthenticationError", r"set RAY_AUTH_MODE=token \(the cluster asks for a token\)"),
+        ("127.0.0.1:1", "", "", r"see that it runs at RAY_ADDRESS=127.0.0.1:1, which must be HOST:PORT \(.*refused"),
+        ("127.0.0.1", "", "", r"see that it runs at RAY_ADDRESS=127.0.0.1, which must be HOST:PORT \("),
+        ("ray://127.0.0.1:1", "", "", r"see that it runs at RAY_ADDRESS=ray://127.0.0.1:1, .* \(no cluster\)"),
+        ("auto", "", "", r"start it with ray start --head, or .* \(no cluster\)"),
+        ("auto", "127.0.0.1:1", "", r"start it with ray start --head, or .* another one \(.*refused"),
+        (None, "127.0.0.1:1", "", r"start it with ray start --head, or .* another one \(.*refused"),
+        (None, "", "AuthenticationError", r"set RAY_AUTH_MODE=token \(the cluster asks for a token\)"),
     ],
 )
-def test_a_cluster_that_is_not_there_is_one_sentence(address, cause, sentence, monkeypatch):
+def test_a_cluster_that_is_not_there_is_one_sentence(address, latest, cause, sentence, monkeypatch, tmp_path):
+    """Also if the latest cluster of this machine was killed, of which Ray still stores the address."""
+
     def init(*arguments, **options):
         raise ConnectionError("no cluster\nand more") from ValueError(cause)
 
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=init))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    if latest:
+        (tmp_path / "ray").mkdir()
+        (tmp_path / "ray" / "ray_current_cluster").write_text(latest)
     if address is not None:
         monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(UserError, match=f"^fleet.engine=ray cannot join a Ray cluster: .*{sentence}"):
@@ -346,7 +355,8 @@ def test_a_cluster_has_room_for_as_many_processes_as_it_has_cpus_and_gpus(gpus, 
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_a_run_leaves_the_cluster_that_it_has_joined(before, monkeypatch):
+def test_a_run_leaves_the_cluster_that_it_has_joined(before, monkeypatch, tmp_path):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     calls = [*["init"] * before]
     ray = SimpleNamespace(is_initialized=lambda: bool(calls))
     ray.init, ray.shutdown = (lambda *_, name=name, **__: calls.append(name) for name in ("init", "shutdown"))
