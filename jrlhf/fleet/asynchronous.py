@@ -166,7 +166,7 @@ class AsynchronousRollouts(Closing):
                 for leaf in jax.tree.leaves(state.times):  # deleted, so that nobody saves the outdated state
                     leaf.delete()
 
-    def collect(self, step: int) -> Batch:
+    def collect(self, step: int, solved: None = None) -> Batch:
         """Returns the next batch, with its rollout and the pending answers of the reward functions."""
         with jax.set_mesh(self._mesh):
             collected = self._clock.run("gen", self._fleet.collect)

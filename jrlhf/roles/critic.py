@@ -98,6 +98,10 @@ class Constraint:
         self.state = self._update(self.state, sum_rows(costs))
         return self.state.value
 
+    def metrics(self) -> dict[str, Array]:
+        """Returns the metric of the present state."""
+        return {"safe/multiplier": self.state.value}
+
 
 class FusedUpdate:
     """Trains the actor, and the critic if there is one, by one program, which also makes the experience.

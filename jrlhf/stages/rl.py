@@ -1,9 +1,9 @@
 """The stage of reinforcement learning: trains the roles of an algorithm against the rewards."""
 
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jrlhf.algorithms.factory import RoleFactory, algorithm_of
 from jrlhf.algorithms.registry import dataflow_identity, dataflow_of, graph_of
+from jrlhf.algorithms.roles import Roles
 from jrlhf.data.batches import (
     Batch,
     distinct_first,
@@ -28,7 +29,8 @@ from jrlhf.data.encode import Prompts
 from jrlhf.data.order import UNSOLVED, Order, Solved
 from jrlhf.fleet.asynchronous import AsynchronousRollouts
 from jrlhf.fleet.state import FleetState
-from jrlhf.meshes import to_devices, to_host, transfer
+from jrlhf.fleet.synchronous import SynchronousRollouts
+from jrlhf.meshes import to_devices, to_host
 from jrlhf.ppo import (
     Experience,
     KLState,
@@ -44,12 +46,13 @@ from jrlhf.ppo.shaping import RunningMoments
 from jrlhf.rewards.mixture import Rewards
 from jrlhf.roles.model import Model
 from jrlhf.roles.placement import RolePlacement, ready
+from jrlhf.run.clock import Clock
 from jrlhf.run.metrics import verl_figures
 from jrlhf.run.processes import is_main
 from jrlhf.stages.context import Context
 from jrlhf.stages.evaluate import validate
 from jrlhf.stages.loop import CALLS, SAMPLES, run_stage
-from jrlhf.stages.mfu import utilisation_of
+from jrlhf.stages.mfu import Utilisation, utilisation_of
 from jrlhf.stages.sft import sft_rows
 
 READ = "tokens", "prompt_lengths", "response_lengths", "finished"  # fields of an experience that the host reads
@@ -69,94 +72,166 @@ class RLState:
     solved: Int[Array, "N"] | None = None  # epoch from which a prompt is left out; None: all are drawn
 
 
+class Drawn(NamedTuple):
+    """The rows of an iteration."""
+
+    batch: Batch
+    raw: Any  # [B] the batch's scores before they were shaped
+    scored: Mapping[int, Any]  # number of each batch of prompts that was drawn -> scores as in `raw`
+    draws: int  # number of batches of prompts drawn so far, in all iterations
+
+
 def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards | None = None) -> Model:
     """Runs the stage, or its remaining iterations, and returns the trained actor. The arrays of `policy` are freed."""
-    config, section, task, clock = context.config, context.config.rl, context.task, rewards.clock
-    name, algorithm, validation = config.algorithm, algorithm_of(config), config.validation
-    assert name is not None and task.prompts is not None
-    graph, dataflow, prompts = graph_of(config), dataflow_of(config), task.prompts
-    factory = RoleFactory(config, algorithm, context.compute, context.sampling, context.placement, clock, context.moves)
+    config, section, name = context.config, context.config.rl, context.config.algorithm
+    algorithm, graph, prompts = algorithm_of(config), graph_of(config), context.task.prompts
+    assert name is not None and prompts is not None
+    settings = config, algorithm, context.compute, context.sampling
+    factory = RoleFactory(*settings, context.placement, rewards.clock, context.moves)
     models, identities = factory.models(context.initial, policy, rewards, graph)
+    roles = factory.roles(graph, models, rewards, costs)
     order = Order(len(prompts.ids), section.rollout_batch // section.samples, config.seed + 1)
-    take, fleet = partial(take_batch, context, prompts, order), None
-    built = factory.roles(graph, models, rewards, costs)
-    generating, updating = built.actor.placement["generate"].mesh, built.actor.placement["update"].mesh
-    arithmetic = context.placement("arithmetic").home.mesh
-    everywhere = NamedSharding(arithmetic, P())
-    if config.asynchronous is not None:
-        tell, scoring = context.console.warn, (rewards, costs)
-        fleet = AsynchronousRollouts(config, built.actor, context.sampling, task.tokenizer, take, scoring, tell)
-    utilisation = utilisation_of(graph, models, algorithm, context.placement, context.compute)
-    measure = jax.jit(partial(_measure, algorithm, section.rollout_batch, section.samples))
-
-    def init() -> RLState:
-        start = KLState(jnp.asarray(algorithm.kl_coef, jnp.float32)), RunningMoments.create(), jnp.zeros((), jnp.int32)
-        multiplier = MultiplierState.create(algorithm) if isinstance(algorithm, SafeRLHFConfig) else None
-        trained = {role: built.trained[role].create(models[role].params) for role in built.trained}
-        drawing = None if fleet is None else fleet.fresh(built.actor.bind(trained["actor"]))
-        solved = None if section.solved_score is None else np.full(order.count, UNSOLVED, np.int32)
-        start, multiplier, solved = to_devices((start, multiplier, solved), everywhere)
-        state = RLState(trained, *start, multiplier=multiplier, fleet=drawing, solved=solved)
-        return replace(state, moments=transfer(state.moments, rewards.placement["score"].mesh))
-
-    def advance(state: RLState, step: int) -> tuple[RLState, dict[str, Any]]:
-        clock.start()
-        draws, solved, kl_coef = int(to_host(state.draws)), to_host(state.solved), state.kl.coef
-        draw = partial(take, generating, solved=solved) if fleet is None else fleet.collect
-        texts = take_texts(context, step, updating) if algorithm.ptx_coef > 0 else None
-        roles = built.bind(state.trained, draws, draw, moments=state.moments, multiplier=state.multiplier, texts=texts)
-        validated, samples = {}, []
-        if validation is not None and validation.every is not None and step % validation.every == 0:
-            validated, samples = validate(context, roles.actor.model, rewards, step, clock)
-        values: dict[str, Any] = {"kl_coef": kl_coef}
-        if fleet is not None:
-            fleet.start(state.fleet, roles.actor)
-        if roles.pool is None:
-            values["prompts"] = draw(draws)
-        experience, metrics = map(ready, dataflow(**roles.arguments(dataflow), **values))
-        if roles.pool is None:
-            batch, raw, rounds = values["prompts"], rewards.raw, 1
-        else:
-            batch, raw, rounds = roles.pool.prompts, roles.pool.raw, roles.pool.draws - draws
-        if fleet is not None:
-            fleet.publish(roles.actor)
-        multiplier = None if roles.constraint is None else roles.constraint.state
-        with jax.set_mesh(arithmetic):
-            measured, kl, learned = measure(experience, state.kl)
-            measured |= {} if multiplier is None else {"safe/multiplier": multiplier.value}
-        metrics |= measured | ({"objective/kl_coef": kl_coef} if algorithm.needs_reference else {})
-        drawing = fleet and fleet.state
-        for part in (rewards, roles.pool, costs, fleet):
-            metrics |= {} if part is None else part.metrics()
-        metrics = to_host(metrics)
-        for scored in (rewards, costs):
-            if scored is not None:
-                scored.check(metrics)
-        metrics["training/epoch"] = order.epochs(draws, solved)[0]
-        seconds = clock.take()
-        metrics |= seconds | validated | {CALLS: clock.calls(context.mesh)}
-        metrics |= verl_figures(metrics, len(batch.examples), context.mesh.size)
-        masks = {"learned": learned, "texts": None if texts is None else texts.loss_mask}
-        read, raw, masks = to_host(({field: getattr(experience, field) for field in READ}, raw, masks))
-        if section.solved_score is not None:
-            scores = {draws: raw} if roles.pool is None else roles.pool.scored
-            solved = order.without_solved(solved, scores, section.solved_score, draws + rounds - 1)
-            metrics["data/solved"] = np.mean(solved < UNSOLVED)
-        if utilisation is not None and is_main():  # other processes lack the times of calls that they do not run
-            work = {**masks, "rounds": rounds, "stopped_updates": metrics.get("actor/stopped_updates", 0.0)}
-            metrics |= utilisation.metrics(seconds, read["prompt_lengths"], read["response_lengths"], **work)
-        metrics |= watch(context, batch, replace(experience, **read), raw)
-        metrics[SAMPLES] += samples
-        drawn, solved = to_devices((np.int32(draws + rounds), solved), everywhere)
-        return RLState(roles.states, kl, rewards.moments, drawn, multiplier, drawing, solved), metrics
-
-    meta = {"corpus": task.fingerprint} | identities | dataflow_identity(config)
+    meta = {"corpus": context.task.fingerprint} | identities | dataflow_identity(config)
     meta |= {f"reward {reward}": digest for reward, digest in rewards.identities.items()}
     meta |= {} if costs is None else {f"cost {cost}": digest for cost, digest in costs.identities.items()}
-    with fleet or nullcontext():
-        options = {} if fleet is None else {"saved": fleet.saved}
-        state = run_stage(context, name, init, advance, meta=meta, **options)
+    with _open_rollouts(context, roles, partial(take_batch, context, prompts, order)) as rollouts:
+        iterations = Iterations(
+            context,
+            algorithm,
+            dataflow_of(config),
+            roles,
+            order,
+            rollouts,
+            measure=jax.jit(partial(_measure, algorithm, section.rollout_batch, section.samples)),
+            utilisation=utilisation_of(graph, models, algorithm, context.placement, context.compute),
+        )
+        init = partial(iterations.init, models)
+        state = run_stage(context, name, init, iterations.advance, meta=meta, saved=rollouts.saved)
     return RolePlacement.of(context.mesh).store(models["actor"].holding(state.trained["actor"].params))
+
+
+def _open_rollouts(
+    context: Context, roles: Roles, take: Callable[..., Batch]
+) -> SynchronousRollouts | AsynchronousRollouts:
+    """Returns what gives the iterations their batches. take: (mesh, number, solved prompts) -> a batch of prompts."""
+    if context.config.asynchronous is None:
+        return SynchronousRollouts(partial(take, roles.actor.placement["generate"].mesh))
+    settings, scoring = (context.sampling, context.task.tokenizer), (roles.reward, roles.cost)
+    return AsynchronousRollouts(context.config, roles.actor, *settings, take, scoring, context.console.warn)
+
+
+@dataclass(frozen=True)
+class Iterations:
+    """The iterations of the stage, each of which makes the next `RLState`. Nothing in here changes with them.
+
+    measure: `_measure`, jitted.
+    """
+
+    context: Context
+    algorithm: PolicyConfig
+    dataflow: Callable[..., Any]
+    roles: Roles
+    order: Order
+    rollouts: SynchronousRollouts | AsynchronousRollouts
+    measure: Callable[..., Any]
+    utilisation: Utilisation | None
+
+    def init(self, models: Mapping[str, Model]) -> RLState:
+        """Returns the state before the first iteration. models: by role."""
+        trained = {name: role.create(models[name].params) for name, role in self.roles.trained.items()}
+        fleet = self.rollouts.fresh(self.roles.actor.bind(trained["actor"]))
+        kl = KLState(jnp.asarray(self.algorithm.kl_coef, jnp.float32))
+        multiplier = MultiplierState.create(self.algorithm) if isinstance(self.algorithm, SafeRLHFConfig) else None
+        solved = None if self.context.config.rl.solved_score is None else np.full(self.order.count, UNSOLVED, np.int32)
+        kl, draws, multiplier, solved = _replicated((kl, np.int32(0), multiplier, solved), self._home)
+        moments = _replicated(RunningMoments.create(), self.roles.reward.placement["score"].mesh)
+        return RLState(trained, kl, moments, draws, multiplier, fleet, solved)
+
+    def advance(self, state: RLState, step: int) -> tuple[RLState, dict[str, Any]]:
+        """Runs the dataflow once. Returns the next state, and the metrics and samples of the iteration."""
+        self._clock.start()
+        draws, solved, texts = int(to_host(state.draws)), to_host(state.solved), self._texts(step)
+        draw = partial(self.rollouts.collect, solved=solved)
+        start = {"moments": state.moments, "multiplier": state.multiplier, "texts": texts}
+        roles = self.roles.bind(state.trained, draws, draw, **start)
+        validated, validation_samples = self._validate(roles.actor.model, step)
+        self.rollouts.start(state.fleet, roles.actor)
+        experience, metrics, drawn = self._run_dataflow(roles, draws, draw, state.kl.coef)
+        self.rollouts.publish(roles.actor)
+        with jax.set_mesh(self._home):
+            measured, kl, learned = self.measure(experience, state.kl)
+        fleet = self.rollouts.state
+
+        metrics = self._gather(roles, metrics | measured) | {"training/epoch": self.order.epochs(draws, solved)[0]}
+        seconds = self._clock.take()
+        metrics |= seconds | validated | {CALLS: self._clock.calls(self.context.mesh)}
+        metrics |= verl_figures(metrics, len(drawn.batch.examples), self.context.mesh.size)
+        masks = {"learned": learned, "texts": None if texts is None else texts.loss_mask}
+        fields = {name: getattr(experience, name) for name in READ}
+        fields, raw, masks = to_host((fields, drawn.raw, masks))
+        if solved is not None:
+            bound = self.context.config.rl.solved_score
+            solved = self.order.without_solved(solved, to_host(drawn.scored), bound, drawn.draws - 1)
+            metrics["data/solved"] = np.mean(solved < UNSOLVED)
+        if self.utilisation is not None and is_main():  # other processes lack the times of calls that they do not run
+            work = {"rounds": drawn.draws - draws, "stopped_updates": metrics.get("actor/stopped_updates", 0.0)}
+            lengths = fields["prompt_lengths"], fields["response_lengths"]
+            metrics |= self.utilisation.metrics(seconds, *lengths, **masks, **work)
+        metrics |= watch(self.context, drawn.batch, replace(experience, **fields), raw)
+        metrics[SAMPLES] += validation_samples
+
+        draws, solved = _replicated((np.int32(drawn.draws), solved), self._home)
+        multiplier = None if roles.constraint is None else roles.constraint.state
+        return RLState(roles.states, kl, roles.reward.moments, draws, multiplier, fleet, solved), metrics
+
+    @property
+    def _clock(self) -> Clock:
+        return self.roles.reward.clock
+
+    @property
+    def _home(self) -> Mesh:
+        """The devices of the state's scalars."""
+        return self.context.placement("arithmetic").home.mesh
+
+    def _texts(self, step: int) -> SFTBatch | None:
+        """Returns the texts that the actor imitates in addition, one per row of the iteration; None without ptx."""
+        if self.algorithm.ptx_coef == 0:
+            return None
+        config, data = self.context.config, self.context.task.sft
+        assert data is not None
+        rows = Order(data.count, config.rl.rollout_batch, config.seed + 2).draw(step)
+        texts = sft_rows(data.batch(rows, step), self.context.length)
+        return SFTBatch(*put_rows(texts, self.roles.actor.placement["update"].mesh))
+
+    def _validate(self, policy: Model, step: int) -> tuple[dict[str, float], list[dict[str, object]]]:
+        """Returns the metrics and samples of a validation, if one is due."""
+        validation = self.context.config.validation
+        if validation is None or validation.every is None or step % validation.every:
+            return {}, []
+        return validate(self.context, policy, self.roles.reward, step, self._clock)
+
+    def _run_dataflow(
+        self, roles: Roles, draws: int, draw: Callable[[int], Batch], kl_coef: Array
+    ) -> tuple[Experience, dict[str, Any], Drawn]:
+        """Returns the experience of an iteration, the metrics of its updates, and its rows."""
+        inputs, pool = roles.arguments(self.dataflow) | {"kl_coef": kl_coef}, roles.pool
+        if pool is not None:
+            experience, metrics = map(ready, self.dataflow(**inputs))
+            return experience, metrics, Drawn(pool.prompts, pool.raw, pool.scored, pool.draws)
+        batch = draw(draws)
+        experience, metrics = map(ready, self.dataflow(**inputs, prompts=batch))
+        raw = roles.reward.raw
+        return experience, metrics, Drawn(batch, raw, {draws: raw}, draws + 1)
+
+    def _gather(self, roles: Roles, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Returns these metrics and those of the roles, on the host. Raises RewardFailure for scores that failed."""
+        for part in (roles.reward, roles.pool, roles.cost, roles.constraint, self.rollouts):
+            metrics = metrics | ({} if part is None else part.metrics())
+        metrics = to_host(metrics)
+        for scored in (roles.reward, roles.cost):
+            if scored is not None:
+                scored.check(metrics)
+        return metrics
 
 
 def take_batch(
@@ -172,23 +247,21 @@ def take_batch(
     return Batch((tokens, lengths, keys), examples, texts, number)
 
 
-def take_texts(context: Context, step: int, mesh: Mesh) -> SFTBatch:
-    """Texts to imitate, one per row of an iteration."""
-    data = context.task.sft
-    assert data is not None
-    rows = Order(data.count, context.config.rl.rollout_batch, context.config.seed + 2).draw(step)
-    return SFTBatch(*put_rows(sft_rows(data.batch(rows, step), context.length), mesh))
-
-
 def _measure(
     algorithm: PolicyConfig, episodes: int, samples: int, experience: Experience, kl: KLState
 ) -> tuple[dict[str, Array], KLState, Bool[Array, "B"]]:
-    """The metrics of an experience, the next state of the KL controller, and the mask of the rows to learn from."""
+    """Returns metrics of an experience, the next state of the KL controller, and the mask of rows to learn from."""
     learned = jnp.any(experience.response_mask, axis=1)
     metrics = experience_metrics(experience, samples=samples if samples > 1 else None)
     if not algorithm.needs_reference:
         return metrics, kl, learned
+    metrics["objective/kl_coef"] = kl.coef
     return metrics, update_kl(kl, metrics["objective/kl"], episodes, config=algorithm), learned
+
+
+def _replicated(tree: Any, mesh: Mesh) -> Any:
+    """Returns `tree` with each array on all devices of the mesh."""
+    return to_devices(tree, NamedSharding(mesh, P()))
 
 
 def watch(context: Context, batch: Batch, experience: Experience, scores: Float[np.ndarray, "B"]) -> dict[str, Any]:
