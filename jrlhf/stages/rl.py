@@ -102,6 +102,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
             roles,
             order,
             rollouts,
+            home=context.placement("arithmetic").home.mesh,
             measure=jax.jit(partial(_measure, algorithm, section.rollout_batch, section.samples)),
             utilisation=utilisation_of(graph, models, algorithm, context.placement, context.compute),
         )
@@ -124,7 +125,7 @@ def _open_rollouts(
 class Iterations:
     """The iterations of the stage, each of which makes the next `RLState`. Nothing in here changes with them.
 
-    measure: `_measure`, jitted.
+    home: the devices of the state's scalars. measure: `_measure`, jitted.
     """
 
     context: Context
@@ -133,6 +134,7 @@ class Iterations:
     roles: Roles
     order: Order
     rollouts: SynchronousRollouts | AsynchronousRollouts
+    home: Mesh
     measure: Callable[..., Any]
     utilisation: Utilisation | None
 
@@ -143,7 +145,7 @@ class Iterations:
         kl = KLState(jnp.asarray(self.algorithm.kl_coef, jnp.float32))
         multiplier = MultiplierState.create(self.algorithm) if isinstance(self.algorithm, SafeRLHFConfig) else None
         solved = None if self.context.config.rl.solved_score is None else np.full(self.order.count, UNSOLVED, np.int32)
-        kl, draws, multiplier, solved = _replicated((kl, np.int32(0), multiplier, solved), self._home)
+        kl, draws, multiplier, solved = _replicated((kl, np.int32(0), multiplier, solved), self.home)
         moments = _replicated(RunningMoments.create(), self.roles.reward.placement["score"].mesh)
         return RLState(trained, kl, moments, draws, multiplier, fleet, solved)
 
@@ -158,7 +160,7 @@ class Iterations:
         self.rollouts.start(state.fleet, roles.actor)
         experience, metrics, drawn = self._run_dataflow(roles, draws, draw, state.kl.coef)
         self.rollouts.publish(roles.actor)
-        with jax.set_mesh(self._home):
+        with jax.set_mesh(self.home):
             measured, kl, learned = self.measure(experience, state.kl)
         fleet = self.rollouts.state
 
@@ -180,18 +182,13 @@ class Iterations:
         metrics |= watch(self.context, drawn.batch, replace(experience, **fields), raw)
         metrics[SAMPLES] += validation_samples
 
-        draws, solved = _replicated((np.int32(drawn.draws), solved), self._home)
+        draws, solved = _replicated((np.int32(drawn.draws), solved), self.home)
         multiplier = None if roles.constraint is None else roles.constraint.state
         return RLState(roles.states, kl, roles.reward.moments, draws, multiplier, fleet, solved), metrics
 
     @property
     def _clock(self) -> Clock:
         return self.roles.reward.clock
-
-    @property
-    def _home(self) -> Mesh:
-        """The devices of the state's scalars."""
-        return self.context.placement("arithmetic").home.mesh
 
     def _texts(self, step: int) -> SFTBatch | None:
         """Returns the texts that the actor imitates in addition, one per row of the iteration; None without ptx."""

@@ -1,9 +1,10 @@
 """Lists the core files that one iteration runs: `python -m tests.support.reading_path`.
 
-Trains GRPO on one device and records every file of the core in which a function body runs during the third iteration.
-All compiled programs are dropped before that iteration, so that tracing counts, too.
+Trains GRPO on one device and records every function of the core whose body runs during the third iteration. All
+compiled programs are dropped before that iteration, so that tracing counts, too.
 """
 
+import ast
 import json
 import sys
 import tempfile
@@ -28,16 +29,16 @@ SETTINGS = (
 ).split()
 
 
-def record() -> dict[str, int]:
-    """Core file -> its number of lines, for all files on the path of the third iteration."""
+def record() -> dict[str, tuple[int, int]]:
+    """Core file -> (its lines, the lines of its functions that run), for all files on the path of the iteration."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
-    files: set[str] = set()
+    functions = dict[str, set[int]]()  # file -> the first lines of its functions that run
     recording = threading.Event()
 
     def tracer(frame: FrameType, event: str, argument: Any) -> None:
         if recording.is_set() and frame.f_code.co_name != "<module>":
-            files.add(frame.f_code.co_filename)
+            functions.setdefault(frame.f_code.co_filename, set()).add(frame.f_code.co_firstlineno)
 
     original = loop.traced
 
@@ -60,12 +61,25 @@ def record() -> dict[str, int]:
         finally:
             threading.setprofile(None)  # type: ignore[arg-type]
     assert code == 0, f"the training ended with {code}"
-    paths = {str(Path(file).resolve().relative_to(ROOT)) for file in files if Path(file).resolve().is_relative_to(ROOT)}
+    ran = {Path(file).resolve(): lines for file, lines in functions.items()}
+    paths = {str(path.relative_to(ROOT)): lines for path, lines in ran.items() if path.is_relative_to(ROOT)}
+    paths = dict.fromkeys(ALWAYS, set[int]()) | paths
     core = tuple(f"{folder}/" for folder in ("jrlhf", "models", "ppo", "kernels", "meshes"))
-    names = sorted(name for name in {*paths, *ALWAYS} if name.startswith(core) and not name.startswith(OUTSIDE))
-    return {name: len((ROOT / name).read_text().splitlines()) for name in names}
+    names = sorted(name for name in paths if name.startswith(core) and not name.startswith(OUTSIDE))
+    return {name: _lines((ROOT / name).read_text(), paths[name]) for name in names}
+
+
+def _lines(source: str, ran: set[int]) -> tuple[int, int]:
+    """Returns the number of lines of a file, and of those within functions that begin at the lines `ran`."""
+    within = set[int]()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            first = min(part.lineno for part in (node, *node.decorator_list))
+            within |= set(range(first, (node.end_lineno or first) + 1)) if first in ran else set()
+    return len(source.splitlines()), len(within)
 
 
 if __name__ == "__main__":
     path = record()
-    print(json.dumps({"files": len(path), "lines": sum(path.values()), "path": path}, indent=2))
+    files, functions = (sum(lines[part] for lines in path.values()) for part in (0, 1))
+    print(json.dumps({"files": len(path), "lines": files, "lines of functions": functions, "path": path}, indent=2))
