@@ -181,74 +181,129 @@ def make_plan(
     """
     _check_options(config, search)
     setting, sigma = _setting(config, search, say), search.sigma or 0.0
-    workload, cluster, devices = setting.workload, setting.prices.cluster, setting.prices.cluster.devices
-    if search.processes is not None and (search.processes < 1 or devices % search.processes):
-        raise UserError(f"processes={search.processes} must divide the {devices} devices: each has equally many")
-    alone = of_one_process(config)
-    processes = search.processes or (1 if search.cluster is None or alone else cluster.hosts)
-    prices = replace(setting.prices, processes=processes)
+    prices = replace(setting.prices, processes=_processes(config, search, setting.prices.cluster))
     if search.plan is not None:
-        if search.cluster is not None and search.plan in plans.NAMES:
-            mesh_sizes(config.mesh, devices, simulates=False)
-        plan = plans.plan_of_config(replace(config, plan=search.plan), workload, devices)
-        prices = fused_prices(prices, plan)
-        outcome = simulate(workload.graph, plan, prices, lockstep=not search.overlap)
-        lines = [show.describe_plan(prices, outcome)]
+        prices, outcome, lines = _given(config, search, prices)
     elif config.asynchronous is not None and config.fleet is None:
-        divisions = predict.choose(setting, sigma)
-        outcome = divisions[0].outcome
-        lines = [show.describe_plan(prices, outcome), "", "divisions of the devices, the fastest first:"]
-        lines += predict.table(divisions)
+        prices, outcome, lines = _divided(setting, prices, sigma)
     else:
-        seconds = SECONDS if search.seconds is None and search.proposals is None else search.seconds
-        if progress is None:
-            say("searching" if seconds is None else f"searching for {seconds:g} seconds")
-        budget = {"proposals": search.proposals, "seconds": seconds, "seed": search.seed, "progress": progress}
-        result = setting.search(
-            processes=processes, lockstep=not search.overlap, hypothetical=search.hypothetical, **budget
-        )
-        if progress is not None:
-            print(file=sys.stderr)
-        outcome = result.best
-        prices = fused_prices(prices, outcome.plan)
-        lines = [show.describe(prices, result)]
-        if shared := [call.name for call in workload.calls if workload.on_base(call.role)]:
-            mesh = zip(("data", "fsdp", "tensor"), outcome.plan[shared[0]].stored, strict=True)
-            lines.append(f"a base under adapters is in the mesh: {' '.join(f'mesh.{axis}={n}' for axis, n in mesh)}")
-    rollouts: Callable[[], dict[str, list[Work]]] = dict
-    if config.compute.score_rows is not None:
-        lengths, tiled = predict.lengths_of_a_new_run(workload), config
-        if search.mean_response is not None:
-            lengths = predict.assumed_lengths(workload, sigma)
-        if config.compute.score_rows == "auto":
-            rows, line = tiles.choose_tiles(config, workload, outcome.plan, lengths, lambda: prices)
-            tiled = tiles.with_tiles(config, rows)
-            lines += ["", line]
-        if tiled.compute.score_rows is not None:
-            lines += ["", *tiles.describe(tiled, prices, outcome.plan, lengths)]
-            rollouts = partial(tiles.examples, tiled, prices, outcome.plan, lengths)
+        prices, outcome, lines = _searched(setting, search, prices, say, progress)
+    more, rollouts = _tiled(config, search, prices, outcome.plan, sigma)
+    lines += more
     asynchronous = None
     if config.asynchronous is not None:
         predictions = predict.alternatives(config, prices, outcome, sigma)
         lines += ["", *predict.describe(config, prices, predictions, sigma)]
         asynchronous = predictions[0]
-    if alone and search.cluster is not None and prices.cluster.hosts > 1:
-        lines.append(
+    lines += _remarks(config, search, prices, outcome)
+    problem = _problem(config, prices, outcome)
+    return Planned(config, prices, outcome, "\n".join(lines), problem, asynchronous, rollouts)
+
+
+def _processes(config: Config, search: Search, cluster: Cluster) -> int:
+    """Returns the number of processes of the run: the given one, or one for each host of a described cluster."""
+    if search.processes is not None and (search.processes < 1 or cluster.devices % search.processes):
+        raise UserError(
+            f"processes={search.processes} must divide the {cluster.devices} devices: each has equally many"
+        )
+    return search.processes or (1 if search.cluster is None or of_one_process(config) else cluster.hosts)
+
+
+_Priced = tuple[CostModel, Simulation, list[str]]  # the prices of a plan, the simulated plan, and lines about it
+
+
+def _given(config: Config, search: Search, prices: CostModel) -> _Priced:
+    """Predicts the plan that the options name."""
+    devices = prices.cluster.devices
+    if search.cluster is not None and search.plan in plans.NAMES:
+        mesh_sizes(config.mesh, devices, simulates=False)
+    plan = plans.plan_of_config(replace(config, plan=search.plan), prices.workload, devices)
+    prices = fused_prices(prices, plan)
+    outcome = simulate(prices.workload.graph, plan, prices, lockstep=not search.overlap)
+    return prices, outcome, [show.describe_plan(prices, outcome)]
+
+
+def _divided(setting: auto.Setting, prices: CostModel, sigma: float) -> _Priced:
+    """Finds the fastest division of the devices between rollouts and training."""
+    divisions = predict.choose(setting, sigma)
+    lines = [show.describe_plan(prices, divisions[0].outcome), "", "divisions of the devices, the fastest first:"]
+    return prices, divisions[0].outcome, lines + predict.table(divisions)
+
+
+def _searched(
+    setting: auto.Setting,
+    search: Search,
+    prices: CostModel,
+    say: Callable[[str], None],
+    progress: Callable[[int, float], None] | None,
+) -> _Priced:
+    """Searches for the fastest plan."""
+    seconds = SECONDS if search.seconds is None and search.proposals is None else search.seconds
+    if progress is None:
+        say("searching" if seconds is None else f"searching for {seconds:g} seconds")
+    result = setting.search(
+        processes=prices.processes,
+        lockstep=not search.overlap,
+        hypothetical=search.hypothetical,
+        proposals=search.proposals,
+        seconds=seconds,
+        seed=search.seed,
+        progress=progress,
+    )
+    if progress is not None:
+        print(file=sys.stderr)
+    workload, plan = prices.workload, result.best.plan
+    prices = fused_prices(prices, plan)
+    lines = [show.describe(prices, result)]
+    if shared := [call.name for call in workload.calls if workload.on_base(call.role)]:
+        mesh = zip(("data", "fsdp", "tensor"), plan[shared[0]].stored, strict=True)
+        lines.append(f"a base under adapters is in the mesh: {' '.join(f'mesh.{axis}={n}' for axis, n in mesh)}")
+    return prices, result.best, lines
+
+
+def _tiled(
+    config: Config, search: Search, prices: CostModel, plan: Plan, sigma: float
+) -> tuple[list[str], Callable[[], Mapping[str, Sequence[Work]]]]:
+    """Returns lines about rows that are scored while others decode, and `Planned.rollouts`."""
+    if config.compute.score_rows is None:
+        return [], dict
+    lines, lengths = list[str](), predict.lengths_of_a_new_run(prices.workload)
+    if search.mean_response is not None:
+        lengths = predict.assumed_lengths(prices.workload, sigma)
+    if config.compute.score_rows == "auto":
+        rows, line = tiles.choose_tiles(config, prices.workload, plan, lengths, lambda: prices)
+        config = tiles.with_tiles(config, rows)
+        lines += ["", line]
+    if config.compute.score_rows is None:
+        return lines, dict
+    lines += ["", *tiles.describe(config, prices, plan, lengths)]
+    return lines, partial(tiles.examples, config, prices, plan, lengths)
+
+
+def _remarks(config: Config, search: Search, prices: CostModel, outcome: Simulation) -> Iterator[str]:
+    """Yields warnings: the run has one process and the cluster several hosts, or the devices are nearly full."""
+    alone, hosts = of_one_process(config), prices.cluster.hosts
+    if alone and search.cluster is not None and hosts > 1:
+        yield (
             f"{alone} is for runs of one process, which has the devices of one host, and {search.cluster} has "
-            f"{prices.cluster.hosts} hosts: this is a prediction only"
+            f"{hosts} hosts: this is a prediction only"
         )
     if config.device.memory is None and _FULL * prices.capacity < outcome.peak <= prices.capacity:
-        lines.append(
+        yield (
             "the fullest device has less than a tenth of its memory free, and predictions err by some percent: "
             f"device.memory={_FULL * prices.capacity / GIB:.3g} admits only plans that leave a tenth free"
         )
-    problem = ""
+
+
+def _problem(config: Config, prices: CostModel, outcome: Simulation) -> str:
+    """Returns why no run can use the plan; "" if one can."""
+    devices, processes = prices.cluster.devices, prices.processes
     try:
         plans.refuse_cross_process(outcome.plan, [number * processes // devices for number in range(devices)])
         fit.check_fits(config, prices, outcome)
     except UserError as error:
-        problem = str(error)
-    return Planned(config, prices, outcome, "\n".join(lines), problem, asynchronous, rollouts)
+        return str(error)
+    return ""
 
 
 def _setting(config: Config, search: Search, say: Callable[[str], None]) -> auto.Setting:

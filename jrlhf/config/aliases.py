@@ -10,14 +10,11 @@ _ANNOTATOR = ("prompts", "samples_per_prompt", "foreign_lines", "margin", "heldo
 _ARITHMETIC = ("terms", "digits", "problems", "demonstrations", "forgotten", "units_first")
 _SAMPLING = ("temperature", "top_k", "top_p", "min_new_tokens")
 
-# Old key -> new key. RL stands for the run's stage of reinforcement learning, or ppo if there is none.
-MOVED = {
+_MOVED = {  # old key -> new key
     **{f"arithmetic.{key}": f"data.{key}" for key in _ARITHMETIC},
     **{f"reward_model.{key}": f"data.annotator.{key}" for key in _ANNOTATOR},
     "sft.renaming": "data.renaming",
     **{f"evaluation.{key}": f"validation.{key}" for key in ("every", "k", "temperature")},
-    **{f"RL.{key}": f"sampling.{key}" for key in _SAMPLING},
-    "RL.rollout_batch": "sampling.batch",  # only without such a stage
 }
 
 
@@ -27,24 +24,28 @@ def modernize(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
     stages = parsed(mapping.get("stages"), "stages")
     stages = list(stages) if isinstance(stages, list | tuple) else ["ppo"]
     learner = next((stage for stage in stages if stage in (*ALGORITHMS, "dpo")), None)
-    rl = learner if learner in ALGORITHMS else "ppo"
     moved = []
-    for pattern, new in MOVED.items():
-        section, _, name = pattern.replace("RL", rl).partition(".")
-        old_section = parsed(mapping.get(section), section)
-        if not isinstance(old_section, dict) or name not in old_section:
+    for old, new in _moves(learner).items():
+        section, _, name = old.partition(".")
+        values = parsed(mapping.get(section), section)
+        if not isinstance(values, dict) or name not in values:
             continue
-        if name == "rollout_batch" and learner in ALGORITHMS:
-            continue
-        mapping[section], value = old_section, old_section.pop(name)
-        target, last = section_with(mapping, new, f"{section}.{name}")
+        mapping[section], value = values, values.pop(name)
+        target, last = section_with(mapping, new, old)
         if last not in target or isinstance(value, Override):
             target[last] = value
         if name != "rollout_batch" or learner == "dpo":
-            moved.append(f"{section}.{name} is now {new}")
+            moved.append(f"{old} is now {new}")
     if mapping.get("arithmetic") == {}:
         del mapping["arithmetic"]
     return mapping, {"notices": (f"old keys were read: {', '.join(moved)}",) if moved else ()}
+
+
+def _moves(learner: str | None) -> dict[str, str]:
+    """Returns old key -> new key. learner: the run's algorithm of reinforcement learning, or "dpo"; None: neither."""
+    if learner in ALGORITHMS:
+        return _MOVED | {f"{learner}.{key}": f"sampling.{key}" for key in _SAMPLING}
+    return _MOVED | {f"ppo.{key}": f"sampling.{key}" for key in _SAMPLING} | {"ppo.rollout_batch": "sampling.batch"}
 
 
 def _copied(mapping: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,13 +3,13 @@
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from functools import partial
 from itertools import pairwise
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,22 +19,6 @@ from jaxtyping import Bool
 from jrlhf.run.processes import several, to_main
 
 SMALL = 16 << 20  # bytes: arrays up to this size are waited for, see `_small`
-
-
-class Span(NamedTuple):
-    """The time in which a call kept its devices busy: seconds since the iteration began.
-
-    devices: ids of the devices of its results or, if it has none, of the mesh under which it was called.
-    copies: True if it copied arrays from other devices; then it may overlap with calls on the same devices.
-    rows: (seconds, unfinished rows from then on), if it draws in chunks of decode steps.
-    """
-
-    name: str
-    devices: frozenset[int]
-    start: float
-    end: float
-    copies: bool = False
-    rows: Sequence[tuple[float, int]] = ()
 
 
 class Clock:
@@ -133,8 +117,8 @@ class Clock:
             call.result(max(0.0, until - time.perf_counter()))
         self._ask_others()
         seconds: dict[str, float] = {}
-        for span in self.spans():
-            seconds[span.name] = seconds.get(span.name, 0.0) + span.end - span.start
+        for call, start, end in self._times():
+            seconds[call.name] = seconds.get(call.name, 0.0) + end - start
         seconds = {f"timing_s/{name}": value for name, value in (seconds | self._parallel).items()}
         return seconds | {"timing_s/step": time.perf_counter() - self._started}
 
@@ -154,47 +138,48 @@ class Clock:
                 if seen_by == process:
                     call.started, call.inputs, call.ready = (self._started + second for second in seconds)
 
-    def spans(self) -> list[Span]:
-        """Returns the calls that have ended since `start`, in the order of their dispatch."""
+    def _times(self) -> Iterator[tuple["_Call", float, float]]:
+        """Yields the calls in the order of their dispatch, with their start and end in seconds since `start`."""
         free: dict[Any, float] = {}  # device -> time at which it has ended all calls so far
-        spans = []
         for call in self._calls:
             busy = [] if call.copies else [free.get(device, 0.0) for device in call.devices]
             start = max(self._started, call.started, call.inputs, *busy)
             end = max(start, call.ready)
             if not call.copies:
                 free |= dict.fromkeys(call.devices, end)
-            ids, origin = frozenset(device.id for device in call.devices), self._started
-            rows = [(when - origin, left) for when, left in call.rows]
-            spans.append(Span(call.name, ids, start - origin, end - origin, call.copies, rows))
-        return spans
+            yield call, start - self._started, end - self._started
 
     def calls(self, mesh: Mesh) -> list[dict[str, Any]]:
-        """Returns the spans as records; devices are numbered by their position in `mesh`, as in plans.
+        """Returns the calls that have ended as records; devices are numbered by their position in `mesh`, as in plans.
 
         Chunks of rollout processes have the number of their lane instead.
         """
-        numbers = {device.id: number for number, device in enumerate(mesh.devices.flat)}
+        numbers = {device: number for number, device in enumerate(mesh.devices.flat)}
         records = []
-        for span in self.spans():
-            own = [numbers[device] for device in span.devices if device in numbers] or list(numbers.values())
+        for call, start, end in self._times():
+            own = [numbers[device] for device in call.devices if device in numbers] or list(numbers.values())
             devices = str(own[0]) if len(own) == 1 else f"{min(own)}-{max(own)}"
-            times = {"start": round(span.start, 6), "end": round(span.end, 6)}
-            records.append({"name": span.name, "devices": devices, **times, "copies": span.copies})
-            if span.rows:
-                changes = [span.rows[0], *(new for old, new in pairwise(span.rows) if old[1] != new[1])]
-                records[-1]["rows"] = [[round(when, 6), left] for when, left in changes]
+            times = {"start": round(start, 6), "end": round(end, 6)}
+            records.append({"name": call.name, "devices": devices, **times, "copies": call.copies})
+            if call.rows:
+                changes = [call.rows[0], *(new for old, new in pairwise(call.rows) if old[1] != new[1])]
+                records[-1]["rows"] = [[round(when - self._started, 6), left] for when, left in changes]
         with self._lock:
             return records + self._chunks
 
 
 class _Call:
-    """A call, with the times at which its inputs and its results were ready."""
+    """A call, with the times at which its inputs and its results were ready.
+
+    devices: those of its results or, if it has none, of the mesh under which it was called. copies: True if it copied
+    arrays from other devices; then it may overlap with calls on the same devices. rows: (time, number of unfinished
+    rows from then on), if it draws in chunks of decode steps.
+    """
 
     def __init__(self, name: str, started: float):
         self.name, self.started, self.inputs, self.ready = name, started, started, started
         self.devices, self.copies = frozenset[Any](), False
-        self.rows = list[tuple[float, int]]()  # (time, unfinished rows from then on)
+        self.rows = list[tuple[float, int]]()
 
     def wait(self, inputs: list[jax.Array], results: list[jax.Array]) -> None:
         """Waits for the arrays and records the times."""

@@ -25,6 +25,7 @@ T = TypeVar("T")
 PAUSES = 0.5, 30.0  # seconds before the second attempt; the maximum after repeated doubling
 _SILENT, _AGAIN = 5.0, 60.0  # seconds of failures after which users are told, and then told again
 _SLOWEST = 1e6  # bytes per second; slower transfers are aborted
+_AN_ERROR = object()  # in place of `missing`: there must be an object
 _FIRST = StorageConfig(timeout=15.0, patience=10.0)  # for the first request, for which a user waits
 _NOTICE = 3.0  # seconds without a first answer after which the waiting user is told
 # Codes of errors that repetition cannot cure: words of S3, numbers of HTTP.
@@ -167,7 +168,9 @@ class Store:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
-    def _repeated(self, request: Callable[[], T], size: int = 0, *, changes: bool = False, **missing: Any) -> T:
+    def _repeated(
+        self, request: Callable[[], T], size: int = 0, *, changes: bool = False, missing: Any = _AN_ERROR
+    ) -> T:
         """Calls `request` until it succeeds. missing: what to return if there is no object.
 
         changes: whether it changes the store. Such a request is never repeated, nor followed by another one, while it
@@ -182,31 +185,40 @@ class Store:
                 self._told = True
                 return answer
             except Exception as error:
-                absent = isinstance(error, FileNotFoundError)
-                if _code(error) == "NoSuchBucket" or (absent and not missing):
-                    raise StoreError(f"there is no bucket {self._root.partition('/')[0]}") from error
-                if absent:
+                absent = isinstance(error, FileNotFoundError) and _code(error) != "NoSuchBucket"
+                if absent and missing is not _AN_ERROR:
                     self._told = True
-                    return missing["missing"]
-                reason = _reason(error)
-                if _code(error) == "InvalidBucketName" or "invalid bucket name" in reason.lower():
-                    raise StoreError(
-                        f"no bucket can have the name {self._root.partition('/')[0]}",
-                        "names have 3 to 63 lowercase letters, digits, '-' and '.': correct it",
-                    ) from error
-                if _denied(error):
-                    raise StoreError(reason, _CREDENTIALS.get(self._scheme, "") * _unknown(error)) from error
+                    return missing
+                if (final := self._final(error)) is not None:
+                    raise final from error
                 if time.monotonic() + pause > until:
-                    raise StoreError(f"for storage.patience={self._section.patience:g} seconds, {reason}") from error
-                now = time.monotonic()
-                if now - began >= _SILENT and now - self._warned >= _AGAIN:  # other threads may have warned
-                    self._warned, patience = now, f"storage.patience={self._section.patience:g} seconds"
-                    self._tell(
-                        f"{self.address} has not answered as it should for {now - began:.0f} seconds ({reason}): "
-                        f"trying for {patience}"
-                    )
+                    patience = f"for storage.patience={self._section.patience:g} seconds"
+                    raise StoreError(f"{patience}, {_reason(error)}") from error
+                self._warn(began, error)
             time.sleep(pause)
             pause = min(2 * pause, PAUSES[1])
+
+    def _final(self, error: Exception) -> StoreError | None:
+        """Returns what to raise for an error that no repetition ends; None: the request may succeed later."""
+        bucket, reason = self._root.partition("/")[0], _reason(error)
+        if isinstance(error, FileNotFoundError) or _code(error) == "NoSuchBucket":
+            return StoreError(f"there is no bucket {bucket}")
+        if _code(error) == "InvalidBucketName" or "invalid bucket name" in reason.lower():
+            rule = "names have 3 to 63 lowercase letters, digits, '-' and '.': correct it"
+            return StoreError(f"no bucket can have the name {bucket}", rule)
+        if _denied(error):
+            return StoreError(reason, _CREDENTIALS.get(self._scheme, "") if _unknown(error) else "")
+        return None
+
+    def _warn(self, began: float, error: Exception) -> None:
+        """Tells the user from time to time that requests have failed since `began`."""
+        now = time.monotonic()
+        if now - began >= _SILENT and now - self._warned >= _AGAIN:  # other threads may have warned
+            self._warned = now
+            self._tell(
+                f"{self.address} has not answered as it should for {now - began:.0f} seconds ({_reason(error)}): "
+                f"trying for storage.patience={self._section.patience:g} seconds"
+            )
 
     def _notice(self) -> None:
         """Tells the user once that there is no first answer yet."""
