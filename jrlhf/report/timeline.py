@@ -96,55 +96,84 @@ def timeline(run: Record) -> tuple[str, list[Lane]]:
     chunks = [span for span in spans if span.lane is not None]
     spans = [span for span in spans if span.end > span.start and span.lane is None]
     length = max([record["timing_s/step"], *(span.end for span in spans)])
-    gaps = _gaps(spans, length)
-    if sum(gap.seconds for gap in gaps) > 0.005 * length:
-        spans += [gap for gap in gaps if gap.seconds > 0.002 * length]
+    spans += _rest(spans, length)
     seconds: dict[str, float] = {}
     for span in spans:
         seconds[span.name] = seconds.get(span.name, 0.0) + span.end - span.start
-    colors = dict(zip(seconds, cycle(COLORS), strict=False))
-
-    def lane(name: str, note: str, chosen: list[Span], busy: float, color: str | None = None) -> Lane:
-        bars = [Bar(span.start / length, span.seconds / length, color or colors[span.name]) for span in chosen]
-        return Lane(name, note, bars, (_milliseconds(busy), f"{busy / length:.1%}"))
-
+    draw = _Painter(length, dict(zip(seconds, cycle(COLORS), strict=False)))
     lanes = [
-        lane(name, _CALLS.get(name, ""), [span for span in spans if span.name == name], busy)
+        draw.lane(name, _CALLS.get(name, ""), [span for span in spans if span.name == name], busy)
         for name, busy in seconds.items()
     ]
-    text = _summary(run, record, seconds, len(settled))
-    groups = segments(span.devices for span in spans if span.devices is not None)
-    if len(groups) > 1:
-        calls, on_slices = [span for span in spans if span.devices is not None and not span.copies], []
+    drawing = [span for span in spans if span.rows]
+    if any(left for span in drawing for _, left in span.rows):
+        lanes.insert(1 + [*seconds].index(drawing[0].name), draw.unfinished_rows(drawing))
+    slices, overlap = draw.slices(spans)
+    text = _summary(run, record, seconds, len(settled)) + overlap + _moves(drawing)
+    return text, draw.processes(chunks) + slices + lanes
+
+
+class _Painter(NamedTuple):
+    """Draws spans as lanes. length: seconds of the iteration. colors: by name of a call."""
+
+    length: float
+    colors: dict[str, str]
+
+    def lane(self, name: str, note: str, spans: list[Span], busy: float, color: str | None = None) -> Lane:
+        """Draws spans. busy: seconds to write at the lane's end. color: of all, in place of that of each call."""
+        length = self.length
+        bars = [Bar(span.start / length, span.seconds / length, color or self.colors[span.name]) for span in spans]
+        return Lane(name, note, bars, (_milliseconds(busy), f"{busy / length:.1%}"))
+
+    def slices(self, spans: list[Span]) -> tuple[list[Lane], str]:
+        """Draws each slice of the devices, and describes their overlap; nothing if all calls run on the same one."""
+        groups = segments(span.devices for span in spans if span.devices is not None)
+        if len(groups) < 2:
+            return [], ""
+        calls, lanes = [span for span in spans if span.devices is not None and not span.copies], []
         for group in groups:
             # Copies first, so that no call is hidden behind one of them.
             own = sorted((span for span in spans if span.is_on(group)), key=lambda span: not span.copies)
             busy = _sum(_lasting([span for span in calls if span.is_on(group)]))
-            on_slices.append(lane(f"devices {group}", "in the colours of the calls", own, busy))
-        lanes = on_slices + lanes
-        text += f" Calls on separate devices overlap for {_sum(_lasting(calls, 2)) / length:.1%} of it."
-    drawing = [span for span in spans if span.rows]
-    if most := max((left for span in drawing for _, left in span.rows), default=0):
-        steps = [
-            Bar(start / length, (end - start) / length, colors[span.name], left / most)
-            for span in drawing
-            for (start, left), (end, _) in pairwise([*span.rows, (span.end, 0)])
-        ]
-        place = 1 + [one.name for one in lanes].index(drawing[0].name)
-        lanes.insert(place, Lane("unfinished rows", "waiting or decoding", steps, (f"{most} rows", "")))
-    numbers = sorted({span.lane for span in chunks if span.lane is not None}, reverse=True)
-    for number in numbers:
-        own = [span for span in chunks if span.lane == number]
-        busy = sum(span.seconds for span in own)
-        name = f"rollout process {number}" if len(numbers) > 1 else "rollout processes"
-        lanes.insert(0, lane(name, "chunks of decode steps", own, busy, COLORS[number % 2]))
-    for before, after in pairwise(drawing):
-        if before.name == after.name and after.start == before.end and after.devices != before.devices:
-            text += (
-                f" The last {after.rows[0][1]} rows move from devices {before.devices} to {after.devices} "
-                f"after {_milliseconds(after.start)}."
-            )
-    return text, lanes
+            lanes.append(self.lane(f"devices {group}", "in the colours of the calls", own, busy))
+        share = _sum(_lasting(calls, 2)) / self.length
+        return lanes, f" Calls on separate devices overlap for {share:.1%} of it."
+
+    def unfinished_rows(self, spans: list[Span]) -> Lane:
+        """Draws how many rows are unfinished."""
+        most, bars = max(left for span in spans for _, left in span.rows), []
+        for span in spans:
+            for (start, left), (end, _) in pairwise([*span.rows, (span.end, 0)]):
+                width = (end - start) / self.length
+                bars.append(Bar(start / self.length, width, self.colors[span.name], left / most))
+        return Lane("unfinished rows", "waiting or decoding", bars, (f"{most} rows", ""))
+
+    def processes(self, chunks: list[Span]) -> list[Lane]:
+        """Draws the chunks that rollout processes decode."""
+        numbers, lanes = sorted({span.lane for span in chunks if span.lane is not None}), []
+        for number in numbers:
+            own = [span for span in chunks if span.lane == number]
+            name = f"rollout process {number}" if len(numbers) > 1 else "rollout processes"
+            busy = sum(span.seconds for span in own)
+            lanes.append(self.lane(name, "chunks of decode steps", own, busy, COLORS[number % 2]))
+        return lanes
+
+
+def _rest(spans: list[Span], length: float) -> list[Span]:
+    """Returns the gaps between calls, except very short ones; none if all together are short."""
+    gaps = _gaps(spans, length)
+    matter = sum(gap.seconds for gap in gaps) > 0.005 * length
+    return [gap for gap in gaps if matter and gap.seconds > 0.002 * length]
+
+
+def _moves(drawing: list[Span]) -> str:
+    """Describes the moves of the last unfinished rows to other devices."""
+    return "".join(
+        f" The last {after.rows[0][1]} rows move from devices {before.devices} to {after.devices} "
+        f"after {_milliseconds(after.start)}."
+        for before, after in pairwise(drawing)
+        if before.name == after.name and after.start == before.end and after.devices != before.devices
+    )
 
 
 def _measured(run: Record, settled: list[Metrics]) -> tuple[Metrics, list[Span]] | None:
