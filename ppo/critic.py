@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Int
 
 from jrlhf.ppo.config.algorithms import PPOConfig
@@ -173,8 +174,10 @@ def critic_update(
         if values is None or returns is None:
             raise ValueError("values=None: a critic's step needs values and returns in the experience")
         unexplained = masked_variance(returns - values, mask)
-        rows = CriticRows(experience.tokens, mask, values, returns)
-        state, run = yield from run_updates(loss_fn, optimizer, config, state, rows, frozen, names, staged=staged)
+        batch = experience.tokens, mask, values, returns
+        state, run = yield from run_updates(
+            loss_fn, optimizer, config, state, batch, Partial(CriticRows), frozen, names=names, staged=staged
+        )
         metrics = {f"critic/{name}": value for name, value in run.means.items()}
         metrics["critic/vf_explained_var"] = 1 - unexplained / (masked_variance(returns, mask) + 1e-5)
         counts = {f"critic/{name}": run.counts[name] for name in ("skipped_updates", "nonfinite_updates")}

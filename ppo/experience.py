@@ -215,7 +215,6 @@ def rewarded(
         if config.kl_in == "reward":
             kl = kl_estimate(old_logprobs, ref_logprobs, config.kl_estimator)
             rewards = jnp.where(mask, placed + kl_sign * scored.kl_coef * kl, 0)
-    in_loss = config.kl_in == "loss" and config.needs_reference
     return Experience(
         **{item.name: getattr(rollout, item.name) for item in fields(Rollout)},
         scores=scores,
@@ -228,10 +227,10 @@ def rewarded(
         returns=None,
         importance=(
             importance_weights(old_logprobs - rollout.logprobs.astype(jnp.float32), mask, config)
-            if config.corrections and config.old_logprobs == "recompute"
+            if config.weighs_in_experience
             else None
         ),
-        kl_coef=jnp.asarray(scored.kl_coef, jnp.float32) if in_loss else None,
+        kl_coef=jnp.asarray(scored.kl_coef, jnp.float32) if config.kl_in_loss else None,
     )
 
 

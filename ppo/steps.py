@@ -36,7 +36,7 @@ from jrlhf.ppo.off_policy import (
     without_older,
 )
 from jrlhf.ppo.types import Experience, SFTBatch, TrainState, check_class
-from jrlhf.ppo.updates import Metrics, Pipeline, Step, Updates, check_output, make_step, run_updates
+from jrlhf.ppo.updates import LossFn, Metrics, Pipeline, Step, Updates, check_output, make_step, run_updates
 
 PyTree = Any
 Terms = Callable[[Array, Array, Any], tuple[Array, dict[str, Array]]]
@@ -50,20 +50,6 @@ log-probabilities, entropies and data of any tokens, in any shape. The sums are 
 `data.computed` is False add nothing and may be left out. Only the loss is differentiated."""
 
 
-class ActorRows(NamedTuple):
-    """The arrays that the policy loss reads of an experience, and of texts to imitate."""
-
-    tokens: Int[Array, "B T"]
-    mask: Bool[Array, "B T"]
-    old_logprobs: Float[Array, "B T"]
-    advantages: Float[Array, "B T"]
-    ref_logprobs: Float[Array, "B T"] | None  # None: no KL in the loss
-    importance: Float[Array, "B T"] | None
-    texts: SFTBatch | None  # a text to imitate for each row
-    ages: Int[Array, "B T"] | None = None  # tokens' ages in versions, if old log-probs are interpolated
-    group_tokens: Float[Array, "B"] | None = None  # tokens of all responses to the row's prompt, for "prompt-mean"
-
-
 class TokenRows(NamedTuple):
     """The inputs of each token's loss. The weights contain all denominators, so losses add up."""
 
@@ -71,11 +57,12 @@ class TokenRows(NamedTuple):
     mask: Bool[Array, "B T"]
     old_logprobs: Float[Array, "B T"]
     advantages: Float[Array, "B T"]
-    weights: Float[Array, "B T"]  # weight of a token's loss in the minibatch's loss
-    pg_weights: Float[Array, "B T"]  # weights times importance
-    ref_logprobs: Float[Array, "B T"] | None = None
+    ref_logprobs: Float[Array, "B T"] | None  # None: no KL in the loss
+    ages: Int[Array, "B T"] | None  # tokens' ages in versions, if old log-probs are interpolated
+    # `_with_weights` adds the following ones, which depend on the whole minibatch.
+    weights: Float[Array, "B T"] | None = None  # weight of a token's loss in the minibatch's loss
+    pg_weights: Float[Array, "B T"] | None = None  # weights times importance
     kl_weights: Float[Array, "B T"] | None = None  # kl_coef * weights
-    ages: Int[Array, "B T"] | None = None
     text_weights: Float[Array, "B T"] | None = None  # weights of tokens to imitate; the mask of their rows is empty
 
     @property
@@ -139,48 +126,33 @@ def actor_update(
     """(state, experience, *frozen) -> updates of the result (state, metrics); with `ptx_coef`, texts come third."""
     if config.aggregation == "constant" and config.aggregation_divisor is None:
         raise ValueError("aggregation_divisor=None: aggregation='constant' needs it, usually the response limit")
-    terms, weigh = partial(_policy_terms, config), partial(_weighted, config)
-    kl_in_loss = config.kl_in == "loss" and config.needs_reference
-
-    def summed(params: PyTree, tokens: Array, data: TokenRows, terms: Terms, *frozen: PyTree) -> tuple[Array, Metrics]:
-        output = logprob_fn(params, tokens, *frozen)
-        logprobs, entropy = check_output("logprob_fn", tokens, output, "log-probabilities", "entropies")
-        return jax.tree.map(jnp.sum, terms(logprobs, entropy, data))
-
-    sums = summed if sums_fn is None or config.couples_tokens else sums_fn
-
-    def loss_fn(params: PyTree, rows: TokenRows, count: Array, *frozen: PyTree) -> tuple[Array, Metrics]:
-        loss, metrics = sums(params, rows.tokens, rows, terms, *frozen)
-        return loss, {name: x / count if name in _TOKEN_MEANS else x for name, x in metrics.items()}
-
-    weighed = bool(config.corrections) and config.old_logprobs == "interpolate"  # in the loss, not in the experience
-    optional = {"kl_loss": kl_in_loss, "ptx_loss": bool(config.ptx_coef), **dict.fromkeys(WEIGHT_MEANS, weighed)}
-    names = tuple(name for name in _METRICS if optional.get(name, True))
+    loss_fn, with_weights = _loss_fn(logprob_fn, sums_fn, config), partial(_with_weights, config)
     target_kl = config.target_kl
     veto = None if target_kl is None else lambda metrics: metrics["approx_kl"] > target_kl
+    loop = partial(run_updates, loss_fn, optimizer, config, names=_metric_names(config), veto=veto, staged=staged)
 
     def update(state: TrainState, experience: Experience, *others: PyTree) -> Updates:
         check_class("state", state, TrainState)
         check_class("experience", experience, Experience)
         texts, *frozen = others if config.ptx_coef else (None, *others)
-        if (experience.importance is None) != (weighed or not config.corrections):
-            weights = "no weights" if experience.importance is None else "weights"
-            name = (*config.corrections, "importance")[0]
-            raise ValueError(
-                f"{name}={getattr(config, name)!r}: the experience has {weights}, make it with the same config"
-            )
+        _check_match(config, experience, texts)
         ages = experience.ages(state.step)
         if config.staleness is not None:
             experience = without_older(experience, ages, config.staleness)
-        rows, weighted = _actor_rows(experience, texts, kl_in_loss), Partial(weigh, experience.kl_coef)
-        if config.old_logprobs == "interpolate":
-            rows = rows._replace(ages=ages)
-        if config.aggregation == "prompt-mean" and isinstance(config, GRPOConfig):
-            rows = rows._replace(group_tokens=group_sums(jnp.sum(rows.mask, axis=1, dtype=jnp.float32), config.samples))
-        given = names, veto, weighted, staged, ("ratio_gap",)
-        state, run = yield from run_updates(loss_fn, optimizer, config, state, rows, tuple(frozen), *given)
+        rows = TokenRows(
+            tokens=experience.tokens,
+            mask=experience.response_mask,
+            old_logprobs=experience.old_logprobs,
+            advantages=experience.advantages,
+            ref_logprobs=experience.ref_logprobs if config.kl_in_loss else None,
+            ages=ages if config.old_logprobs == "interpolate" else None,
+        )
+        batch = rows, experience.importance, _group_tokens(config, experience), texts
+        prepare = Partial(with_weights, experience.kl_coef)
+        state, run = yield from loop(state, batch, prepare, tuple(frozen))
         metrics = {name if "/" in name else f"actor/{name}": value for name, value in run.means.items()}
-        if experience.importance is not None and not weighed:
+        del metrics["actor/ratio_gap"]  # only the first update's is reported
+        if experience.importance is not None and not config.weighs_in_loss:
             metrics |= weight_shares(experience, config)
         if experience.versions is not None:
             metrics |= age_metrics(experience, ages)
@@ -190,55 +162,84 @@ def actor_update(
     return update
 
 
-# Metrics that are means over tokens. The weights of the other two already contain their denominators.
-_TOKEN_MEANS = "entropy", "ppo_kl", "approx_kl", "ratio", "ratio_gap", "kl_loss", "pg_clipfrac", "pg_clipfrac_lower"
-_TOKEN_MEANS += WEIGHT_MEANS
-_METRICS = (*_TOKEN_MEANS, "pg_loss", "ptx_loss")
+def _loss_fn(logprob_fn: LogprobFn, sums_fn: SumsFn | None, config: PolicyConfig) -> LossFn:
+    """(params, rows, count, *frozen) -> (loss, metrics), for `TokenRows` of a minibatch that has `count` tokens."""
+
+    def summed(params: PyTree, tokens: Array, data: TokenRows, terms: Terms, *frozen: PyTree) -> tuple[Array, Metrics]:
+        output = logprob_fn(params, tokens, *frozen)
+        logprobs, entropy = check_output("logprob_fn", tokens, output, "log-probabilities", "entropies")
+        return jax.tree.map(jnp.sum, terms(logprobs, entropy, data))
+
+    sums = summed if sums_fn is None or config.couples_tokens else sums_fn
+    terms = partial(_policy_terms, config)
+
+    def loss_fn(params: PyTree, rows: TokenRows, count: Array, *frozen: PyTree) -> tuple[Array, Metrics]:
+        loss, metrics = sums(params, rows.tokens, rows, terms, *frozen)
+        return loss, {name: x if name in _WEIGHTED else x / count for name, x in metrics.items()}
+
+    return loss_fn
 
 
-def _actor_rows(experience: Experience, texts: SFTBatch | None, kl_in_loss: bool) -> ActorRows:
-    if kl_in_loss and (experience.ref_logprobs is None or experience.kl_coef is None):
+_WEIGHTED = "pg_loss", "ptx_loss"  # their weights contain their denominators; the other metrics are means over tokens
+
+
+def _metric_names(config: PolicyConfig) -> tuple[str, ...]:
+    """The names of the metrics that `_policy_terms` returns."""
+    names = ["pg_loss", "entropy", "ppo_kl", "approx_kl", "ratio", "ratio_gap", "pg_clipfrac", "pg_clipfrac_lower"]
+    names += ["kl_loss"] if config.kl_in_loss else []
+    names += ["ptx_loss"] if config.ptx_coef else []
+    names += WEIGHT_MEANS if config.weighs_in_loss else ()
+    return tuple(names)
+
+
+def _check_match(config: PolicyConfig, experience: Experience, texts: SFTBatch | None) -> None:
+    """Raises ValueError for an experience that was made with another config, and for texts of another shape."""
+    if (experience.importance is not None) != config.weighs_in_experience:
+        weights = "no weights" if experience.importance is None else "weights"
+        name = (*config.corrections, "importance")[0]
+        raise ValueError(
+            f"{name}={getattr(config, name)!r}: the experience has {weights}, make it with the same config"
+        )
+    if config.kl_in_loss and (experience.ref_logprobs is None or experience.kl_coef is None):
         raise ValueError("kl_in='loss' needs ref_logprobs and kl_coef in the experience: make it with the same config")
-    if experience.kl_coef is not None and not kl_in_loss:
+    if experience.kl_coef is not None and not config.kl_in_loss:
         raise ValueError("the experience has a KL for the loss, which has none: make both with the same config")
     if texts is not None and texts.tokens.shape != experience.tokens.shape:
         raise ValueError(
             f"texts have shape {texts.tokens.shape}: with ptx_coef they must be as many and as wide as the "
             f"experience's rows, {experience.tokens.shape}"
         )
-    return ActorRows(
-        experience.tokens,
-        experience.response_mask,
-        experience.old_logprobs,
-        experience.advantages,
-        experience.ref_logprobs if kl_in_loss else None,
-        experience.importance,
-        texts,
-    )
 
 
-def _weighted(config: PolicyConfig, kl_coef: Array | None, rows: ActorRows) -> TokenRows:
-    """Computes the weights of a whole minibatch's tokens, before it is divided. Texts become additional rows."""
-    denominators = {"divisor": config.aggregation_divisor, "group_tokens": rows.group_tokens}
-    weights = loss_weights(rows.mask, config.aggregation, **denominators)
-    tokens = TokenRows(
-        tokens=rows.tokens,
-        mask=rows.mask,
-        old_logprobs=rows.old_logprobs,
-        advantages=rows.advantages,
+def _group_tokens(config: PolicyConfig, experience: Experience) -> Float[Array, "B"] | None:
+    """The number of tokens of all responses to each row's prompt, if the loss is a mean over prompts."""
+    if config.aggregation != "prompt-mean" or not isinstance(config, GRPOConfig):
+        return None
+    return group_sums(jnp.sum(experience.response_mask, axis=1, dtype=jnp.float32), config.samples)
+
+
+def _with_weights(
+    config: PolicyConfig,
+    kl_coef: Array | None,
+    rows: TokenRows,
+    importance: Float[Array, "B T"] | None,
+    group_tokens: Float[Array, "B"] | None,
+    texts: SFTBatch | None,
+) -> TokenRows:
+    """Adds the weights of a whole minibatch's tokens, before it is divided. Texts to imitate become additional rows."""
+    weights = loss_weights(rows.mask, config.aggregation, divisor=config.aggregation_divisor, group_tokens=group_tokens)
+    rows = rows._replace(
         weights=weights,
-        pg_weights=weights if rows.importance is None else jnp.where(rows.mask, weights * rows.importance, 0),
-        ref_logprobs=rows.ref_logprobs,
-        kl_weights=None if rows.ref_logprobs is None or kl_coef is None else kl_coef * weights,
-        ages=rows.ages,
+        pg_weights=weights if importance is None else jnp.where(rows.mask, weights * importance, 0),
+        kl_weights=None if kl_coef is None else kl_coef * weights,
     )
-    if rows.texts is None:
-        return tokens
-    learned = rows.texts.loss_mask & (jnp.arange(rows.texts.tokens.shape[1]) > 0)[None, :]
-    tokens = tokens._replace(text_weights=jnp.zeros_like(weights))
+    if texts is None:
+        return rows
+    learned = texts.loss_mask & (jnp.arange(texts.tokens.shape[1]) > 0)[None, :]
+    rows = rows._replace(text_weights=jnp.zeros_like(weights))
     text_weights = loss_weights(learned, "token-mean")
-    texts = jax.tree.map(jnp.zeros_like, tokens)._replace(tokens=rows.texts.tokens, text_weights=text_weights)
-    return jax.tree.map(interleave, tokens, texts)
+    text_rows = jax.tree.map(jnp.zeros_like, rows)._replace(tokens=texts.tokens, text_weights=text_weights)
+    return jax.tree.map(interleave, rows, text_rows)
 
 
 @jax.named_scope("policy_loss")
@@ -246,6 +247,7 @@ def _policy_terms(
     config: PolicyConfig, logprobs: Array, entropy: Array, rows: TokenRows
 ) -> tuple[Array, dict[str, Array]]:
     """Every token's loss and metrics; 0 outside the masks. Elementwise if ratios are of tokens."""
+    assert rows.weights is not None and rows.pg_weights is not None
     # Selected before the mathematics, not after: a NaN in the padding would return through the gradient.
     text_logprobs, logprobs = logprobs, jnp.where(rows.mask, logprobs, 0)
     old_logprobs, pg_weights, corrected = jnp.where(rows.mask, rows.old_logprobs, 0), rows.pg_weights, {}

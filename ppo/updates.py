@@ -8,7 +8,7 @@ loop is a generator (`Updates`), to which the pipeline sends gradients; so the u
 import inspect
 from collections.abc import Callable, Generator
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -181,7 +181,7 @@ class Run(NamedTuple):
     """The result of all updates on one batch."""
 
     means: Metrics  # means over the updates that were not skipped
-    first: Metrics  # those of `of_first`, in the first update
+    first: Metrics  # of the first update
     counts: Metrics  # numbers of updates that were not applied, by reason
 
 
@@ -197,36 +197,37 @@ class _Carry(NamedTuple):
 
 
 def run_updates(
-    loss_fn: Callable[..., tuple[Array, Metrics]],
+    loss_fn: LossFn,
     optimizer: optax.GradientTransformation,
     config: PolicyConfig,
     state: TrainState,
-    rows: Any,
+    batch: tuple[PyTree, ...],
+    prepare: Callable[..., Any],
     frozen: tuple[PyTree, ...],
+    *,
     names: tuple[str, ...],
     veto: Callable[[Metrics], Bool[Array, ""]] | None = None,
-    prepare: Callable[[Any], Any] | None = None,
     staged: bool = False,
-    of_first: tuple[str, ...] = (),
 ) -> Updates:
     """epochs x minibatches updates in one loop, which ends early once `veto` holds; their result is (state, `Run`).
 
-    loss_fn: (params, rows, count, *frozen) -> (loss, metrics); count is the number of the minibatch's tokens in `mask`.
-    prepare: turns a whole minibatch into the rows that the loss gets in parts; a `Partial` of arrays.
-    of_first: metrics whose value in the first update is returned instead of their mean.
+    prepare: (*minibatch of `batch`) -> the rows that the loss gets in parts; a `Partial` of arrays.
+    loss_fn: (params, rows, count, *frozen) -> (loss, metrics `names`); count is the number of tokens in the `mask` of
+        the minibatch's rows.
     """
-    check_divisible(rows.tokens, config.minibatches, config.micro_batches)
+    check_divisible(jax.tree.leaves(batch)[0], config.minibatches, config.micro_batches)
     total = config.epochs * config.minibatches
     key = jax.random.fold_in(jax.random.key(config.seed), state.step)
     draw = _drawn if staged else _draw
-    shared: dict[str, Any] = {"metric_names": names, "veto": veto, "frozen": frozen, "staged": staged}
+    apply = partial(apply_update, loss_fn, optimizer, metric_names=names, veto=veto, frozen=frozen, staged=staged)
 
     def one(carry: _Carry) -> Updates:
-        batch, count = draw(config, rows, prepare, key, carry.index)
-        tokens, computed = config.micro_batch_tokens, batch.computed
+        rows, count = draw(config, batch, prepare, key, carry.index)
+        tokens, computed = config.micro_batch_tokens, rows.computed
         parts = config.micro_batches if tokens is None else ByLength(row_ends(computed), tokens)
-        given = {"micro_batches": parts, "counted": jnp.any(computed), "others": (count,), **shared}
-        update = yield from apply_update(loss_fn, optimizer, carry.params, carry.opt_state, batch, **given)
+        update = yield from apply(
+            carry.params, carry.opt_state, rows, micro_batches=parts, others=(count,), counted=jnp.any(computed)
+        )
         metrics = jax.tree.map(lambda x: x.astype(jnp.float32), update.metrics)  # float64 with jax_enable_x64
         return _Carry(
             index=carry.index + 1,
@@ -241,8 +242,7 @@ def run_updates(
 
     none = jnp.zeros((), jnp.int32)
     zeros = dict.fromkeys((*names, "grad_norm"), jnp.zeros((), jnp.float32))
-    first = {name: zeros.pop(name) for name in of_first}
-    end = _Carry(none, state.params, state.opt_state, jnp.zeros((), jnp.bool_), none, none, zeros, first)
+    end = _Carry(none, state.params, state.opt_state, jnp.zeros((), jnp.bool_), none, none, zeros, zeros)
     goes_on = lambda carry: (carry.index < total) & ~carry.stop  # noqa: E731
     if not staged:
         end = lax.while_loop(goes_on, lambda carry: finish(one(carry)), end)
@@ -259,13 +259,12 @@ def run_updates(
 
 
 def _draw(
-    config: PolicyConfig, rows: Any, prepare: Callable[[Any], Any] | None, key: Array, index: Array
+    config: PolicyConfig, batch: tuple[PyTree, ...], prepare: Callable[..., Any], key: Array, index: Array
 ) -> tuple[Any, Array]:
-    """Minibatch `index` of all epochs, and the number of its tokens."""
+    """The rows of minibatch `index` of all epochs, and the number of its tokens."""
     epoch, minibatch = index // config.minibatches, index % config.minibatches
-    batch = draw_minibatch(rows, jax.random.fold_in(key, epoch), minibatch, config.minibatches)
-    batch = batch if prepare is None else prepare(batch)
-    return batch, token_count(batch.mask)
+    rows = prepare(*draw_minibatch(batch, jax.random.fold_in(key, epoch), minibatch, config.minibatches))
+    return rows, token_count(rows.mask)
 
 
 _drawn = jax.jit(_draw, static_argnums=0)

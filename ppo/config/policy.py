@@ -144,6 +144,21 @@ class PolicyConfig(Section):
         return tuple(name for name in self.CORRECTIONS if getattr(self, name) is not None)
 
     @property
+    def kl_in_loss(self) -> bool:
+        """The KL to a reference is a term of the loss."""
+        return self.kl_in == "loss" and self.needs_reference
+
+    @property
+    def weighs_in_experience(self) -> bool:
+        """The CORRECTIONS are computed when experience is made, which then has weights."""
+        return bool(self.corrections) and self.old_logprobs == "recompute"
+
+    @property
+    def weighs_in_loss(self) -> bool:
+        """The CORRECTIONS are computed in the update's own forward pass."""
+        return bool(self.corrections) and self.old_logprobs == "interpolate"
+
+    @property
     def couples_tokens(self) -> bool:
         """The loss of a token depends on the other tokens of its response."""
         rows = self.importance == "sequence" or {"mask_sequence", "mask_sequence_mean", "mask_k3"} & {*self.corrections}
