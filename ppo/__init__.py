@@ -51,7 +51,7 @@ from jrlhf.ppo.token_advantages import (
     make_return_experience,
     returns_to_go,
 )
-from jrlhf.ppo.types import Experience, KLState, Rollout, Scored, SFTBatch, TrainState
+from jrlhf.ppo.types import Experience, KLState, Rollout, SFTBatch, TrainState
 from jrlhf.ppo.updates import Step
 
 __all__ = [
@@ -78,7 +78,6 @@ __all__ = [
     "SFTBatch",
     "SafeRLHFConfig",
     "ScoreConfig",
-    "Scored",
     "Step",
     "TrainState",
     "age_metrics",

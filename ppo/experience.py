@@ -45,17 +45,7 @@ from jrlhf.ppo.config.policy import PolicyConfig
 from jrlhf.ppo.losses import kl_estimate
 from jrlhf.ppo.masked import last_token_mask, masked_mean, masked_sum, masked_whiten, response_mask, spread
 from jrlhf.ppo.off_policy import importance_metrics, importance_weights
-from jrlhf.ppo.types import (
-    Coefficient,
-    Experience,
-    KLState,
-    Logprobs,
-    Rollout,
-    Scored,
-    Scores,
-    check_class,
-    check_shapes,
-)
+from jrlhf.ppo.types import Coefficient, Experience, KLState, Logprobs, Rollout, Scores, check_class, check_shapes
 
 
 def make_group_experience(
@@ -75,7 +65,7 @@ def make_group_experience(
     explains the arguments.
     """
     check_class("config", config, GRPOConfig)
-    experience = rewarded(Scored(rollout, scores, old_logprobs, ref_logprobs, kl_coef), config)
+    experience = rewarded(rollout, scores, old_logprobs, ref_logprobs, kl_coef, config)
     mask = experience.response_mask
     advantages = group_advantages(
         jnp.sum(experience.rewards, axis=1),
@@ -172,13 +162,20 @@ def experience_metrics(experience: Experience, samples: int | None = None) -> di
 
 
 def rewarded(
-    scored: Scored, config: PolicyConfig, *, other_scores: Array | None = None, kl_sign: int = -1
+    rollout: Rollout,
+    scores: Scores,
+    old_logprobs: Logprobs | None,
+    ref_logprobs: Logprobs | None,
+    kl_coef: Coefficient,
+    config: PolicyConfig,
+    *,
+    other_scores: Array | None = None,
+    kl_sign: int = -1,
 ) -> Experience:
     """The part of an experience that all algorithms share: everything but advantages, values and returns.
 
     other_scores: further scores of the same rows. They are only checked: a row with a non-finite score is excluded.
     """
-    rollout, old_logprobs, ref_logprobs = scored.rollout, scored.old, scored.ref
     check_class("rollout", rollout, Rollout)
     check_class("config", config, PolicyConfig)
     if getattr(rollout.tokens, "ndim", 0) != 2 or not jnp.issubdtype(rollout.tokens.dtype, jnp.integer):
@@ -196,16 +193,16 @@ def rewarded(
     check_shapes((rows, time), **arrays)
 
     mask = divided_like(rollout.tokens, response_mask(rollout.prompt_lengths, rollout.response_lengths, time))
-    placed, scores = _placed(scored.scores, mask)
-    finite = jnp.isfinite(scores)
+    placed, sums = _placed(scores, mask)
+    finite = jnp.isfinite(sums)
     if other_scores is not None:
         finite &= jnp.isfinite(_placed(other_scores, mask)[1])
-    if config.truncation == "bootstrap" and scored.scores.ndim < 2:
+    if config.truncation == "bootstrap" and scores.ndim < 2:
         placed = jnp.where(rollout.finished[:, None], placed, 0)
     if config.truncation == "mask":
         finite &= rollout.finished
     if isinstance(config, GRPOConfig) and config.equal_groups == "drop":
-        _, equal = group_spread(scores, config.samples, finite & jnp.any(mask, axis=1))
+        _, equal = group_spread(sums, config.samples, finite & jnp.any(mask, axis=1))
         finite &= jnp.zeros_like(finite) | ~jnp.repeat(equal, config.samples)
     mask &= finite[:, None]
     old_logprobs = within(mask, old_logprobs)
@@ -214,10 +211,10 @@ def rewarded(
         ref_logprobs = within(mask, ref_logprobs)
         if config.kl_in == "reward":
             kl = kl_estimate(old_logprobs, ref_logprobs, config.kl_estimator)
-            rewards = jnp.where(mask, placed + kl_sign * scored.kl_coef * kl, 0)
+            rewards = jnp.where(mask, placed + kl_sign * kl_coef * kl, 0)
     return Experience(
         **{item.name: getattr(rollout, item.name) for item in fields(Rollout)},
-        scores=scores,
+        scores=sums,
         response_mask=mask,
         old_logprobs=old_logprobs,
         ref_logprobs=ref_logprobs,
@@ -230,7 +227,7 @@ def rewarded(
             if config.weighs_in_experience
             else None
         ),
-        kl_coef=jnp.asarray(scored.kl_coef, jnp.float32) if config.kl_in_loss else None,
+        kl_coef=jnp.asarray(kl_coef, jnp.float32) if config.kl_in_loss else None,
     )
 
 

@@ -1,7 +1,7 @@
 """Safe RLHF: experience from rewards and costs, and the Lagrange multiplier (units of reward per unit of cost)."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 import jax
@@ -12,7 +12,7 @@ from jrlhf.meshes.rows import whole
 from jrlhf.ppo.config.algorithms import SafeRLHFConfig
 from jrlhf.ppo.experience import rewarded, with_advantages
 from jrlhf.ppo.token_advantages import with_critic
-from jrlhf.ppo.types import Coefficient, Experience, Logprobs, Rollout, Scored, Scores
+from jrlhf.ppo.types import Coefficient, Experience, Logprobs, Rollout, Scores
 
 
 @jax.tree_util.register_dataclass
@@ -99,9 +99,9 @@ def make_safe_experience(
         The first trains the actor and the critic of rewards: A, and that critic's values and returns. The second
         trains the critic of costs: costs as scores and rewards, its values and returns, its own advantages.
     """
-    scored = Scored(rollout, scores, old_logprobs, ref_logprobs, kl_coef)
-    reward = rewarded(scored, config, other_scores=costs)
-    cost = rewarded(replace(scored, scores=costs), config, other_scores=scores, kl_sign=1)
+    shared = old_logprobs, ref_logprobs, kl_coef, config
+    reward = rewarded(rollout, scores, *shared, other_scores=costs)
+    cost = rewarded(rollout, costs, *shared, other_scores=scores, kl_sign=1)
     reward = with_critic(reward, values, bootstrap_values, config)
     cost = with_critic(cost, cost_values, cost_bootstrap_values, config, prefix="cost_")
     advantages = (reward.advantages - multiplier * cost.advantages) / (1 + multiplier)

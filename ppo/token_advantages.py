@@ -19,7 +19,7 @@ from jrlhf.ppo.config.algorithms import PPOConfig, ReinforcePPConfig, ReMaxConfi
 from jrlhf.ppo.config.policy import PolicyConfig
 from jrlhf.ppo.experience import rewarded, with_advantages, within
 from jrlhf.ppo.masked import masked_whiten
-from jrlhf.ppo.types import Coefficient, Experience, Logprobs, Rollout, Scored, Scores, check_class, check_shapes
+from jrlhf.ppo.types import Coefficient, Experience, Logprobs, Rollout, Scores, check_class, check_shapes
 
 
 @jax.named_scope("advantages")
@@ -101,7 +101,7 @@ def make_experience(
     `help(jrlhf.ppo.experience)` has the formulas.
     """
     check_class("config", config, PPOConfig)
-    experience = rewarded(Scored(rollout, scores, old_logprobs, ref_logprobs, kl_coef), config)
+    experience = rewarded(rollout, scores, old_logprobs, ref_logprobs, kl_coef, config)
     experience = with_critic(experience, values, bootstrap_values, config)
     return with_advantages(experience, experience.advantages, config)
 
@@ -124,8 +124,7 @@ def make_return_experience(
     if baselines is None and isinstance(config, ReMaxConfig):
         raise ValueError("baselines=None: ReMax needs the greedy responses' scores")
     check_shapes(rollout.prompt_lengths.shape, baselines=baselines)
-    scored = Scored(rollout, scores, old_logprobs, ref_logprobs, kl_coef)
-    experience = rewarded(scored, config, other_scores=baselines)
+    experience = rewarded(rollout, scores, old_logprobs, ref_logprobs, kl_coef, config, other_scores=baselines)
     mask = experience.response_mask
     batched = jax.vmap(partial(returns_to_go, discount=config.discount))
     advantages = batched(learned_rewards(experience, config), mask)
@@ -153,7 +152,7 @@ def make_custom_experience(
 
     The results are read at response tokens only; advantages are whitened with `config.whiten_advantages`.
     """
-    experience = rewarded(Scored(rollout, scores, old_logprobs, ref_logprobs, kl_coef), config)
+    experience = rewarded(rollout, scores, old_logprobs, ref_logprobs, kl_coef, config)
     mask, rows = experience.response_mask, row_axes(rollout.tokens)
 
     def computed(experience: Experience, *others: Any) -> dict[str, Array]:

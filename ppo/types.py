@@ -55,18 +55,6 @@ class Rollout:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Scored:
-    """A rollout with its scores and log-probs: the data from which every algorithm makes its experience."""
-
-    rollout: Rollout
-    scores: Scores
-    old: Logprobs | None  # under the actor before its update; None: the rollout's own are used
-    ref: Logprobs | None  # under the frozen reference; None: there is no reference
-    kl_coef: Coefficient
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
 class Experience(Rollout):
     """A rollout with everything that an update needs. The `[B, T]` arrays added here are zero outside `response_mask`.
 

@@ -13,7 +13,6 @@ from jrlhf.algorithms.pair_actor import PairActor as PairActor
 from jrlhf.algorithms.pair_actor import PairReference as PairReference
 from jrlhf.data.batches import Batch as Batch
 from jrlhf.ppo import Experience as Experience
-from jrlhf.ppo import Scored as Scored
 from jrlhf.rewards.mixture import Rewards as Rewards
 from jrlhf.roles.actor import Actor as Actor
 from jrlhf.roles.actor import Reference as Reference
