@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, field, fields
 from functools import cache
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 MOST = 2**31 - 1  # default maximum of an integer field, because sizes and steps are int32 in programs
 LONGEST = 1e9  # seconds (about thirty years); operating systems cannot wait much longer
@@ -70,16 +70,15 @@ class Section:
             if value in choices:
                 continue
             if choices and not rules.get("holds"):
-                self.require(name, False, f"one of {', '.join(choices)}" + ", or null" * rules["optional"])
-            if rules.get("holds"):
-                self.require(name, rules["holds"](value), " or ".join([rules["expected"], *choices]))
-            if rules["most"] is not None:
-                self.require(name, value <= rules["most"], f"at most {rules['most']:.10g}")
+                self.refuse(name, f"one of {', '.join(choices)}" + ", or null" * rules["optional"])
+            if rules.get("holds") and not rules["holds"](value):
+                self.refuse(name, " or ".join([rules["expected"], *choices]))
+            if rules["most"] is not None and value > rules["most"]:
+                self.refuse(name, f"at most {rules['most']:.10g}")
 
-    def require(self, name: str, holds: bool, expected: str) -> None:
-        """Raises ValueError unless `holds`, a condition on this field and others."""
-        if not holds:
-            raise ValueError(f"{name}={getattr(self, name)!r}: it must be {expected}")
+    def refuse(self, name: str, expected: str) -> NoReturn:
+        """Raises ValueError: the value of this field must be as `expected`."""
+        raise ValueError(f"{name}={getattr(self, name)!r}: it must be {expected}")
 
 
 @cache

@@ -43,8 +43,8 @@ class DeviceConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        simulates = self.simulated is None or self.platform not in ("gpu", "tpu")
-        self.require("simulated", simulates, f"null on a {self.platform}: only CPU devices are simulated")
+        if self.simulated is not None and self.platform in ("gpu", "tpu"):
+            self.refuse("simulated", f"null on a {self.platform}: only CPU devices are simulated")
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ class LoRASection(Feature):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one = self.rank is None or self.path is None
-        self.require("rank", one, f"null with path={self.path}, whose adapter has its own rank")
+        if self.rank is not None and self.path is not None:
+            self.refuse("rank", f"null with path={self.path}, whose adapter has its own rank")
 
 
 @dataclass(frozen=True)
@@ -231,8 +231,8 @@ class AnnotatorConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        others = not self.foreign_lines or min(self.prompts, self.heldout_prompts) > 1
-        self.require("foreign_lines", others, "0 with a single prompt, which has no other function's line")
+        if self.foreign_lines and min(self.prompts, self.heldout_prompts) == 1:
+            self.refuse("foreign_lines", "0 with a single prompt, which has no other function's line")
 
 
 @dataclass(frozen=True)
@@ -259,8 +259,8 @@ class ArithmeticData(DataConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fewer = self.demonstrations is None or self.demonstrations <= self.problems
-        self.require("demonstrations", fewer, f"at most problems={self.problems}, or null for all")
+        if self.demonstrations is not None and self.demonstrations > self.problems:
+            self.refuse("demonstrations", f"at most problems={self.problems}, or null for all")
 
 
 @dataclass(frozen=True)

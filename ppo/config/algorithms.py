@@ -64,8 +64,9 @@ class GRPOConfig(PolicyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require("discount", self.discount == 1, "1 where whole responses are compared")
-        self._require_plain_rewards("responses' sums are compared")
+        if self.discount != 1:
+            self.refuse("discount", "1 where whole responses are compared")
+        self._refuse_whitened_rewards("responses' sums are compared")
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ class ReMaxConfig(PolicyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_plain_rewards("the baseline is in their units")
+        self._refuse_whitened_rewards("the baseline is in their units")
 
 
 @dataclass(frozen=True)
@@ -208,9 +209,9 @@ class SafeRLHFConfig(PPOConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_plain_rewards("lambda weighs two streams of them")
-        within = 0 < self.multiplier <= self.multiplier_max
-        self.require("multiplier", within, f"above 0 and at most multiplier_max={self.multiplier_max:g}")
+        self._refuse_whitened_rewards("lambda weighs two streams of them")
+        if not 0 < self.multiplier <= self.multiplier_max:
+            self.refuse("multiplier", f"above 0 and at most multiplier_max={self.multiplier_max:g}")
 
 
 @dataclass(frozen=True)
@@ -236,6 +237,6 @@ class DPOConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        smooth = self.label_smoothing == 0 or self.loss == "sigmoid"
-        self.require("label_smoothing", smooth, f"0 with loss={self.loss}")
+        if self.label_smoothing and self.loss != "sigmoid":
+            self.refuse("label_smoothing", f"0 with loss={self.loss}")
         check_one_division(self.micro_batches, self.micro_batch_tokens)

@@ -166,29 +166,29 @@ class PolicyConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        straight = self.kl_in == "loss" or not self.kl_estimator.endswith("+")
-        self.require("kl_estimator", straight, "without + in the reward, which has no gradient")
-        gradient = self.kl_in == "reward" or self.kl_estimator != "k1"
-        self.require("kl_estimator", gradient, "another in the loss, where k1's mean gradient is 0")
-        valued = self.has_critic or self.truncation != "bootstrap"
-        self.require("truncation", valued, "zero or mask where there is no critic")
-        action = self.ratio == "token" or self.aggregation == "seq-mean-token-mean"
-        self.require("aggregation", action, f"seq-mean-token-mean with ratio={self.ratio}")
-        grouped = self.aggregation != "prompt-mean" or hasattr(self, "samples")
-        self.require("aggregation", grouped, "another where a prompt has one response")
-        divided = self.aggregation == "constant" or self.aggregation_divisor is None
-        self.require("aggregation_divisor", divided, "null without aggregation=constant")
-        for name in self.corrections:
-            gap = self.old_logprobs != "rollout"
-            self.require(name, gap, "null with old_logprobs=rollout, where there is no gap to weigh")
-        whole = self.surrogate == "ppo" or (self.ratio == "token" and self.dual_clip is None)
-        self.require("surrogate", whole, "ppo with dual_clip or a ratio of sequences")
+        if self.kl_in == "reward" and self.kl_estimator.endswith("+"):
+            self.refuse("kl_estimator", "without + in the reward, which has no gradient")
+        if self.kl_in == "loss" and self.kl_estimator == "k1":
+            self.refuse("kl_estimator", "another in the loss, where k1's mean gradient is 0")
+        if self.truncation == "bootstrap" and not self.has_critic:
+            self.refuse("truncation", "zero or mask where there is no critic")
+        if self.ratio != "token" and self.aggregation != "seq-mean-token-mean":
+            self.refuse("aggregation", f"seq-mean-token-mean with ratio={self.ratio}")
+        if self.aggregation == "prompt-mean" and not hasattr(self, "samples"):
+            self.refuse("aggregation", "another where a prompt has one response")
+        if self.aggregation != "constant" and self.aggregation_divisor is not None:
+            self.refuse("aggregation_divisor", "null without aggregation=constant")
+        if self.old_logprobs == "rollout" and self.corrections:
+            self.refuse(self.corrections[0], "null with old_logprobs=rollout, where there is no gap to weigh")
+        if self.surrogate == "cispo" and (self.ratio != "token" or self.dual_clip is not None):
+            self.refuse("surrogate", "ppo with dual_clip or a ratio of sequences")
         check_one_division(self.micro_batches, self.micro_batch_tokens)
-        adaptive = self.kl_target is None or self.kl_coef > 0
-        self.require("kl_coef", adaptive, "above 0 with kl_target: the controller multiplies it")
+        if self.kl_target is not None and self.kl_coef == 0:
+            self.refuse("kl_coef", "above 0 with kl_target: the controller multiplies it")
 
-    def _require_plain_rewards(self, why: str) -> None:
-        self.require("whiten_rewards", not self.whiten_rewards, f"False where {why}")
+    def _refuse_whitened_rewards(self, why: str) -> None:
+        if self.whiten_rewards:
+            self.refuse("whiten_rewards", f"False where {why}")
 
 
 def check_one_division(micro_batches: int, micro_batch_tokens: int | None) -> None:
