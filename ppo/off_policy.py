@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jrlhf.ppo.config.policy import PolicyConfig
 from jrlhf.ppo.losses import LOG_RATIO_LIMIT
-from jrlhf.ppo.masked import masked_mean, masked_variance, spread, token_count
+from jrlhf.ppo.masked import masked_extremes, masked_mean, masked_variance, spread, token_count
 from jrlhf.ppo.types import Experience
 
 Metrics = dict[str, Float[Array, ""]]
@@ -86,9 +86,10 @@ def _whole_weights(log_ratio: Float[Array, "B T"], config: PolicyConfig) -> Floa
 
 
 # The metrics that `weight_terms` returns.
-WEIGHT_MEANS = tuple(
-    f"rollout_corr/{name}"
-    for name in ("rollout_is_mean", "rollout_is_ratio_fraction_high", "rollout_rs_masked_fraction")
+WEIGHT_MEANS = _MEAN, _TRUNCATED, _MASKED = (
+    "rollout_corr/rollout_is_mean",
+    "rollout_corr/rollout_is_ratio_fraction_high",
+    "rollout_corr/rollout_rs_masked_fraction",
 )
 
 
@@ -109,14 +110,13 @@ def weight_shares(experience: Experience, config: PolicyConfig) -> Metrics:
     weights, mask = experience.importance, experience.response_mask
     assert weights is not None
     log_ratio = jnp.where(mask, experience.old_logprobs - experience.logprobs.astype(jnp.float32), 0)
-    _, *terms = weight_terms(weights, log_ratio, config).items()
+    terms = weight_terms(weights, log_ratio, config)
     rows = jnp.any(mask & (weights == 0), axis=1).astype(jnp.float32)
-    masked = masked_mean(rows, jnp.any(mask, axis=1))
-    partial_weight = jnp.any(jnp.stack([x > 0 for _, x in terms]), axis=0)
-    quartiles = enumerate(_shares_by_quartile(mask & ~partial_weight, mask), 1)
+    full = mask & (terms[_TRUNCATED] == 0) & (terms[_MASKED] == 0)
+    quartiles = enumerate(_shares_by_quartile(full, mask), 1)
     return {
-        **{name: masked_mean(x, mask) for name, x in terms},
-        "rollout_corr/rollout_rs_seq_masked_fraction": masked,
+        **{name: masked_mean(terms[name], mask) for name in (_TRUNCATED, _MASKED)},
+        "rollout_corr/rollout_rs_seq_masked_fraction": masked_mean(rows, jnp.any(mask, axis=1)),
         **{f"rollout_corr/full_weight/quartile_{part}": x for part, x in quartiles},
     }
 
@@ -145,8 +145,7 @@ def weight_terms(weights: Array, log_ratio: Array, config: PolicyConfig) -> dict
     truncated = jnp.zeros_like(weights, jnp.bool_)
     if config.importance is not None:
         truncated = (weights > 0) & (_whole_weights(log_ratio, config) > config.importance_cap)
-    terms = (weights, truncated.astype(jnp.float32), (weights == 0).astype(jnp.float32))
-    return dict(zip(WEIGHT_MEANS, terms, strict=True))
+    return {_MEAN: weights, _TRUNCATED: truncated.astype(jnp.float32), _MASKED: (weights == 0).astype(jnp.float32)}
 
 
 def importance_metrics(experience: Experience, weights: Array) -> Metrics:
@@ -155,7 +154,7 @@ def importance_metrics(experience: Experience, weights: Array) -> Metrics:
     mean = masked_mean(weights, mask)
     d = jnp.where(mask, experience.old_logprobs - experience.logprobs, 0)
     return {
-        **{name.replace("is/", "is_"): x for name, x in spread("rollout_corr/rollout_is", weights, mask).items()},
+        **{f"rollout_corr/rollout_is_{what}": x for what, x in masked_extremes(weights, mask).items()},
         "rollout_corr/rollout_is_std": jnp.sqrt(masked_variance(weights, mask)),
         "rollout_corr/rollout_is_eff_sample_size": mean**2 / jnp.maximum(masked_mean(weights**2, mask), 1e-20),
         "rollout_corr/kl": masked_mean(-d, mask),
