@@ -11,6 +11,7 @@ gathered once.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -104,14 +105,16 @@ def make_sft_step(
         loss = -masked_sum(logprobs, rows.loss_mask) / count
         return loss, {"loss": loss, "entropy": masked_sum(entropy, rows.loss_mask) / count}
 
+    apply = partial(apply_update, loss_fn, optimizer, metric_names=("loss", "entropy"), staged=pipeline is not None)
+
     def step(state: TrainState, batch: SFTBatch, *frozen: PyTree) -> Updates:
         check_divisible(batch.tokens, 1, micro_batches)
         mask = batch.loss_mask & (jnp.arange(batch.tokens.shape[1]) > 0)[None, :]
-        rows = replace(batch, loss_mask=mask)
+        rows, count, counted = replace(batch, loss_mask=mask), token_count(mask), jnp.any(mask)
         parts = micro_batches if micro_batch_tokens is None else ByLength(row_ends(mask), micro_batch_tokens)
-        given: Any = {"others": (token_count(mask),), "frozen": frozen, "staged": pipeline is not None}
-        given |= {"micro_batches": parts, "metric_names": ("loss", "entropy"), "counted": jnp.any(mask)}
-        update = yield from apply_update(loss_fn, optimizer, state.params, state.opt_state, rows, **given)
+        update = yield from apply(
+            state.params, state.opt_state, rows, micro_batches=parts, others=(count,), counted=counted, frozen=frozen
+        )
         return _result("sft", state, update)
 
     return make_step(step, pipeline)
@@ -186,6 +189,8 @@ def _pair_step(
         shares = {name: masked_sum(term, exists) / count for name, term in terms.items()}
         return shares[names[0]], shares
 
+    apply = partial(apply_update, loss_fn, optimizer, metric_names=names, staged=pipeline is not None)
+
     def step(state: TrainState, batch: PreferenceBatch, *frozen: PyTree) -> Updates:
         others = {name: x for name, x in vars(batch).items() if name not in ("chosen", "rejected")}
         check_shapes(batch.chosen.shape, rejected=batch.rejected)
@@ -195,9 +200,9 @@ def _pair_step(
         if micro_batch_tokens is not None:  # a budget for both sequences of a pair
             longer = jnp.maximum(batch.chosen_lengths, batch.rejected_lengths)
             parts = ByLength(longer, max(1, micro_batch_tokens // 2))
-        given: Any = {"micro_batches": parts, "metric_names": names, "others": (count,), "frozen": frozen}
-        given |= {"staged": pipeline is not None}
-        update = yield from apply_update(loss_fn, optimizer, state.params, state.opt_state, batch, **given)
+        update = yield from apply(
+            state.params, state.opt_state, batch, micro_batches=parts, others=(count,), frozen=frozen
+        )
         return _result(prefix, state, update)
 
     return make_step(step, pipeline)
