@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import zip_longest
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 Kind = Literal["forward", "backward", "weight"]
@@ -161,32 +162,27 @@ def table_of(schedule: ScheduleName, stages: int, micro_batches: int, *, trains:
 
 def _table(pipeline: Pipeline, warmup: Callable[[int], int]) -> Table:
     """Returns the table of one model: forwards to fill the pipeline, then alternately a forward and a backward, then
-    backwards.
+    backwards. With split backwards device d computes a weight gradient d backwards later.
 
     warmup: device -> number of its forwards before the first pair.
     """
-    count = 1 + max(pipeline.devices)
+    count, parts = 1 + max(pipeline.devices), pipeline.micro_batches
     chunks = len(pipeline.devices) // count
+    # Micro-batches form groups of as many as there are devices. A group passes all chunks before the next one begins.
+    turns = [
+        (chunk, number)
+        for first in range(0, parts, count)
+        for chunk in range(chunks)
+        for number in range(first, min(first + count, parts))
+    ]
     orders = []
     for device in range(count):
-        forwards, backwards = (
-            [
-                Step(0, (chunks - 1 - chunk if kind == "backward" else chunk) * count + device, group + index, kind)
-                for group in range(0, pipeline.micro_batches, count)
-                for chunk in range(chunks)
-                for index in range(min(count, pipeline.micro_batches - group))
-            ]
-            for kind in pipeline.kinds[:2]
-        )
-        first = min(warmup(device), len(forwards))
-        order = forwards[:first]
-        for number, backward in enumerate(backwards):
-            order += [*forwards[first + number : first + number + 1], backward]
-            if pipeline.split and number >= device:
-                order.append(backwards[number - device]._replace(kind="weight"))
-        if pipeline.split:
-            order += [step._replace(kind="weight") for step in backwards[max(0, len(backwards) - device) :]]
-        orders.append(order)
+        forwards = [Step(0, chunk * count + device, number, "forward") for chunk, number in turns]
+        backwards = [Step(0, (chunks - 1 - chunk) * count + device, number, "backward") for chunk, number in turns]
+        weights = [step._replace(kind="weight") for step in backwards] if pipeline.split else []
+        filling = min(warmup(device), len(forwards))
+        rounds = zip_longest(forwards[filling:], backwards, [None] * device + weights)
+        orders.append(forwards[:filling] + [step for steps in rounds for step in steps if step is not None])
     return arrange([pipeline], orders)
 
 
