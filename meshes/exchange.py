@@ -7,9 +7,10 @@ Every device runs its programs in the order of the calls, so both sides of an ex
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from math import gcd, prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -169,7 +170,7 @@ def _joined(array: jax.Array, union: Mesh) -> jax.Array:
     shards = {shard.device: _shaped(shard.data, shape, shard.device) for shard in array.addressable_shards}
     for device in union.local_devices:
         if device not in shards:
-            shards[device] = _blank(device, shape, array.dtype)
+            shards[device] = _on(device, _zeros, shape, array.dtype)
     whole = (shape[0] * union.size, *shape[1:])
     sharding = NamedSharding(union, P(_AXIS))
     return jax.make_array_from_single_device_arrays(whole, sharding, list(shards.values()), dtype=array.dtype)
@@ -182,18 +183,14 @@ def _parted(joined: jax.Array, target: NamedSharding, shape: tuple[int, ...]) ->
     return [_shaped(shards[device], part, device) for device in target.addressable_devices]
 
 
-def _blank(device: Device, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    """Returns zeros that are created on the device."""
-    with jax.set_mesh(Mesh(np.asarray([device]), (_AXIS,))):
-        return _zeros(shape, dtype)
-
-
 def _shaped(x: jax.Array, shape: tuple[int, ...], device: Device) -> jax.Array:
     """Reshapes an array of one device; returns it unchanged if it has the shape."""
-    if x.shape == shape:
-        return x
+    return x if x.shape == shape else _on(device, _reshape, x, shape)
+
+
+def _on(device: Device, function: Callable[..., jax.Array], *arguments: Any) -> jax.Array:
     with jax.set_mesh(Mesh(np.asarray([device]), (_AXIS,))):
-        return _reshape(x, shape)
+        return function(*arguments)
 
 
 _zeros = jax.jit(jnp.zeros, static_argnums=(0, 1))

@@ -140,7 +140,7 @@ _ROWS = (
     _Row("layers.mlp.gate_bias", "LF", "zero", "mlp.gate_proj.bias", None, "gated_mlp mlp_bias"),
     _Row("layers.mlp.up_bias", "LF", "zero", "mlp.up_proj.bias", "mlp.c_fc.bias", "mlp_bias"),
     _Row("layers.mlp.down_bias", "Ld", "zero", "mlp.down_proj.bias", "mlp.c_proj.bias", "mlp_bias"),
-    _Row("layers.post_attention_norm.scale", "Ld", "scale", None, None, "post_norms", 0, _POST_ATTENTION),
+    _Row("layers.post_attention_norm.scale", "Ld", "scale", None, needs="post_norms", gemma=_POST_ATTENTION),
     _Row("layers.post_attention_norm.bias", "Ld", "zero", None, needs="post_norms layer_norm"),
     _Row(
         "layers.post_mlp_norm.scale", "Ld", "scale", None, needs="post_norms", gemma="post_feedforward_layernorm.weight"
