@@ -208,7 +208,7 @@ def main(sizes: Sizes, chosen: Sequence[str], seconds: float, path: Path | None)
         ceilings = digits({"copy_tb_s": top.copy / TERA, "matmul_tflops": top.matmul / TERA})
         record: dict[str, object] = {"benchmark": "accelerator", "hardware": hardware(device), "ceilings": ceilings}
         if peak is not None:
-            record["nominal"] = {"memory_tb_s": peak.memory / TERA, "bfloat16_tflops": peak.bfloat16 / TERA}
+            record["nominal"] = {"memory_tb_s": peak.bandwidth / TERA, "bfloat16_tflops": peak.bfloat16 / TERA}
         for part in plan(sizes, mesh, top, device):
             if part.name not in chosen:
                 continue

@@ -67,7 +67,7 @@ class Ceilings:
     def moving(self, bytes_: float, seconds: float) -> Row:
         """A rate of bytes, and its shares."""
         rate = bytes_ / seconds
-        nominal = {} if self.peak is None else {"of_nominal": rate / self.peak.memory}
+        nominal = {} if self.peak is None else {"of_nominal": rate / self.peak.bandwidth}
         return {"tb_s": rate / TERA, **nominal, "of_measured": rate / self.copy}
 
     def computing(self, operations: float, seconds: float) -> Row:
@@ -320,20 +320,21 @@ def least_seconds(config: ModelConfig, top: Ceilings, prompts: np.ndarray, respo
 
     An update also reads and writes weights and both moments and reads gradients, in float32: 7 x 4 bytes a weight.
     """
-    memory = top.copy if top.peak is None else top.peak.memory
+    bandwidth = top.copy if top.peak is None else top.peak.bandwidth
     operations = top.matmul if top.peak is None else top.peak.bfloat16
     lengths, weights = prompts + responses, weight_bytes(config, 1)
+    optimizer = 28 * weights / bandwidth
     scalar = forward_operations(config, lengths, "scalar") / operations
     score = forward_operations(config, lengths, predicted=responses) / operations
     return {
-        "reshard": weights * (4 + 2) / memory,
-        "gen": generation_seconds(config, prompts, responses, memory=memory, operations=operations, itemsize=2),
+        "reshard": weights * (4 + 2) / bandwidth,
+        "gen": generation_seconds(config, prompts, responses, bandwidth=bandwidth, operations=operations, itemsize=2),
         "reward": scalar,
         "old_log_prob": score,
         "ref": score,
         "values": scalar,
-        "update_critic": training_operations(config, lengths, "scalar") / operations + 28 * weights / memory,
-        "update_actor": training_operations(config, lengths, predicted=responses) / operations + 28 * weights / memory,
+        "update_critic": training_operations(config, lengths, "scalar") / operations + optimizer,
+        "update_actor": training_operations(config, lengths, predicted=responses) / operations + optimizer,
     }
 
 

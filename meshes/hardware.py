@@ -14,12 +14,12 @@ from jrlhf.meshes.mesh import Device
 class Peak:
     """Peak rates of one device: the denominators of utilisation.
 
-    memory: bytes per second. bfloat16, float32: dense operations per second, without sparsity. float32 is the rate of
-    a matrix product in JAX's default precision: TF32 on NVIDIA GPUs from Ampere on, one bfloat16 product on TPUs.
-    hardware: the entry of `HARDWARE` for clusters of this device, "" without one.
+    bandwidth: bytes per second of its memory. bfloat16, float32: dense operations per second, without sparsity. float32
+    is the rate of a matrix product in JAX's default precision: TF32 on NVIDIA GPUs from Ampere on, one bfloat16 product
+    on TPUs. hardware: the entry of `HARDWARE` for clusters of this device, "" without one.
     """
 
-    memory: float
+    bandwidth: float
     bfloat16: float
     float32: float
     hardware: str = ""
@@ -138,7 +138,7 @@ def _tpu(name: str, memory: float, node: int, link: float, network: float, host:
 
 def _rates(name: str) -> tuple[float, float, float]:
     peak = next(peak for peak in PEAKS.values() if peak.hardware == name)
-    return peak.memory, peak.bfloat16, peak.float32
+    return peak.bandwidth, peak.bfloat16, peak.float32
 
 
 # memory: what the device reports as usable. GPUs: data sheets of A100, H100, H200 and B200 SXM, whose NVLink figures

@@ -91,7 +91,7 @@ def generation_seconds(
     prompts: Lengths,
     responses: Lengths,
     *,
-    memory: float,
+    bandwidth: float,
     operations: float,
     itemsize: float,
     layer_itemsize: float | None = None,
@@ -103,10 +103,10 @@ def generation_seconds(
     A local layer sees as many positions as its window has.
 
     All rows are decoded together; step t reads the weights once, and keys and values of the positions so far of rows
-    whose response is longer than t. A step takes the longer of its bytes over `memory` and its operations over
+    whose response is longer than t. A step takes the longer of its bytes over `bandwidth` and its operations over
     `operations`.
 
-    memory, operations: bytes and operations a second of all devices together.
+    bandwidth, operations: bytes and operations a second of all devices together.
     itemsize, layer_itemsize: of weights as in `weight_bytes`; of the cache `itemsize`.
     copies: number of copies of the weights, each of which is read at every step: groups of devices with their own rows.
     samples: responses to each prompt, which are neighbouring rows and share its prefill.
@@ -122,7 +122,7 @@ def generation_seconds(
     read = copies * weight_bytes(config, itemsize, layer_itemsize=layer_itemsize) + seen * cache_bytes(config, itemsize)
     attention = 4.0 * config.layers * config.heads * config.head_dim * seen
     work = 2.0 * (layer_weights(config) + head_weights(config)) * rows + attention
-    decode = np.maximum(read / memory, work / operations).sum()
+    decode = np.maximum(read / bandwidth, work / operations).sum()
     read_once = prompts[::samples]
     prefill = 2.0 * layer_weights(config) * float(read_once.sum()) + attention_operations(config, read_once)
     return float(decode) + prefill / operations

@@ -96,7 +96,7 @@ class Utilisation:
                 actor.config,
                 prompts,
                 responses,
-                memory=self.peak.memory * mesh.size,
+                bandwidth=self.peak.bandwidth * mesh.size,
                 operations=peak * mesh.size,
                 itemsize=itemsize,
                 layer_itemsize=1 if actor.base is not None and has_int8(actor.base) else itemsize,

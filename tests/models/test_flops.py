@@ -107,8 +107,8 @@ def test_bytes_are_those_of_the_arrays():
 
 
 @pytest.mark.parametrize("local", [(), (True, False, False)])
-@pytest.mark.parametrize("memory", [1e6, 1e12])  # bound by memory, bound by operations
-def test_a_generation_takes_its_steps_one_by_one(memory, local):
+@pytest.mark.parametrize("bandwidth", [1e6, 1e12])  # bound by memory, bound by operations
+def test_a_generation_takes_its_steps_one_by_one(bandwidth, local):
     prompts, responses, operations, copies = np.array([4, 2, 7]), np.array([3, 1, 5]), 1e9, 2
     deep = replace(ONE, layers=3, window=5 if local else None, local_layers=local)
     kv, matrices = cache_bytes(deep, 4), weight_bytes(deep, 4) / 4
@@ -117,8 +117,8 @@ def test_a_generation_takes_its_steps_one_by_one(memory, local):
         rows = [p + t for p, r in zip(prompts, responses, strict=True) if r > t]
         seen = sum(min(row, 5) if near else row for row in rows for near in deep.locality)
         work = 2 * matrices * len(rows) + 4 * deep.heads * deep.head_dim * seen
-        seconds += max((copies * 4 * matrices + kv / deep.layers * seen) / memory, work / operations)
+        seconds += max((copies * 4 * matrices + kv / deep.layers * seen) / bandwidth, work / operations)
     actual = generation_seconds(
-        deep, prompts, responses, memory=memory, operations=operations, itemsize=4, copies=copies
+        deep, prompts, responses, bandwidth=bandwidth, operations=operations, itemsize=4, copies=copies
     )
     assert actual == pytest.approx(seconds, rel=1e-12)

@@ -130,11 +130,11 @@ def test_generation_at_the_roofline():
     which the report compares runs. It does not count the drawing of tokens."""
     model = replace(SMALL, kv_heads=8, vocab_size=128)
     widths = {"prompt": 64, "response": 64, "mean_prompt": 64.0, "mean_response": 64.0}
-    memory, operations = IDEAL.hardware.bandwidth * 8, IDEAL.hardware.bfloat16 * 8
+    rates: Any = {"bandwidth": IDEAL.hardware.bandwidth * 8, "operations": IDEAL.hardware.bfloat16 * 8}
     for rows in (8, 16384):
         time = priced(place("generate", data=8), "actor.generate", IDEAL, rows=rows, model=model, **widths)
         lengths = np.full(rows, 64)
-        least = generation_seconds(model, lengths, lengths, memory=memory, operations=operations, itemsize=2, copies=8)
+        least = generation_seconds(model, lengths, lengths, **rates, itemsize=2, copies=8)
         counted = sum(time.values()) - time["activations"] - time["sampling"]
         assert counted == pytest.approx(least, rel=0.04)
         if rows == 8:

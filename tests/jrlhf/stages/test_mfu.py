@@ -63,7 +63,7 @@ def test_shares_of_the_peak_of_all_devices(monkeypatch):
     metrics = utilisation(monkeypatch).metrics(SECONDS, PROMPTS, RESPONSES)
     lengths, peak = PROMPTS + RESPONSES, 8 * 1e8
     policy: Any = {"predicted": RESPONSES}  # prompts have no head
-    generation = generation_seconds(CONFIG, PROMPTS, RESPONSES, memory=8e6, operations=peak, itemsize=2, copies=4)
+    generation = generation_seconds(CONFIG, PROMPTS, RESPONSES, bandwidth=8e6, operations=peak, itemsize=2, copies=4)
     assert metrics == pytest.approx(
         {
             "perf/mfu/actor": 2 * training_operations(CONFIG, lengths, **policy) / peak / 2,
@@ -102,7 +102,7 @@ def test_a_call_is_held_against_the_devices_that_it_has(monkeypatch):
         {f"perf/mfu/{name}": 2 for name in ("actor", "actor_infer")}
         | {"perf/mfu/critic": 4, "perf/mfu/cost_critic": 1, "perf/mfu/ref": 1}
     )
-    once = generation_seconds(CONFIG, PROMPTS, RESPONSES, memory=4e6, operations=4e8, itemsize=2, copies=1)
+    once = generation_seconds(CONFIG, PROMPTS, RESPONSES, bandwidth=4e6, operations=4e8, itemsize=2, copies=1)
     assert metrics["perf/roofline/gen"] == pytest.approx(once / 2)
 
 
