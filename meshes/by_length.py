@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jaxtyping import Array, Bool, Int
 
-from jrlhf.meshes.rows import groups, reshaped, row_axes, row_shards, whole
+from jrlhf.meshes.rows import in_groups, reshaped, row_axes, row_shards, whole
 
 PyTree = Any
 Carry = TypeVar("Carry")
@@ -109,7 +109,7 @@ def _divide(rows: PyTree, by: ByLength) -> _Division:
     # Zeros that the compiler does not recognise as such. Adding them gives the replicated order the sharding of the
     # rows, and so everything that is taken in this order.
     zeros = jnp.minimum(by.lengths, 0)
-    order = longest_first.reshape(shard_rows, shards).T + groups(zeros, shard_rows)
+    order = longest_first.reshape(shard_rows, shards).T + in_groups(zeros, shard_rows)
     spare = max(bucket.rows for bucket in buckets) - 1
     order = jnp.pad(order, ((0, 0), (0, spare)), constant_values=count)
     return _Division(by, buckets, order, jnp.argsort(longest_first) + zeros)
@@ -182,7 +182,7 @@ def _room(x: jax.ShapeDtypeStruct, division: _Division) -> Array:
 
 def _written(x: Array, new: Array, position: Array) -> Array:
     """`x`, [D, N, T, ...], with the results `new` of a micro-batch, [D * rows, width, ...], from `position` on."""
-    new = groups(new, new.shape[0] // x.shape[0])
+    new = in_groups(new, new.shape[0] // x.shape[0])
     if new.ndim > 2:
         new = jnp.pad(new, [(0, 0), (0, 0), (0, x.shape[2] - new.shape[2]), *[(0, 0)] * (new.ndim - 3)])
     return lax.dynamic_update_slice_in_dim(x, new, position, axis=1)

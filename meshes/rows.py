@@ -46,15 +46,15 @@ def draw_minibatch(rows: PyTree, key: Key[Array, ""], index: int | Int[Array, ""
     count = first.shape[0] // minibatches
     order = jnp.argsort(jax.random.bits(key, (count, minibatches)), axis=1)
     # Adding zeros made from the rows gives the replicated choice the sharding of the rows.
-    group_of = groups(first, minibatches)
+    group_of = in_groups(first, minibatches)
     zeros = jnp.zeros_like(group_of.reshape(count, -1)[:, 0], order.dtype)
     choice = order[:, index] + zeros
-    return jax.tree.map(lambda x: jax.vmap(lambda group, i: group[i])(groups(x, minibatches), choice), rows)
+    return jax.tree.map(lambda x: jax.vmap(lambda group, i: group[i])(in_groups(x, minibatches), choice), rows)
 
 
 def split_rows(rows: PyTree, parts: int) -> PyTree:
     """Strided parts: [B, ...] -> [parts, B / parts, ...] in every leaf; part i has the rows i, i + parts, ..."""
-    return jax.tree.map(lambda x: jnp.swapaxes(groups(x, parts), 0, 1), rows)
+    return jax.tree.map(lambda x: jnp.swapaxes(in_groups(x, parts), 0, 1), rows)
 
 
 def map_parts(function: Callable[[PyTree], PyTree], rows: PyTree, parts: int) -> PyTree:
@@ -79,7 +79,7 @@ def interleave(x: Array, y: Array) -> Array:
     return reshaped(jnp.stack([x, y], axis=1), (2 * x.shape[0], *x.shape[1:]), *jax.typeof(x).sharding.spec[1:])
 
 
-def groups(x: Array, size: int) -> Array:
+def in_groups(x: Array, size: int) -> Array:
     """[B, ...] -> [B / size, size, ...]: groups of consecutive rows, which stay on their devices."""
     # The spec is explicit: with a single group, reshape alone would leave the mesh's axes with the rows in it.
     return reshaped(x, (x.shape[0] // size, size, *x.shape[1:]), None, *jax.typeof(x).sharding.spec[1:])

@@ -20,7 +20,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from jrlhf.meshes.by_length import ByLength, row_ends
-from jrlhf.meshes.rows import check_divisible, groups, interleave
+from jrlhf.meshes.rows import check_divisible, in_groups, interleave
 from jrlhf.ppo.config.algorithms import DPOConfig
 from jrlhf.ppo.config.policy import check_one_division
 from jrlhf.ppo.masked import masked_sum, token_count
@@ -142,7 +142,7 @@ def make_preference_step(
     check_one_division(micro_batches, micro_batch_tokens)
 
     def terms(params: PyTree, rows: PreferenceBatch, *frozen: PyTree) -> dict[str, Array]:
-        scores = groups(score_fn(params, rows.tokens, rows.lengths, *frozen), 2)
+        scores = in_groups(score_fn(params, rows.tokens, rows.lengths, *frozen), 2)
         chosen, rejected = scores[:, 0], scores[:, 1]
         loss = bradley_terry_loss(chosen, rejected, centre=centre)
         return dict(zip(_REWARD_MODEL, (loss, (chosen > rejected).astype(jnp.float32), chosen - rejected), strict=True))
@@ -227,7 +227,7 @@ def pair_terms(logprobs: Float[Array, "2*B T"], batch: PairBatch, *, config: DPO
         raise ValueError("ref_chosen=None: the pairs need the reference's log-probs, put them in by with_reference")
     sums = response_logprobs(logprobs, batch)
     ref = jnp.stack([batch.ref_chosen, batch.ref_rejected], axis=1)
-    count = groups(token_count(batch.response_mask, 1), 2) if config.loss == "ipo" else jnp.ones_like(sums)
+    count = in_groups(token_count(batch.response_mask, 1), 2) if config.loss == "ipo" else jnp.ones_like(sums)
     policy, reference = sums / count, ref / count
     loss = dpo_loss(policy[:, 0], policy[:, 1], reference[:, 0], reference[:, 1], config=config)
     rewards = config.beta * (sums - ref)
@@ -245,7 +245,7 @@ def with_reference(batch: PairBatch, logprobs: Float[Array, "2*B T"]) -> PairBat
 
 def response_logprobs(logprobs: Float[Array, "2*B T"], batch: PairBatch) -> Float[Array, "B 2"]:
     """Sums over the response tokens of the chosen and of the rejected answers; other tokens do not count."""
-    return groups(masked_sum(logprobs, batch.response_mask, 1), 2)
+    return in_groups(masked_sum(logprobs, batch.response_mask, 1), 2)
 
 
 def bradley_terry_loss(
