@@ -41,7 +41,7 @@ class LastRows:
         return not waiting and fullest <= slots and (self.rows is None or sum(running) <= self.rows)
 
 
-class Table:
+class SlotTable:
     """Records which row of a group of devices is in which slot, and which prompts wait.
 
     A row is a sample of a prompt: row prompt * samples + number.
@@ -87,7 +87,7 @@ class Table:
         self.row[done] = EMPTY
 
     @classmethod
-    def of_groups(cls, tables: Sequence["Table"]) -> "Table":
+    def of_groups(cls, tables: Sequence["SlotTable"]) -> "SlotTable":
         """Returns the table of one group with the prompts and slots of all tables in turn. No prompt may wait."""
         samples, prompts = tables[0].samples, [table.prompts for table in tables]
         merged = cls(sum(prompts), samples, 0)
@@ -116,7 +116,7 @@ class Occupancy:
     counts: possible slots per group, descending. lengths: possible cache lengths, ascending. length: the present one.
     """
 
-    def __init__(self, schedule: Schedule, tables: Sequence[Table], width: int, limit: int, tensor: int):
+    def __init__(self, schedule: Schedule, tables: Sequence[SlotTable], width: int, limit: int, tensor: int):
         """tables: of the groups, of `tensor` devices each. width, limit: tokens of a prompt and of a response."""
         self.tables, self._schedule, self._sizes = tables, schedule, (width, limit, tensor)
         first, slots = tables[0], len(tables[0].row)
@@ -131,7 +131,7 @@ class Occupancy:
     ) -> Self:
         """Returns the occupancy before the first prompt. prompts: of all groups."""
         slots = min(schedule.slots or prompts * samples, prompts * samples) // groups
-        tables = [Table(prompts // groups, samples, slots) for _ in range(groups)]
+        tables = [SlotTable(prompts // groups, samples, slots) for _ in range(groups)]
         return cls(schedule, tables, width, limit, tensor)
 
     @property
@@ -158,7 +158,7 @@ class Occupancy:
         wave = max((size for size in self.waves if size <= most), default=self.waves[0])
         return wave, [table.admit(wave if may else 0) for table, may in zip(self.tables, admits, strict=True)]
 
-    def _may_admit(self, table: Table) -> bool:
+    def _may_admit(self, table: SlotTable) -> bool:
         """True if a wave or all waiting prompts have room; or any prompt, if otherwise no row would decode."""
         return table.room > 0 and (table.room >= min(self.waves[0], len(table.waiting)) or table.running == 0)
 
@@ -180,7 +180,7 @@ class Occupancy:
     def merged(self, groups: int) -> tuple[Self, list[Int[np.ndarray, "new"]]]:
         """Returns the rows on fewer groups with the smallest number of slots, and which slots of each they keep."""
         share, slots = len(self.tables) // groups, self.counts[-1]
-        tables = [Table.of_groups(self.tables[first * share : (first + 1) * share]) for first in range(groups)]
+        tables = [SlotTable.of_groups(self.tables[first * share : (first + 1) * share]) for first in range(groups)]
         places = [table.shrink(slots) for table in tables]
         merged = type(self)(replace(self._schedule, buckets=1), tables, *self._sizes)
         merged.length = self.length

@@ -11,7 +11,7 @@ import pytest
 from jrlhf.models import SamplingConfig
 from jrlhf.models.generation.chunks import with_lengths
 from jrlhf.models.generation.decoding import Decoder
-from jrlhf.models.generation.occupancy import EMPTY, Table, fitting
+from jrlhf.models.generation.occupancy import EMPTY, SlotTable, fitting
 from jrlhf.models.generation.schedule import Schedule
 from tests.models.shared import FAMILIES
 
@@ -64,7 +64,7 @@ def test_prompts_are_prefilled_in_waves():
 def test_every_row_has_a_slot_exactly_once():
     prompts, generator = 11, np.random.default_rng(0)
     for samples, slots in ((1, 4), (1, 7), (3, 7)):
-        table, seen = Table(prompts, samples, slots), []
+        table, seen = SlotTable(prompts, samples, slots), []
         while (table.waiting or table.running) and len(seen) <= prompts * samples:
             admitted, taken = table.admit(most=2)
             assert len(taken) == samples * len(admitted) <= slots
@@ -76,7 +76,7 @@ def test_every_row_has_a_slot_exactly_once():
 
 
 def test_shrinking_keeps_the_rows_that_run():
-    table = Table(6, 1, 6)
+    table = SlotTable(6, 1, 6)
     table.admit(most=6)
     table.release(np.array([True, False, True, True, False, True]))
     indices = table.shrink(3)
