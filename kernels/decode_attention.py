@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from jrlhf.kernels.logprob.common import varying
+from jrlhf.kernels.devices import varying
 
 Ref = Any  # a reference to memory of the device
 # Positions of a block and warps of a program; with four stages, the fastest of eight choices on an H200.

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from jrlhf.kernels.logprob.common import target_platform
+from jrlhf.kernels.devices import target_platform
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.config.rope import RopeScaling, scaled
 from jrlhf.models.flash import LANES, AttentionImplementation, computes, reads_filled_positions, splash_attention

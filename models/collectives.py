@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from jrlhf.kernels.logprob.common import target_platform, vary
+from jrlhf.kernels.devices import target_platform, vary
 from jrlhf.kernels.row_sums import row_sums
 from jrlhf.meshes import AXES
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from jrlhf.kernels.logprob.common import vary, varying
+from jrlhf.kernels.devices import vary, varying
 
 AttentionImplementation = Literal["xla", "cudnn", "splash"]
 Interpret = bool | pltpu.InterpretParams

@@ -19,9 +19,9 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int
 
+from jrlhf.kernels.devices import vary
 from jrlhf.kernels.logprob import Terms, token_logprobs, token_sums
 from jrlhf.kernels.logprob.api import Implementation
-from jrlhf.kernels.logprob.common import vary
 from jrlhf.meshes import AXES, GENERATE, Layout, gather
 from jrlhf.models.attention import attention, layer_rotations, of_layer
 from jrlhf.models.collectives import TENSOR, check_rows, lookup, own_rows, place, total

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array, PRNGKeyArray
 
-from jrlhf.kernels.logprob.common import vary
+from jrlhf.kernels.devices import vary
 from jrlhf.meshes import AXES, GENERATE, lies_elsewhere
 from jrlhf.models.config.checks import is_count, positive
 from jrlhf.models.config.decoder import ModelConfig

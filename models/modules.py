@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float
 from jaxtyping import Int8 as Integers
 
-from jrlhf.kernels.logprob.common import vary
+from jrlhf.kernels.devices import vary
 from jrlhf.models.attention import Rotation, rotate
 from jrlhf.models.collectives import total
 from jrlhf.models.config.decoder import Activation, ModelConfig

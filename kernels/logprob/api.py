@@ -7,8 +7,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jrlhf.kernels.devices import target_platform
 from jrlhf.kernels.logprob import reference, xla
-from jrlhf.kernels.logprob.common import Head, Terms, evaluate, once, target_platform
+from jrlhf.kernels.logprob.common import Head, Terms, evaluate, once
 
 Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)

@@ -17,8 +17,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from jrlhf.kernels.devices import target_platform, varying
 from jrlhf.kernels.logprob.blocks import absorb
-from jrlhf.kernels.logprob.common import MASKED, Head, Statistics, cap, target_platform, varying
+from jrlhf.kernels.logprob.common import MASKED, Head, Statistics, cap
 from jrlhf.kernels.logprob.xla import differentiable, tiled_gradients
 
 Ref = Any  # a reference to memory of the device, or to shared memory

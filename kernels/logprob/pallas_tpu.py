@@ -20,17 +20,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from jrlhf.kernels.devices import target_platform, varying
 from jrlhf.kernels.logprob.blocks import absorb
-from jrlhf.kernels.logprob.common import (
-    MASKED,
-    Head,
-    Normaliser,
-    Statistics,
-    cap,
-    gradient_of_products,
-    target_platform,
-    varying,
-)
+from jrlhf.kernels.logprob.common import MASKED, Head, Normaliser, Statistics, cap, gradient_of_products
 from jrlhf.kernels.logprob.xla import Residuals, differentiable
 
 Interpret = bool | pltpu.InterpretParams

@@ -4,7 +4,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jrlhf.kernels.logprob.common import Head, cap, in_vocabulary, varying
+from jrlhf.kernels.devices import varying
+from jrlhf.kernels.logprob.common import Head, cap, in_vocabulary
 
 
 def token_logprobs(

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jrlhf.kernels.devices import varying
 from jrlhf.kernels.logprob.common import (
     MASKED,
     Head,
@@ -29,7 +30,6 @@ from jrlhf.kernels.logprob.common import (
     in_vocabulary,
     merge,
     once,
-    varying,
 )
 
 PyTree = Any
