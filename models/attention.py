@@ -85,33 +85,30 @@ def attention(
     length, head_dim = query.shape[1], query.shape[3]
     if implementation is None:
         implementation = default_attention(target_platform(), query.dtype, head_dim, softcap, length)
-    if window is None or window >= length or local is False:
+    if window is not None and (window >= length or local is False):
         window = None
     factor = head_dim**-0.5 if scale is None else scale
-    if implementation == "splash":
-        splash = partial(splash_attention, query, key, value, scale=factor, softcap=softcap)
-        return splash() if window is None else _windowed(local, partial(splash, window=window), splash)
     options = {"is_causal": True, "scale": scale, "implementation": implementation}
     dense = partial(jax.nn.dot_product_attention, query, key, value, **options)
-    if implementation == "cudnn":
+    if implementation == "xla":
+        near = None
+        if window is not None:
+            # Scores are stored anyway, so a traced choice between two masks costs nothing, whereas a branch would.
+            position = jnp.arange(length)
+            near = (position[:, None] - position[None, :] < window) | jnp.logical_not(local)
         if softcap is not None:
-            raise ValueError(f"cuDNN's attention has no softcap={softcap:g}: use attention='xla'")
-        if window is None:
-            return dense()
-        return _windowed(local, partial(dense, local_window_size=(window - 1, 0)), dense)
+            return named(_capped_attention(query, key, value, factor, softcap, near), "attended")
+        return named(dense(mask=None if near is None else near[None, None]), "attended")
 
-    # XLA stores [T, T] scores anyway, so a traced choice between two masks costs nothing, whereas a branch would.
-    near = None
-    if window is not None:
-        position = jnp.arange(length)
-        near = (position[:, None] - position[None, :] < window) | jnp.logical_not(local)
-    if softcap is None:
-        return named(dense() if near is None else dense(mask=near[None, None]), "attended")
-    return named(_capped_attention(query, key, value, factor, softcap, near), "attended")
+    # The mask of a kernel is static, so a traced choice is a branch.
+    def kernel(window: int | None = None) -> Array:
+        if implementation == "splash":
+            return splash_attention(query, key, value, scale=factor, softcap=softcap, window=window)
+        return dense(local_window_size=None if window is None else (window - 1, 0))
 
-
-def _windowed(local: bool | Bool[Array, ""], near: Callable[[], Array], everywhere: Callable[[], Array]) -> Array:
-    return near() if local is True else lax.cond(local, near, everywhere)
+    if implementation == "cudnn" and softcap is not None:
+        raise ValueError(f"cuDNN's attention has no softcap={softcap:g}: use attention='xla'")
+    return kernel(window) if window is None or local is True else lax.cond(local, partial(kernel, window), kernel)
 
 
 def _capped_attention(
