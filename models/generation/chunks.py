@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
-from jrlhf.meshes import AXES, GENERATE, to_devices, to_host, transfer
+from jrlhf.meshes import AXES, GENERATE, to_devices, transfer
 from jrlhf.models.attention import LayerCache, grown_cache, transposes_keys
 from jrlhf.models.collectives import TENSOR, all_rows, check_rows, own_rows
 from jrlhf.models.flash import reads_filled_positions
@@ -269,7 +269,7 @@ class ChunkedRollouts:
         self._warm: set[tuple[int | None, ...]] = set()
 
     def __call__(
-        self, *arguments: Any, watch: Watch | None = None, last: LastRows | None = None, read: ToHosts = to_host
+        self, arguments: tuple[Any, ...], watch: Watch | None, last: LastRows | None, read: ToHosts
     ) -> Generation:
         programs, decoder = self._programs, self._programs.decoder
         params, adapter, (prompts, prompt_lengths, row_keys) = split_arguments(arguments, decoder.lora)

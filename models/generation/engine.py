@@ -9,11 +9,13 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Int, PRNGKeyArray
 
+from jrlhf.meshes import to_host
 from jrlhf.models.collectives import own_rows, place
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.flash import AttentionImplementation
-from jrlhf.models.generation.chunks import ChunkedRollouts
+from jrlhf.models.generation.chunks import ChunkedRollouts, ToHosts, Watch
 from jrlhf.models.generation.decoding import OWN, SHARED, Decoder, Generation, Results, assemble, first_rows
+from jrlhf.models.generation.occupancy import LastRows
 from jrlhf.models.generation.sampling import SamplingConfig
 from jrlhf.models.generation.schedule import Schedule
 from jrlhf.models.lora import LoRAConfig
@@ -80,7 +82,7 @@ class Engine:
     `make_generate`. If the schedule asks for one program, a call runs that function. Otherwise the first call with a
     shape, and the first with a number of groups for its last rows, compiles all programs that such calls may need, and
     calls must be outside jit: after every chunk the host reads which rows are done, by `read`, and calls `watch`. last:
-    where the last rows decode; None: by the schedule. `options` are these three.
+    where the last rows decode; None: by the schedule.
     """
 
     def __init__(
@@ -91,6 +93,8 @@ class Engine:
         self._whole = jax.jit(_whole_rollouts(decoder))
         self._in_chunks = ChunkedRollouts(decoder, mesh, self._schedule)
 
-    def __call__(self, *arguments: Any, **options: Any) -> Generation:
+    def __call__(
+        self, *arguments: Any, watch: Watch | None = None, last: LastRows | None = None, read: ToHosts = to_host
+    ) -> Generation:
         in_one = self._schedule.is_one_program(len(arguments[1]) * self._samples, self._limit)
-        return self._whole(*arguments) if in_one else self._in_chunks(*arguments, **options)
+        return self._whole(*arguments) if in_one else self._in_chunks(arguments, watch, last, read)
