@@ -5,7 +5,7 @@ vocabulary. The devices of a `tensor` group share b rows, whose attention each c
 draws the tokens of its own B = b / tensor rows, over the whole vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,6 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from jrlhf.meshes import AXES, GENERATE
 from jrlhf.models.attention import (
     LayerCache,
-    Rotation,
     append,
     attention,
     cached_attention,
@@ -36,8 +35,6 @@ from jrlhf.models.generation.sampling import SamplingConfig, is_stop, sample
 from jrlhf.models.lora import LoRAConfig, lora_shardings, with_adapter
 from jrlhf.models.modules import (
     NO_ADAPTERS,
-    Adapters,
-    Attend,
     Block,
     Int8,
     Norm,
@@ -217,50 +214,46 @@ class Decoder:
         x = scaled_embeddings(total(lookup(params["embedding"], tokens), TENSOR), self.config)
         return x + params["positions"][positions] if self.config.positions == "learned" else x
 
-    def layers(self, params: Params, positions: Int[Array, "#b T"]) -> Iterator[tuple[Callable, dict[str, Any]]]:
-        """Yields each layer's function of (x, attend), at these positions, and its keywords of attention."""
+    def hidden(
+        self, params: Params, tokens: Int[Array, "b T"], positions: Int[Array, "#b T"], attend: Callable
+    ) -> tuple[Float[Array, "b T D"], list[LayerCache]]:
+        """The last layer's output, and each layer's cache.
+
+        attend: (number of the layer, query, key, value, keywords of `attention`) -> (output, cache).
+        """
+        x, caches = self.embed(params, tokens, positions), []
         rotations = layer_rotations(positions, self.config)
         adapters = params.get("adapters", [NO_ADAPTERS] * self.config.layers)
-        for weights, local, low in zip(params["layers"], self.config.locality, adapters, strict=True):
-            scores = {**self.config.scores, "local": local, "implementation": self.attention}
-            yield partial(self.layer, weights, low, of_layer(rotations, local)), scores
-
-    def layer(
-        self, weights: Params, adapters: Adapters, rotation: Rotation | None, x: Float[Array, "b T D"], attend: Attend
-    ) -> tuple[Float[Array, "b T D"], LayerCache]:
-        loaded = dequantised(weights, self.dtype, after=x)
-        return Block(self.config, loaded)(x, rotation, attend, TENSOR, adapters)
+        layers = zip(params["layers"], self.config.locality, adapters, strict=True)
+        for number, (weights, local, low) in enumerate(layers):
+            block = Block(self.config, dequantised(weights, self.dtype, after=x))
+            attends = partial(attend, number, **self.config.scores, local=local, implementation=self.attention)
+            x, cache = block(x, of_layer(rotations, local), attends, TENSOR, low)
+            caches.append(cache)
+        return x, caches
 
     @jax.named_scope("prefill")
     def prefill(self, params: Params, prompts: Int[Array, "b P"], size: int) -> list[LayerCache]:
         """Each layer's keys and values of the prompts, in caches of `size` positions."""
-        positions = jnp.arange(prompts.shape[1])[None, :]
-        x, caches, transposed = self.embed(params, prompts, positions), [], transposes_keys(self.mesh)
-        for layer, scores in self.layers(params, positions):
+        transposed = transposes_keys(self.mesh)
 
-            def attend(query, key, value, scores=scores):
-                out = attention(query, key, value, **scores)
-                return out, prefilled_cache(key, value, size, transposed=transposed)
+        def attend(number, query, key, value, **scores):
+            out = attention(query, key, value, **scores)
+            return out, prefilled_cache(key, value, size, transposed=transposed)
 
-            x, cache = layer(x, attend)
-            caches.append(cache)
-        return caches
+        return self.hidden(params, prompts, jnp.arange(prompts.shape[1])[None, :], attend)[1]
 
     @jax.named_scope("decode")
     def decode(
         self, params: Params, tokens: Int[Array, "b"], positions: Int[Array, "b"], caches: list[LayerCache]
     ) -> tuple[Float[Array, "b D"], list[LayerCache]]:
         """Feeds one token a row at its position -> its final hidden state, and the longer caches."""
-        tokens, at = tokens[:, None], positions[:, None]
-        x, longer = self.embed(params, tokens, at), []
-        for (layer, scores), cache in zip(self.layers(params, at), caches, strict=True):
 
-            def attend(query, key, value, cache=cache, scores=scores):
-                appended = append(cache, key, value, positions)
-                return cached_attention(query, appended, positions + 1, **scores), appended
+        def attend(number, query, key, value, **scores):
+            cache = append(caches[number], key, value, positions)
+            return cached_attention(query, cache, positions + 1, **scores), cache
 
-            x, cache = layer(x, attend)
-            longer.append(cache)
+        x, longer = self.hidden(params, tokens[:, None], positions[:, None], attend)
         return Norm(self.config, params["final_norm"])(x)[:, 0], longer
 
     def draw(

@@ -55,20 +55,19 @@ def make_mixture(
             params = with_adapter(params, adapter, lora, options.dtype)
         positions = jnp.arange(tokens.shape[1])[None, :]
         old = (positions < since[:, None])[:, :, None, None]
+
+        def attend(cache, local, query, key, value):
+            pair = key, value
+            if cache is not None:
+                pair = tuple(jnp.where(old, x.astype(key.dtype), new) for x, new in zip(cache, pair, strict=True))
+            attends = partial(attention, **config.scores, local=local, implementation=options.attention)
+            return (_by_head(attends, query, *pair) if by_head else attends(query, *pair)), pair
+
         rotations, x, now = layer_rotations(positions, config), forward.embed(params, tokens), []
         adapters, blank = params.get("adapters", [NO_ADAPTERS] * config.layers), [None] * config.layers
-        for layer, low, local, there in zip(params["layers"], adapters, config.locality, caches or blank, strict=True):
-
-            def attend(query, key, value, local=local, there=there):
-                pair = key, value
-                if there is not None:
-                    pair = tuple(jnp.where(old, x.astype(key.dtype), new) for x, new in zip(there, pair, strict=True))
-                scores = {**config.scores, "local": local, "implementation": options.attention}
-                attends = partial(attention, **scores)
-                return (_by_head(attends, query, *pair) if by_head else attends(query, *pair)), pair
-
+        for layer, low, local, cache in zip(params["layers"], adapters, config.locality, caches or blank, strict=True):
             loaded = jax.tree.map(forward.load, dequantised(layer, options.dtype, after=x), layer_axes(forward.axes))
-            x, pair = Block(config, loaded)(x, of_layer(rotations, local), attend, TENSOR, low)
+            x, pair = Block(config, loaded)(x, of_layer(rotations, local), partial(attend, cache, local), TENSOR, low)
             now.append(pair)
         hidden = Norm(config, params["final_norm"])(x)
         hidden, unembedding, targets = forward.predictions(params, hidden, tokens, None)
