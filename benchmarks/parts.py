@@ -49,6 +49,7 @@ from jrlhf.roles.actor import Actor, Reference
 from jrlhf.roles.critic import Critic, Reward
 from jrlhf.roles.experience import ExperienceMaker
 from jrlhf.roles.model import Architecture, Compute, Model
+from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.role import Site
 from jrlhf.run.clock import Clock
 
@@ -271,9 +272,9 @@ def iteration(
     by the nominal ceilings, or the measured ones where those are not known; `over_roofline`: how often that was taken.
     """
     compute, clock, optimizer = Compute(jnp.dtype(jnp.bfloat16), remat=remat), Clock(), optax.adamw(1e-6)
-    ppo = PPOConfig(micro_batches=micro_batches)
+    placement, ppo = RolePlacement.of(mesh), PPOConfig(micro_batches=micro_batches)
     sampling = SamplingConfig(max_new_tokens=response)
-    architecture, site = Architecture(config), Site(mesh, compute, clock)
+    architecture, site = Architecture(config), Site(placement, compute, clock)
     params = init_sharded(config, jax.random.key(0), mesh)
     frozen = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if leaf.ndim > 1 else jnp.copy(leaf), params)
     scalar = scalar_from(params)
@@ -286,7 +287,7 @@ def iteration(
     reward = Reward(model(frozen_scalar), site)
     states = {"actor": TrainState.create(params, optimizer), "critic": TrainState.create(scalar, optimizer)}
     del params, scalar, frozen, frozen_scalar
-    estimator = ExperienceMaker(ppo, clock)
+    estimator = ExperienceMaker(ppo, clock, placement)
     prompts = put_rows((np.ones((batch, prompt), np.int32), np.full(batch, prompt, np.int32)), mesh)
 
     def once(step: int) -> Mapping[str, float]:

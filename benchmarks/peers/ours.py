@@ -23,6 +23,7 @@ from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.critic import Critic, FusedUpdate, Reward
 from jrlhf.roles.initial import adamw
 from jrlhf.roles.model import Architecture, Compute, Model, generation_weights
+from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.role import Site
 from jrlhf.run.clock import Clock
 from jrlhf.run.devices import keep_freed_memory
@@ -121,7 +122,7 @@ def ppo(job: Job) -> dict[str, Any]:
     mesh = mesh_of(job)
     with jax.set_mesh(mesh):
         config, optimizer, clock = PPOConfig(kl_coef=KL_COEF), make_optimizer(job), Clock()
-        models, site = {role: load(job, role, mesh) for role in HEADS}, Site(mesh, COMPUTE, clock)
+        models, site = {role: load(job, role, mesh) for role in HEADS}, Site(RolePlacement.of(mesh), COMPUTE, clock)
         sampling = SamplingConfig(job.response)
         actor = Actor(
             models["actor"],
@@ -161,7 +162,8 @@ def grpo(job: Job) -> dict[str, Any]:
     mesh = mesh_of(job)
     with jax.set_mesh(mesh):
         config, optimizer, clock = GRPOConfig(samples=SAMPLES, kl_coef=KL_COEF), make_optimizer(job), Clock()
-        model, sampling, site = load(job, "actor", mesh), SamplingConfig(job.response), Site(mesh, COMPUTE, clock)
+        model, sampling = load(job, "actor", mesh), SamplingConfig(job.response)
+        site = Site(RolePlacement.of(mesh), COMPUTE, clock)
         actor = Actor(
             model,
             site,

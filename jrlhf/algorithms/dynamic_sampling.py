@@ -5,7 +5,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from jrlhf.data.batches import Batch, put_rows
@@ -30,8 +29,8 @@ class DynamicSampler:
     raw: Float[Array, "B"]  # the batch's scores before they were shaped
     scored: dict[int, Float[np.ndarray, "B"]]  # number of each batch drawn in the iteration -> scores as in `raw`
 
-    def __init__(self, placement: Mesh | RolePlacement, algorithm: DAPOConfig, clock: Clock):
-        self.placement, self.clock = RolePlacement.of(placement), clock
+    def __init__(self, placement: RolePlacement, algorithm: DAPOConfig, clock: Clock):
+        self.placement, self.clock = placement, clock
         self._samples, self._max_rounds = algorithm.samples, algorithm.max_rounds
 
     def start(self, draws: int, draw_batch: Callable[[int], Batch]) -> None:

@@ -210,15 +210,16 @@ class Rewards:
             answers, models = self._begin_texts(rollout, prompts)
 
         def scores() -> Scores:
-            drawn, parts = whole.result(), {name: ready(scores) for name, scores in learned.items()}
-            texts, metrics = None, {}
-            if answers is not None:
-                texts, metrics = self._finish(answers, models, prompts.step)
-                texts = put_rows(texts, mesh)
-            drawn, moments = self.placement.transfers.bring(drawn, mesh, self.clock), transfer(self.moments, mesh)
-            combined = self._combine(parts, texts, drawn.response_lengths, drawn.finished, moments)
-            note(combined, metrics)
-            return Scores(combined.shaped, combined.raw)
+            with jax.set_mesh(mesh):
+                drawn, parts = whole.result(), {name: ready(scores) for name, scores in learned.items()}
+                texts, metrics = None, {}
+                if answers is not None:
+                    texts, metrics = self._finish(answers, models, prompts.step)
+                    texts = put_rows(texts, mesh)
+                drawn, moments = self.placement.transfers.bring(drawn, mesh, self.clock), transfer(self.moments, mesh)
+                combined = self._combine(parts, texts, drawn.response_lengths, drawn.finished, moments)
+                note(combined, metrics)
+                return Scores(combined.shaped, combined.raw)
 
         return Pending(scores)
 

@@ -81,7 +81,7 @@ class Constraint:
 
     state: MultiplierState  # set by `bind`, replaced by `update`
 
-    def __init__(self, algorithm: SafeRLHFConfig, clock: Clock, placement: RolePlacement | None = None):
+    def __init__(self, algorithm: SafeRLHFConfig, clock: Clock, placement: RolePlacement):
         self.clock, self.placement = clock, placement
         self._update = jax.jit(partial(update_multiplier, config=algorithm))
 
@@ -122,7 +122,7 @@ class FusedUpdate:
         responses: int,
     ):
         self._trained: dict[str, Actor | Critic] = {"actor": actor}
-        self.clock, self.placement = site.clock, RolePlacement.of(site.placement)
+        self.clock, self.placement = site.clock, site.placement
         update, compute = self.placement["update"], site.compute
         logprobs = update.compiled(actor.architecture, compute).train_logprobs(temperature=temperature, span=responses)
         self._update: Callable[..., Any]

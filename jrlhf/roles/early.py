@@ -66,10 +66,6 @@ class OpenRollout(Pending[Rollout]):
         self._readers.clear()
         return rollout
 
-    def on(self, mesh: Mesh) -> Self:
-        """Returns this rollout unchanged, because the actor's call sets the mesh itself."""
-        return self
-
     def each(self, function: Callable[[slice, Rollout], T], *, devices: Iterable[Device] = ()) -> Pending[list[T]]:
         """Returns the pending results of `function(rows, tile)` for all tiles, in order. Tiles are on the host.
 

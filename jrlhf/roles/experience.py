@@ -28,7 +28,7 @@ Values = tuple[Float[Array, "B T"], Float[Array, "B"]]  # V before every token, 
 class ExperienceMaker:
     """Computes rewards, advantages and returns with the settings of an algorithm."""
 
-    def __init__(self, algorithm: PolicyConfig, clock: Clock, placement: RolePlacement | None = None):
+    def __init__(self, algorithm: PolicyConfig, clock: Clock, placement: RolePlacement):
         self.clock, self.placement, self._algorithm = clock, placement, algorithm
 
     @call("compute", "experience")

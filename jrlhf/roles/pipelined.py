@@ -28,9 +28,6 @@ Metrics = dict[str, jax.Array]
 class PendingMetrics(Pending[Metrics]):
     """Metrics of an update that has only begun. `a | b` merges the metrics of two updates, as algorithms do."""
 
-    def on(self, mesh: Mesh) -> "PendingMetrics":
-        return self  # an update sets its meshes itself
-
     def __or__(self, other: "Metrics | PendingMetrics") -> "PendingMetrics":
         return PendingMetrics(lambda: self.result() | ready(other))
 

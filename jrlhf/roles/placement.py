@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Concatenate, Generic, Literal, NamedTuple, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Concatenate, Generic, Literal, NamedTuple, ParamSpec, Protocol, Self, TypeVar, overload
 
 import jax
 from jax.sharding import Mesh
@@ -30,7 +30,10 @@ P = ParamSpec("P")
 
 
 class Pending(Generic[T]):
-    """The result of a call that has only begun. The next call that reads it waits for it."""
+    """The result of a call that has only begun. The next call that reads it waits for it.
+
+    wait: computes the result. It sets the mesh that it needs, because any call may be the one that waits.
+    """
 
     def __init__(self, wait: Callable[[], T]):
         self._wait, self._outcome = [wait], Future[T]()
@@ -48,15 +51,6 @@ class Pending(Generic[T]):
     def by_rows(self, function: Callable[[T], Any], mesh: Mesh, outputs: int = 1) -> Any:
         """Applies `function` on `mesh`. It treats rows independently, so it may be called for some rows at a time."""
         return function(self.result())
-
-    def on(self, mesh: Mesh) -> "Pending[T]":
-        """Returns the same pending value, computed on `mesh` whatever mesh the caller has set."""
-
-        def wait() -> T:
-            with jax.set_mesh(mesh):
-                return self.result()
-
-        return Pending(wait)
 
 
 class Scores(NamedTuple):
@@ -81,22 +75,20 @@ def call(
     raw_scores: the method gets both fields of `Scores`, not only the shaped ones.
     rows: "each": it treats rows independently, and may be called for some at a time. "open": it gets `Pending` values.
 
-    Otherwise the call waits for `Pending` arguments. It runs on the mesh of the role's `placement`, if it has one.
+    Otherwise the call waits for `Pending` arguments. It runs where the role's `placement` puts it.
     """
 
     def decorate(method: Callable) -> Callable:
         @functools.wraps(method)
         def run(self, *arguments, **named):
-            placement: RolePlacement | None = getattr(self, "placement", None)
-            if placement is not None and placement.prefetch is not None:
+            placement: RolePlacement = self.placement
+            if placement.prefetch is not None:
                 placement.prefetch.before(placement.role, method.__name__)
             if rows == "each" and arguments and isinstance(arguments[0], Pending):
-                return arguments[0].by_rows(partial(run, self), self.placement[method.__name__].mesh, len(outputs))
+                return arguments[0].by_rows(partial(run, self), placement[method.__name__].mesh, len(outputs))
             if rows != "open":
                 resolve = partial(ready, raw_scores=raw_scores)
                 arguments, named = jax.tree.map(resolve, (arguments, named), is_leaf=lambda x: isinstance(x, Scores))
-            if placement is None:
-                return method(self, *arguments, **named)
             return placement.run(method, self, arguments, named)
 
         setattr(run, CALL, (kind, outputs))
@@ -176,9 +168,9 @@ class RolePlacement:
     prefetch: Any = None  # a `Prefetch` or None
 
     @classmethod
-    def of(cls, placement: "Mesh | RolePlacement") -> "RolePlacement":
-        """Returns a placement unchanged; for a mesh, the placement of a role whose calls all run on it."""
-        return placement if isinstance(placement, RolePlacement) else cls(CallPlacement(placement))
+    def of(cls, mesh: Mesh) -> Self:
+        """Returns the placement of a role whose calls all run on one mesh."""
+        return cls(CallPlacement(mesh))
 
     def __getitem__(self, method: str) -> CallPlacement:
         return self.calls.get(method, self.home)
@@ -193,7 +185,7 @@ class RolePlacement:
             # wait behind the next call on the same devices.
             for reader in self.readers.get(method.__name__, ()):
                 self.transfers.bring(result, reader, clock)
-        return result.on(mesh) if isinstance(result, Pending) else result
+        return result
 
     def store(self, model: Model, *, donate: bool = True) -> Model:
         """Moves a model's weights to where they are stored. donate: frees the source buffers.

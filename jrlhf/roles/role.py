@@ -12,7 +12,6 @@ from typing import Any, Self
 
 import jax
 import optax
-from jax.sharding import Mesh
 from jaxtyping import Array
 
 from jrlhf.config.schema import SleepConfig
@@ -81,10 +80,10 @@ class Offloader:
 class Site:
     """The devices, the settings and the services of a role's calls.
 
-    placement: the placement of the calls, or one mesh for all of them. offloader: None: nothing is offloaded.
+    offloader: None: nothing is offloaded.
     """
 
-    placement: Mesh | RolePlacement
+    placement: RolePlacement
     compute: Compute
     clock: Clock
     offloader: Offloader | None = None
@@ -95,7 +94,7 @@ class Role:
 
     def __init__(self, model: Model, site: Site):
         self._model, self.compute, self.clock = model, site.compute, site.clock
-        self.placement, self.offloader = RolePlacement.of(site.placement), site.offloader or Offloader(site.clock)
+        self.placement, self.offloader = site.placement, site.offloader or Offloader(site.clock)
 
     @property
     def model(self) -> Model:

@@ -14,11 +14,13 @@ from jrlhf.algorithms.roles import ROLES
 from jrlhf.config.parse import build
 from jrlhf.config.schema import Config
 from jrlhf.config.stages import ALGORITHMS
+from jrlhf.meshes import make_mesh
 from jrlhf.models import ModelConfig
 from jrlhf.roles.graph import trace
 from jrlhf.roles.initial import InitialModels
 from jrlhf.roles.model import Architecture, Compute, Model
-from jrlhf.roles.placement import Pending, call
+from jrlhf.roles.placement import Pending, RolePlacement, call
+from jrlhf.run.clock import Clock
 from jrlhf.run.console import Console
 
 EXPECTED = {
@@ -151,6 +153,8 @@ def assert_calls(name: str, besides: dict) -> None:
 
 
 class Thing:
+    placement, clock = RolePlacement.of(make_mesh(8)), Clock()
+
     @call("infer", "{role}_number")
     def double(self, number):
         return 2 * number

@@ -10,7 +10,7 @@ from jrlhf.algorithms.dynamic_sampling import DynamicSampler, informative
 from jrlhf.data.batches import Batch, put_rows, row_sharding
 from jrlhf.meshes import make_mesh
 from jrlhf.ppo import DAPOConfig, Rollout
-from jrlhf.roles.placement import Pending, Scores
+from jrlhf.roles.placement import Pending, RolePlacement, Scores
 from jrlhf.run.clock import Clock
 
 MESH, SAMPLES, ROWS = make_mesh(2, 4, 1), 2, 8  # a prompt's two rows are on two devices
@@ -33,7 +33,7 @@ def fill(rounds: list[list[float]], *, max_rounds: int = 10) -> tuple[DynamicSam
     drawn = [a_round(number, scores) for number, scores in enumerate(rounds)]
     with jax.set_mesh(MESH):
         algorithm = DAPOConfig(samples=SAMPLES, max_rounds=max_rounds)
-        sampler = DynamicSampler(MESH, algorithm, Clock())
+        sampler = DynamicSampler(RolePlacement.of(MESH), algorithm, Clock())
         sampler.start(7, lambda number: drawn[number - 7][2])
         while sampler.wants_more():
             prompts = sampler.draw()

@@ -40,7 +40,11 @@ class Scored:
 
     @call("infer", "scores")
     def score(self, rollout, prompts):
-        return Pending(lambda: self.reward.score(rollout))
+        def scores():
+            with jax.set_mesh(self.placement["score"].mesh):
+                return self.reward.score(rollout)
+
+        return Pending(scores)
 
 
 class Setup:
@@ -90,9 +94,9 @@ class Setup:
         reward = stored(initial("reward", "scalar", 1), sleep.reward)
         self.reward = Reward(reward, site("reward"))
         self.states = {"actor": self.actor.create(policy.params), "critic": self.critic.create(value.params)}
-        arithmetic = None if isinstance(placement, Mesh) else at("arithmetic")
-        self.estimator = ExperienceMaker(ppo, self.clock if arithmetic else Clock(), arithmetic)
         self._apart = not isinstance(placement, Mesh)
+        arithmetic = RolePlacement.of(placement) if isinstance(placement, Mesh) else at("arithmetic")
+        self.estimator = ExperienceMaker(ppo, self.clock if self._apart else Clock(), arithmetic)
 
     @property
     def policy(self) -> Model:

@@ -37,6 +37,7 @@ from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.critic import CostCritic, Critic
 from jrlhf.roles.graph import trace
 from jrlhf.roles.model import Architecture, Compute, Model, generation_weights
+from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.planned_placement import Prefetch
 from jrlhf.roles.role import Site
 from jrlhf.run.checkpoints import fingerprint_of
@@ -78,7 +79,8 @@ def test_two_critics_are_timed_apart(monkeypatch):
     rows: Any = SimpleNamespace(tokens=None, lengths=None)
     for kind, name, timed in ((Critic, "critic", "values"), (CostCritic, "cost_critic", "cost_values")):
         mesh = make_mesh(1, 4, 2)
-        site, weights = Site(mesh, Compute(), Clock()), {"head": jax.device_put(jnp.zeros(8), NamedSharding(mesh, P()))}
+        site = Site(RolePlacement.of(mesh), Compute(), Clock())
+        weights = {"head": jax.device_put(jnp.zeros(8), NamedSharding(mesh, P()))}
         critic = kind(Model(Architecture(MODEL), weights), site, optimizer=OPTIMIZER, algorithm=PPO)
         critic = critic.bind(TrainState.create(weights, OPTIMIZER))
         critic.values(rows)
@@ -134,7 +136,8 @@ def test_an_adapter_and_the_base_that_is_its_reference_are_scored_in_one_pass():
         base = jax.device_put(base, param_shardings(MODEL, mesh, GENERATE))
         adapter = jax.device_put(init_lora(MODEL, lora, jax.random.key(1)), lora_shardings(MODEL, mesh, lora))
         policy = Model(Architecture(MODEL, lora, shared=True), adapter, base)
-        site, sampling = Site(mesh, Compute(), clock), SamplingConfig(max_new_tokens=RESPONSE, temperature=0.7)
+        site = Site(RolePlacement.of(mesh), Compute(), clock)
+        sampling = SamplingConfig(max_new_tokens=RESPONSE, temperature=0.7)
         actor = Actor(policy, site, sampling=sampling, optimizer=optax.sgd(0.1), algorithm=PPO)
         bare = Model(Architecture(MODEL, shared=True), base)
         reference = Reference(bare, site, temperature=0.7, responses=RESPONSE)
