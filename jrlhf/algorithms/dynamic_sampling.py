@@ -11,8 +11,11 @@ from jrlhf.data.batches import Batch, put_rows
 from jrlhf.meshes import to_host
 from jrlhf.ppo import DAPOConfig, Rollout
 from jrlhf.rewards.combine import extremes, named
-from jrlhf.roles.placement import RolePlacement, Scores, call, loop_condition
+from jrlhf.rewards.mixture import Rewards
+from jrlhf.roles.placement import RolePlacement, call, loop_condition
 from jrlhf.run.clock import Clock, timed
+
+Kept = tuple[Rollout, Array]  # the rows of the batch so far, and their scores
 
 
 class DynamicSampler:
@@ -21,22 +24,23 @@ class DynamicSampler:
     A group is informative if its finite scores, before they are shaped, are not all equal. After `max_rounds` rounds
     the rest of the batch is filled with groups that are not informative, in their order.
 
-    After an iteration `draws`, `prompts`, `raw`, `scored` and `metrics()` are its results.
+    After an iteration `draws`, `prompts`, `raw` and `metrics()` are its results.
+
+    reward: scores the rounds; its `raw` has their scores before they are shaped.
     """
 
     draws: int  # number of prompt batches drawn so far, in all iterations
     prompts: Batch  # the prompts of the batch, row by row
-    raw: Float[Array, "B"]  # the batch's scores before they were shaped
-    scored: dict[int, Float[np.ndarray, "B"]]  # number of each batch drawn in the iteration -> scores as in `raw`
+    raw: Float[np.ndarray, "B"]  # the batch's scores before they were shaped
 
-    def __init__(self, placement: RolePlacement, algorithm: DAPOConfig, clock: Clock):
-        self.placement, self.clock = placement, clock
+    def __init__(self, placement: RolePlacement, algorithm: DAPOConfig, clock: Clock, reward: Rewards):
+        self.placement, self.clock, self._reward = placement, clock, reward
         self._samples, self._max_rounds = algorithm.samples, algorithm.max_rounds
 
     def start(self, draws: int, draw_batch: Callable[[int], Batch]) -> None:
         """Begins an iteration after `draws` batches of prompts. draw_batch: number of a batch -> its prompts."""
-        self._draw_batch, self.draws, self._first, self._metrics, self.scored = draw_batch, draws, draws, {}, {}
-        self._batch: tuple[Rollout, Scores] | None = None
+        self._draw_batch, self.draws, self._first, self._metrics = draw_batch, draws, draws, {}
+        self._batch: Kept | None = None
         self._informative = np.zeros(0, bool)  # one flag per group of the batch
         self._drawn = self._useful = 0  # numbers of groups in all rounds
 
@@ -50,14 +54,14 @@ class DynamicSampler:
         self.draws += 1
         return self._draw_batch(self.draws - 1)
 
-    @call("compute", "kept", raw_scores=True)
+    @call("compute", "kept")
     @timed("pool")
-    def keep(self, rollout: Rollout, scores: Scores, prompts: Batch) -> tuple[Rollout, Scores]:
+    def keep(self, rollout: Rollout, scores: Array, prompts: Batch) -> Kept:
         """Adds a round's informative groups to the batch, while there is room. Returns the batch so far."""
-        raw = self.scored[prompts.step] = to_host(scores.raw)
+        raw = to_host(self._reward.raw[prompts.step])
         fresh = informative(raw, self._samples)
         if self._batch is None:  # the first round; merged with itself, so that the program is compiled in any case
-            self._batch, self.prompts, self._informative = (rollout, scores), prompts, fresh
+            self._batch, self.prompts, self.raw, self._informative = (rollout, scores), prompts, raw, fresh
             source = np.arange(len(fresh))
         else:
             source = _merged(self._informative, fresh)
@@ -65,20 +69,20 @@ class DynamicSampler:
         self._useful += int(fresh.sum())
         rows = (source[:, None] * self._samples + np.arange(self._samples)).reshape(-1)
         chosen = put_rows(rows.astype(np.int32), self.placement["keep"].mesh)
-        batch: tuple[Rollout, Scores] = _take(self._batch, (rollout, scores), chosen)
+        batch: Kept = _take(self._batch, (rollout, scores), chosen)
         examples, texts = [*self.prompts.examples, *prompts.examples], [*self.prompts.texts, *prompts.texts]
         self.prompts = Batch(
             prompts.arrays, [examples[row] for row in rows], [texts[row] for row in rows], self.prompts.step
         )
+        self.raw = np.concatenate([self.raw, raw])[rows]
         self._informative, self._batch = np.concatenate([self._informative, fresh])[source], batch
         return batch
 
-    @call("compute", "rollout", "scores", raw_scores=True)
-    def batch(self, batch: tuple[Rollout, Scores]) -> tuple[Rollout, Array]:
+    @call("compute", "rollout", "scores")
+    def batch(self, batch: Kept) -> Kept:
         """The batch of the iteration, full or not."""
-        rollout, scores = batch
-        self.raw, self._metrics = scores.raw, named("critic/score", extremes(scores.raw))
-        return rollout, scores.shaped
+        self._metrics = named("critic/score", extremes(put_rows(self.raw, self.placement["batch"].mesh)))
+        return batch
 
     def metrics(self) -> dict[str, float | Array]:
         """Number of rounds, share of informative groups drawn, share of others in the batch; and raw scores.

@@ -99,7 +99,7 @@ class RoleFactory:
         if isinstance(algorithm, SafeRLHFConfig):
             optional["constraint"] = Constraint(algorithm, clock, placement("constraint"))
         if isinstance(algorithm, DAPOConfig):
-            optional["pool"] = DynamicSampler(placement("pool"), algorithm, clock)
+            optional["pool"] = DynamicSampler(placement("pool"), algorithm, clock, rewards)
         return Roles(actor, rewards, ExperienceMaker(algorithm, clock, placement("estimator")), **optional)
 
     def _site(self, role: str, offloader: Offloader | None = None) -> Site:

@@ -26,7 +26,7 @@ from jrlhf.rewards.types import Sample, Scored, joined, to_samples, weighted_sum
 from jrlhf.roles.critic import Reward
 from jrlhf.roles.early import OpenRollout
 from jrlhf.roles.model import Compute, Model
-from jrlhf.roles.placement import Pending, RolePlacement, Scores, call, ready
+from jrlhf.roles.placement import Pending, RolePlacement, call, ready
 from jrlhf.roles.role import Site
 from jrlhf.run.clock import Clock
 from jrlhf.run.processes import from_main, is_main
@@ -74,7 +74,7 @@ class Rewards:
     """
 
     moments: RunningMoments  # running mean and variance of all scores so far
-    raw: Array  # [B] the sums of the last `score`, before they were shaped
+    raw: dict[int, Array]  # number of each batch scored in the iteration -> its rows' sums before they were shaped
 
     def __init__(
         self,
@@ -124,19 +124,20 @@ class Rewards:
         self._thread.shutdown(cancel_futures=True)
 
     def start(self, moments: RunningMoments) -> None:
-        """Begins an iteration: forgets the metrics of the one before."""
-        self.moments, self._metrics = moments, {}
+        """Begins an iteration: forgets the scores and metrics of the one before."""
+        self.moments, self.raw, self._metrics = moments, {}, {}
 
     @call("infer", "scores", rows="open")
     def score(self, rollout: Rollout, prompts: Batch) -> Pending:
         """Starts to score a rollout: starts token reward models on the devices, and functions in their processes.
 
-        Reading the result waits for all rewards. It gives `Scores` [B]: the sum of the rewards, normalised, clipped and
-        penalised as configured. If a reward scores tokens, `shaped` is [B, R], with the first response token first.
+        Reading the result waits for all rewards, and then `raw` has these rows. It gives the sum of the rewards [B],
+        normalised, clipped and penalised as configured; [B, R], with the first response token first, if a reward scores
+        tokens.
         """
 
         def note(combined: Combined, texts: Metrics) -> None:
-            self.moments, self.raw = combined.moments, combined.raw
+            self.moments, self.raw[prompts.step] = combined.moments, combined.raw
             costs = self.kind == "costs"
             totals = named("cost" if costs else "critic/score", combined.extremes)
             self._note(texts | combined.learned | totals | ({} if costs else combined.shaping))
@@ -209,7 +210,7 @@ class Rewards:
         if answers is None and self.text_parts:
             answers, models = self._begin_texts(rollout, prompts)
 
-        def scores() -> Scores:
+        def scores() -> Array:
             with jax.set_mesh(mesh):
                 drawn, parts = whole.result(), {name: ready(scores) for name, scores in learned.items()}
                 texts, metrics = None, {}
@@ -219,7 +220,7 @@ class Rewards:
                 drawn, moments = self.placement.transfers.bring(drawn, mesh, self.clock), transfer(self.moments, mesh)
                 combined = self._combine(parts, texts, drawn.response_lengths, drawn.finished, moments)
                 note(combined, metrics)
-                return Scores(combined.shaped, combined.raw)
+                return combined.shaped
 
         return Pending(scores)
 

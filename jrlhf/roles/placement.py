@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Concatenate, Generic, Literal, NamedTuple, ParamSpec, Protocol, Self, TypeVar, overload
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, Self, TypeVar, overload
 
 import jax
 from jax.sharding import Mesh
@@ -53,13 +53,6 @@ class Pending(Generic[T]):
         return function(self.result())
 
 
-class Scores(NamedTuple):
-    """The scores of a rollout's rows or tokens. Algorithms pass on both fields; roles get only `shaped`."""
-
-    shaped: jax.Array
-    raw: jax.Array  # the rows' sums before they were shaped
-
-
 class _Decorator(Protocol):
     @overload
     def __call__(self, method: Callable[P, Pending[T]], /) -> Callable[P, T]: ...
@@ -67,15 +60,11 @@ class _Decorator(Protocol):
     def __call__(self, method: Callable[P, T], /) -> Callable[P, T]: ...
 
 
-def call(
-    kind: Kind, *outputs: str, raw_scores: bool = False, rows: Literal["all", "each", "open"] = "all"
-) -> _Decorator:
-    """Decorates a role's method that an algorithm calls, and names its outputs.
+def call(kind: Kind, *outputs: str, rows: Literal["all", "each", "open"] = "all") -> _Decorator:
+    """Decorates a role's method that an algorithm calls, and names its outputs. The role's `placement` runs it.
 
-    raw_scores: the method gets both fields of `Scores`, not only the shaped ones.
-    rows: "each": it treats rows independently, and may be called for some at a time. "open": it gets `Pending` values.
-
-    Otherwise the call waits for `Pending` arguments. It runs where the role's `placement` puts it.
+    rows: "all": the call waits for `Pending` arguments. "each": it treats rows independently, and may be called for
+        some at a time. "open": it gets `Pending` values.
     """
 
     def decorate(method: Callable) -> Callable:
@@ -87,8 +76,7 @@ def call(
             if rows == "each" and arguments and isinstance(arguments[0], Pending):
                 return arguments[0].by_rows(partial(run, self), placement[method.__name__].mesh, len(outputs))
             if rows != "open":
-                resolve = partial(ready, raw_scores=raw_scores)
-                arguments, named = jax.tree.map(resolve, (arguments, named), is_leaf=lambda x: isinstance(x, Scores))
+                arguments, named = jax.tree.map(ready, (arguments, named))
             return placement.run(method, self, arguments, named)
 
         setattr(run, CALL, (kind, outputs))
@@ -207,7 +195,6 @@ class RolePlacement:
         return clock.run("reshard", weights_at, model, target.architecture, target.mesh, target.compute)
 
 
-def ready(value: Any, raw_scores: bool = False) -> Any:
-    """Returns an argument as a method gets it: waits if it is `Pending`, and reduces `Scores` to the shaped ones."""
-    value = value.result() if isinstance(value, Pending) else value
-    return value.shaped if isinstance(value, Scores) and not raw_scores else value
+def ready(value: Any) -> Any:
+    """Returns a value; waits for it if it is `Pending`."""
+    return value.result() if isinstance(value, Pending) else value

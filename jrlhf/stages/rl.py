@@ -77,7 +77,6 @@ class Drawn(NamedTuple):
 
     batch: Batch
     raw: Any  # [B] the batch's scores before they were shaped
-    scored: Mapping[int, Any]  # number of each batch of prompts that was drawn -> scores as in `raw`
     draws: int  # number of batches of prompts drawn so far, in all iterations
 
 
@@ -173,7 +172,7 @@ class Iterations:
         fields, raw, masks = to_host((fields, drawn.raw, masks))
         if solved is not None:
             bound = self.context.config.rl.solved_score
-            solved = self.order.without_solved(solved, to_host(drawn.scored), bound, drawn.draws - 1)
+            solved = self.order.without_solved(solved, to_host(roles.reward.raw), bound, drawn.draws - 1)
             metrics["data/solved"] = np.mean(solved < UNSOLVED)
         if self.utilisation is not None and is_main():  # other processes lack the times of calls that they do not run
             work = {"rounds": drawn.draws - draws, "stopped_updates": metrics.get("actor/stopped_updates", 0.0)}
@@ -214,11 +213,10 @@ class Iterations:
         inputs, pool = roles.arguments(self.dataflow) | {"kl_coef": kl_coef}, roles.pool
         if pool is not None:
             experience, metrics = map(ready, self.dataflow(**inputs))
-            return experience, metrics, Drawn(pool.prompts, pool.raw, pool.scored, pool.draws)
+            return experience, metrics, Drawn(pool.prompts, pool.raw, pool.draws)
         batch = draw(draws)
         experience, metrics = map(ready, self.dataflow(**inputs, prompts=batch))
-        raw = roles.reward.raw
-        return experience, metrics, Drawn(batch, raw, {draws: raw}, draws + 1)
+        return experience, metrics, Drawn(batch, roles.reward.raw[draws], draws + 1)
 
     def _gather(self, roles: Roles, metrics: dict[str, Any]) -> dict[str, Any]:
         """Returns these metrics and those of the roles, on the host. Raises RewardFailure for scores that failed."""

@@ -1,5 +1,6 @@
 """DAPO's dynamic sampling: the groups that fill a batch, round by round."""
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import jax
@@ -10,7 +11,7 @@ from jrlhf.algorithms.dynamic_sampling import DynamicSampler, informative
 from jrlhf.data.batches import Batch, put_rows, row_sharding
 from jrlhf.meshes import make_mesh
 from jrlhf.ppo import DAPOConfig, Rollout
-from jrlhf.roles.placement import Pending, RolePlacement, Scores
+from jrlhf.roles.placement import Pending, RolePlacement
 from jrlhf.run.clock import Clock
 
 MESH, SAMPLES, ROWS = make_mesh(2, 4, 1), 2, 8  # a prompt's two rows are on two devices
@@ -31,14 +32,16 @@ def a_round(number: int, scores: list[float]) -> tuple[Rollout, jax.Array, Batch
 def fill(rounds: list[list[float]], *, max_rounds: int = 10) -> tuple[DynamicSampler, Rollout, jax.Array]:
     """An iteration of DAPO as far as its batch."""
     drawn = [a_round(number, scores) for number, scores in enumerate(rounds)]
+    rewards: Any = SimpleNamespace(raw={})
     with jax.set_mesh(MESH):
         algorithm = DAPOConfig(samples=SAMPLES, max_rounds=max_rounds)
-        sampler = DynamicSampler(RolePlacement.of(MESH), algorithm, Clock())
+        sampler = DynamicSampler(RolePlacement.of(MESH), algorithm, Clock(), rewards)
         sampler.start(7, lambda number: drawn[number - 7][2])
         while sampler.wants_more():
             prompts = sampler.draw()
             rollout, raw, _ = drawn[prompts.step]
-            scores = Pending(lambda raw=raw: Scores(raw + 0.5, raw))  # as if scores were shaped
+            rewards.raw[prompts.step] = raw
+            scores = Pending(lambda raw=raw: raw + 0.5)  # as if scores were shaped
             batch = sampler.keep(rollout, cast(Any, scores), prompts)
         rollout, scores = sampler.batch(batch)
     return sampler, rollout, scores
@@ -56,11 +59,10 @@ def test_groups_of_equal_scores_give_their_places_to_later_ones():
     np.testing.assert_array_equal(rollout.prompt_lengths, rows)
     np.testing.assert_array_equal(rollout.finished, np.array(rows) % 2 == 0)
     np.testing.assert_array_equal(sampler.raw, [0, 1, 0, 1, 0, 1, 1, 0])
-    np.testing.assert_array_equal(scores, np.asarray(sampler.raw) + 0.5)
+    np.testing.assert_array_equal(scores, sampler.raw + 0.5)
     assert [*sampler.prompts.texts] == [*sampler.prompts.examples] == [str(row) for row in rows]
     assert sampler.draws == 10 and rollout.tokens.sharding.is_equivalent_to(row_sharding(MESH), 2)
     assert of_rounds(sampler) == {"dapo/rounds": 3.0, "dapo/informative": 7 / 12, "dapo/filled": 0.0}
-    assert [scores.sum() for scores in sampler.scored.values()] == [4, 3, sum(ALL)]  # of all rounds
     assert float(sampler.metrics()["critic/score/mean"]) == 0.5  # of the batch, not of the last round
 
 

@@ -89,7 +89,7 @@ def test_scoring_is_dispatched_while_functions_are_at_work():
     calls = Calls(
         model=TextPart(0.5, model, "model", cast(Any, "on the mesh")), function=TextPart(2.0, function, "function")
     )
-    np.testing.assert_allclose(calls.iterate().shaped, 2 * LENGTHS + 0.5 * 3)
+    np.testing.assert_allclose(calls.iterate(), 2 * LENGTHS + 0.5 * 3)
     assert calls.names == ["logprobs", "logprobs", "values", "model"]
     assert threads[0] is not threading.main_thread() and threads[1] is threading.main_thread()
     taken = calls.rewards.clock.take()
@@ -183,14 +183,15 @@ def test_a_baseline_is_shaped_like_the_scores_and_counts_as_none_of_them():
     baseline = calls.score("score_baseline")
     assert rewards.moments is moments and float(moments.mean) == 6.0
     for scores in (first, baseline):
-        np.testing.assert_array_equal(scores.shaped, np.zeros(ROWS))
-        np.testing.assert_array_equal(scores.raw, np.full(ROWS, 6.0))
+        np.testing.assert_array_equal(scores, np.zeros(ROWS))
+    assert [*rewards.raw] == [BATCH.step]
+    np.testing.assert_array_equal(rewards.raw[BATCH.step], np.full(ROWS, 6.0))
     calls.score()
     metrics = rewards.metrics()
     assert metrics["critic/baseline/mean"] == 6.0 and metrics["rewards/function/mean"] == 3.0
     assert metrics["rewards/function/failures"] == 6.0 == metrics["rewards/function/failures/nan"]  # of all scorings
     rewards.start(rewards.moments)
-    assert rewards.metrics() == {}
+    assert rewards.metrics() == rewards.raw == {}
     calls.rewards.close()
 
 
@@ -199,7 +200,7 @@ def test_costs_have_names_of_their_own():
         return Scored(np.arange(len(samples), dtype=float))
 
     calls = Calls(kind="costs", words=TextPart(0.5, function, "words"))
-    np.testing.assert_allclose(calls.score().shaped, np.arange(ROWS) / 2)
+    np.testing.assert_allclose(calls.score(), np.arange(ROWS) / 2)
     metrics = calls.rewards.metrics()
     totals, words = ("mean", "max", "min", "nonfinite"), ("mean", "std", "failures")
     assert set(metrics) == {*(f"cost/{x}" for x in totals), *(f"costs/words/{x}" for x in words)}
@@ -247,8 +248,8 @@ def test_each_reward_is_normalised_over_the_responses_to_a_prompt_before_they_ar
         expected[rows] = sum(
             w * (groups[n] - groups[n].mean()) / (groups[n].std(ddof=1) + 1e-6) for n, w in weights.items()
         )
-    np.testing.assert_allclose(scores.shaped, expected, rtol=2e-5, atol=1e-6)
-    np.testing.assert_allclose(scores.raw, given["right"] - 0.5 * given["long"], rtol=1e-5)
+    np.testing.assert_allclose(scores, expected, rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(calls.rewards.raw[BATCH.step], given["right"] - 0.5 * given["long"], rtol=1e-5)
     assert calls.rewards.metrics()["rewards/long/mean"] != 0
     calls.rewards.close()
     tokens = TextPart(1.0, lambda *_, **__: Scored(np.ones(ROWS), token_scores=(np.ones(1),) * ROWS), "steps")
