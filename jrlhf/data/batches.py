@@ -23,7 +23,7 @@ class Batch:
 
     examples, texts: the examples and their rendered texts, one for each row.
     rollout: responses that were drawn ahead. None: the actor draws them when it is called.
-    answers: "rewards" or "costs" -> pending scores of their functions for `rollout`, where these were asked ahead.
+    answers: "reward" or "cost" -> pending scores of their functions for `rollout`, where these were asked ahead.
     """
 
     arrays: tuple[Array, Array, Array]  # on the mesh: tokens [U, P], lengths [U], row keys [B]

@@ -12,6 +12,7 @@ from jrlhf.ppo import RunningMoments
 from jrlhf.ppo.advantages import group_advantages
 from jrlhf.ppo.masked import masked_extremes
 from jrlhf.ppo.shaping import on_last_token
+from jrlhf.rewards.types import Kind
 
 RowsOrTokens = Float[Array, "B"] | Float[Array, "B R"]
 
@@ -29,7 +30,7 @@ class Combined(NamedTuple):
 
 def combine(
     shape: Callable[..., tuple[RowsOrTokens, RunningMoments, dict[str, Array]]],
-    kind: str,
+    kind: Kind,
     weights: Mapping[str, float],
     on_failure: Mapping[str, float],
     learned: Mapping[str, Float[Array, "B"]],
@@ -63,7 +64,7 @@ def combine(
     for name, own in learned.items():
         failures = jnp.sum(failed[name], dtype=jnp.float32)
         numbers = {"mean": jnp.mean(own), "std": jnp.std(own), "failures": failures, "failures/nan": failures}
-        statistics |= named(f"{kind}/{name}", numbers)
+        statistics |= named(f"{kind}s/{name}", numbers)
     return Combined(shaped, moments, raw, statistics, extremes(raw), shaping)
 
 

@@ -9,7 +9,7 @@ from jrlhf.config.schema import RewardConfig
 from jrlhf.data.read import fingerprint
 from jrlhf.errors import UserError
 from jrlhf.rewards import builtin
-from jrlhf.rewards.types import Sample
+from jrlhf.rewards.types import Kind, Sample
 from jrlhf.rewards.worker import GIVEN
 
 SHOWN = 300  # characters of a text in a message
@@ -22,7 +22,7 @@ class Facts:
     """Facts about a function. Raises UserError if its config renames a column for a parameter that is no column."""
 
     config: RewardConfig
-    kind: str  # "reward" or "cost"
+    kind: Kind
     spec: str  # module and function, with the whole path of a file
     style: Literal["trl", "verl"]
     asynchronous: bool

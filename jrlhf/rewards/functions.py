@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from jrlhf.config.schema import RewardConfig
 from jrlhf.errors import UserError
 from jrlhf.rewards import builtin
 from jrlhf.rewards.facts import Facts
-from jrlhf.rewards.types import Sample, Scored, on_last_token
+from jrlhf.rewards.types import Kind, Sample, Scored, on_last_token
 from jrlhf.rewards.user_code import as_it_is, resolve, shipped
 from jrlhf.rewards.worker import GIVEN, InProcess
 from jrlhf.run.child import Worker
@@ -52,10 +52,11 @@ class FunctionReward(Closing):
         seed: int = 0,
         log: Path | None = None,
         *,
-        kind: Literal["reward", "cost"] = "reward",
+        kind: Kind = "reward",
     ):
         assert config.function is not None
-        self._config, self._seed, self._kind = config, seed, kind
+        self._config, self._seed = config, seed
+        self._kind: Kind = kind
         self._called = f"{kind} {config.name!r}"
         self.on_failure, self._columns = config.on_failure, config.columns
         self._spec = (resolve if ":" in config.function else builtin.spec_of)(config.function, self._called)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ from jrlhf.ppo import Rollout, RunningMoments, ScoreConfig, shape_scores
 from jrlhf.rewards.combine import Combined, combine, named
 from jrlhf.rewards.functions import RewardFailure
 from jrlhf.rewards.text_model import Begun, TextReward
-from jrlhf.rewards.types import Sample, Scored, joined, to_samples, weighted_sum
+from jrlhf.rewards.types import Kind, Sample, Scored, joined, to_samples, weighted_sum
 from jrlhf.roles.critic import Reward
 from jrlhf.roles.early import OpenRollout
 from jrlhf.roles.model import Compute, Model
@@ -32,7 +32,6 @@ from jrlhf.run.clock import Clock
 from jrlhf.run.processes import from_main, is_main
 
 Metrics = dict[str, float | Array]
-Kind = Literal["rewards", "costs"]
 TRAINED = "reward_model"  # the name of the reward model that the run itself trains
 
 
@@ -87,13 +86,14 @@ class Rewards:
         tokenizer: Tokenizer,
         max_response: int,
         shaping: ScoreConfig,
-        kind: Kind = "rewards",
-        trained: Model | None = None,
-        samples: int = 1,
+        kind: Kind,
+        trained: Model | None,
+        samples: int,
     ):
         assert token_parts or text_parts, "nothing would score"
         self.token_parts, self.text_parts, self.trained = token_parts, text_parts, trained
-        self.placement, self.clock, self.kind = placement, clock, kind
+        self.placement, self.clock = placement, clock
+        self.kind: Kind = kind
         self._tokenizer, self._max_response = tokenizer, max_response
         site = Site(placement, compute, clock)
         self._models = {name: part.model for name, part in text_parts.items() if part.model is not None}
@@ -135,25 +135,12 @@ class Rewards:
         normalised, clipped and penalised as configured; [B, R], with the first response token first, if a reward scores
         tokens.
         """
-
-        def note(combined: Combined, texts: Metrics) -> None:
-            self.moments, self.raw[prompts.step] = combined.moments, combined.raw
-            costs = self.kind == "costs"
-            totals = named("cost" if costs else "critic/score", combined.extremes)
-            self._note(texts | combined.learned | totals | ({} if costs else combined.shaping))
-
-        return self._begin("score", rollout, prompts, note)
+        return self._begin("score", rollout, prompts)
 
     @call("infer", "baselines", rows="open")
     def score_baseline(self, rollout: Rollout, prompts: Batch) -> Pending:
         """Scores responses that nothing learns from: the baseline of other responses to the same prompts."""
-
-        def note(combined: Combined, texts: Metrics) -> None:
-            both = texts | combined.learned
-            failures = {name: number for name, number in both.items() if "/failures" in name}
-            self._note(failures | named("critic/baseline", combined.extremes))
-
-        return self._begin("score_baseline", rollout, prompts, note)
+        return self._begin("score_baseline", rollout, prompts)
 
     def prefetch(self, kind: CallKind) -> None:
         """Starts to copy offloaded token reward models to the devices."""
@@ -167,8 +154,8 @@ class Rewards:
     def check(self, metrics: Mapping[str, Any]) -> None:
         """Raises RewardFailure if the metrics count failures of a token reward model without `on_failure`."""
         for name, part in self.token_parts.items():
-            if part.on_failure is None and (failures := metrics.get(f"{self.kind}/{name}/failures")):
-                called = f"{self.kind.removesuffix('s')} {name!r}"
+            if part.on_failure is None and (failures := metrics.get(f"{self.kind}s/{name}/failures")):
+                called = f"{self.kind} {name!r}"
                 raise RewardFailure(
                     f"{called} gave {failures:.0f} responses a score that is not finite: use another adapter, or set "
                     f"on_failure of {called} to a score for such responses"
@@ -200,9 +187,7 @@ class Rewards:
 
         return self._thread.submit(join)
 
-    def _begin(
-        self, method: str, rollout: Rollout | OpenRollout, prompts: Batch, note: Callable[[Combined, Metrics], None]
-    ) -> Pending:
+    def _begin(self, method: str, rollout: Rollout | OpenRollout, prompts: Batch) -> Pending:
         mesh = self.placement[method].mesh
         whole = rollout if isinstance(rollout, OpenRollout) else Pending(lambda: rollout)
         learned = {name: whole.by_rows(partial(role.score, method=method), mesh) for name, role in self._roles.items()}
@@ -219,7 +204,7 @@ class Rewards:
                     texts = put_rows(texts, mesh)
                 drawn, moments = self.placement.transfers.bring(drawn, mesh, self.clock), transfer(self.moments, mesh)
                 combined = self._combine(parts, texts, drawn.response_lengths, drawn.finished, moments)
-                note(combined, metrics)
+                self._note(method, prompts.step, combined, metrics)
                 return combined.shaped
 
         return Pending(scores)
@@ -250,7 +235,7 @@ class Rewards:
         with jax.profiler.TraceAnnotation("reward_functions"):
             scored = self._ask(samples, step, on_device=False, **place) if is_main() else {}
         if scored:
-            self.clock.add_parallel(f"{self.kind.removesuffix('s')}_functions", time.perf_counter() - started)
+            self.clock.add_parallel(f"{self.kind}_functions", time.perf_counter() - started)
         return samples, scored
 
     def _finish(self, answers: Answers, models: Tiles | None, step: int) -> tuple[Any, Metrics]:
@@ -271,7 +256,7 @@ class Rewards:
                 for name, part in parts.items():
                     if part.token_scores is not None:
                         raise UserError(
-                            f"{self.kind.removesuffix('s')} {name!r} scores single tokens, and scores.combine="
+                            f"{self.kind} {name!r} scores single tokens, and scores.combine="
                             "normalise_then_sum compares whole responses: set it to sum"
                         )
                 return {name: part.scores.astype(np.float32) for name, part in parts.items()}, metrics
@@ -292,8 +277,17 @@ class Rewards:
         total = weighted_sum(weighted, [len(sample.response.ids) for sample in samples])
         return total, {name: scored[name] for name in self.text_parts}
 
-    def _note(self, metrics: Mapping[str, float | Array]) -> None:
-        """Adds the metrics of a scoring. Failures are counted over all scorings of an iteration."""
+    def _note(self, method: str, step: int, combined: Combined, texts: Metrics) -> None:
+        """Adds the results of a scoring to the iteration's. Failures are counted over all of its scorings."""
+        metrics = texts | combined.learned
+        if method == "score_baseline":
+            metrics = {name: number for name, number in metrics.items() if "/failures" in name}
+            metrics |= named("critic/baseline", combined.extremes)
+        else:
+            self.moments, self.raw[step] = combined.moments, combined.raw
+            metrics |= named("cost" if self.kind == "cost" else "critic/score", combined.extremes)
+            if self.kind == "reward":  # costs are not shaped
+                metrics |= combined.shaping
         for name, number in metrics.items():
             counted = "/failures" in name and name in self._metrics
             self._metrics[name] = self._metrics[name] + number if counted else number

@@ -10,8 +10,9 @@ from jrlhf.config.schema import RewardConfig
 from jrlhf.data.task import Task
 from jrlhf.ppo import ScoreConfig
 from jrlhf.rewards.functions import FunctionReward
-from jrlhf.rewards.mixture import TRAINED, Kind, Rewards, TextPart, TokenPart
+from jrlhf.rewards.mixture import TRAINED, Rewards, TextPart, TokenPart
 from jrlhf.rewards.text_model import TextReward
+from jrlhf.rewards.types import Kind
 from jrlhf.roles.initial import InitialModels
 from jrlhf.roles.model import Model
 from jrlhf.roles.placement import RolePlacement
@@ -46,25 +47,24 @@ def open_rewards(
         return function.facts.fingerprint
 
     def opened(kind: Kind, section: Sequence[RewardConfig], shaping: ScoreConfig, own: Model | None) -> Rewards:
-        role = "reward" if kind == "rewards" else "cost"
-        places, tokens, texts = placement(role), dict[str, TokenPart](), dict[str, TextPart]()
+        places, tokens, texts = placement(kind), dict[str, TokenPart](), dict[str, TextPart]()
         if own is not None:
             stored = places.store(own, donate=False)
             tokens[TRAINED] = TokenPart(config.reward_model.weight, stored, own.fingerprint(), on_failure=math.nan)
         for index, reward in enumerate(section):
             if reward.adapter is not None:
-                model = initial.reward_adapter(policy, reward.adapter, f"{kind}[{index}].adapter")
+                model = initial.reward_adapter(policy, reward.adapter, f"{kind}s[{index}].adapter")
                 identity = model.fingerprint()
                 tokens[reward.name] = TokenPart(reward.weight, places.store(model), identity, reward.on_failure)
             elif reward.model is not None:
-                key, usual = f"{kind}[{index}].model", data.max_prompt + data.max_response
+                key, usual = f"{kind}s[{index}].model", data.max_prompt + data.max_response
                 model = initial.reward(reward.model, key)
                 rows = config.compute.score_rows
                 assert rows != "auto"  # the run has chosen
-                scorer = TextReward(reward, key, model, places, initial.compute, usual=usual, rows=rows)
+                scorer = TextReward(reward, key, model, places, initial.compute, kind=kind, usual=usual, rows=rows)
                 texts[reward.name] = TextPart(reward.weight, scorer.score, scorer.identity, scorer)
             else:
-                function = FunctionReward(reward, config.seed, folder / f"{role}-{reward.name}.log", kind=role)
+                function = FunctionReward(reward, config.seed, folder / f"{kind}-{reward.name}.log", kind=kind)
                 texts[reward.name] = TextPart(reward.weight, function.score, from_main(partial(start, function)))
                 if not reward.in_process:
                     interruptible.append(function)
@@ -86,5 +86,5 @@ def open_rewards(
         return rewards
 
     with ExitStack() as stack:
-        rewards = opened("rewards", config.rewards, config.rl.scores, trained)
-        yield rewards, opened("costs", config.costs, ScoreConfig(), None) if config.costs else None
+        rewards = opened("reward", config.rewards, config.rl.scores, trained)
+        yield rewards, opened("cost", config.costs, ScoreConfig(), None) if config.costs else None

@@ -18,7 +18,7 @@ from jrlhf.models import ModelConfig
 from jrlhf.models.hf.files import parse_json
 from jrlhf.models.params import Params
 from jrlhf.rewards.functions import RewardFailure
-from jrlhf.rewards.types import Sample, Scored
+from jrlhf.rewards.types import Kind, Sample, Scored
 from jrlhf.roles.model import Compute, Model
 from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.pretrained import locate
@@ -56,6 +56,7 @@ class TextReward:
         placement: RolePlacement,
         compute: Compute,
         *,
+        kind: Kind,
         usual: int,
         rows: int | None = None,
     ):
@@ -63,7 +64,7 @@ class TextReward:
         self._key, self.identity, self._model = f"{key}={reward.model}", model.fingerprint(), placement.store(model)
         self._tokenizer = reward_tokenizer(reward.model, key, model.config)
         self._cut = is_ours(reward.model, key)
-        self._called, self._on_failure = f"{key.partition('s[')[0]} {reward.name}", reward.on_failure
+        self._called, self._on_failure = f"{kind} {reward.name}", reward.on_failure
         place = placement["score"]
         compiled = place.compiled(self._model.architecture, compute)
         self._mesh = compiled.mesh

@@ -3,12 +3,14 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float
 
 from jrlhf.data.types import Example, Response, Text
+
+Kind = Literal["reward", "cost"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Scored:
             return self.token_scores
         return [on_last_token(*row) for row in zip(self.scores, response_lengths, strict=True)]
 
-    def metrics(self, name: str, kind: str = "rewards") -> dict[str, float]:
+    def metrics(self, name: str, kind: Kind = "reward") -> dict[str, float]:
         """Returns metrics `rewards/NAME/{mean,std}` (TRL's names), `.../EXTRA`, `.../failures[/KIND]`.
 
         `failures` is a count, logged also where it is 0. An extra is averaged over the rows that have it.
@@ -73,7 +75,7 @@ class Scored:
             metrics |= {"mean": float(np.mean(self.scores)), "std": float(np.std(self.scores))}
         metrics["failures"] = float(sum(self.failures.values()))
         metrics |= {f"failures/{failure}": float(count) for failure, count in self.failures.items()}
-        return {f"{kind}/{name}/{key}": value for key, value in metrics.items()}
+        return {f"{kind}s/{name}/{key}": value for key, value in metrics.items()}
 
 
 def on_last_token(score: float, length: int) -> Float[np.ndarray, "R"]:

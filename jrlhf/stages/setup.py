@@ -46,6 +46,7 @@ from jrlhf.planning.workload import Workload, workload_of
 from jrlhf.rewards import builtin
 from jrlhf.rewards.functions import FunctionReward, RewardFailure
 from jrlhf.rewards.text_model import is_ours, reward_tokenizer
+from jrlhf.rewards.types import Kind
 from jrlhf.roles.model import Compute
 from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.planned_placement import place_roles
@@ -446,7 +447,7 @@ def check_sources(config: Config, task: Task, actor: ModelConfig, mesh: Mesh) ->
     return words
 
 
-def _check_function(reward: RewardConfig, seed: int, kind: Literal["reward", "cost"], task: Task) -> dict[str, str]:
+def _check_function(reward: RewardConfig, seed: int, kind: Kind, task: Task) -> dict[str, str]:
     name = str(reward.function).removeprefix(f"{builtin.__name__}:")
     if name in builtin.NAMES:
         builtin.check_options(name, reward.options, f"{kind} {reward.name!r}")

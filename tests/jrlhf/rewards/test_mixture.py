@@ -24,7 +24,7 @@ from jrlhf.rewards.combine import combine
 from jrlhf.rewards.functions import RewardFailure
 from jrlhf.rewards.mixture import Rewards, TextPart
 from jrlhf.rewards.of_config import open_rewards
-from jrlhf.rewards.types import Sample, Scored, to_samples, weighted_sum
+from jrlhf.rewards.types import Kind, Sample, Scored, to_samples, weighted_sum
 from jrlhf.roles.model import Compute
 from jrlhf.roles.placement import RolePlacement
 from jrlhf.run.clock import Clock
@@ -44,12 +44,12 @@ def rollout() -> Rollout:
 class Calls:
     """Roles that only note the order of their calls, and rewards of text."""
 
-    def __init__(self, shaping: ScoreConfig = PLAIN, kind: Any = "rewards", samples: int = 1, **parts: TextPart):
+    def __init__(self, shaping: ScoreConfig = PLAIN, kind: Kind = "reward", samples: int = 1, **parts: TextPart):
         self.names: list[str] = []
         self.dispatched = threading.Event()
         tokenizer = cast(Any, SimpleNamespace(decode=lambda ids: "x" * len(ids)))
         own = {"placement": RolePlacement.of(MESH), "compute": Compute(), "clock": Clock(deadline=10.0)}
-        own |= {"shaping": shaping, "kind": kind, "samples": samples}
+        own |= {"shaping": shaping, "kind": kind, "trained": None, "samples": samples}
         self.rewards = Rewards({}, parts, **own, tokenizer=tokenizer, max_response=3)
         self.rewards.start(jax.device_put(RunningMoments.create()))
 
@@ -199,7 +199,7 @@ def test_costs_have_names_of_their_own():
     def function(samples: Sequence[Sample], step: int, first: int = 0) -> Scored:
         return Scored(np.arange(len(samples), dtype=float))
 
-    calls = Calls(kind="costs", words=TextPart(0.5, function, "words"))
+    calls = Calls(kind="cost", words=TextPart(0.5, function, "words"))
     np.testing.assert_allclose(calls.score(), np.arange(ROWS) / 2)
     metrics = calls.rewards.metrics()
     totals, words = ("mean", "max", "min", "nonfinite"), ("mean", "std", "failures")
@@ -220,7 +220,7 @@ def test_scores_of_models_are_added_to_those_of_texts():
     rows, at_end = 2 * first - second / 2, np.zeros((ROWS, 3), np.float32)
     at_end[np.arange(ROWS), LENGTHS - 1] = rows
     for given, expected in ((texts, texts + at_end), (texts.sum(1), texts.sum(1) + rows)):  # of tokens, of rows
-        combined = jax.jit(partial(combine, shape, "rewards", weights, dict.fromkeys(weights, 0.0)))(
+        combined = jax.jit(partial(combine, shape, "reward", weights, dict.fromkeys(weights, 0.0)))(
             learned, given, *rest
         )
         close(combined.shaped, expected)
@@ -263,7 +263,7 @@ def test_a_score_that_is_not_finite_leaves_the_others_in_the_metrics():
     texts: Any = np.arange(ROWS, dtype=np.float32)
     texts[[0, 2]] = np.nan, np.inf
     rest: Any = np.asarray(LENGTHS), np.ones(ROWS, bool), RunningMoments.create()
-    combined = combine(partial(shape_scores, config=PLAIN, max_response=3), "rewards", {}, {}, {}, texts, *rest)
+    combined = combine(partial(shape_scores, config=PLAIN, max_response=3), "reward", {}, {}, {}, texts, *rest)
     finite = texts[np.isfinite(texts)]
     expected = {"mean": finite.mean(), "max": finite.max(), "min": finite.min(), "nonfinite": 2.0}
     assert {name: float(x) for name, x in combined.extremes.items()} == pytest.approx(expected)

@@ -124,7 +124,8 @@ def test_a_model_that_reads_text_scores_tiles_while_others_decode(user: Path):
     with jax.set_mesh(mesh):
         initial = InitialModels(build(Config, {}), mesh, Compute(), Console(enabled=False))
         judge, placement = RewardConfig(name="judge", model=path), RolePlacement.of(mesh)
-        reward = TextReward(judge, key, initial.reward(path, key), placement, Compute(), usual=120, rows=TILE)
+        model, sizes = initial.reward(path, key), {"usual": 120, "rows": TILE}
+        reward = TextReward(judge, key, model, placement, Compute(), kind="reward", **sizes)
 
     def read(rows: slice, tile: Rollout) -> list[Sample]:
         seen.append((rows.start, "drawn" in drawing.events))

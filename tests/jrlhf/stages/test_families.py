@@ -135,7 +135,7 @@ def test_a_sequence_classifier_of_transformers_scores_alike(tmp_path, tokenizers
     with jax.set_mesh(mesh):
         model = InitialModels(config, mesh, compute, Console(enabled=False)).reward(str(path), key)
         own = RewardConfig(name="judge", model=str(path))
-        reward = TextReward(own, key, model, RolePlacement.of(mesh), compute, usual=120)
+        reward = TextReward(own, key, model, RolePlacement.of(mesh), compute, kind="reward", usual=120)
         scores = list(reward.score(samples[:-1]).scores)
         with CompilationWatch() as compilations:
             scores += list(reward.score(samples[-1:]).scores)
