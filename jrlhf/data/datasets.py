@@ -1,11 +1,12 @@
 """Makes a `Task` from datasets: the data of each stage, and held-out rows."""
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 from jrlhf.config.schema import Config, DatasetConfig, DatasetsData
 from jrlhf.config.stages import ALGORITHMS
-from jrlhf.data.encode import Encoding, Pairs, Prompts, Sequences
+from jrlhf.data.encode import Encoding, Pairs, Sequences
 from jrlhf.data.read import Dataset, fingerprint, read_dataset
 from jrlhf.data.task import SFTData, Task
 from jrlhf.data.tokenizer import Tokenizer
@@ -13,68 +14,51 @@ from jrlhf.data.types import Example
 from jrlhf.errors import UserError
 from jrlhf.run.files import sha256
 
-Encoded = TypeVar("Encoded", Prompts, Sequences, Pairs)
 # Data -> the stages that learn from it.
 STAGES = {"sft": ("sft",), "preferences": ("reward_model", "dpo"), "prompts": ALGORITHMS}
+LEARN, HELD = "to learn from", "held out"  # the parts of a split dataset
 
 
 def load_task(config: Config, tokenizer: Tokenizer) -> Task:
     """Reads and encodes the datasets that the config's stages need."""
     data = config.data
     assert isinstance(data, DatasetsData)
-    used = [key for key, stages in STAGES.items() if set(stages) & set(config.stages)]
-    if config.algorithm is not None and config.rl.algorithm.ptx_coef > 0:
-        used = list(dict.fromkeys(["sft", *used]))
-    used += ["heldout"] if data.heldout is not None and config.algorithm is not None else []
-    datasets = {key: _read(key, getattr(data, key)) for key in used}
-    lines = [f"data.{key}: {dataset.describe()}" for key, dataset in datasets.items()]
-    splits, examples = keep_apart(datasets, data.heldout_rows), list[Example]()
-    for key, (learned, measured) in splits.items():
-        if key != "heldout" and (lost := len(datasets[key].examples) - len(learned.examples) - len(measured.examples)):
-            lines.append(f"data.{key}: {lost} more rows left out, whose prompts are held out")
-    encoding = Encoding(tokenizer, data.overlong, data.chat, data.system)
-
-    def parts(key: str, encode: Callable[..., Encoded], limit: int) -> list[Encoded | None]:
-        encoded: list[Encoded | None] = [None, None]
-        for index, part in enumerate(("to learn from", "held out")):
-            if splits[key][index].examples:
-                encoded[index] = rows = encode(splits[key][index], limit)
-                examples.extend(rows.examples)
-                lines.append(f"data.{key}, {part}: {rows.describe()}")
-        return encoded
-
-    length = data.max_prompt + data.max_response
-    sft = pairs = prompts = heldout = None
+    datasets = {key: _read(key, getattr(data, key)) for key in _used(config, data)}
+    splits = keep_apart(datasets, data.heldout_rows)
+    encoding, length = Encoding(tokenizer, data.overlong, data.chat, data.system), data.max_prompt + data.max_response
+    prompts = partial(encoding.prompts, max_prompt=data.max_prompt)
+    encoders: dict[str, Callable[[Dataset], Any]] = {
+        "sft": partial(encoding.sequences, max_length=length),
+        "preferences": partial(encoding.pairs, max_length=length),
+        "prompts": prompts,
+        "heldout": prompts,
+    }
+    encoded: dict[tuple[str, str], Any] = {
+        (key, part): encoders[key](rows)
+        for key, split in splits.items()
+        for part, rows in zip((LEARN, HELD), split, strict=True)
+        if rows.examples
+    }
+    sft = pairs = None
     if "sft" in datasets:
-        texts, measured = parts("sft", encoding.sequences, length)
-        assert texts is not None
-        sft = SFTData(len(texts.ids), lambda rows, step: _rows(texts, rows), measured or _rows(texts, ()))
+        texts = encoded["sft", LEARN]
+        heldout_texts = encoded.get(("sft", HELD), Sequences((), (), ()))
+        sft = SFTData(len(texts.ids), lambda rows, step: _rows(texts, rows), heldout_texts)
     if "preferences" in datasets:
-        trained, measured = parts("preferences", encoding.pairs, length)
-        assert trained is not None
-        both = trained, measured or Pairs((), (), ())
+        both = encoded["preferences", LEARN], encoded.get(("preferences", HELD), Pairs((), (), ()))
         pairs = lambda sampler: both  # noqa: E731
-    if "prompts" in datasets:
-        prompts, heldout = parts("prompts", encoding.prompts, data.max_prompt)
-        wanted = config.rl.rollout_batch // config.samples
-        if prompts is not None and (count := len(prompts.examples)) < wanted:
-            lines.append(
-                f"data.prompts: {config.algorithm}.rollout_batch={config.rl.rollout_batch} takes {wanted} prompts an "
-                f"iteration and there are {count}, so prompts repeat within an iteration"
-            )
-    if "heldout" in datasets:
-        _, heldout = parts("heldout", encoding.prompts, data.max_prompt)
     words = [f"{key} {dataset.fingerprint}" for key, dataset in datasets.items()]
     if any(not row.prompt and row.chosen for dataset in datasets.values() for row in dataset.examples):
         words.append("pairs without a prompt are held out one by one")  # older versions held them out together
+    examples = [example for rows in encoded.values() for example in rows.examples]
     return Task(
         tokenizer=tokenizer,
         fingerprint=fingerprint([tokenizer.to_json(), str(tokenizer.chat_template), *words]),
-        description="\n".join(lines),
+        description="\n".join(_describe(config, datasets, splits, encoded)),
         sft=sft,
         pairs=pairs,
-        prompts=prompts,
-        heldout=heldout,
+        prompts=encoded.get(("prompts", LEARN)),
+        heldout=encoded.get(("heldout" if "heldout" in datasets else "prompts", HELD)),
         chat=any(isinstance(example.prompt, tuple) for example in examples),
         prompt_end=_common_end(examples),
     )
@@ -118,6 +102,36 @@ def prompt_text(example: Example) -> str:
     if isinstance(example.prompt, str):
         return example.prompt or str(example.completion or example.chosen)
     return "\n".join(str(message.get("content")) for message in example.prompt if message.get("role") == "user")
+
+
+def _used(config: Config, data: DatasetsData) -> list[str]:
+    """Returns the keys of the datasets that the config's stages need."""
+    learns = config.algorithm is not None
+    imitates = learns and config.rl.algorithm.ptx_coef > 0
+    used = [key for key, own in STAGES.items() if {*own} & {*config.stages} or (key == "sft" and imitates)]
+    return [*used, "heldout"] if learns and data.heldout is not None else used
+
+
+def _describe(
+    config: Config, datasets: Mapping[str, Dataset], splits: Mapping[str, Split], encoded: Mapping[tuple, Any]
+) -> Iterator[str]:
+    """Yields lines for the log: the datasets, the rows left out, the encoded rows, and whether prompts repeat."""
+    for key, dataset in datasets.items():
+        yield f"data.{key}: {dataset.describe()}"
+    for key, (learned, measured) in splits.items():
+        if key != "heldout" and (lost := len(datasets[key].examples) - len(learned.examples) - len(measured.examples)):
+            yield f"data.{key}: {lost} more rows left out, whose prompts are held out"
+    for key in datasets:
+        for part in (LEARN, HELD):
+            if (key, part) in encoded:
+                yield f"data.{key}, {part}: {encoded[key, part].describe()}"
+        if key == "prompts":
+            wanted, count = config.rl.rollout_batch // config.samples, len(encoded[key, LEARN].ids)
+            if count < wanted:
+                yield (
+                    f"data.prompts: {config.algorithm}.rollout_batch={config.rl.rollout_batch} takes {wanted} prompts "
+                    f"an iteration and there are {count}, so prompts repeat within an iteration"
+                )
 
 
 def _common_end(examples: Iterable[Example]) -> str:
