@@ -69,7 +69,8 @@ def cli(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume=auto", dest="resume", action="store_const", const="auto", help=automatic)
     parser.add_argument("--accept-rewards", action="store_true", help="with --resume: also if reward code was changed")
     options = parse_with_settings(parser, arguments)
-    return (exit_code_of_printing if options.dry_run else exit_code)(partial(_run, options))
+    run = exit_code_of_printing if options.dry_run else exit_code
+    return run(partial(_run, options))
 
 
 def _run(options: argparse.Namespace) -> None:

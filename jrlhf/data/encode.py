@@ -176,7 +176,10 @@ class Encoding:
     def _encoded(
         self, data: Dataset | Sequence[Example], encode: Callable[[Example, Counter[str]], tuple | None], limit: int
     ) -> tuple[Any, dict[str, Any]]:
-        """Returns the columns of the encoded rows, and the numbers of rows that were left out or cut, by reason."""
+        """Returns the columns of the encoded rows, and the numbers of rows that were left out or cut.
+
+        The numbers have the names of fields of `Rows` and `Pairs`.
+        """
         whole = isinstance(data, Dataset)
         places = data.places if whole else [f"row {row}" for row in range(1, len(data) + 1)]
         rows, counts, long, first = [], Counter[str](), list[int](), ""

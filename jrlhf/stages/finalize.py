@@ -152,15 +152,18 @@ def _write_samples(context: Context, before: Graded, after: Graded | None) -> No
     StageRecords(context.run.path, "evaluation", -1)  # removes samples of an earlier evaluation of this run
     heldout = context.task.heldout
     assert heldout is not None
-    samples = []
+    samples, several = [], len(set(before.sources)) > 1
     for row, example in enumerate(heldout.examples[: len(before.responses)]):
         sample: dict[str, object] = {"stage": "evaluation", "step": 0, "prompt": heldout.texts[row]}
-        sample |= {"reference": example.completion} if isinstance(example.completion, str) else {}
-        sample |= {"source": example.source} if len(set(before.sources)) > 1 else {}
+        if isinstance(example.completion, str):
+            sample["reference"] = example.completion
+        if several:
+            sample["source"] = example.source
         for when, graded in {"before": before, "after": after}.items():
             if graded is not None:
                 sample |= {when: graded.responses[row].text, f"{before.measure}_{when}": float(graded.scores[row])}
-                sample |= {} if graded.learnt is None else {f"reward_{when}": float(graded.learnt[row])}
+                if graded.learnt is not None:
+                    sample[f"reward_{when}"] = float(graded.learnt[row])
         samples.append(sample)
     context.run.add_samples(samples)
 

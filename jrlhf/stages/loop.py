@@ -92,9 +92,9 @@ def run_stage(
                     tracker.log(name, step, numbers)
                 progress.advance(step, numbers)
 
-                stop, in_vain = context.preemption.agreed(), learning.in_vain(step, steps)
-                due, saving = stop or in_vain or step % save_every == 0 or step == steps, {}
-                if due and not (in_vain and step == steps):
+                stop, in_vain, last = context.preemption.agreed(), learning.in_vain(step, steps), step == steps
+                saving = {}
+                if (stop or in_vain or last or step % save_every == 0) and not (in_vain and last):
                     log.sync()
                     saving = save(step, state)
                 if stop or in_vain:

@@ -47,10 +47,10 @@ class Utilisation:
         prompts: Lengths,
         responses: Lengths,
         *,
-        learned: Bool[np.ndarray, "B"] | None = None,
-        texts: Bool[np.ndarray, "B T"] | None = None,
-        rounds: int = 1,
-        stopped_updates: float = 0.0,
+        learned: Bool[np.ndarray, "B"],
+        texts: Bool[np.ndarray, "B T"] | None,
+        rounds: int,
+        stopped_updates: float,
     ) -> dict[str, float]:
         """Model FLOP utilisation of training and scoring, and generation against its roofline (docs/metrics.md).
 
@@ -60,12 +60,12 @@ class Utilisation:
         responses: ReMax's greedy ones, DAPO's further rounds.
 
         seconds: `timing_s/*`. prompts, responses: number of tokens of each row.
-        learned: mask of rows with tokens to learn from; None: all. With a token budget updates compute only these.
-        texts: mask of the tokens that the actor imitates in addition.
+        learned: mask of rows with tokens to learn from. With a token budget updates compute only these.
+        texts: mask of the tokens that the actor imitates in addition; None: it imitates none.
         rounds: number of generation rounds. stopped_updates: updates that were left out because the KL was too large.
         """
         lengths, epochs = prompts + responses, self.algorithm.epochs
-        if learned is None or self.algorithm.micro_batch_tokens is None:
+        if self.algorithm.micro_batch_tokens is None:
             learned = np.ones_like(lengths, bool)
         # The first stopped update was computed, though not applied.
         left_out = max(stopped_updates - 1, 0) / (epochs * self.algorithm.minibatches)

@@ -144,11 +144,21 @@ def open_context(config: Config, *, resume: bool | Literal["auto"], accept_rewar
             run.write(FUSED, fused.to_json())
         words["seeds"] = str(from_main(run.seeds))
         functions = {f"{kind} {part.name}" for _, kind, part in config.rewards_and_costs if part.function is not None}
-        identity = Identity(words, frozenset(functions), accept_rewards)
-        compute, vocab_size = compute_of(config.compute), models["actor"].vocab_size
-        services = run, console, preemption, identity, trackers, placements, moves
         try:
-            yield Context(config, mesh, compute, task, vocab_size, *services)
+            yield Context(
+                config=config,
+                mesh=mesh,
+                compute=compute_of(config.compute),
+                task=task,
+                vocab_size=models["actor"].vocab_size,
+                run=run,
+                console=console,
+                preemption=preemption,
+                identity=Identity(words, frozenset(functions), accept_rewards),
+                trackers=trackers,
+                placements=placements,
+                moves=moves,
+            )
         except RewardFailure as failure:
             note_failure(run, failure.identity, str(failure))
             raise
@@ -182,7 +192,8 @@ def _model_words(models: Mapping[str, ModelConfig], tokenizer: Tokenizer) -> dic
     """Returns words that identify the models' sizes and the tokenizer's special ids, which its JSON does not have."""
     actor, words = models["actor"], {}
     for role, model in models.items():
-        words |= numbers(role, model) if role == "actor" or model != actor else {}
+        if role == "actor" or model != actor:
+            words |= numbers(role, model)
     ids = {name: str(getattr(tokenizer, name)) for name in ("eos_ids", "pad_id", "bos_id", "prefix_ids")}
     ids["special_tokens"] = str(sorted(tokenizer.special_tokens.items()))
     return words | {f"tokenizer.{name}": text for name, text in ids.items()}

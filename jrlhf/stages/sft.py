@@ -53,7 +53,7 @@ def sft_rows(texts: Sequences, width: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _mean_loss(context: Context, compiled: CompiledModel, policy: Model) -> float:
-    """The mean loss of the learnt tokens of the held-out texts, in nats."""
+    """The mean loss of the learned tokens of the held-out texts, in nats."""
     assert context.task.sft is not None
     heldout, score = context.task.sft.heldout, compiled.score_logprobs(temperature=1.0)
     tokens, mask = sft_rows(heldout, context.length)

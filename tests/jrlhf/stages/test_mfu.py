@@ -28,6 +28,7 @@ SECONDS = {
 }
 ALL = ("generate", "logprobs", "update")
 PPO = PPOConfig(epochs=2, minibatches=2)
+REST: Any = {"learned": np.ones(2, bool), "texts": None, "rounds": 1, "stopped_updates": 0.0}
 
 
 def whole(role: str) -> RolePlacement:
@@ -60,7 +61,7 @@ def utilisation(
 
 
 def test_shares_of_the_peak_of_all_devices(monkeypatch):
-    metrics = utilisation(monkeypatch).metrics(SECONDS, PROMPTS, RESPONSES)
+    metrics = utilisation(monkeypatch).metrics(SECONDS, PROMPTS, RESPONSES, **REST)
     lengths, peak = PROMPTS + RESPONSES, 8 * 1e8
     policy: Any = {"predicted": RESPONSES}  # prompts have no head
     generation = generation_seconds(CONFIG, PROMPTS, RESPONSES, bandwidth=8e6, operations=peak, itemsize=2, copies=4)
@@ -74,14 +75,14 @@ def test_shares_of_the_peak_of_all_devices(monkeypatch):
             "perf/roofline/gen": generation / 2,
         }
     )
-    slower = utilisation(monkeypatch, dtype=jnp.float32).metrics(SECONDS, PROMPTS, RESPONSES)
+    slower = utilisation(monkeypatch, dtype=jnp.float32).metrics(SECONDS, PROMPTS, RESPONSES, **REST)
     assert slower["perf/mfu/ref"] == pytest.approx(10 * metrics["perf/mfu/ref"])
     # The first of three stopped updates was computed, and the other two of four were not.
-    half = utilisation(monkeypatch).metrics(SECONDS, PROMPTS, RESPONSES, stopped_updates=3.0)
+    half = utilisation(monkeypatch).metrics(SECONDS, PROMPTS, RESPONSES, **REST | {"stopped_updates": 3.0})
     assert half["perf/mfu/actor"] == pytest.approx(metrics["perf/mfu/actor"] / 2)
     # An adapter and its base in one pass: both are counted in it.
     calls = graph(("generate", "logprobs_with_base"), others=False)
-    both = utilisation(monkeypatch, calls=calls).metrics(SECONDS, PROMPTS, RESPONSES)
+    both = utilisation(monkeypatch, calls=calls).metrics(SECONDS, PROMPTS, RESPONSES, **REST)
     assert both["perf/mfu/actor_infer"] == pytest.approx(2 * metrics["perf/mfu/actor_infer"])
     assert set(both) == {"perf/mfu/actor_infer", "perf/roofline/gen"}
 
@@ -95,8 +96,8 @@ def test_a_call_is_held_against_the_devices_that_it_has(monkeypatch):
         "critic": RolePlacement(CallPlacement(make_mesh(1, 2, 1, devices=devices[4:6]))),
     }
     load = utilisation(monkeypatch, placement_of=lambda role: places.get(role, whole(role)))
-    metrics = load.metrics(SECONDS, PROMPTS, RESPONSES)
-    everywhere = utilisation(monkeypatch).metrics(SECONDS, PROMPTS, RESPONSES)
+    metrics = load.metrics(SECONDS, PROMPTS, RESPONSES, **REST)
+    everywhere = utilisation(monkeypatch).metrics(SECONDS, PROMPTS, RESPONSES, **REST)
     shares = {name: metrics[name] / everywhere[name] for name in metrics if name.startswith("perf/mfu/")}
     assert shares == pytest.approx(
         {f"perf/mfu/{name}": 2 for name in ("actor", "actor_infer")}
@@ -109,9 +110,10 @@ def test_a_call_is_held_against_the_devices_that_it_has(monkeypatch):
 def test_rows_that_a_budget_leaves_out_do_not_count_and_texts_do(monkeypatch):
     texts = np.zeros((2, 9), bool)
     texts[0, 2:6] = texts[1, 1:3] = True
+    own = {"learned": np.array([False, True]), "texts": texts}
     for budget in (None, 64):
         load = utilisation(monkeypatch, ppo=replace(PPO, micro_batch_tokens=budget))
-        metrics = load.metrics(SECONDS, PROMPTS, RESPONSES, learned=np.array([False, True]), texts=texts)
+        metrics = load.metrics(SECONDS, PROMPTS, RESPONSES, **REST | own)
         learned = slice(0 if budget is None else 1, 2)
         lengths, responses = (PROMPTS + RESPONSES)[learned], RESPONSES[learned]
         imitated = training_operations(CONFIG, np.array([6, 3]), predicted=np.array([4, 2]))
@@ -127,7 +129,7 @@ def test_samples_of_a_prompt_share_its_prefill(monkeypatch):
 
     def share(algorithm: PolicyConfig, **rows: Any) -> float:
         load = utilisation(monkeypatch, Peak(1e30, 1e8, 1e7), ppo=algorithm, calls=graph(("generate",), others=False))
-        return load.metrics({"timing_s/gen": 1.0}, **rows)["perf/roofline/gen"]
+        return load.metrics({"timing_s/gen": 1.0}, **rows, **REST)["perf/roofline/gen"]
 
     singles = {"prompts": prompts[::2], "responses": responses[::2]}
     twice = share(GRPOConfig(samples=2), prompts=prompts, responses=responses)
@@ -146,5 +148,7 @@ def test_an_unknown_device_has_no_utilisation():
 def test_seconds_of_several_generations_are_held_against_no_roofline_of_one(monkeypatch):
     greedy = graph((*ALL, "generate_greedy"))
     for calls, rounds, expected in ((graph(), 1, True), (graph(), 2, False), (greedy, 1, False)):
-        metrics = utilisation(monkeypatch, calls=calls).metrics(SECONDS, PROMPTS, RESPONSES, rounds=rounds)
+        metrics = utilisation(monkeypatch, calls=calls).metrics(
+            SECONDS, PROMPTS, RESPONSES, **REST | {"rounds": rounds}
+        )
         assert ("perf/roofline/gen" in metrics) is expected
