@@ -5,6 +5,7 @@ from typing import Any
 
 from jrlhf.data.batches import Batch
 from jrlhf.data.order import Solved
+from jrlhf.fleet.state import FleetState
 from jrlhf.roles.actor import Actor
 from jrlhf.run.files import Closing
 
@@ -28,7 +29,7 @@ class SynchronousRollouts(Closing):
 
     def fresh(self, actor: Actor) -> None: ...
 
-    def start(self, state: None, actor: Actor) -> None: ...
+    def start(self, state: FleetState | None, actor: Actor) -> None: ...
 
     def publish(self, actor: Actor) -> None: ...
 

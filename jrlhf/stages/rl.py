@@ -161,17 +161,18 @@ class Iterations:
         self.rollouts.publish(roles.actor)
         with jax.set_mesh(self.home):
             measured, kl, learned = self.measure(experience, state.kl)
+            measured |= {} if roles.constraint is None else roles.constraint.metrics()
         fleet = self.rollouts.state
 
-        metrics = self._gather(roles, metrics | measured) | {"training/epoch": self.order.epochs(draws, solved)[0]}
+        metrics = self._gather(roles, metrics | measured)
+        metrics["training/epoch"] = self.order.epochs(draws, solved)[0]
         seconds = self._clock.take()
         metrics |= seconds | validated | {CALLS: self._clock.calls(self.context.mesh)}
         metrics |= verl_figures(metrics, len(drawn.batch.examples), self.context.mesh.size)
         masks = {"learned": learned, "texts": None if texts is None else texts.loss_mask}
         fields = {name: getattr(experience, name) for name in READ}
         fields, raw, masks = to_host((fields, drawn.raw, masks))
-        if solved is not None:
-            bound = self.context.config.rl.solved_score
+        if (bound := self.context.config.rl.solved_score) is not None:
             solved = self.order.without_solved(solved, to_host(roles.reward.raw), bound, drawn.draws - 1)
             metrics["data/solved"] = np.mean(solved < UNSOLVED)
         if self.utilisation is not None and is_main():  # other processes lack the times of calls that they do not run
@@ -220,7 +221,7 @@ class Iterations:
 
     def _gather(self, roles: Roles, metrics: dict[str, Any]) -> dict[str, Any]:
         """Returns these metrics and those of the roles, on the host. Raises RewardFailure for scores that failed."""
-        for part in (roles.reward, roles.pool, roles.cost, roles.constraint, self.rollouts):
+        for part in (roles.reward, roles.pool, roles.cost, self.rollouts):
             metrics = metrics | ({} if part is None else part.metrics())
         metrics = to_host(metrics)
         for scored in (roles.reward, roles.cost):
