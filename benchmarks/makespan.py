@@ -57,7 +57,7 @@ def tables() -> dict[str, tuple[Table, Callable[[Step], float]]]:
     result = {}
     for name, (actor, critic) in PAIRS.items():
         problem = fuse(actor, critic)
-        result[f"fused: {name}"] = search_apart(problem).table, problem.seconds
+        result[f"fused: {name}"] = search_apart(problem), problem.seconds
         for model in dict.fromkeys((actor, critic)):
             alone = one_forward_one_backward(model.depth, model.micro_batches)
             result[f"1f1b of {model.depth} stages: {name}"] = alone, partial(_seconds, model)

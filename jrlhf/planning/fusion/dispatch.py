@@ -1,4 +1,4 @@
-"""Searches for a fused schedule: first for the shortest one, then for one of that length with the lowest peak memory.
+"""Searches for the shortest fused schedule.
 
 A dispatcher makes a schedule from priorities: every device computes the most urgent operation that is ready. The next
 schedule is made in the other direction of time, with priorities from the last one: operations that ended last start
@@ -15,19 +15,17 @@ from heapq import heappop, heappush
 from itertools import islice
 from typing import TypeAlias
 
-from jrlhf.meshes.pipeline import Kind, Step, Table, arrange, makespan, peak, synchronous_makespan
+from jrlhf.meshes.pipeline import Kind, Step, Table, arrange, synchronous_makespan
 from jrlhf.planning.fusion.problem import Problem
 
 KINDS: tuple[Kind, Kind] = ("forward", "backward")
 Values: TypeAlias = list[list[list[float]]]  # indexed by device, class of operations and operation
-# Maximum operations dispatched in the search for the makespan, and for each memory limit; a million takes two seconds.
-_STEPS = 2_000_000
-_LIMITS = 6  # number of memory limits that are tried
+_STEPS = 2_000_000  # maximum operations dispatched in a search; a million takes two seconds
 _COMPARED, _WORK = 100, 500_000  # maximum schedules whose waits are simulated; operations x devices, about 3 s
 _STALL = 40  # number of schedules without a gain after which new priorities are drawn
 _PATIENCE = (0.0, 0.5, 1.0)
 _NOISE = (0.0, 0.3, 1.0, 2.0, 4.0)  # times the longest operation
-_TOLERANCE = 1e-9  # relative tolerance of floating-point sums
+TOLERANCE = 1e-9  # relative tolerance of floating-point sums
 
 
 @dataclass(frozen=True)
@@ -178,73 +176,48 @@ class Dispatcher:
 # ---- the search
 
 
-@dataclass(frozen=True)
-class Fused:
-    """A schedule, its seconds, the peak of activations in flight on a device, and a lower bound of its seconds."""
+def search(problem: Problem, seed: int = 0, *, most: float = math.inf, effort: float = 1.0) -> Table:
+    """Returns the shortest table that the search finds. The same seed and effort give the same table.
 
-    table: Table
-    makespan: float
-    memory: float
-    bound: float
-
-
-def search(
-    problem: Problem, seed: int = 0, *, memory: bool = True, most: float = math.inf, effort: float = 1.0
-) -> Fused:
-    """Returns the best schedule that the search finds. The same seed and effort give the same schedule.
-
-    memory: also lower the peak memory without a longer makespan. most: maximum activations in flight on a device, at
-        least `problem.least_memory`. effort: scales the number of schedules that are tried.
+    most: maximum activations in flight on a device, at least `problem.least_memory`. effort: scales the number of
+        schedules that are tried.
     """
-    dispatcher, generator = Dispatcher(problem), random.Random(seed)
-    schedule = _shortest(dispatcher, generator, problem.bound, most, effort * _STEPS)
-    best = _fused(dispatcher, schedule)
-    if memory:
-        low, limit = problem.least_memory, problem.least_memory  # the lowest possible limit first, then halves
-        for _ in range(_LIMITS):
-            if best.memory <= low * (1 + _TOLERANCE):
-                break
-            schedule = _shortest(dispatcher, generator, best.makespan, limit, effort * _STEPS)
-            if schedule.makespan <= best.makespan * (1 + _TOLERANCE):
-                best = _fused(dispatcher, schedule)
-            else:
-                low = limit
-            limit = (low + best.memory) / 2
-    return best
+    dispatcher = Dispatcher(problem)
+    return dispatcher.table(shortest(dispatcher, random.Random(seed), problem.bound, most, effort))
 
 
-def search_apart(problem: Problem, seed: int = 0, *, most: float = math.inf, effort: float = 1.0) -> Fused:
-    """Returns the schedule with the shortest `synchronous_makespan` among the shortest ones that the search draws.
+def search_apart(problem: Problem, *, most: float = math.inf, effort: float = 1.0) -> Table:
+    """Returns the table with the shortest `synchronous_makespan` among the shortest ones that the search draws.
 
-    It is for stages in different processes, and its makespan is the synchronous one. The arguments are those of
-    `search`.
+    It is for stages in different processes. The arguments are those of `search`.
     """
     dispatcher = Dispatcher(problem)
     count = max(1, min(_COMPARED, _WORK // (dispatcher.operations * problem.devices)))
-    schedules = _schedules(dispatcher, random.Random(seed), most, effort * _STEPS)
-    shortest = sorted(schedules, key=lambda schedule: schedule.makespan)[:count]
-    tables = dict.fromkeys(dispatcher.table(schedule) for schedule in shortest)
-    seconds = {table: synchronous_makespan(table, problem.seconds) for table in tables}
-    best = min(tables, key=seconds.__getitem__)
-    return Fused(best, seconds[best], max(peak(best, problem.activations)), problem.bound)
+    schedules = _schedules(dispatcher, random.Random(0), most, effort)
+    few = sorted(schedules, key=lambda schedule: schedule.makespan)[:count]
+    tables = dict.fromkeys(map(dispatcher.table, few))
+    return min(tables, key=lambda table: synchronous_makespan(table, problem.seconds))
 
 
-def _shortest(dispatcher: Dispatcher, generator: random.Random, goal: float, memory: float, steps: float) -> Dispatched:
-    """Returns the shortest schedule within the memory; stops at the first one that reaches the goal."""
+def shortest(dispatcher: Dispatcher, generator: random.Random, goal: float, most: float, effort: float) -> Dispatched:
+    """Returns the shortest schedule that is drawn; stops at the first one whose makespan is the goal or less.
+
+    most, effort: as for `search`.
+    """
     best = None
-    for schedule in _schedules(dispatcher, generator, memory, steps):
+    for schedule in _schedules(dispatcher, generator, most, effort):
         if best is None or schedule.makespan < best.makespan:
             best = schedule
-        if best.makespan <= goal * (1 + _TOLERANCE):
+        if best.makespan <= goal * (1 + TOLERANCE):
             break
     assert best is not None
     return best
 
 
-def _schedules(dispatcher: Dispatcher, generator: random.Random, memory: float, steps: float) -> Iterator[Dispatched]:
-    """Yields the schedules within the memory that this number of dispatched operations allows, at least one."""
-    schedules = _endless(dispatcher, generator, memory * (1 + _TOLERANCE))
-    return islice(schedules, max(1, round(steps / dispatcher.operations)))
+def _schedules(dispatcher: Dispatcher, generator: random.Random, most: float, effort: float) -> Iterator[Dispatched]:
+    """Yields the schedules that this effort allows, at least one."""
+    schedules = _endless(dispatcher, generator, most * (1 + TOLERANCE))
+    return islice(schedules, max(1, round(effort * _STEPS / dispatcher.operations)))
 
 
 def _endless(dispatcher: Dispatcher, generator: random.Random, memory: float) -> Iterator[Dispatched]:
@@ -253,14 +226,14 @@ def _endless(dispatcher: Dispatcher, generator: random.Random, memory: float) ->
     while True:
         keys, rules = _drawn(dispatcher, generator, longest)
         yield (schedule := dispatcher.run(keys, memory, rules, backwards=False))
-        shortest, stalled = schedule.makespan, 0
+        least, stalled = schedule.makespan, 0
         while stalled < _STALL:
             keys = dispatcher.turned(schedule)
             if deviation := longest * generator.choice(_NOISE):
                 keys = [[[key + generator.gauss(0, deviation) for key in kind] for kind in device] for device in keys]
             yield (schedule := dispatcher.run(keys, memory, rules, not schedule.backwards))
-            stalled = 0 if schedule.makespan < shortest else stalled + 1
-            shortest = min(shortest, schedule.makespan)
+            stalled = 0 if schedule.makespan < least else stalled + 1
+            least = min(least, schedule.makespan)
 
 
 def _drawn(dispatcher: Dispatcher, generator: random.Random, longest: float) -> tuple[Values, Rules]:
@@ -271,8 +244,3 @@ def _drawn(dispatcher: Dispatcher, generator: random.Random, longest: float) -> 
     ranks = list(range(len(dispatcher.problem.pipelines)))
     generator.shuffle(ranks)
     return keys, Rules(generator.choice(_PATIENCE), ranks)
-
-
-def _fused(dispatcher: Dispatcher, schedule: Dispatched) -> Fused:
-    problem, table = dispatcher.problem, dispatcher.table(schedule)
-    return Fused(table, makespan(table, problem.seconds), max(peak(table, problem.activations)), problem.bound)

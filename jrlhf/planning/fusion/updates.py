@@ -103,6 +103,5 @@ def _apart(plan: Plan, per_process: int | None) -> bool:
 def _table(first: Model, second: Model, apart: bool) -> Table:
     # Limit: the activations in flight if each ran 1F1B; the memory of the calls is predicted with it.
     most = sum(min(model.depth, model.micro_batches) * model.activations for model in (first, second))
-    if apart:
-        return search_apart(fuse(first, second), most=most, effort=_EFFORT).table
-    return search(fuse(first, second), memory=False, most=most, effort=_EFFORT).table
+    find = search_apart if apart else search
+    return find(fuse(first, second), most=most, effort=_EFFORT)

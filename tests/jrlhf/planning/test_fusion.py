@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import published
-from benchmarks.fusion import PUBLISHED, optimum
+from benchmarks.fusion import PUBLISHED, lean, optimum
 from benchmarks.records import RESULTS
 from jrlhf.algorithms.registry import planned_graph
 from jrlhf.config import load_config
@@ -93,11 +93,9 @@ def test_pipelines_run_against_each_other():
 def test_published_instances_reach_the_bound():
     assert [problem.bound for problem, _ in PUBLISHED] == BOUNDS
     for (problem, theirs), bound in list(zip(PUBLISHED, BOUNDS, strict=True))[::2]:
-        fused = search(problem, memory=False, effort=0.2)
-        assert fused.makespan == bound <= theirs["makespan"]
-        assert violation(fused.table, fused.memory, problem.activations) is None
-        assert makespan(fused.table, problem.seconds) == fused.makespan
-        assert max(peak(fused.table, problem.activations)) == fused.memory
+        table = search(problem, effort=0.2)
+        assert makespan(table, problem.seconds) == bound <= theirs["makespan"]
+        assert violation(table) is None
 
 
 def test_tables_for_several_processes_wait_less():
@@ -110,21 +108,21 @@ def test_tables_for_several_processes_wait_less():
         (fuse(Model(8, 8, 1, 3.26, 2), Model(8, 16, 2.03, 6.57)), 0.01),
     ):
         most = sum(min(model.depth, model.micro_batches) * model.activations for model in {*problem.models})
-        without = search(problem, memory=False, most=most, effort=0.05)
-        fused = search_apart(problem, most=most, effort=0.05)
-        assert violation(fused.table, most, problem.activations) is None
-        assert problem.bound <= fused.makespan == synchronous_makespan(fused.table, problem.seconds)
-        assert fused.makespan < (1 - share) * synchronous_makespan(without.table, problem.seconds)
-        assert search_apart(problem, most=most, effort=0.05) == fused
+        tables = [find(problem, most=most, effort=0.05) for find in (search, search_apart)]
+        without, with_waits = (synchronous_makespan(table, problem.seconds) for table in tables)
+        assert violation(tables[1], most, problem.activations) is None
+        assert problem.bound <= with_waits < (1 - share) * without
+        assert search_apart(problem, most=most, effort=0.05) == tables[1]
 
 
 def test_memory_falls_at_the_same_makespan_and_runs_repeat():
     problem, theirs = PUBLISHED[5]
-    shortest, least = (search(problem, memory=memory, effort=0.1) for memory in (False, True))
-    assert least.makespan == shortest.makespan == 225
-    assert least.memory == pytest.approx(theirs["memory"])
-    assert least.memory < shortest.memory
-    assert search(problem, effort=0.1) == least
+    tables = [find(problem, effort=0.1) for find in (search, lean)]
+    assert [makespan(table, problem.seconds) for table in tables] == [225, 225]
+    shortest, least = (max(peak(table, problem.activations)) for table in tables)
+    assert least == pytest.approx(theirs["memory"])
+    assert least < shortest
+    assert [find(problem, effort=0.1) for find in (search, lean)] == tables
 
 
 def test_branch_and_bound_is_the_best_of_all_orders():
@@ -132,23 +130,23 @@ def test_branch_and_bound_is_the_best_of_all_orders():
     for _ in range(3):
         actor, critic = (Model(2, 1, generator.randint(1, 5), generator.randint(1, 5)) for _ in range(2))
         problem = fuse(actor, critic)
-        fused = search(problem, memory=False, effort=0.01)
+        table = search(problem, effort=0.01)
         spans = []
-        for orders in product(*(permutations(order) for order in fused.table.orders)):
+        for orders in product(*(permutations(order) for order in table.orders)):
             try:
                 spans.append(makespan(arrange(problem.pipelines, orders), problem.seconds))
             except ValueError:  # the devices would wait for each other
                 pass
-        assert min(spans) == optimum(problem) == fused.makespan >= problem.bound
+        assert min(spans) == optimum(problem) == makespan(table, problem.seconds) >= problem.bound
 
 
 def test_the_optimum_of_small_instances_is_reached():
     generator, above = random.Random(1), 0
     for _ in range(20):
         problem = small(generator, 2)
-        fused = search(problem, memory=False, effort=0.01)
-        assert problem.bound <= fused.makespan == optimum(problem, fused.makespan)
-        above += fused.makespan > problem.bound
+        reached = makespan(search(problem, effort=0.01), problem.seconds)
+        assert problem.bound <= reached == optimum(problem, reached)
+        above += reached > problem.bound
     assert above  # the bound is not always the optimum
 
 
