@@ -99,10 +99,9 @@ def optimum(problem: Problem, below: float = inf, nodes: int = NODES) -> float:
     device's or a micro-batch's remaining work cannot be done in time.
     """
     ways = []
-    for number, pipeline in enumerate(problem.pipelines):
-        model = problem.models[number]
-        up = [(device, model.forward) for device in pipeline.devices]
-        down = [(device, model.backward) for device in reversed(pipeline.devices)]
+    for pipeline in problem.pipelines:
+        up = [(device, pipeline.forward) for device in pipeline.devices]
+        down = [(device, pipeline.backward) for device in reversed(pipeline.devices)]
         ways += [up + down] * pipeline.micro_batches
     alike = [ways[index] is ways[index - 1] for index in range(len(ways))]
     alike[0] = False
@@ -179,13 +178,13 @@ def _row(problem: Problem, find: Callable[[Problem, int], Table]) -> dict[str, A
     taken = time.process_time() - start
     length, memory = makespan(table, problem.seconds), max(peak(table, problem.activations))
     assert violation(table, memory, problem.activations) is None
-    actor, critic = problem.models[0], problem.models[-1]
+    ends = problem.pipelines[0], problem.pipelines[-1]  # the actor's and the critic's
     return {
-        "depths": [actor.depth, critic.depth],
-        "pipelines": [problem.models.count(actor), len(problem.models) - problem.models.count(actor)],
-        "micro_batches": [actor.micro_batches, critic.micro_batches],
-        "forward": [actor.forward, critic.forward],
-        "activations": [actor.activations, critic.activations],
+        "depths": [len(one.devices) for one in ends],
+        "pipelines": [problem.devices // len(one.devices) for one in ends],
+        "micro_batches": [one.micro_batches for one in ends],
+        "forward": [one.forward for one in ends],
+        "activations": [problem.activations[0], problem.activations[-1]],
         "makespan": length,
         "bound": problem.bound,
         "memory": round(memory, 3),

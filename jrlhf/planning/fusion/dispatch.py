@@ -60,8 +60,8 @@ class Dispatcher:
 
     def __init__(self, problem: Problem):
         self.problem = problem
-        self.counts = [model.micro_batches for model in problem.models for _ in range(2)]
-        self.operations = sum(2 * model.micro_batches * model.depth for model in problem.models)
+        self.counts = [one.micro_batches for one in problem.pipelines for _ in range(2)]
+        self.operations = sum(2 * one.micro_batches * len(one.devices) for one in problem.pipelines)
         self._pipelines = [
             [number for number, pipeline in enumerate(problem.pipelines) if device in pipeline.devices]
             for device in range(problem.devices)
@@ -169,7 +169,7 @@ class Dispatcher:
         return arrange(pipelines, orders)
 
     def _costs(self, backwards: bool) -> list[float]:
-        both = [(model.forward, model.backward) for model in self.problem.models]
+        both = [(one.forward, one.backward) for one in self.problem.pipelines]
         return [cost for pair in both for cost in (reversed(pair) if backwards else pair)]
 
 
@@ -222,7 +222,7 @@ def _schedules(dispatcher: Dispatcher, generator: random.Random, most: float, ef
 
 def _endless(dispatcher: Dispatcher, generator: random.Random, memory: float) -> Iterator[Dispatched]:
     """Yields schedules endlessly: each from the one before with noise, or from new priorities after a stall."""
-    longest = max(max(model.forward, model.backward) for model in dispatcher.problem.models)
+    longest = max(max(one.forward, one.backward) for one in dispatcher.problem.pipelines)
     while True:
         keys, rules = _drawn(dispatcher, generator, longest)
         yield (schedule := dispatcher.run(keys, memory, rules, backwards=False))

@@ -24,18 +24,14 @@ class Model:
 
 @dataclass(frozen=True)
 class Problem:
-    """Pipelines that share devices. models: the model of each pipeline."""
+    """Pipelines that share devices. activations: of each pipeline, the memory of a micro-batch in flight on a stage."""
 
-    models: tuple[Model, ...]
     pipelines: tuple[Pipeline, ...]
+    activations: tuple[float, ...]
 
     @property
     def devices(self) -> int:
         return 1 + max(device for pipeline in self.pipelines for device in pipeline.devices)
-
-    @property
-    def activations(self) -> list[float]:
-        return [model.activations for model in self.models]
 
     def seconds(self, step: Step) -> float:
         return self.pipelines[step.model].seconds(step.kind)
@@ -48,25 +44,22 @@ class Problem:
         - A device: all its work, plus the shortest time until a first micro-batch reaches it, plus the shortest time
           from there back to a first stage for a last micro-batch.
         """
-        alone = [(model.micro_batches + model.depth - 1) * (model.forward + model.backward) for model in self.models]
+        alone = [(one.micro_batches + len(one.devices) - 1) * (one.forward + one.backward) for one in self.pipelines]
         return max(alone + [self._busy(device) for device in range(self.devices)])
 
     def _busy(self, device: int) -> float:
-        here = [
-            (model, pipeline.devices.index(device))
-            for model, pipeline in zip(self.models, self.pipelines, strict=True)
-            if device in pipeline.devices
-        ]
+        here = [(one, one.devices.index(device)) for one in self.pipelines if device in one.devices]
         return (
-            min(stage * model.forward for model, stage in here)
-            + sum(model.micro_batches * (model.forward + model.backward) for model, _ in here)
-            + min(stage * model.backward for model, stage in here)
+            min(stage * one.forward for one, stage in here)
+            + sum(one.micro_batches * (one.forward + one.backward) for one, _ in here)
+            + min(stage * one.backward for one, stage in here)
         )
 
     @property
     def least_memory(self) -> float:
         """Returns the activations in flight on the fullest device if each pipeline ran 1F1B alone."""
-        return max(min(model.depth, model.micro_batches) * model.activations for model in self.models)
+        pairs = zip(self.pipelines, self.activations, strict=True)
+        return max(min(len(one.devices), one.micro_batches) * size for one, size in pairs)
 
 
 def fuse(actor: Model, critic: Model) -> Problem:
@@ -75,9 +68,9 @@ def fuse(actor: Model, critic: Model) -> Problem:
     The smallest number of devices that both depths divide is cut into whole pipelines of each model.
     """
     devices = range(lcm(actor.depth, critic.depth))
-    pipelines = [*_cut(actor, devices), *_cut(critic, devices[::-1])]
-    models = [actor] * (len(devices) // actor.depth) + [critic] * (len(devices) // critic.depth)
-    return Problem(tuple(models), tuple(pipelines))
+    first, second = _cut(actor, devices), _cut(critic, devices[::-1])
+    activations = [actor.activations] * len(first) + [critic.activations] * len(second)
+    return Problem((*first, *second), tuple(activations))
 
 
 def _cut(model: Model, devices: Sequence[int]) -> list[Pipeline]:

@@ -87,7 +87,7 @@ def test_pipelines_run_against_each_other():
         *((0, 1, 2, 3, 4, 5), (6, 7, 8, 9, 10, 11)),
         *((11, 10, 9, 8), (7, 6, 5, 4), (3, 2, 1, 0)),
     ]
-    assert [model.depth for model in problem.models] == [6, 6, 4, 4, 4]
+    assert [pipeline.micro_batches for pipeline in problem.pipelines] == [2, 2, 3, 3, 3]
 
 
 def test_published_instances_reach_the_bound():
@@ -107,7 +107,9 @@ def test_tables_for_several_processes_wait_less():
         (fuse(Model(4, 4, 4, 12), Model(4, 4, 4, 12)), 0.02),
         (fuse(Model(8, 8, 1, 3.26, 2), Model(8, 16, 2.03, 6.57)), 0.01),
     ):
-        most = sum(min(model.depth, model.micro_batches) * model.activations for model in {*problem.models})
+        pairs = zip(problem.pipelines, problem.activations, strict=True)
+        sizes = {(len(one.devices), one.micro_batches, size) for one, size in pairs}  # of each model
+        most = sum(min(depth, count) * size for depth, count, size in sizes)
         tables = [find(problem, most=most, effort=0.05) for find in (search, search_apart)]
         without, with_waits = (synchronous_makespan(table, problem.seconds) for table in tables)
         assert violation(tables[1], most, problem.activations) is None
