@@ -66,6 +66,7 @@ class Dispatcher:
             [number for number, pipeline in enumerate(problem.pipelines) if device in pipeline.devices]
             for device in range(problem.devices)
         ]
+        self._classes = [[2 * pipeline + half for pipeline in here for half in range(2)] for here in self._pipelines]
         self._next: list[list[tuple[int, int] | None]] = [
             [None] * len(self.counts) for _ in range(problem.devices)
         ]  # device and class of the next operation of a micro-batch
@@ -90,55 +91,54 @@ class Dispatcher:
 
         memory: maximum activations in flight on a device.
         """
-        problem, counts, ranks = self.problem, self.counts, rules.ranks
-        sizes, costs = problem.activations, self._costs(backwards)
+        counts, sizes, costs, ranks = self.counts, self.problem.activations, self._costs(backwards), rules.ranks
         arrivals, starts = ([[[] for _ in counts] for _ in self._pipelines] for _ in range(2))
-        for number, pipeline in enumerate(problem.pipelines):
+        for number, pipeline in enumerate(self.problem.pipelines):
             arrivals[pipeline.devices[0]][2 * number] = [0.0] * counts[2 * number]
         used, free = [0.0] * len(arrivals), [0.0] * len(arrivals)
         events: list[tuple[float, int, int]] = [(0.0, device, -1) for device in range(len(arrivals))]
         now = 0.0
+
+        def has_room(device: int, pipeline: int) -> bool:
+            """Returns whether a forward fits next to the micro-batches that pipelines of smaller ranks reserve."""
+            need, begun = used[device] + sizes[pipeline], starts[device]
+            for other in self._pipelines[device]:
+                smaller = ranks[other] < ranks[pipeline]
+                if smaller and len(begun[2 * other]) == len(begun[2 * other + 1]) < counts[2 * other]:
+                    need += sizes[other]
+            return need <= memory
+
+        def chosen(device: int) -> int | None:
+            """Returns the class of the device's next operation; None if nothing is ready, or waiting is better."""
+            arrived, begun, key, candidates = arrivals[device], starts[device], keys[device], []
+            for kind in self._classes[device]:
+                number = len(begun[kind])
+                if number < len(arrived[kind]) and (kind % 2 or has_room(device, kind // 2)):
+                    candidates.append((key[kind][number], arrived[kind][number], kind))
+            candidates.sort()
+            horizon = math.inf
+            for _, arrival, kind in candidates:
+                if arrival > now:
+                    horizon = min(horizon, arrival)
+                elif now + rules.patience * costs[kind] <= horizon:
+                    return kind
+            return None
+
         while events:
             now, awake = events[0][0], set()
             while events and events[0][0] == now:
                 _, device, kind = heappop(events)
                 awake.add(device)
                 if kind >= 0:
-                    if kind % 2:
-                        used[device] -= sizes[kind // 2]
+                    used[device] -= sizes[kind // 2] if kind % 2 else 0
                     if after := self._next[device][kind]:
                         awake.add(after[0])
             for device in awake:
-                if free[device] > now:
+                if free[device] > now or (kind := chosen(device)) is None:
                     continue
-                arrived, begun, key = arrivals[device], starts[device], keys[device]
-                candidates = []
-                for pipeline in self._pipelines[device]:
-                    kind = 2 * pipeline
-                    if len(arrived[kind + 1]) > (number := len(begun[kind + 1])):
-                        candidates.append((key[kind + 1][number], arrived[kind + 1][number], kind + 1))
-                    if len(arrived[kind]) > (number := len(begun[kind])):
-                        need = used[device] + sizes[pipeline]
-                        for other in self._pipelines[device]:
-                            if ranks[other] < ranks[pipeline] and (
-                                len(begun[2 * other]) == len(begun[2 * other + 1]) < counts[2 * other]
-                            ):
-                                need += sizes[other]
-                        if need <= memory:
-                            candidates.append((key[kind][number], arrived[kind][number], kind))
-                candidates.sort()
-                horizon = float("inf")
-                for _, arrival, kind in candidates:
-                    if arrival > now:
-                        horizon = min(horizon, arrival)
-                    elif now + rules.patience * costs[kind] <= horizon:
-                        break
-                else:
-                    continue  # nothing is ready, or waiting is better
-                begun[kind].append(now)
+                starts[device][kind].append(now)
                 free[device] = end = now + costs[kind]
-                if not kind % 2:
-                    used[device] += sizes[kind // 2]
+                used[device] += 0 if kind % 2 else sizes[kind // 2]
                 if after := self._next[device][kind]:
                     arrivals[after[0]][after[1]].append(end)
                 heappush(events, (end, device, kind))
