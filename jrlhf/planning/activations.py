@@ -9,7 +9,7 @@ A device has B rows of T tokens each; D, N, K, H, F, V are as in `models.config`
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, inf
+from math import ceil
 from types import SimpleNamespace
 from typing import Literal
 
@@ -27,54 +27,59 @@ WIDE = 4  # bytes of a float32
 Platform = Literal["cpu", "gpu", "tpu"]
 Phase = dict[str, float]  # bytes that a device holds at one time, by name
 
-# The largest number of arrays of each kind that XLA holds at once, on a CPU, a GPU and a TPU.
+# The largest number of arrays of each kind that XLA holds at once, on a CPU, a GPU and a TPU. Where XLA for CPUs has
+# another order of steps, rather than other numbers, the code below tests `sizes.cpu`.
 _COUNTS = {
-    # [B, N, T, T] float32 of a layer: forward, forward of training, backward, and in attention's own backward pass. On
-    # CPU products, softmax and transposes are separate steps, none of which writes in place.
-    "scores": ((3, 3, 2, 4), (1, 2.25, 2, 0), (1, 2, 2, 0)),
-    # The same after the softmax, in the compute dtype: forward, backward.
-    "weights": ((0, 0), (1, 2), (1, 2)),
-    # [B, T, F]: forward, backward, in a prefill; and additional ones of adapters, forward.
-    "mlp": ((3, 6, 3), (2, 3, 2), (2, 3, 1)),
+    # [B, N, T, T] float32 of a layer; `attention` is that operation's own backward pass. On CPU products, softmax and
+    # transposes are separate steps, none of which writes in place.
+    "scores_forward": (3, 1, 1),
+    "scores_trained": (3, 2.25, 2),
+    "scores_backward": (2, 2, 2),
+    "scores_attention": (4, 0, 0),
+    # The same after the softmax, in the compute dtype.
+    "weights_forward": (0, 1, 1),
+    "weights_backward": (0, 2, 2),
+    # [B, T, F]; additional ones of adapters; how many fewer without a gate (backward the same that kept products save).
+    "mlp_forward": (3, 2, 2),
+    "mlp_backward": (6, 3, 3),
+    "mlp_prefill": (3, 2, 1),
     "adapters": (2, 0, 0),
-    # How many fewer there are without a gate: forward, backward (the same that kept products save).
-    "ungated": ((1, 2), (0, 0), (0, 0)),
-    # Whether the mlp's arrays can reuse the memory of a layer's inputs.
-    "packed": (True, False, False),
-    # Number of tokens from which on the CPU's kernel library computes the sums of norms.
-    "library": (4096, inf, inf),
-    # [B, T, D] of a layer's backward pass: all; how many fewer if products are kept; how many more if the library
-    # computes norms, with norms after sublayers, and with a sliced gate. Queries [B, T, N H]: how many more with norms.
-    "backward": ((7, 4, 4, 4, 2), (10, 0, 0, 0, 0), (10, 0, 0, 0, 0)),
-    "queries": ((2, 3), (1, 0), (1, 0)),
-    # [V, D] float32, gathered tables and their gradients on the device's slice of the vocabulary: in the forward pass
-    # of training, in the backward pass of a language model and of a scalar one, and in the head's own phase.
-    "forward_tables": (3, 1, 1),
-    "backward_tables": ((1, 1), (1, 0), (4.2, 2.56)),
-    "head_tables": (3, 2, 4.2),
+    "ungated_forward": (1, 0, 0),
+    "ungated_backward": (2, 0, 0),
+    # [B, T, D] of a layer's backward pass; fewer if products are kept; more if a CPU's library computes norms, with
+    # norms after sublayers, with a sliced gate.
+    "hidden": (7, 10, 10),
+    "hidden_saved": (4, 0, 0),
+    "hidden_library": (4, 0, 0),
+    "hidden_post_norms": (4, 0, 0),
+    "hidden_sliced_gate": (2, 0, 0),
+    # Queries [B, T, N H] there; how many more queries and keys with norms.
+    "queries": (2, 1, 1),
+    "queries_normed": (3, 0, 0),
+    # [V, D] float32, gathered tables and their gradients on the device's slice of the vocabulary, in training.
+    "tables_forward": (3, 1, 1),
+    "tables_backward": (1, 1, 4.2),
+    "tables_backward_scalar": (1, 0, 2.56),
+    "tables_head": (3, 2, 4.2),
     # [tile, V] float32: of a loop over tiles, and of a single tile without a softcap.
-    "logits": ((3, 2), (1, 1), (3, 3)),
+    "logits": (3, 1, 3),
+    "logits_single": (2, 1, 3),
     # A layer's weights: with its mlp forward; in training, where two layers meet.
-    "gathered": ((1 / 3, 1.6), (1, 1), (1, 1)),
-    # All layers' weights, in the layout that a training step's loop over layers reads.
+    "gathered_forward": (1 / 3, 1, 1),
+    "gathered_trained": (1.6, 1, 1),
+    # All layers' weights: in the layout that the loop of a training step reads; cast before the loop that scores.
     "copied": (0, 0, 1.15),
-    # All layers' weights in the compute dtype, cast before the loop that scores.
     "cast": (0, 0, 1),
     # All layers' matrices of an int8 base as floats, during the first layer's attention and mlp; 0: one layer's only.
-    "dequantised": ((1, 0.6), (0, 0), (0, 0)),
-    # Whether layers that are not in a loop are merged with their recomputation, so that no remat policy saves anything.
-    "merged": (True, False, False),
+    "dequantised_attention": (1, 0, 0),
+    "dequantised_mlp": (0.6, 0, 0),
     # Copies of all trained numbers while the optimizer steps. On accelerators the update's results are copies next to
     # the gradients: a conditional does not write in place.
     "optimizer": (2, 4, 4),
     # Arrays of a layer that remat="gather" keeps: scores, [B, T, F], [B, T, D], queries and keys; and the additional
     # ones with a softcap (and a mask), with a gated GELU, with norms after sublayers, with normed queries and keys.
-    "activations": ((2, 6, 7, 2), (2.25, 7, 25, 0), (2.25, 7, 21, 0)),
-    "kept": ((2.25, 2, 6, 3), (0, 0, 0, 0), (0, 0, 0, 0)),
-    # Whether host memory is separate from device memory.
-    "offloads": (False, True, True),
-    # Whether the head is gathered before the layers, even where no embedding shares its table.
-    "early": (True, False, False),
+    "kept": ((2, 6, 7, 2), (2.25, 7, 25, 0), (2.25, 7, 21, 0)),
+    "kept_more": ((2.25, 2, 6, 3), (0, 0, 0, 0), (0, 0, 0, 0)),
     # Copies of a table's shard, with its elements in the order of the gather.
     "reordered": (1, 0, 0),
     # Whether weights that are gathered along their last dimension are transposed before the loop over layers.
@@ -121,8 +126,8 @@ class Arrays:
         fsdp: int = 1,
     ):
         """rows: of a device, or of its tensor group where a layer is sliced. length: of a row."""
-        self.model, self.head, self.platform = role.config, role.head, backend.platform
-        self.counts = COUNTS[backend.platform]
+        self.model, self.counts, self.lm = role.config, COUNTS[backend.platform], role.head == "lm"
+        self.cpu, self.tpu = backend.platform == "cpu", backend.platform == "tpu"
         model, size, dtype = role.config, workload.itemsize, jnp.dtype(workload.dtype)
         width = 1 if layout in ("train", "score") else tensor
         tokens, sharing = rows * length, rows * length * (tensor if width == 1 else 1)
@@ -130,14 +135,15 @@ class Arrays:
             backend.platform, dtype, model.head_dim, model.attention_softcap, length
         )
         heads, kv_heads = model.heads / width, max(model.kv_heads / width, 1)
-        self.sliced, self.fsdp, self.tensor, self.library = width > 1, fsdp, tensor, tokens >= self.counts.library
+        self.sliced, self.fsdp, self.tensor = width > 1, fsdp, tensor
+        self.library = self.cpu and tokens >= 4096  # from there on the CPU's kernel library computes the sums of norms
         matrices = model.embed * model.head_dim * (2 * heads + 2 * kv_heads)
         matrix = model.embed * model.mlp / width
         matrices += (3 if model.gated_mlp else 2) * matrix
         vocab = model.padded_vocab / tensor
         # The tile of the log-prob kernel (`kernels.logprob.api`): even parts of the tokens, in multiples of 16.
-        tile = max(256, 2**21 // int(vocab)) if backend.platform == "cpu" else 1024
-        self.tiled = sharing > tile or not self.counts.packed  # untested: single tiles on accelerators
+        tile = max(256, 2**21 // int(vocab)) if self.cpu else 1024
+        self.tiled = sharing > tile or not self.cpu  # untested: single tiles on accelerators
         tile = sharing if sharing <= tile else 16 * ceil(ceil(sharing / ceil(sharing / tile)) / 16)
         self.hidden = tokens * model.embed * size
         self.query = tokens * heads * model.head_dim * size
@@ -153,7 +159,7 @@ class Arrays:
         self.rank = 0 if role.lora is None else role.lora.rank
         self.adapted, self.dequantised = role.lora is not None, model.layers * matrices * size * role.int8
         self.sharing = sharing * model.embed * size
-        self.logits = WIDE * tile * vocab if role.head == "lm" else 0.0
+        self.logits = WIDE * tile * vocab if self.lm else 0.0
         self.low = size / WIDE
 
 
@@ -173,7 +179,7 @@ def kept_bytes(sizes: Arrays, remat: Remat) -> float:
     """Returns the bytes that a device keeps of all layers for the backward pass (`models.remat`)."""
     model, counts, layer = sizes.model, sizes.counts, sizes.hidden
     match remat:
-        case "offload" if counts.offloads:  # those of all other layers are on the host
+        case "offload" if not sizes.cpu:  # those of all other layers are in the host's separate memory
             return layer
         case "attention":
             layer += sizes.query
@@ -181,8 +187,8 @@ def kept_bytes(sizes: Arrays, remat: Remat) -> float:
             layer += sizes.hidden + 2 * sizes.query + 2 * sizes.key + (2 if model.gated_mlp else 1) * sizes.mlp
             layer += sizes.hidden if model.post_norms else 0
         case "gather":
-            layer += layer_arrays(sizes, counts.activations, counts.kept)
-            layer += sizes.scores * sizes.low * counts.weights[0]
+            layer += layer_arrays(sizes, counts.kept, counts.kept_more)
+            layer += sizes.scores * sizes.low * counts.weights_forward
     return model.layers * (layer + (0 if remat in ("full", "offload") else sizes.statistics))
 
 
@@ -192,63 +198,64 @@ def infer_phase(sizes: Arrays, transposed: float, cast: float) -> Phase:
     transposed: stored bytes of the layers' matrices whose last dimension is gathered, `down` and `wo`. cast: bytes of
     the layers' weights in the compute dtype, where they are stored in another one.
     """
-    counts, lm = sizes.counts, sizes.head == "lm"
+    counts, lm, cpu = sizes.counts, sizes.lm, sizes.cpu
     table = sizes.lookup if lm else 0.0
     through = {
         "activations": sizes.hidden,
-        "gathered head": table if sizes.model.tie_embeddings or counts.early else 0.0,
+        # XLA for CPUs gathers a head before the layers, even where no embedding shares its table.
+        "gathered head": table if sizes.model.tie_embeddings or cpu else 0.0,
         "transposed weights": transposed if counts.transposed else 0.0,
     }
-    value = sizes.key if counts.packed else 0.0  # transposed ahead of the scores
+    value = sizes.key if cpu else 0.0  # transposed ahead of the scores
     attention = {
-        "dequantised layers": counts.dequantised[0] * sizes.dequantised,
-        "attention scores": (counts.scores[0] + counts.weights[0] * sizes.low) * sizes.scores,
+        "dequantised layers": counts.dequantised_attention * sizes.dequantised,
+        "attention scores": (counts.scores_forward + counts.weights_forward * sizes.low) * sizes.scores,
         "attention": value if sizes.scores else sizes.query + 2 * sizes.key,
-        "gathered layers": sizes.gathered - (sizes.projections if counts.packed else 0.0),
+        "gathered layers": sizes.gathered - (sizes.projections if cpu else 0.0),
         "cast layers": counts.cast * cast,
     }
     if copies := copies_ahead(sizes):
         attention = min(attention, attention | {"attention scores": sizes.scores + copies}, key=_total)
     # A CPU's library fuses an mlp that is between two norms.
     fused = sizes.library and sizes.model.post_norms and not sizes.sliced and not sizes.adapted
-    products = 0.0 if fused else forward_products(sizes, counts.mlp[0])
+    products = 0.0 if fused else forward_products(sizes, counts.mlp_forward)
     # Inputs are dead once attention's output is added to them, but their memory counts while there are scores, and
-    # while all rows that share a table are embedded.
+    # while all rows that share a table are embedded. On CPU the mlp's arrays can reuse it.
     before = max(attention["attention scores"], sizes.sharing + sizes.hidden if sizes.sharing > sizes.hidden else 0.0)
-    covered = counts.packed and before + sizes.hidden <= products
+    covered = cpu and before + sizes.hidden <= products
     mlp = {
-        "dequantised layers": counts.dequantised[1] * sizes.dequantised,
+        "dequantised layers": counts.dequantised_mlp * sizes.dequantised,
         "mlp": products,
         "activations": (1 if covered else 2) * sizes.hidden,
-        "gathered layers": counts.gathered[0] * sizes.gathered,
+        "gathered layers": counts.gathered_forward * sizes.gathered,
         "cast layers": counts.cast * cast,
     }
     # A tied head uses the embedding's table, which is in the right order.
     shard = 0.0 if lm and sizes.model.tie_embeddings else counts.reordered * sizes.lookup / sizes.fsdp
     embedding = {"gathered embedding": sizes.lookup + shard, "embeddings": sizes.sharing}
     relaid: Phase = {}
-    if counts.packed:
+    if cpu:
         # The shard is dead when rows are embedded, and the residual stream is made after that.
         embedding = {"gathered embedding": sizes.lookup + max(shard, sizes.sharing), "activations": 0.0}
         # A layer's matrices are gathered first, those of the mlp in another order, next to normed inputs.
         relaid = {"gathered layers": sizes.gathered + sizes.matrix, "activations": 2 * sizes.hidden}
     logits = {
-        "log-prob tiles": (counts.logits[0] if sizes.tiled else 1) * sizes.logits,
+        "log-prob tiles": (counts.logits if sizes.tiled else 1) * sizes.logits,
         "gathered head": table,
         "gathered hidden states": max(sizes.sharing - sizes.hidden, 0.0),
     }
     # With a single tile the table is dead once the logits are computed.
-    capped = sizes.model.softcap is not None
-    single = {} if sizes.tiled else {"log-prob tiles": (counts.logits[1] + capped) * sizes.logits, "gathered head": 0.0}
+    whole = (counts.logits_single + (sizes.model.softcap is not None)) * sizes.logits
+    single = {} if sizes.tiled else {"log-prob tiles": whole, "gathered head": 0.0}
     # The residual stream, the base's product, the adapter's product, and their sum.
-    output = {"activations": 4 * sizes.hidden} if sizes.adapted and counts.packed else {}
+    output = {"activations": 4 * sizes.hidden} if sizes.adapted and cpu else {}
     return _largest(through, embedding, relaid, attention, mlp, output, *((logits, single) if lm else ()))
 
 
 def forward_products(sizes: Arrays, count: float) -> float:
     """Returns the bytes of an mlp's arrays in the forward pass. count: their number with a gate."""
     counts = sizes.counts
-    return (count + counts.adapters * sizes.adapted - counts.ungated[0] * (not sizes.model.gated_mlp)) * sizes.mlp
+    return (count + counts.adapters * sizes.adapted - counts.ungated_forward * (not sizes.model.gated_mlp)) * sizes.mlp
 
 
 def copies_ahead(sizes: Arrays) -> float:
@@ -260,7 +267,7 @@ def copies_ahead(sizes: Arrays) -> float:
     tensor-parallel devices, and with four or more query heads per key head on one device.
     """
     model = sizes.model
-    if not sizes.counts.packed or sizes.adapted or sizes.sliced:
+    if not sizes.cpu or sizes.adapted or sizes.sliced:
         return 0.0
     if model.positions == "learned":
         return 3 * sizes.query + sizes.hidden if sizes.tensor > 1 and 3 * sizes.query >= sizes.scores else 0.0
@@ -296,8 +303,9 @@ def train_phase(sizes: Arrays, remat: Remat, gradients: Gradients, micro_batches
 
     transposed: as in `infer_phase`.
     """
-    model, counts = sizes.model, sizes.counts
-    if sizes.adapted and counts.merged:
+    model, counts, lm, cpu = sizes.model, sizes.counts, sizes.lm, sizes.cpu
+    if sizes.adapted and cpu:
+        # Layers that are not in a loop are merged with their recomputation, so that no remat policy saves anything.
         return merged_phase(sizes, recomputed=micro_batches > 1 and remat != "products")
     sums = gradients.whole if micro_batches > 1 else 0.0
     through = {
@@ -306,14 +314,14 @@ def train_phase(sizes: Arrays, remat: Remat, gradients: Gradients, micro_batches
         "transposed weights": transposed if counts.transposed else counts.copied * gradients.layers,
     }
     matrix = sizes.gathered / (3 if model.gated_mlp else 2)  # the mlp's matrices are most of a layer
-    lm, tied = sizes.head == "lm", model.tie_embeddings
+    tied = model.tie_embeddings
     # A tied table is gathered once for both of its uses.
-    tables = counts.forward_tables if lm and (tied or micro_batches > 1) else 1
-    in_head, behind = counts.head_tables, counts.backward_tables[0 if lm else 1]
+    tables = counts.tables_forward if lm and (tied or micro_batches > 1) else 1
+    in_head, behind = counts.tables_head, counts.tables_backward if lm else counts.tables_backward_scalar
     shard = gradients.whole - gradients.layers
-    head_tiles = counts.logits[0] * sizes.logits
+    head_tiles = counts.logits * sizes.logits
     scatter: Phase = {}
-    if counts.packed:
+    if cpu:
         # Gathered tables stay if a loop over micro-batches reads them again; the head's table stays until its gradient
         # is complete, which is last with a single tile. Gradients of tables are allocated as zeros before all else.
         gathered = sizes.fsdp > 1
@@ -325,28 +333,28 @@ def train_phase(sizes: Arrays, remat: Remat, gradients: Gradients, micro_batches
         # The embedding's gradient once more, as it is scattered.
         scatter = {"gradients of tables": (1 + again + gathered) * sizes.table + shard, "activations": sizes.sharing}
     forward = {
-        "attention scores": (counts.scores[1] + counts.weights[0] * sizes.low) * sizes.scores,
+        "attention scores": (counts.scores_trained + counts.weights_forward * sizes.low) * sizes.scores,
         "activations": 2 * sizes.sharing + sizes.hidden,
-        "gathered layers": counts.gathered[1] * sizes.gathered,
+        "gathered layers": counts.gathered_trained * sizes.gathered,
         "gradients of tables": tables * sizes.table,
     }
     saved = remat in ("products", "gather")
-    queries = (counts.queries[0] + counts.queries[1] * model.qk_norm) * sizes.query
-    keys = (2 + counts.queries[1] * model.qk_norm) * sizes.key
-    hidden, *more = counts.backward
-    cases = -saved, sizes.library, model.post_norms, sizes.sliced and model.gated_mlp
-    hidden += sum(count * case for count, case in zip(more, cases, strict=True))
-    capped = counts.packed and model.attention_softcap is not None
+    queries = (counts.queries + counts.queries_normed * model.qk_norm) * sizes.query
+    keys = (2 + counts.queries_normed * model.qk_norm) * sizes.key
+    hidden = counts.hidden - counts.hidden_saved * saved + counts.hidden_library * sizes.library
+    hidden += counts.hidden_post_norms * model.post_norms
+    hidden += counts.hidden_sliced_gate * (sizes.sliced and model.gated_mlp)
+    capped = cpu and model.attention_softcap is not None
     backward = {
-        "attention scores": (counts.scores[2] + capped + counts.weights[1] * sizes.low) * sizes.scores,
-        "mlp": (counts.mlp[1] - max(2 * saved, counts.ungated[1] * (not model.gated_mlp))) * sizes.mlp,
+        "attention scores": (counts.scores_backward + capped + counts.weights_backward * sizes.low) * sizes.scores,
+        "mlp": (counts.mlp_backward - max(2 * saved, counts.ungated_backward * (not model.gated_mlp))) * sizes.mlp,
         "activations": hidden * sizes.hidden + queries + keys,
         "gathered layers": sizes.gathered - matrix,
         "gradients of tables": behind * sizes.table + shard,
     }
     attention = {
         **backward,
-        "attention scores": counts.scores[3] * sizes.scores,
+        "attention scores": counts.scores_attention * sizes.scores,
         "mlp": 0.0,
         "activations": 2 * sizes.hidden + queries + keys,
     }
@@ -379,7 +387,7 @@ def merged_phase(sizes: Arrays, *, recomputed: bool) -> Phase:
     }
     logits = {
         "kept activations": model.layers * early,
-        "log-prob tiles": counts.logits[0] * sizes.logits,
+        "log-prob tiles": counts.logits * sizes.logits,
         "activations": 2 * sizes.hidden,
     }
     mlp = {"mlp": (6 if model.activation == "silu" else 2) * sizes.mlp}
@@ -397,24 +405,31 @@ def generate_phase(prompts: Arrays, cache: float, wave: float, logits: float, te
     prompts: arrays of the rows that are prefilled together. cache: bytes for all slots. wave: bytes of the prefilled
         rows' own cache if the cache of all slots exists already; else 0. logits: of a step's rows, whole vocabulary.
     """
-    counts, layers, tpu = prompts.counts, prompts.model.layers, prompts.platform == "tpu"
-    scores = (counts.scores[0] + counts.weights[0] * prompts.low) * prompts.scores
+    counts, layers, cpu, tpu = prompts.counts, prompts.model.layers, prompts.cpu, prompts.tpu
+    scores = (counts.scores_forward + counts.weights_forward * prompts.low) * prompts.scores
     # A product and its sum over devices; a TPU receives the parts of all devices at once.
     summed = prompts.hidden * (tensor if tpu else min(tensor, 2))
     # Except on a TPU, prefill does not compute the last layer's output, and its cache comes last.
     new_cache, missing = wave or cache, (0, 0) if tpu else (2, 1)
     first, second = (cache * bool(wave) + new_cache * max(layers - back, 1) / layers for back in missing)
-    packed = counts.packed
-    inputs = prompts.hidden + prompts.key if packed else summed  # values are transposed before the scores
-    attention = {"attention scores": scores, "activations": inputs, "KV cache": first}
-    products = forward_products(prompts, counts.mlp[2])
+    inputs = prompts.hidden + prompts.key if cpu else summed  # values are transposed before the scores
+    attention = {
+        "attention scores": scores,
+        "activations": inputs,
+        "KV cache": first,
+        "dequantised layers": counts.dequantised_attention * prompts.dequantised,
+    }
+    products = forward_products(prompts, counts.mlp_prefill)
     # The mlp's last array reuses the memory of a layer's normed inputs.
-    inputs = summed if tpu else prompts.hidden + packed * max(prompts.hidden - prompts.mlp, 0.0)
-    mlp = {"mlp": products, "activations": inputs, "KV cache": second}
+    inputs = summed if tpu else prompts.hidden + cpu * max(prompts.hidden - prompts.mlp, 0.0)
+    mlp = {
+        "mlp": products,
+        "activations": inputs,
+        "KV cache": second,
+        "dequantised layers": counts.dequantised_mlp * prompts.dequantised,
+    }
     # The residual stream, a product, and its sum or norm; also the adapter's product.
-    summing = packed and (tensor > 1 or prompts.model.post_norms or prompts.adapted)
+    summing = cpu and (tensor > 1 or prompts.model.post_norms or prompts.adapted)
     output = {"activations": (3 + prompts.adapted) * prompts.hidden, "KV cache": second} if summing else {}
-    decode = {"KV cache": cache, "logits": counts.logits[0] * logits}
-    for phase, count in zip((attention, mlp), counts.dequantised, strict=True):
-        phase["dequantised layers"] = count * prompts.dequantised
+    decode = {"KV cache": cache, "logits": counts.logits * logits}
     return _largest({}, attention, mlp, output, decode)
