@@ -15,7 +15,7 @@ from typing import Literal
 from jrlhf.config.schema import Config, SleepConfig
 from jrlhf.meshes import GENERATE, TRAIN, Call, Layout
 from jrlhf.meshes.pipeline import SCHEDULES, ScheduleName, peak
-from jrlhf.meshes.plan import Placement, Plan, Slice
+from jrlhf.meshes.plan import LayoutName, Placement, Plan, Slice
 from jrlhf.models import LoRAConfig, ModelConfig, Schedule
 from jrlhf.models.lora import adapter_weights
 from jrlhf.models.weights import HeadKind, weights
@@ -218,52 +218,72 @@ def _stage(model: RoleModel, placement: Placement) -> RoleModel:
 
 def _active(workload: Workload, call: Call, model: RoleModel, placement: Placement, backend: Backend) -> Phase:
     """Predicts what a call adds for one model: its largest phase, and its inputs and outputs."""
-    kind, parts, fsdp, tensor = call.kind, placement.micro_batches, placement.fsdp, placement.tensor
-    staged = placement.pipeline > 1
-    # In stages the bare base is scored in a pass of its own.
-    rows = workload.rows if kind == "infer" and staged else workload.rows_of(call)
-    if kind == "compute":  # the model is stored but does not compute
+    if call.kind == "compute":  # the model is stored but does not compute
         return {}
-    inputs = {"generate": GENERATED, "infer": SCORED, "train": TRAINED}[kind] * rows * workload.length
-    inputs /= placement.devices.count
-    if kind == "generate":
-        return _generating(workload, rows, model, placement, backend) | {"inputs": inputs}
-    layout = "generate" if model.shared else placement.layout
+    predict, token = {
+        "generate": (_generating, GENERATED),
+        "infer": (_scoring, SCORED),
+        "train": (_training, TRAINED),
+    }[call.kind]
+    # In stages the bare base is scored in a pass of its own.
+    rows = workload.rows if call.kind == "infer" and placement.pipeline > 1 else workload.rows_of(call)
+    inputs = token * rows * workload.length / placement.devices.count
+    return predict(workload, rows, model, placement, backend) | {"inputs": inputs}
+
+
+def _training(workload: Workload, rows: float, model: RoleModel, placement: Placement, backend: Backend) -> Phase:
+    sizes, parts = _arrays(workload, rows / workload.minibatches, model, placement, backend), placement.micro_batches
+    gradients = _gradients(model, placement, backend, loop=workload.minibatches > 1)
+    transposed = _transposed(model, placement, WIDE)
+    needs = activations.train_phase(sizes, workload.remat, gradients, parts, transposed)
+    if placement.pipeline > 1:
+        # A stage keeps its inputs in flight and a copy of its weights. At the end gradients are sent back; those of an
+        # adapter to every device.
+        returned = 1 if model.lora is None else placement.pipeline
+        needs["inputs in flight"] = _in_flight(placement.schedule, placement.pipeline, parts) * sizes.hidden
+        needs["copies of stages"] = (1 + returned) * gradients.whole
+    return needs
+
+
+def _scoring(workload: Workload, rows: float, model: RoleModel, placement: Placement, backend: Backend) -> Phase:
+    fsdp, tensor, staged = placement.fsdp, placement.tensor, placement.pipeline > 1
+    stored = WIDE if (model.trained or model.wide) and not staged else workload.itemsize
+    cast = 0.0
+    if stored != workload.itemsize and _layout(model, placement) != "generate":
+        cast = shards_of(model.config, model.head, TRAIN, fsdp, tensor).layers * workload.itemsize
+    sizes = _arrays(workload, rows, model, placement, backend)
+    needs = activations.infer_phase(sizes, _transposed(model, placement, stored), cast)
+    if staged:
+        # The first stage has the embeddings and sends an output, the last one the head and an input. A part of a base
+        # is no copy.
+        one_table = replace(model.config, tie_embeddings=True)
+        needs["inputs in flight"] = sizes.hidden
+        if model.lora is not None:
+            needs["copies of stages"] = trained_bytes(model, fsdp, tensor)
+        elif not model.shared:
+            needs["copies of stages"] = shards_of(one_table, model.head, TRAIN, fsdp, tensor).stored(stored)
+    return needs
+
+
+def _layout(model: RoleModel, placement: Placement) -> LayoutName:
+    return "generate" if model.shared else placement.layout
+
+
+def _arrays(workload: Workload, rows: float, model: RoleModel, placement: Placement, backend: Backend) -> Arrays:
+    """Returns the arrays of a micro-batch of these rows."""
+    layout, tensor = _layout(model, placement), placement.tensor
     # In layouts that compute with slices, each device of a tensor group has all rows of the group.
     sharing = placement.devices.count // placement.pipeline // (tensor if layout in ("generate", "train_tp") else 1)
-    computed = (rows / workload.minibatches if kind == "train" else rows) / (sharing * parts)
-    sizes = Arrays(workload, model, computed, workload.length, layout, tensor, backend, fsdp)
+    computed = rows / (sharing * placement.micro_batches)
+    return Arrays(workload, model, computed, workload.length, layout, tensor, backend, placement.fsdp)
 
-    wide = kind == "train" or ((model.trained or model.wide) and not staged)
-    stored = WIDE if wide else workload.itemsize
-    transposed = 0.0
-    if layout != "generate" and tensor == 1 and fsdp > 1:
-        # Weights gathered along their last dimension are transposed, unless they are gathered over both axes.
-        transposed = shards_of(model.config, model.head, TRAIN, fsdp, tensor).gathered_last * stored
-    if kind == "train":
-        gradients = _gradients(model, placement, backend, loop=workload.minibatches > 1)
-        needs = activations.train_phase(sizes, workload.remat, gradients, parts, transposed)
-        if staged:
-            # A stage keeps its inputs in flight and a copy of its weights. At the end gradients are sent back; those of
-            # an adapter to every device.
-            returned = 1 if model.lora is None else placement.pipeline
-            needs["inputs in flight"] = _in_flight(placement.schedule, placement.pipeline, parts) * sizes.hidden
-            needs["copies of stages"] = (1 + returned) * gradients.whole
-    else:
-        cast = 0.0
-        if stored != workload.itemsize and layout != "generate":
-            cast = shards_of(model.config, model.head, TRAIN, fsdp, tensor).layers * workload.itemsize
-        needs = activations.infer_phase(sizes, transposed, cast)
-        if staged:
-            # The first stage has the embeddings and sends an output, the last one the head and an input. A part of a
-            # base is no copy.
-            one_table = replace(model.config, tie_embeddings=True)
-            needs["inputs in flight"] = sizes.hidden
-            if model.lora is not None:
-                needs["copies of stages"] = trained_bytes(model, fsdp, tensor)
-            elif not model.shared:
-                needs["copies of stages"] = shards_of(one_table, model.head, TRAIN, fsdp, tensor).stored(stored)
-    return needs | {"inputs": inputs}
+
+def _transposed(model: RoleModel, placement: Placement, itemsize: int) -> float:
+    """Returns the stored bytes of weights that are transposed because they are gathered along their last dimension,
+    unless they are gathered over both axes."""
+    if _layout(model, placement) == "generate" or placement.tensor > 1 or placement.fsdp == 1:
+        return 0.0
+    return shards_of(model.config, model.head, TRAIN, placement.fsdp, placement.tensor).gathered_last * itemsize
 
 
 @cache  # a search needs few different tables, but thousands of times
