@@ -96,6 +96,11 @@ class Placement:
         return self.devices.count // self.tensor
 
     @property
+    def slices(self) -> int:
+        """The number of devices that compute a layer in slices and share their rows; 1 if each computes it whole."""
+        return self.tensor if self.layout in ("generate", "train_tp") else 1
+
+    @property
     def stored(self) -> tuple[int, int, int]:
         """Shape of the mesh on which weights are stored between calls: `fsdp` spans the stages of a pipeline."""
         return self.data, self.fsdp * self.pipeline, self.tensor

@@ -15,7 +15,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from jrlhf.meshes.plan import LayoutName
+from jrlhf.meshes.plan import Placement
 from jrlhf.models import ModelConfig
 from jrlhf.models.attention import default_attention
 from jrlhf.models.flash import AttentionImplementation
@@ -115,22 +115,14 @@ class Arrays:
     """
 
     def __init__(
-        self,
-        workload: Workload,
-        role: RoleModel,
-        rows: float,
-        length: int,
-        layout: LayoutName,
-        tensor: int,
-        backend: Backend,
-        fsdp: int = 1,
+        self, workload: Workload, role: RoleModel, rows: float, length: int, placement: Placement, backend: Backend
     ):
         """rows: of a device, or of its tensor group where a layer is sliced. length: of a row."""
         self.model, self.counts, self.lm = role.config, COUNTS[backend.platform], role.head == "lm"
         self.cpu, self.tpu = backend.platform == "cpu", backend.platform == "tpu"
         model, size, dtype = role.config, workload.itemsize, jnp.dtype(workload.dtype)
-        width = 1 if layout in ("train", "score") else tensor
-        tokens, sharing = rows * length, rows * length * (tensor if width == 1 else 1)
+        width, fsdp, tensor = placement.slices, placement.fsdp, placement.tensor
+        tokens, sharing = rows * length, rows * length * (tensor // width)
         attention = backend.attention or default_attention(
             backend.platform, dtype, model.head_dim, model.attention_softcap, length
         )
@@ -151,8 +143,9 @@ class Arrays:
         self.mlp = tokens * model.mlp / width * size
         self.scores = WIDE * rows * heads * length**2 if attention == "xla" else 0.0
         self.statistics = 0.0 if attention == "xla" else WIDE * tokens * heads
-        self.gathered, self.matrix = (0.0, 0.0) if layout == "generate" else (matrices * size, matrix * size)
-        self.projections = 0.0 if layout == "generate" else model.embed * model.head_dim * (heads + 2 * kv_heads) * size
+        gathered = 0 if placement.layout == "generate" else size  # bytes of a number in a gathered layer
+        self.gathered, self.matrix = matrices * gathered, matrix * gathered
+        self.projections = model.embed * model.head_dim * (heads + 2 * kv_heads) * gathered
         # Tables of a shared base are stored in the form in which they are used, and have no gradients.
         self.table = 0.0 if role.shared else WIDE * vocab * model.embed
         self.lookup = 0.0 if fsdp == 1 and size == WIDE else self.table * size / WIDE

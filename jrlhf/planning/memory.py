@@ -15,7 +15,7 @@ from typing import Literal
 from jrlhf.config.schema import Config, SleepConfig
 from jrlhf.meshes import GENERATE, TRAIN, Call, Layout
 from jrlhf.meshes.pipeline import SCHEDULES, ScheduleName, peak
-from jrlhf.meshes.plan import LayoutName, Placement, Plan, Slice
+from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.models import LoRAConfig, ModelConfig, Schedule
 from jrlhf.models.lora import adapter_weights
 from jrlhf.models.weights import HeadKind, weights
@@ -220,6 +220,8 @@ def _active(workload: Workload, call: Call, model: RoleModel, placement: Placeme
     """Predicts what a call adds for one model: its largest phase, and its inputs and outputs."""
     if call.kind == "compute":  # the model is stored but does not compute
         return {}
+    if model.shared:  # an adapter computes in the layout in which its base is stored
+        placement = replace(placement, layout="generate")
     predict, token = {
         "generate": (_generating, GENERATED),
         "infer": (_scoring, SCORED),
@@ -249,7 +251,7 @@ def _scoring(workload: Workload, rows: float, model: RoleModel, placement: Place
     fsdp, tensor, staged = placement.fsdp, placement.tensor, placement.pipeline > 1
     stored = WIDE if (model.trained or model.wide) and not staged else workload.itemsize
     cast = 0.0
-    if stored != workload.itemsize and _layout(model, placement) != "generate":
+    if stored != workload.itemsize and placement.layout != "generate":
         cast = shards_of(model.config, model.head, TRAIN, fsdp, tensor).layers * workload.itemsize
     sizes = _arrays(workload, rows, model, placement, backend)
     needs = activations.infer_phase(sizes, _transposed(model, placement, stored), cast)
@@ -265,23 +267,18 @@ def _scoring(workload: Workload, rows: float, model: RoleModel, placement: Place
     return needs
 
 
-def _layout(model: RoleModel, placement: Placement) -> LayoutName:
-    return "generate" if model.shared else placement.layout
-
-
 def _arrays(workload: Workload, rows: float, model: RoleModel, placement: Placement, backend: Backend) -> Arrays:
     """Returns the arrays of a micro-batch of these rows."""
-    layout, tensor = _layout(model, placement), placement.tensor
-    # In layouts that compute with slices, each device of a tensor group has all rows of the group.
-    sharing = placement.devices.count // placement.pipeline // (tensor if layout in ("generate", "train_tp") else 1)
+    # Devices that compute a layer in slices all have the rows of their group.
+    sharing = placement.devices.count // placement.pipeline // placement.slices
     computed = rows / (sharing * placement.micro_batches)
-    return Arrays(workload, model, computed, workload.length, layout, tensor, backend, placement.fsdp)
+    return Arrays(workload, model, computed, workload.length, placement, backend)
 
 
 def _transposed(model: RoleModel, placement: Placement, itemsize: int) -> float:
     """Returns the stored bytes of weights that are transposed because they are gathered along their last dimension,
     unless they are gathered over both axes."""
-    if _layout(model, placement) == "generate" or placement.tensor > 1 or placement.fsdp == 1:
+    if placement.layout == "generate" or placement.tensor > 1 or placement.fsdp == 1:
         return 0.0
     return shards_of(model.config, model.head, TRAIN, placement.fsdp, placement.tensor).gathered_last * itemsize
 
@@ -320,7 +317,7 @@ def _generating(workload: Workload, rows: float, model: RoleModel, placement: Pl
         room = max(1, int(slots) // workload.samples)
         together = max(schedule.waves(ceil(together), room, workload.prompt))
         wave = activations.cache_bytes(config, together, workload.prompt, tensor, size)
-    prompts = Arrays(workload, model, together, workload.prompt, "generate", tensor, backend)
+    prompts = Arrays(workload, model, together, workload.prompt, placement, backend)
     cached = activations.cache_bytes(config, slots, workload.length, tensor, size)
     return activations.generate_phase(prompts, cached, wave, WIDE * slots / tensor * config.padded_vocab, tensor)
 

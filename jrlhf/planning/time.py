@@ -168,9 +168,7 @@ class DividedCall:
         config = model.config
         self.workload, self.model, self.batch, self.costs = workload, model, rows, costs
         self.placement, self.node = placement, node
-        self.whole_layers = placement.layout in ("train", "score")
-        self.slices = 1 if self.whole_layers else placement.tensor
-        self.layers = config.layers / placement.pipeline
+        self.slices, self.layers = placement.slices, config.layers / placement.pipeline
         self.matrices, self.tables = 7 if config.gated_mlp else 6, 2 if model.head == "lm" else 1
         # Bytes of a token's hidden state, of a layer in the compute layout, and of a device's slice of a table.
         self.width = config.embed * workload.itemsize
@@ -180,14 +178,14 @@ class DividedCall:
         # A layer is gathered over fsdp and, if slices are stored but whole layers computed, over tensor; embedding
         # tables are gathered only over fsdp.
         by_fsdp = alone if placement.layout == "generate" else self.group("fsdp")
-        self.gathered = by_fsdp, self.tensor if self.whole_layers else alone
+        self.gathered = by_fsdp, self.tensor if self.slices == 1 else alone
 
     def group(self, axis: str) -> Group:
         return moves.group(self.placement, self.node, axis)
 
     def rows(self, rows: float, parts: int) -> int:
         """Returns the rows of a device, or of its tensor group, in one of `parts` parts."""
-        ways = self.placement.data * self.placement.fsdp * (self.placement.tensor if self.whole_layers else 1)
+        ways = prod(self.placement.sizes) // self.slices
         return ceil(rows / ways / parts)
 
     def hop(self, tokens: float) -> float:
@@ -210,7 +208,7 @@ class DividedCall:
         reduced = costs.reduce(self.tensor, tokens * self.width) if self.slices > 1 else 0.0
         # Whole layers: tokens of the tensor group are gathered at each device's slice of the vocabulary; all tokens for
         # an embedding, the predicted ones for an unembedding.
-        sharers = self.placement.tensor if self.whole_layers else 1
+        sharers = self.placement.tensor // self.slices
         passed = costs.gather(self.tensor, sharers * tokens * self.width) if sharers > 1 else 0.0
         tables = self.tables - 1 + predicted if head else 0
         parts["tensor"] = sums * self.layers * reduced + tables * turns * passed
