@@ -43,8 +43,9 @@ class _Search:
         calls = range(len(choices))
         self.there: list[dict[Slice, list[int]]] = [{} for _ in calls]  # of each call and slice: options, fastest first
         for call in calls:
-            for option in sorted(choices[call], key=lambda option, call=call: simulator.seconds[call][option]):
-                self.there[call].setdefault(simulator.options[call][option].devices, []).append(option)
+            prices = simulator.options[call]
+            for option in sorted(choices[call], key=lambda option, prices=prices: prices[option].seconds):
+                self.there[call].setdefault(prices[option].placement.devices, []).append(option)
         slices = sorted({devices for by_slice in self.there for devices in by_slice})
         groups = segments(slices)
         self.devices = sum(group.count for group in groups)
@@ -52,7 +53,7 @@ class _Search:
             devices: [index for index, group in enumerate(groups) if group.overlaps(devices)] for devices in slices
         }
         fastest = [
-            {devices: simulator.seconds[call][options[0]] for devices, options in self.there[call].items()}
+            {devices: simulator.options[call][options[0]].seconds for devices, options in self.there[call].items()}
             for call in calls
         ]
         self.fastest = fastest
@@ -94,21 +95,21 @@ class _Search:
         covered, least = self.covers[self.where[call]], self.seconds[call]
         for option in self.there[call][self.where[call]]:
             self.nodes += 1
-            self.choice[call], self.seconds[call] = option, simulator.seconds[call][option]
+            price = simulator.options[call][option]
+            self.choice[call], self.seconds[call] = option, price.seconds
             self._work(call, self.seconds[call])
             if self._bound() >= self.below:
                 break  # the further ones are slower
-            stays = simulator.resident[call][option]
             needs = self.needs[-1][:]
             for group in covered:
-                self.stays[group] += stays
-                needs[group] = max(needs[group], simulator.active[call][option])
+                self.stays[group] += price.resident
+                needs[group] = max(needs[group], price.active)
             if max(map(sum, zip(self.stays, needs, strict=True))) <= simulator.capacity:
                 self.needs.append(needs)
                 self.options(depth + 1)
                 self.needs.pop()
             for group in covered:
-                self.stays[group] -= stays
+                self.stays[group] -= price.resident
         self.seconds[call] = least
         self._work(call, least)
 

@@ -138,9 +138,11 @@ class Chains:
         self.by_size: list[list[list[int]]] = []  # for each call, its options grouped by the number of devices
         self.by_slice: list[dict[Slice, list[int]]] = []  # and by slice, the fastest first
         for call, numbers in enumerate(choices):
-            options, fastest = simulator.options[call], sorted(numbers, key=simulator.seconds[call].__getitem__)
-            self.by_size.append(list(grouped((options[number].devices.count, number) for number in numbers).values()))
-            self.by_slice.append(grouped((options[number].devices, number) for number in fastest))
+            options = simulator.options[call]
+            devices = [option.placement.devices for option in options]
+            fastest = sorted(numbers, key=lambda number: options[number].seconds)
+            self.by_size.append(list(grouped((devices[number].count, number) for number in numbers).values()))
+            self.by_slice.append(grouped((devices[number], number) for number in fastest))
         self.best: tuple[int, ...] | None = None
         self.best_seconds, self.least, self.proposals = math.inf, math.inf, 0
         self.elite: dict[tuple[int, ...], float] = {}
@@ -178,7 +180,7 @@ class Chains:
         """Draws two calls, and moves them to two halves of their common devices, from two halves to the whole, or to
         each other's devices. Fast candidates are more likely. Returns None if there is no such move."""
         calls = self.random.sample(range(len(state)), 2)
-        first, second = (self.simulator.options[call][state[call]].devices for call in calls)
+        first, second = (self.simulator.options[call][state[call]].placement.devices for call in calls)
         count, changed = first.count, list(state)
         if first == second:
             targets = Slice(first.start, max(count // 2, 1)), Slice(first.start + count // 2, max(count // 2, 1))

@@ -14,7 +14,7 @@ from typing import Literal
 from jrlhf.meshes import Graph
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.planning.memory import segments
-from jrlhf.planning.time import Prices
+from jrlhf.planning.time import Price, Prices
 from jrlhf.planning.workload import LEARNER, home_of
 
 ITERATIONS = 5  # as in ReaL's code
@@ -136,7 +136,7 @@ class Simulator:
     updated: the calls of the previous iteration that each call waits for: the training of its weights; in lockstep,
         calls that read no other call's output also wait for all `last` calls.
     last: placed calls whose outputs no placed call of the iteration waits for.
-    options: each placed call's placements by number; seconds, resident, active and moved are their prices.
+    options: each placed call's prices by number, one for each placement that was added.
     """
 
     def __init__(
@@ -169,15 +169,12 @@ class Simulator:
         if lockstep:
             updated = [waits if before[at] else sorted({*waits, *last}) for at, waits in enumerate(updated)]
         self.updated = updated
-        # Lists indexed by option, because reading them is most of the work of a search.
-        self.options: list[list[Placement]] = [[] for _ in placed]
-        self.seconds, self.resident, self.active, self.moved = ([[] for _ in placed] for _ in range(4))
+        self.options: list[list[Price]] = [[] for _ in placed]
         self._numbers_of: list[dict[Placement, int]] = [{} for _ in placed]
         self._slice: list[list[int]] = [[] for _ in placed]  # for each option, the number of its slice
         self._stored: list[list[int]] = [[] for _ in placed]  # and the number of its placement without micro-batches
         self._devices: dict[Slice, int] = {}
         self._places: dict[Placement, int] = {}
-        self._place_of: list[Placement] = []  # by these numbers
         self._transfers: dict[tuple[int, int], float] = {}
         self._reallocations: list[dict[tuple[int, int], float]] = [{} for _ in placed]
         self._remembered: dict[tuple[int, ...], _Slices] = {}
@@ -195,24 +192,21 @@ class Simulator:
         """Returns the number of this option of a call; a new option is priced."""
         numbers = self._numbers_of[call]
         if placement not in numbers:
-            price = self.prices.call(self.graph[self.calls[call]], placement)
-            numbers[placement] = len(self.options[call])
-            self.options[call].append(placement)
-            for name in ("seconds", "resident", "active", "moved"):
-                getattr(self, name)[call].append(getattr(price, name))
+            numbers[placement] = len(numbers)
+            self.options[call].append(self.prices.call(self.graph[self.calls[call]], placement))
             self._slice[call].append(self._devices.setdefault(placement.devices, len(self._devices)))
             place = replace(placement, micro_batches=1)  # micro-batches do not change where weights and rows are stored
-            if place not in self._places:
-                self._places[place] = len(self._place_of)
-                self._place_of.append(place)
-            self._stored[call].append(self._places[place])
+            self._stored[call].append(self._places.setdefault(place, len(self._places)))
         return numbers[placement]
 
     def choice(self, plan: Plan) -> tuple[int, ...]:
         return tuple(self.add(index, plan[name]) for index, name in enumerate(self.calls))
 
     def plan(self, choice: Sequence[int], name: str) -> Plan:
-        return Plan(name, {call: self.options[index][choice[index]] for index, call in enumerate(self.calls)})
+        return Plan(name, {call: price.placement for call, price in zip(self.calls, self._chosen(choice), strict=True)})
+
+    def _chosen(self, choice: Sequence[int]) -> list[Price]:
+        return [options[number] for options, number in zip(self.options, choice, strict=True)]
 
     def evaluate(self, choice: Sequence[int]) -> tuple[float, float, bool]:
         """Returns the seconds of an iteration, the peak bytes of the fullest device, and whether slices are nested."""
@@ -222,12 +216,12 @@ class Simulator:
 
     def memory(self, choice: Sequence[int], brought: Sequence[int]) -> list[tuple[float, float]]:
         """Returns (resident, active) bytes of a device in each segment; brought: as `run` returns them."""
-        resident = [values[option] for values, option in zip(self.resident, choice, strict=True)]
-        active = [values[option] for values, option in zip(self.active, choice, strict=True)]
+        chosen = self._chosen(choice)
+        active = [price.active for price in chosen]
         for call in brought:
-            active[call] += self.moved[call][choice[call]]
+            active[call] += chosen[call].moved
         return [
-            (sum([resident[call] for call in calls]), max([active[call] for call in calls]))
+            (sum([chosen[call].resident for call in calls]), max([active[call] for call in calls]))
             for calls in self._slices(choice).calls
         ]
 
@@ -237,17 +231,17 @@ class Simulator:
         Returns the seconds of one, and the numbers of the calls whose weights are moved from elsewhere. record: all
         work is appended to it.
         """
-        slices, jobs = self._slices(choice), dict[int, _Job]()
+        slices, chosen, jobs = self._slices(choice), self._chosen(choice), dict[int, _Job]()
         group, work, brought = slices.group, [], []
         stored = [values[option] for values, option in zip(self._stored, choice, strict=True)]
         for call, number in enumerate(self.placed):
-            home, own, seconds, fetching = self._home[call], group[call], self.seconds[call][choice[call]], 0.0
+            home, own, seconds, fetching = self._home[call], group[call], chosen[call].seconds, 0.0
             work.append((seconds, own, own))
             if stored[call] != stored[home]:
                 seconds_of, key = self._reallocations[call], (stored[home], stored[call])
                 if key not in seconds_of:
                     role = self.graph.calls[number].role
-                    seconds_of[key] = self.prices.reallocation(role, *(self._place_of[place] for place in key))
+                    seconds_of[key] = self.prices.reallocation(role, chosen[home].placement, chosen[call].placement)
                 if fetching := seconds_of[key]:
                     brought.append(call)
                     work.append((fetching, group[home], own))
@@ -261,7 +255,8 @@ class Simulator:
                 if stored[source] != stored[target]:
                     key = stored[source], stored[target]
                     if key not in self._transfers:
-                        self._transfers[key] = self.prices.transfer(*(self._place_of[place] for place in key))
+                        ends = chosen[source].placement, chosen[target].placement
+                        self._transfers[key] = self.prices.transfer(*ends)
                     moving = self._transfers[key]
                 if moving:
                     there.append((reader, (moving, group[source], group[target])))
@@ -354,6 +349,5 @@ class Simulator:
         if key not in self._remembered:
             if len(self._remembered) > REMEMBERED:
                 self._remembered.clear()
-            options = zip(self.options, choice, strict=True)
-            self._remembered[key] = _Slices([placements[option].devices for placements, option in options])
+            self._remembered[key] = _Slices([price.placement.devices for price in self._chosen(choice)])
         return self._remembered[key]
