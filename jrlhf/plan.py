@@ -27,7 +27,7 @@ from jrlhf.planning.fusion.updates import fused_prices
 from jrlhf.planning.memory import GIB
 from jrlhf.planning.simulate import Simulation, simulate
 from jrlhf.planning.time import CostModel
-from jrlhf.planning.workload import without_budgeted
+from jrlhf.planning.workload import leave_to_budgets
 from jrlhf.ppo.fields import Section
 from jrlhf.run.devices import select
 from jrlhf.run.files import check_writable
@@ -143,7 +143,7 @@ class Planned:
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as YAML, for `plan: FILE` of a config."""
-        text = plans.plan_yaml(without_budgeted(self.config, self.prices.workload.graph, self.plan))
+        text = plans.plan_yaml(leave_to_budgets(self.config, self.prices.workload.graph, self.plan))
         with _writing(path):
             Path(path).write_text(text, encoding="utf-8")
 

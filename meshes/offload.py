@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from jrlhf.meshes.mesh import mesh_of
-from jrlhf.meshes.reshard import GROUP_BYTES, grouped, host_transfers_refused
+from jrlhf.meshes.reshard import GROUP_BYTES, host_transfers_refused, packed_by_size
 from jrlhf.meshes.transfer import HOST, is_on_host
 
 DEVICE = "device"
@@ -49,7 +49,7 @@ def free_host(tree: Any) -> None:
 def groups(arrays: Sequence[jax.Array], group_bytes: int = GROUP_BYTES) -> Iterator[list[int]]:
     """Yields indices of neighbours that together have at most `group_bytes` on a device; a larger array is alone."""
     shards = [array.dtype.itemsize * prod(array.sharding.shard_shape(array.shape)) for array in arrays]
-    return grouped(range(len(shards)), shards.__getitem__, group_bytes)
+    return packed_by_size(range(len(shards)), shards.__getitem__, group_bytes)
 
 
 def _move(tree: Any, kind: str, *, free: bool, group_bytes: int) -> Any:

@@ -180,7 +180,7 @@ def _check_distinct(moves: Sequence[Move]) -> None:
 # ---- groups of moves
 
 
-def grouped(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+def packed_by_size(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
     """Groups of neighbours whose sizes add up to at most `limit`; a larger item is alone."""
     group: list[T] = []
     total = 0
@@ -198,7 +198,7 @@ def _groups(moves: Sequence[Move], dtype: DTypeLike | None, group_bytes: int) ->
     """Groups of neighbours in the tree that move between the same devices."""
     pieces = (piece for move in moves for piece in _pieces(move, dtype, group_bytes))
     for _, alike in groupby(pieces, key=Move.devices):
-        yield from grouped(alike, lambda piece: piece.target_bytes(dtype), group_bytes)
+        yield from packed_by_size(alike, lambda piece: piece.target_bytes(dtype), group_bytes)
 
 
 def _pieces(move: Move, dtype: DTypeLike | None, group_bytes: int) -> Iterator[Move]:

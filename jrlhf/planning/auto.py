@@ -26,7 +26,7 @@ from jrlhf.planning.profile import ProfiledCosts, cluster_of, default_path, grou
 from jrlhf.planning.search import Result, colocates, placed_together, search
 from jrlhf.planning.simulate import Simulation, simulate
 from jrlhf.planning.time import CostModel, Price
-from jrlhf.planning.workload import Workload, without_budgeted, workload_of
+from jrlhf.planning.workload import Workload, leave_to_budgets, workload_of
 
 PROPOSALS = 50_000  # takes seconds; with a fixed number of proposals the result depends only on the seed
 FEWER, GROWN = 8, 7  # maximum halvings of slots, and doublings of devices, that are tried as a remedy
@@ -41,7 +41,7 @@ def auto_plan(config: Config, graph: Graph, models: Mapping[str, ModelConfig], d
     setting = Setting(config, graph, models, devices)
     processes = len({device.process_index for device in devices})
     result = setting.search(proposals=PROPOSALS, seed=config.seed, processes=processes)
-    plan = without_budgeted(config, graph, result.best.plan)
+    plan = leave_to_budgets(config, graph, result.best.plan)
     data, fsdp, tensor = mesh_sizes(config.mesh, len(devices))
     on_base = setting.workload.on_base
     shared = {
@@ -112,7 +112,7 @@ class Setting:
                 placed |= {} if side is None else {name: one.placement for name, one in side.items()}
             if len(placed) < len(workload.calls):
                 continue
-            plan = without_budgeted(config, self.graph, Plan("auto", placed))
+            plan = leave_to_budgets(config, self.graph, Plan("auto", placed))
             try:
                 validate_plan(plan, config, workload, count)
             except UserError as refusal:

@@ -169,7 +169,7 @@ def call_candidates(prices: CostModel, call: Call, *, hypothetical: bool = False
     all faster ones.
     """
     workload, cluster = prices.workload, prices.cluster
-    by_size = grouped((devices.count, devices) for devices in slices(cluster))
+    by_size = by_key((devices.count, devices) for devices in slices(cluster))
     every = [
         prices.call(call, placement)
         for count in sorted(by_size)
@@ -186,7 +186,7 @@ def call_candidates(prices: CostModel, call: Call, *, hypothetical: bool = False
             reason = f"{reason.rsplit(':', 1)[0]}: {_rows_for(workload, cluster)}"
         raise UserError(f"{call.name} runs nowhere, for {reason}")
     on_base = workload.on_base(call.role)
-    fitting = grouped(
+    fitting = by_key(
         (candidate.placement.stored if on_base else candidate.placement.devices.count, candidate)
         for candidate in every
         if candidate.bytes <= prices.capacity
@@ -232,7 +232,7 @@ def _rows_for(workload: Workload, cluster: Cluster) -> str:
     return f"choose {workload.rows_key} of {choices}" if choices else "choose another number of devices"
 
 
-def grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
+def by_key(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
     """Returns key -> the values that it has in these pairs, in their order."""
     groups = defaultdict[Any, list[Any]](list)
     for key, value in pairs:

@@ -19,7 +19,7 @@ from typing import Any
 
 from jrlhf.meshes import Graph
 from jrlhf.meshes.plan import Placement, Plan, Slice
-from jrlhf.planning.candidates import NoPlan, candidates, grouped, placements, slices
+from jrlhf.planning.candidates import NoPlan, by_key, candidates, placements, slices
 from jrlhf.planning.memory import GIB
 from jrlhf.planning.moves import stored_alike
 from jrlhf.planning.simulate import Simulation, Simulator, simulate
@@ -141,8 +141,8 @@ class Chains:
             options = simulator.options[call]
             devices = [option.placement.devices for option in options]
             fastest = sorted(numbers, key=lambda number: options[number].seconds)
-            self.by_size.append(list(grouped((devices[number].count, number) for number in numbers).values()))
-            self.by_slice.append(grouped((devices[number], number) for number in fastest))
+            self.by_size.append(list(by_key((devices[number].count, number) for number in numbers).values()))
+            self.by_slice.append(by_key((devices[number], number) for number in fastest))
         self.best: tuple[int, ...] | None = None
         self.best_seconds, self.least, self.proposals = math.inf, math.inf, 0
         self.elite: dict[tuple[int, ...], float] = {}
@@ -353,7 +353,7 @@ def _fastest(options: Candidates) -> dict[tuple[str, int], list[Price]]:
                 moved = replace(candidate.placement, devices=Slice(0, candidate.placement.devices.count))
                 anywhere.setdefault((name, moved), candidate)
     fastest = sorted(anywhere.items(), key=lambda item: item[1].seconds)
-    return grouped(((name, placement.devices.count), candidate) for (name, placement), candidate in fastest)
+    return by_key(((name, placement.devices.count), candidate) for (name, placement), candidate in fastest)
 
 
 def _of_roles(

@@ -14,7 +14,7 @@ from jrlhf.meshes import Call
 from jrlhf.meshes.pipeline import bubble, table_of
 from jrlhf.meshes.plan import Plan
 from jrlhf.models.flops import forward_operations, training_operations
-from jrlhf.planning.candidates import grouped
+from jrlhf.planning.candidates import by_key
 from jrlhf.planning.fusion.last_rows import Work
 from jrlhf.planning.fusion.updates import FusedUpdates, fused_prices, fused_updates
 from jrlhf.planning.memory import GIB, segments
@@ -210,7 +210,7 @@ def differences(plan: Plan, best: Plan) -> str:
 
 
 def _by_slice(plan: Plan) -> str:
-    slices = grouped((placement.devices, name.split(".")[0]) for name, placement in plan.placements.items())
+    slices = by_key((placement.devices, name.split(".")[0]) for name, placement in plan.placements.items())
     return ", ".join(f"{', '.join(dict.fromkeys(roles))} on {devices}" for devices, roles in slices.items())
 
 

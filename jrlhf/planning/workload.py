@@ -304,7 +304,7 @@ def with_budgets(config: Config, workload: Workload, plan: Plan) -> Plan:
     return replace(plan, placements=placements)
 
 
-def without_budgeted(config: Config, graph: Graph, plan: Plan) -> Plan:
+def leave_to_budgets(config: Config, graph: Graph, plan: Plan) -> Plan:
     """Returns the plan without micro-batches where a token budget divides the rows."""
     budgets = token_budgets(config, graph.name)
     placements = {

@@ -27,7 +27,7 @@ from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 
 from jrlhf.meshes import to_host
-from jrlhf.meshes.reshard import grouped
+from jrlhf.meshes.reshard import packed_by_size
 
 DTYPES: Mapping[str, np.dtype] = {
     "F32": np.dtype(np.float32),
@@ -239,7 +239,7 @@ class Planned:
 
 def write_tensors(directory: Path, tensors: Sequence[Planned], file_bytes: int) -> None:
     """Writes model.safetensors, or several files and their index. Only one tensor is in memory at a time."""
-    files = list(grouped(tensors, lambda tensor: tensor.nbytes, file_bytes))
+    files = list(packed_by_size(tensors, lambda tensor: tensor.nbytes, file_bytes))
     names = [SINGLE]
     if len(files) > 1:
         names = [f"model-{index + 1:05d}-of-{len(files):05d}.safetensors" for index in range(len(files))]
