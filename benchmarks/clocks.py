@@ -19,6 +19,7 @@ from jrlhf.fleet.fleet import Fleet
 from jrlhf.fleet.schedule import Clock, Rules
 from jrlhf.meshes import make_mesh
 from jrlhf.models.generation.continuous import Progress, Prompt
+from tests.support.fleets import NO_RECOMPUTE
 
 STEP = 0.02  # seconds of a decode step
 LENGTH, CHUNK, UPDATE = 32, 4, 16  # tokens of a row; decode steps of a chunk, and of an update
@@ -89,7 +90,7 @@ def seconds_of_a_step(clock: Clock, slower: float) -> list[float]:
     seconds, weights = (STEP * CHUNK, STEP * CHUNK * slower), ({}, {})
     lanes: list[Any] = [Sleeping(seconds)] if clock == "virtual" else [Sleeping([own]) for own in seconds]
     rules, mesh = Rules(GROUPS, 2, UPDATE), make_mesh(devices=jax.devices()[:1])
-    options: Any = {"samples": SAMPLES, "limit": LENGTH, "clock": clock, "compares": False}
+    options: Any = {"samples": SAMPLES, "limit": LENGTH, "clock": clock, "recompute": NO_RECOMPUTE}
     fleet = Fleet(lanes, mesh, rules, "keep_cache", prompt, lambda group: None, **options)
     fleet.start(fleet.fresh(weights, {}), weights, {})
     begins = []

@@ -111,6 +111,7 @@ class AsynchronousRollouts(Closing):
                 workers=max(len(lane.rooms) for lane in lanes),
                 length=width + sampling.max_new_tokens,
                 keeps=options.on_new_weights == "keep_cache",
+                compares=options.logprob_check != "off",
                 warn=tell if options.logprob_check == "warn" else None,
                 read=read,
             )
@@ -126,7 +127,6 @@ class AsynchronousRollouts(Closing):
                 clock=options.clock,
                 reward=options.reward_steps,
                 recompute=recompute,
-                compares=options.logprob_check != "off",
                 on_chunk=self._clock.add_chunk,
                 read=read,
             )
@@ -135,9 +135,8 @@ class AsynchronousRollouts(Closing):
         """Ends the fleet's processes."""
         self._fleet.close()
 
-    @property
     def state(self) -> FleetState | None:
-        """The state after an iteration, as `Fleet.state`. With the wall clock a placeholder: see `saved`."""
+        """Returns the state after an iteration, as `Fleet.state`. With the wall clock a placeholder: see `saved`."""
         return self._placeholder if self._wall else self._state()
 
     def saved(self, state: Any) -> Any:
@@ -146,7 +145,7 @@ class AsynchronousRollouts(Closing):
 
     def _state(self) -> FleetState:
         with jax.set_mesh(self._mesh):
-            return self._fleet.state
+            return self._fleet.state()
 
     def fresh(self, actor: Actor) -> FleetState:
         """The state before anything is drawn, with the actor's weights."""

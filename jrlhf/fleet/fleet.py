@@ -40,6 +40,7 @@ from jrlhf.fleet.state import (
 from jrlhf.meshes import to_devices, to_host
 from jrlhf.models.generation.chunks import ToHosts
 from jrlhf.models.generation.continuous import Decoding, Progress, Prompt, Weights
+from jrlhf.run.clock import TrainerWait
 from jrlhf.run.processes import several
 
 _Swap = tuple[Published, Mapping[int, Prompt] | None]  # new weights; prompts of the rows whose caches to recompute
@@ -58,7 +59,6 @@ class Fleet:
     samples: rows of a group. limit: maximum tokens of a row. reward: time from a group's last token to its score.
     on_chunk: called with (number of a lane, seconds) after each chunk of other processes, from other threads.
     read: copies arrays of one mesh to the host, in every process.
-    recompute: compares log-probabilities if `compares` is true. None: states have no tracked rows.
     """
 
     def __init__(
@@ -74,8 +74,7 @@ class Fleet:
         limit: int,
         clock: Clock = "virtual",
         reward: int = 0,
-        recompute: Recompute | None = None,
-        compares: bool = True,
+        recompute: Recompute,
         on_chunk: Callable[[int, float], None] = lambda lane, seconds: None,
         read: ToHosts = to_host,
     ):
@@ -94,12 +93,9 @@ class Fleet:
         # Not compared yet: version, identity of the weights at the workers, expected identity.
         self._identities: list[tuple[int, Identity, Identity]] = []
         self._recompute, self._compared = recompute, Compared()
-        self._compares = recompute is not None and compares
         self._ready = 0  # time at which the batch in training was complete
         self._waits: dict[str, float] = {}
-        # The weights of the newest update until it is seen to be done; when that was.
-        self._awaited, self._trained = list[Any](), 0.0
-        self._trainer_seconds = 0.0  # without an update to compute, since the last `metrics`
+        self._trainer_wait = TrainerWait()
         self._threads = ThreadPoolExecutor(1 + len(lanes), "fleet") if lanes[0].own_devices else None
         self._finish_drawing: Callable[[], None] = lambda: None  # the drawing that overlaps with the update
 
@@ -109,12 +105,11 @@ class Fleet:
         """Returns the state before anything is drawn, with the first weights."""
         self._newest = Published(0, None, expected, self._saved(weights))
         self._lanes[0].updates = [self._newest]
-        self._lanes[0].tracked = None if self._recompute is None else self._recompute.fresh()
+        self._lanes[0].tracked = self._recompute.fresh()
         return self._state([state for lane in self._lanes for state in lane.workers.fresh()])
 
-    @property
     def state(self) -> FleetState:
-        """The state as arrays on devices, which the next chunk donates. Raises RunFailure as `collect` does.
+        """Returns the state as arrays on devices, which the next chunk donates. Raises RunFailure as `collect` does.
 
         With the wall clock all lanes first finish their chunks and take the newest weights.
         """
@@ -124,7 +119,7 @@ class Fleet:
         for lane in self._lanes:
             self._swap(lane)
             decoding.append(lane.workers.states())
-            rows = drawn_rows(decoding[-1], self._read) if self._compares and len(lane.updates) > 1 else {}
+            rows = drawn_rows(decoding[-1], self._read) if self._recompute.compares and len(lane.updates) > 1 else {}
             self._retire(lane, rows)
         self._check()
         self._compare_retired()
@@ -162,9 +157,9 @@ class Fleet:
             self._take(lane, drawing)
             lane.idle_since = time.monotonic()
 
-        tracks = self._compares and not self._wall  # otherwise the state has no tracked rows
+        tracks = self._recompute.compares and not self._wall  # otherwise the state has no tracked rows
         for lane in self._lanes:
-            lane.tracked = state.tracked if tracks or self._recompute is None else self._recompute.fresh()
+            lane.tracked = state.tracked if tracks else self._recompute.fresh()
         for began in [self._submit(begin, lane) for lane in self._lanes]:
             began.result()
         self.started = True
@@ -190,39 +185,53 @@ class Fleet:
             self._compared, self._waits = Compared(), {}
         self._times = replace(self._times, spare=self._times.spare + self._has_batch)
         self._has_batch = True
-        # Loads the prompts of all groups that may start before the next call.
+        self._load_prompts()
+        with self._trainer_wait.counted():
+            groups = self._next_groups()
+            batch = collected(groups, self._times.version)
+            drawn = self._drawn_by_version(groups)
+            self._check_present_weights()
+            if self._wall:
+                self._compare_retired()
+        self._finish_drawing = self._draw_ahead()
+        for lane, update, rows in drawn:  # while workers in other processes draw on
+            self._compared += self._compare(lane, update, rows)[0]
+        return batch
+
+    def _load_prompts(self) -> None:
+        """Loads the prompts of all groups that may start before the next call of `collect`."""
         self._loaded = int(self._rules.batch * (self._times.published + self._rules.staleness + 1 + self._times.spare))
         for number in range(self._count, self._loaded):
             self._prompt(number)
-        began = time.monotonic()
+
+    def _next_groups(self) -> dict[int, Group]:
+        """Draws until a batch is complete; removes and returns its groups."""
         while (batch := first_batch(self._complete, self._rules)) is None:
             self._advance()
         self._ready, numbers = batch
-        groups = {number: self._groups.pop(number) for number in numbers}
-        rows = collected(groups, self._times.version)
-        compared = groups if self._compares else {}
-        views = [(lane, list(lane.updates), rows_of(compared, lane.numbers, {})) for lane in self._lanes]
+        return {number: self._groups.pop(number) for number in numbers}
+
+    def _drawn_by_version(self, groups: Mapping[int, Group]) -> list[tuple[Lane, Published, list[Row]]]:
+        """Returns the versions that may have drawn in these groups, each with the rows of its lane, for `_compare`."""
+        compared = groups if self._recompute.compares else {}
+        rows = [(lane, rows_of(compared, lane.numbers, {})) for lane in self._lanes]
+        return [(lane, update, of_lane) for lane, of_lane in rows for update in lane.updates]
+
+    def _check_present_weights(self) -> None:
+        """Checks the weights that idle lanes draw with, and all others that are not checked yet."""
         for lane in [lane for lane in self._lanes if lane.chunk is None]:
             expected = lane.updates[-1].expected
             self._identities += [(lane.version, own, expected) for own in lane.workers.identities()]
         self._check()
-        if self._wall:
-            self._compare_retired()
-        self._add_wait(began)
-        self._finish_drawing = self._draw_ahead()
-        for lane, updates, view in views:
-            for update in updates:
-                self._compared += self._compare(lane, update, view)[0]
-        return rows
 
     def draw_ahead(self, update: Any) -> None:
         """Draws as long as the update takes by the virtual clock. Otherwise `publish` does so.
 
         update: the arrays that the update computes.
         """
-        self._awaited, began = jax.tree.leaves(update), time.monotonic()
-        self._finish_drawing()
-        self._add_wait(began)
+        self._trainer_wait.update = jax.tree.leaves(update)
+        with self._trainer_wait.counted():
+            self._finish_drawing()
 
     def publish(self, weights: Weights, expected: Identity) -> None:
         """Draws as long as the update takes; then workers take the new weights as soon as the rules allow it.
@@ -231,14 +240,13 @@ class Fleet:
         next `state` or `collect` raises RunFailure, so no batch of theirs is returned.
         """
         if not several():  # otherwise `draw_ahead` began to wait
-            self._awaited = jax.tree.leaves(weights)
+            self._trainer_wait.update = jax.tree.leaves(weights)
         if self._wall and self._threads is None:  # JAX did not wait for the update
-            self._draw_until(self._is_trained)
+            self._draw_until(self._trainer_wait.update_is_done)
         handle = self._lanes[0].workers.put(weights)
-        self._is_trained()  # `put` to other processes waited for it
-        began = time.monotonic()
-        self._finish_drawing()
-        self._add_wait(began)
+        self._trainer_wait.update_is_done()  # `put` to other processes waited for it
+        with self._trainer_wait.counted():
+            self._finish_drawing()
         times, end, version, self._has_batch = self._times, self._end, self._times.published + 1, False
         self._newest = Published(version, handle, expected, self._saved(weights))
         if self._wall:
@@ -256,9 +264,9 @@ class Fleet:
         """Returns waiting times of both sides, in decode steps or seconds, seconds of a decode step, counts of rows and
         groups, costs of weight transfers, and the mean distance of the tokens' log-probabilities from recomputed ones.
         """
-        metrics = self._waits | {"perf/trainer_wait_seconds": self._trainer_seconds}
+        metrics = self._waits | {"perf/trainer_wait_seconds": self._trainer_wait.seconds}
         metrics["perf/rollouts_wait_seconds"] = float(np.mean([lane.idle_seconds for lane in self._lanes]))
-        self._trainer_seconds = 0.0
+        self._trainer_wait.seconds = 0.0
         if decoded := sum(lane.decoded for lane in self._lanes):
             metrics["perf/decode_step_seconds"] = sum(lane.decoding_seconds for lane in self._lanes) / decoded
         for lane in self._lanes:
@@ -267,23 +275,14 @@ class Fleet:
         metrics["async/waiting_groups"] = float(len(self._complete))
         for own in [lane.workers.metrics() for lane in self._lanes]:
             metrics |= {name: metrics.get(name, 0.0) + value for name, value in own.items()}
-        if self._recompute is None or not self._compares:
+        if not self._recompute.compares:
             return metrics
-        compared, alarms = self._compared, self._recompute.alarms
-        metrics["async/recomputed_tokens"] = float(compared.tokens)
-        metrics |= {} if alarms is None else {"async/logprob_alarms": float(sum(alarms.values()))}
-        return metrics | ({"async/logprob_distance": compared.distance / compared.tokens} if compared.tokens else {})
-
-    def _is_trained(self) -> bool:
-        """True if the newest update is done. Records when this is first seen."""
-        if self._awaited and all(leaf.is_deleted() or leaf.is_ready() for leaf in self._awaited):
-            self._awaited, self._trained = [], time.monotonic()
-        return not self._awaited
-
-    def _add_wait(self, began: float) -> None:
-        """Adds the time since `began` without an update to compute to the trainer's waiting time."""
-        if self._is_trained():
-            self._trainer_seconds += time.monotonic() - max(began, self._trained)
+        metrics["async/recomputed_tokens"] = float(self._compared.tokens)
+        if self._recompute.alarms is not None:
+            metrics["async/logprob_alarms"] = float(sum(self._recompute.alarms.values()))
+        if self._compared.tokens:
+            metrics["async/logprob_distance"] = self._compared.distance / self._compared.tokens
+        return metrics
 
     # ---- new weights and their identity
 
@@ -335,8 +334,9 @@ class Fleet:
     # ---- log-probabilities
 
     def _compare(self, lane: Lane, update: Published, rows: Sequence[Row]) -> tuple[Compared, Tracked | None]:
-        if self._recompute is None or lane.tracked is None or not any(update.version in row.versions for row in rows):
+        if not any(update.version in row.versions for row in rows):
             return Compared(), lane.tracked
+        assert lane.tracked is not None
         weights = self._lanes[0].workers.weights(update.handle)
         return self._recompute.compare(update.version, weights, rows, lane.tracked)
 
@@ -344,7 +344,7 @@ class Fleet:
         """Records the rows of versions that no longer draw. running: None if unknown; then the next `state` does it."""
         if running is None or len(lane.updates) < 2:
             return
-        rows = rows_of(self._groups if self._compares else {}, lane.numbers, running)
+        rows = rows_of(self._groups if self._recompute.compares else {}, lane.numbers, running)
         lane.retired += [(update, rows) for update in lane.updates[:-1]]
         lane.updates = lane.updates[-1:]
 
@@ -436,7 +436,7 @@ class Fleet:
         Runs in a thread of the lane, if there are threads.
         """
         jax.block_until_ready(lane.updates[-1].handle)  # the update may still compute weights of slices
-        self._is_trained()
+        self._trainer_wait.update_is_done()
         idle = time.monotonic() - lane.idle_since
         drawn = self._take(lane, *update) if update else None
         began = time.monotonic()

@@ -81,6 +81,7 @@ class Recompute:
     workers: maximum number of workers in one comparison, with consecutive numbers.
     options: of the scoring passes, with the temperature of rollouts. length: maximum of prompt and response together.
     keeps: whether rows continue with the keys and values of older weights.
+    compares: False if a run compares nothing. Its states then have no tracked rows.
     warn: called with a sentence at the first alarm of each worker, and the run goes on; None: an alarm ends the run.
     read: copies arrays of `mesh` to the host, in every process.
     """
@@ -94,10 +95,12 @@ class Recompute:
         workers: int,
         length: int,
         keeps: bool,
+        compares: bool = True,
         warn: Callable[[str], None] | None = None,
         read: ToHosts = to_host,
     ):
         self._config, self._mesh, self._workers, self._length, self._keeps = config, mesh, workers, length, keeps
+        self.compares = compares
         self._read, self._dtype, groups = read, options.dtype, mesh.size // mesh.shape[TENSOR]
         self.places = math.ceil(ROWS * workers / groups) * groups
         scored = make_mixture(config, mesh, options)

@@ -16,8 +16,6 @@ class SynchronousRollouts(Closing):
     take: (number of a batch, the prompts that are left out) -> its prompts.
     """
 
-    state = None
-
     def __init__(self, take: Callable[[int, Solved | None], Batch]):
         self._take = take
 
@@ -32,6 +30,8 @@ class SynchronousRollouts(Closing):
     def start(self, state: FleetState | None, actor: Actor) -> None: ...
 
     def publish(self, actor: Actor) -> None: ...
+
+    def state(self) -> None: ...
 
     def saved(self, state: Any) -> Any:
         return state

@@ -5,6 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from itertools import pairwise
@@ -253,6 +254,30 @@ class Stopwatch:
         """Ends the phase `name`."""
         last, self._last = self._last, time.perf_counter()
         self.seconds[name] = self._last - last
+
+
+class TrainerWait:
+    """The seconds in which the trainer waits for rollouts and has no update to compute.
+
+    update: the arrays of the newest update, until they are seen to be ready.
+    """
+
+    def __init__(self):
+        self.update, self.seconds, self._ended = list[Any](), 0.0, 0.0
+
+    def update_is_done(self) -> bool:
+        """Whether the newest update is done. Records when this is first seen."""
+        if self.update and all(leaf.is_deleted() or leaf.is_ready() for leaf in self.update):
+            self.update, self._ended = [], time.monotonic()
+        return not self.update
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Counts the part of the block in which no update is computed."""
+        began = time.monotonic()
+        yield
+        if self.update_is_done():
+            self.seconds += time.monotonic() - max(began, self._ended)
 
 
 def timed(name: str) -> Callable:

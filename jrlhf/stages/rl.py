@@ -162,7 +162,7 @@ class Iterations:
         with jax.set_mesh(self.home):
             measured, kl, learned = self.measure(experience, state.kl)
             measured |= {} if roles.constraint is None else roles.constraint.metrics()
-        fleet = self.rollouts.state
+        fleet = self.rollouts.state()
 
         metrics = self._gather(roles, metrics | measured)
         metrics["training/epoch"] = self.order.epochs(draws, solved)[0]

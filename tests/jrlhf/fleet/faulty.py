@@ -95,14 +95,15 @@ class Setting:
     def published(self, version: int) -> Any:
         return self.version(version), drawing_identity(*self.version(version))
 
-    def fleet(self, state: Any = None, wrap: Callable[[list[Any]], list[Any]] = list, **more: Any) -> Any:
+    def fleet(self, state: Any = None, wrap: Callable[[list[Any]], list[Any]] = list, *, compares: bool = True) -> Any:
         """A fleet that draws with version 0, or goes on from a state. wrap: the batches -> batches with faults."""
+        self.recompute.compares = compares
         self.recompute._all, self.recompute._pools = Compared(), {}
         with jax.set_mesh(self.mesh):
             for batch in self.batches:
                 batch.state = batch.fresh()
             workers = SliceWorkers(wrap(self.batches))
-            options = {"samples": S, "limit": R, "recompute": self.recompute, **more}
+            options = {"samples": S, "limit": R, "recompute": self.recompute}
             fleet = Fleet([workers], self.mesh, Rules(3, 1, 5), self.mode, prompt, lambda group: None, **options)
             first = self.published(0 if state is None else int(state.times.published))
             fleet.start(fleet.fresh(*first) if state is None else state, *first)
@@ -113,7 +114,7 @@ class Setting:
         with jax.set_mesh(self.mesh):
             batch = fleet.collect()
             fleet.publish(*self.published(version))
-            return batch, fleet.state
+            return batch, fleet.state()
 
 
 def prompt(number: int) -> Prompt:

@@ -16,6 +16,7 @@ from jrlhf.fleet.slices import Published
 from jrlhf.fleet.state import FREE, NEVER
 from jrlhf.meshes import make_mesh, to_host
 from jrlhf.models.generation.continuous import Progress, Prompt
+from tests.support.fleets import NO_RECOMPUTE
 
 VERSIONS = 14
 
@@ -76,6 +77,7 @@ def fleet_of(rows: Rows) -> Fleet:
         samples=setting.samples,
         limit=limit,
         reward=int(setting.reward),
+        recompute=NO_RECOMPUTE,
     )
     fleet._take(fleet._lanes[0], Published(0, None, {}, None))
     return fleet

@@ -16,6 +16,7 @@ from jrlhf.fleet.slices import Published, SliceWorkers
 from jrlhf.meshes import GENERATE, TRAIN, make_mesh, reshard
 from jrlhf.models import LoRAConfig, ModelConfig, init_lm, init_lora, lora_shardings, param_shardings
 from jrlhf.models.generation.continuous import Progress, Prompt
+from tests.support.fleets import NO_RECOMPUTE
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -173,7 +174,8 @@ def test_nothing_is_learned_from_what_wrong_weights_drew(versions):
 
     def fleet() -> Any:
         rules, workers = Rules(2, 1, 1), SliceWorkers([Batch()])  # type: ignore[list-item]
-        own: Any = Fleet([workers], mesh, rules, "keep_cache", prompt, print, samples=1, limit=1)
+        numbers: Any = {"samples": 1, "limit": 1, "recompute": NO_RECOMPUTE}
+        own: Any = Fleet([workers], mesh, rules, "keep_cache", prompt, print, **numbers)
         first_identity = trained_identity(first, dtype=jnp.dtype(jnp.bfloat16))
         own._take(own._lanes[0], Published(0, (old, {}), first_identity, None))
         return own

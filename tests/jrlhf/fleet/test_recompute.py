@@ -152,7 +152,7 @@ def test_no_state_is_saved_with_what_nothing_has_proven():
     with jax.set_mesh(own.mesh), pytest.raises(RunFailure, match="weights of version 2 are not the trainer's"):
         fleet.collect()
         fleet.publish(own.version(1), own.published(2)[1])
-        _ = fleet.state
+        fleet.state()
 
 
 def test_heads_that_attend_one_after_the_other_give_the_same():

@@ -16,6 +16,7 @@ from jrlhf.meshes import make_mesh
 from jrlhf.models.generation.chunks import EMPTY, Slots
 from jrlhf.models.generation.continuous import Decoding, Progress
 from jrlhf.models.generation.decoding import Rows
+from tests.support.fleets import NO_RECOMPUTE
 
 
 def aligned(x: np.ndarray) -> np.ndarray:
@@ -57,19 +58,18 @@ def test_a_state_stays_as_it_is_while_the_fleet_goes_on():
     mesh, weights = make_mesh(devices=jax.devices()[:1]), ({"layers": [{"bias": jnp.ones(1)}]}, {})
     with jax.set_mesh(mesh):
         workers = SliceWorkers([Batch(mesh)])  # type: ignore[list-item]
-        fleet: Any = Fleet(
-            [workers], mesh, Rules(2, 1, 1), "keep_cache", prompt, lambda group: None, samples=1, limit=1
-        )
+        numbers: Any = {"samples": 1, "limit": 1, "recompute": NO_RECOMPUTE}
+        fleet: Any = Fleet([workers], mesh, Rules(2, 1, 1), "keep_cache", prompt, lambda group: None, **numbers)
         expected = drawing_identity(weights[0])
         fleet._take(fleet._lanes[0], Published(0, weights, expected, None))
         fleet.collect()
-        state = fleet.state
+        state = fleet.state()
         before = jax.tree.map(np.array, jax.device_get((state.started, state.decoding.owner, state.decoding.drawn)))
         fleet.publish(weights, expected)
         fleet.collect()
         after = jax.device_get((state.started, state.decoding.owner, state.decoding.drawn))
         jax.tree.map(np.testing.assert_array_equal, after, before)
-        assert not np.array_equal(fleet.state.started.number, before[0].number)
+        assert not np.array_equal(fleet.state().started.number, before[0].number)
 
 
 def test_the_place_of_a_group_is_that_of_its_rows_in_a_synchronous_batch():

@@ -27,6 +27,7 @@ from jrlhf.stages.setup import select_resources
 from jrlhf.train import main
 from tests.jrlhf.fleet.test_faults import pids, signal_to
 from tests.jrlhf.fleet.test_runs import ADAPTER, config, run
+from tests.support.fleets import NO_RECOMPUTE
 from tests.support.processes import children, eventually, gone
 from tests.support.runs import ROOT, Training, resumed, stage_of
 
@@ -105,9 +106,8 @@ def prompt(number: int) -> Prompt:
 
 def fleet_of(*workers: Any) -> Any:
     mesh = make_mesh(devices=jax.devices()[:1])
-    return Fleet(
-        workers, mesh, RULES, "keep_cache", prompt, lambda group: None, samples=SAMPLES, limit=LIMIT, clock="wall"
-    )
+    options: Any = {"samples": SAMPLES, "limit": LIMIT, "clock": "wall", "recompute": NO_RECOMPUTE}
+    return Fleet(workers, mesh, RULES, "keep_cache", prompt, lambda group: None, **options)
 
 
 def weights(version: int) -> Any:
@@ -151,7 +151,7 @@ def test_the_trainer_does_not_wait_for_a_worker_that_hangs():
         for row, length in zip(batch.rows.versions, batch.rows.lengths, strict=True):
             ages |= set((version - row[:length]).tolist())
         assert fleet._count <= GROUPS * (version + 1 + RULES.staleness + 1)  # the admission rule
-    assert fleet.state is not None  # for which all chunks end
+    assert fleet.state() is not None  # for which all chunks end
     under_way = set(fleet._groups)
     assert max(ages) >= closed and Counter(trained) == Counter(set(range(fleet._count)) - under_way)
     assert slow.started + fast.started == Counter(range(fleet._count))
@@ -164,7 +164,7 @@ def test_a_state_has_what_every_worker_drew_and_a_resumed_run_goes_on_from_it():
     fleet = fleet_of(*workers)
     fleet.start(fleet.fresh(weights(0), {}), weights(0), {})
     trained = [number for version in range(5) for number in iterate(fleet, version).numbers.tolist()]
-    state = jax.device_get(fleet.state)
+    state = jax.device_get(fleet.state())
     rows = {int(row): tokens.tolist() for own in state.decoding for row, tokens in own.items()}
     assert {row // SAMPLES for row in rows} == {
         number for number, group in fleet._groups.items() if not group.complete
