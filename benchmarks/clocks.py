@@ -91,7 +91,7 @@ def seconds_of_a_step(clock: Clock, slower: float) -> list[float]:
     lanes: list[Any] = [Sleeping(seconds)] if clock == "virtual" else [Sleeping([own]) for own in seconds]
     rules, mesh = Rules(GROUPS, 2, UPDATE), make_mesh(devices=jax.devices()[:1])
     options: Any = {"samples": SAMPLES, "limit": LENGTH, "clock": clock, "recompute": NO_RECOMPUTE}
-    fleet = Fleet(lanes, mesh, rules, "keep_cache", prompt, lambda group: None, **options)
+    fleet = Fleet(lanes, mesh, rules, prompt, lambda group: None, **options)
     fleet.start(fleet.fresh(weights, {}), weights, {})
     begins = []
     for _ in range(ITERATIONS):

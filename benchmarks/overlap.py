@@ -33,7 +33,7 @@ LENGTH, CHUNK, UPDATE = 32, 4, 16  # tokens of a row; decode steps of a chunk, a
 GROUPS, SAMPLES = 4, 4  # of a batch, and rows of a group
 ITERATIONS, FIRST = 11, 3  # of a run, and those in which programs are compiled and slots fill
 SETTING = Setting(
-    Rules(GROUPS, 0, UPDATE), GROUPS * SAMPLES, SAMPLES, measured([LENGTH]), chunk=CHUNK, reward=float(LENGTH)
+    Rules(GROUPS, 0, UPDATE, reward=float(LENGTH)), GROUPS * SAMPLES, SAMPLES, measured([LENGTH]), chunk=CHUNK
 )
 SETTINGS = (
     "device.simulated=1 mesh.data=1 mesh.fsdp=1 compute.remat=full fleet.workers=1 "

@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks.records import RESULTS, provenance, write
 from benchmarks.rules import Cost, Setting, cost, simulate
 from jrlhf.fleet.predict import token_versions
-from jrlhf.fleet.schedule import Rules
+from jrlhf.fleet.schedule import OnNewWeights, Rules
 from jrlhf.fleet.simulate import lognormal
 
 VERSIONS = 1000
@@ -141,21 +141,17 @@ def prefill_price() -> float:
 PRICED = {"part": "decode", "model": "8B", "batch": 128, "prompt": 768}
 
 
-WAYS: Mapping[str, dict[str, Any]] = {
-    "keep_cache": {"on_new_weights": "keep_cache"},
-    "prefill_again": {"on_new_weights": "prefill_again"},
-    "finish": {"on_new_weights": "finish"},
-}
+WAYS: tuple[OnNewWeights, ...] = "keep_cache", "prefill_again", "finish"
 
 
 def settings(sigmas: Sequence[float] = SIGMAS, bounds: Sequence[int] = BOUNDS) -> list[dict[str, Any]]:
     rows = []
     for sigma in sigmas:
-        for title in WAYS:
-            setting = replace(RUN, lengths=lognormal(1000, sigma), prefill=prefill_price(), **WAYS[title])
+        setting = replace(RUN, lengths=lognormal(1000, sigma), prefill=prefill_price())
+        for way in WAYS:
             for bound in bounds:
-                bounded = replace(setting, rules=replace(setting.rules, staleness=bound))
-                name = {"sigma": sigma, "on_new_weights": title, "staleness": bound}
+                bounded = replace(setting, rules=replace(setting.rules, staleness=bound, on_new_weights=way))
+                name = {"sigma": sigma, "on_new_weights": way, "staleness": bound}
                 rows.append({**name, **record_of(setting, cost(bounded, VERSIONS))})
     return rows
 
@@ -191,11 +187,10 @@ def verl_step(name: str, mean: float, sigma: float) -> float:
     second = 1 / (a + b * slots / devices)  # in decode steps of full slots
     update, other = (VERL_STEP[name] - VERL_GENERATION, 0.0) if colocated else (VERL_UPDATE, VERL_OTHER)
     setting = Setting(
-        Rules(512 // publish, publish - 1 + publish * share, update / publish * second),
+        Rules(512 // publish, publish - 1 + publish * share, update / publish * second, "prefill_again"),
         slots,
         samples=16,
         lengths=lengths,
-        on_new_weights="prefill_again",
         chunk=16,
         transfer=other * second,
         empty=a * second,

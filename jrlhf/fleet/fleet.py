@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jrlhf.errors import RunFailure
 from jrlhf.fleet.identity import Identity, differences
 from jrlhf.fleet.recompute import Compared, Recompute, Row, Tracked
-from jrlhf.fleet.schedule import Clock, OnNewWeights, Rules, first_batch, may_start, may_swap
+from jrlhf.fleet.schedule import Clock, Rules, first_batch, may_start, may_swap
 from jrlhf.fleet.slices import Lane, Published, Workers
 from jrlhf.fleet.state import (
     Collected,
@@ -56,7 +56,7 @@ class Fleet:
     prompt: number of a group -> its prompt. The first call for a number comes from `start` or `collect`, and may read
     data; further calls may come from the thread that draws ahead.
     on_complete: called with each group as soon as it is complete; possibly from that thread, too.
-    samples: rows of a group. limit: maximum tokens of a row. reward: time from a group's last token to its score.
+    samples: rows of a group. limit: maximum tokens of a row.
     on_chunk: called with (number of a lane, seconds) after each chunk of other processes, from other threads.
     read: copies arrays of one mesh to the host, in every process.
     """
@@ -66,22 +66,19 @@ class Fleet:
         lanes: Sequence[Workers],
         mesh: Mesh,
         rules: Rules,
-        on_new_weights: OnNewWeights,
         prompt: Callable[[int], Prompt],
         on_complete: Callable[[Collected], None],
         *,
         samples: int,
         limit: int,
         clock: Clock = "virtual",
-        reward: int = 0,
         recompute: Recompute,
         on_chunk: Callable[[int, float], None] = lambda lane, seconds: None,
         read: ToHosts = to_host,
     ):
         bounds = pairwise(np.cumsum([0, *(len(workers.rooms) for workers in lanes)]).tolist())
         self._lanes = [Lane(workers, range(*own)) for workers, own in zip(lanes, bounds, strict=True)]
-        self.mesh, self._rules, self._reward, self._wall, self._read = mesh, rules, reward, clock == "wall", read
-        self._on_new_weights: OnNewWeights = on_new_weights
+        self.mesh, self._rules, self._wall, self._read = mesh, rules, clock == "wall", read
         self._on_complete, self._samples, self._limit, self._on_chunk = on_complete, samples, limit, on_chunk
         self._groups = dict[int, Group]()  # by number, in the order in which they started
         self._count = 0  # number of all groups that have started so far
@@ -291,7 +288,7 @@ class Fleet:
         if self._newest is None or not self._may_swap(lane):
             return None
         self._times, again = replace(self._times, version=self._newest.version), None
-        if self._on_new_weights == "prefill_again" and lane.workers.running:
+        if self._rules.on_new_weights == "prefill_again" and lane.workers.running:
             own = {number: group for number, group in self._groups.items() if group.worker in lane.numbers}
             again = {number: group.prompt for number, group in own.items() if not group.complete}
         return self._newest, again
@@ -300,12 +297,12 @@ class Fleet:
         """Lets the lane take the newest weights, if they are newer than its own and it may take them."""
         if update := self._update(lane):
             self._retire(lane, self._take(lane, *update))
-            if self._on_new_weights == "finish" and self._threads is None:
+            if self._rules.on_new_weights == "finish" and self._threads is None:
                 self._compare_retired()  # all rows are done, and the memory of these weights is needed
 
     def _take(self, lane: Lane, update: Published, again: Mapping[int, Prompt] | None = None) -> DrawnRows | None:
         """Makes the lane draw with these weights. Records identities for `_check`; returns rows for `_retire`."""
-        drawn = {} if self._on_new_weights == "finish" else None  # with "finish" no row is running now
+        drawn = {} if self._rules.on_new_weights == "finish" else None  # with "finish" no row is running now
         if self._wall and lane.updates:
             drawn = lane.workers.drawn()
         for old, new in lane.workers.take(update.handle, again):
@@ -318,7 +315,7 @@ class Fleet:
     def _saved(self, weights: Weights) -> Weights | None:
         """Returns the weights that a state saves: with "finish" weights older than the trainer's may draw."""
         base, adapter = weights
-        return (({} if adapter else base), adapter) if self._on_new_weights == "finish" else None  # not a base
+        return (({} if adapter else base), adapter) if self._rules.on_new_weights == "finish" else None  # not a base
 
     def _check(self) -> None:
         """Compares the identities of the weights that drew with the expected ones."""
@@ -398,7 +395,7 @@ class Fleet:
 
     def _may_swap(self, lane: Lane) -> bool:
         newer = self._newest is not None and lane.version < self._newest.version
-        return newer and may_swap(self._on_new_weights, lane.workers.running)
+        return newer and may_swap(self._rules, lane.workers.running)
 
     def _advance(self, end: Future | None = None) -> None:
         """Lets the lanes decode, and records the results of those that finish first. Returns early if `end` is done."""
@@ -479,7 +476,7 @@ class Fleet:
                 drawn.tokens[own], drawn.logprobs[own], drawn.finished[sample] = row.response
                 drawn.lengths[sample] = row.end
                 if group.complete:
-                    group.time = now + self._reward
+                    group.time = now + int(self._rules.reward)
                     self._report(number)
 
     def _report(self, number: int) -> None:

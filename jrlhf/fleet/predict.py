@@ -173,14 +173,13 @@ def predicted(config: Config, prices: CostModel, outcome: Simulation, sigma: flo
     update = max(span.end for span in outcome.steady) - drawn
     steps = options.update_steps if options.clock == "virtual" else update / step
     assert home is not None
+    groups = section.rollout_batch // section.samples
     priced = Setting(
-        Rules(section.rollout_batch // section.samples, options.staleness, steps),
+        Rules(groups, options.staleness, steps, options.on_new_weights, options.reward_steps),
         slots,
         section.samples,
         lognormal(mean_before_cut(workload.mean_response, sigma, workload.response), sigma, workload.response),
-        options.on_new_weights,
         min(config.rollout.chunk, workload.response),
-        reward=options.reward_steps,
         transfer=prices.reallocation(call.role, outcome.plan[home.name], place) / step,
         prefill=max(0.0, generation(here, 1, samples=1) / step - 1) / (here * workload.prompt),
         prompt=workload.prompt,
@@ -218,7 +217,7 @@ def drawing_time(trace: Trace, priced: Setting) -> float:
     steps, area, swaps = float(end - begin), float(trace.busy[last] - trace.busy[first]), np.unique(trace.swaps)
     swaps = swaps[(swaps >= begin) & (swaps < end)]
     time = priced.empty * steps + (1 - priced.empty) * area / priced.slots + priced.transfer * len(swaps)
-    if priced.on_new_weights == "prefill_again":
+    if priced.rules.on_new_weights == "prefill_again":
         drawn = swaps[:, None] - trace.starts.ravel()  # tokens of each row at each change of weights
         running = (drawn > 0) & (drawn < trace.lengths.ravel())
         time += priced.prefill * float((drawn + priced.prompt)[running].sum())

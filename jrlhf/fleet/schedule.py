@@ -19,12 +19,18 @@ Time = TypeVar("Time", int, float)
 
 @dataclass(frozen=True)
 class Rules:
-    """The numbers of the rules. batch: groups that one update learns from. staleness: maximum age of a token, in
-    versions; a fraction admits a part of a batch. update: duration of one update, in decode steps."""
+    """What the rules depend on.
+
+    batch: groups that one update learns from. staleness: maximum age of a token, in versions; a fraction admits a part
+    of a batch. update: duration of one update, in decode steps. on_new_weights: see `may_swap`. reward: time from the
+    last token of a group to its score, in decode steps.
+    """
 
     batch: int
     staleness: float
     update: float
+    on_new_weights: OnNewWeights = "keep_cache"
+    reward: float = 0.0
 
 
 def may_start(rules: Rules, started: int, version: int) -> bool:
@@ -49,14 +55,14 @@ def first_batch(complete: Sequence[tuple[Time, int]], rules: Rules) -> tuple[Tim
     return batch[-1][0], sorted(number for _, number in batch)
 
 
-def may_swap(on_new_weights: OnNewWeights, running: int) -> bool:
+def may_swap(rules: Rules, running: int) -> bool:
     """True if the rollout side may take new weights while this number of rows is running.
 
     `keep_cache` (PipelineRL, arXiv:2509.19128) and `prefill_again` (AReaL) take them in the middle of rows, which
     continue with the caches of older weights, or with recomputed caches. `finish` waits until no row is running; then
     groups are completed in the order of their versions, and no token is ever older than the bound.
     """
-    return on_new_weights != "finish" or running == 0
+    return rules.on_new_weights != "finish" or running == 0
 
 
 def fresh(

@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 import numpy as np
 from jaxtyping import Float, Int
 
-from jrlhf.fleet.schedule import OnNewWeights, Rules, first_batch, may_start, may_swap
+from jrlhf.fleet.schedule import Rules, first_batch, may_start, may_swap
 
 Lengths = Callable[[np.random.Generator, tuple[int, int]], Int[np.ndarray, "G S"]]
 WAITING = -1  # in `Trace.trained`: groups that no update has used
@@ -42,10 +42,9 @@ class Setting:
     """The parts of an asynchronous run that its schedule depends on. Times are in decode steps.
 
     slots: rows that decode at a time. samples: rows of a group. lengths: sampler of row lengths, in tokens.
-    on_new_weights: see `schedule.may_swap`.
     chunk: decode steps between two checks for finished rows and new weights; fewer if all rows have ended.
-    reward: time from the last token of a group to its score. transfer: time that decoding stops for new weights.
-    prefill: time to recompute the cache of one token, for `prefill_again`. prompt: tokens of a prompt.
+    transfer: time that decoding stops for new weights. prefill: time to recompute the cache of one token, for
+    `prefill_again`. prompt: tokens of a prompt.
     empty: time of a decode step with almost no rows. The time is linear in the number of rows, and 1 with full slots.
     """
 
@@ -53,9 +52,7 @@ class Setting:
     slots: int
     samples: int
     lengths: Lengths
-    on_new_weights: OnNewWeights = "keep_cache"
     chunk: int = 1
-    reward: float = 0.0
     transfer: float = 0.0
     prefill: float = 0.0
     prompt: int = 0
@@ -145,12 +142,12 @@ class Pipeline:
 
     def take_weights(self) -> None:
         setting, newest = self.setting, self.newest
-        if newest == self.version or not may_swap(setting.on_new_weights, len(self.running)):
+        if newest == self.version or not may_swap(setting.rules, len(self.running)):
             return
         self.swaps += [self.step] * (newest - self.version)
         self.version = newest
         self.now += setting.transfer
-        if setting.on_new_weights == "prefill_again":
+        if setting.rules.on_new_weights == "prefill_again":
             drawn = sum(self.step - first for _, _, first in self.running)
             self.now += setting.prefill * (drawn + setting.prompt * len(self.running))
 
@@ -201,7 +198,7 @@ class Pipeline:
             _, group, _ = heappop(self.running)
             self.unfinished[group] -= 1
             if not self.unfinished[group]:
-                self.complete.append((self.now + self.setting.reward, group))
+                self.complete.append((self.now + self.setting.rules.reward, group))
 
     def train(self) -> None:
         """Starts all updates that can start by now."""

@@ -104,7 +104,7 @@ class Setting:
                 batch.state = batch.fresh()
             workers = SliceWorkers(wrap(self.batches))
             options = {"samples": S, "limit": R, "recompute": self.recompute}
-            fleet = Fleet([workers], self.mesh, Rules(3, 1, 5), self.mode, prompt, lambda group: None, **options)
+            fleet = Fleet([workers], self.mesh, Rules(3, 1, 5, self.mode), prompt, lambda group: None, **options)
             first = self.published(0 if state is None else int(state.times.published))
             fleet.start(fleet.fresh(*first) if state is None else state, *first)
         return fleet

@@ -71,12 +71,10 @@ def fleet_of(rows: Rows) -> Fleet:
         [rows],  # type: ignore[list-item]
         make_mesh(8, 1, 1),
         setting.rules,
-        setting.on_new_weights,
         lambda number: Prompt(number, np.zeros(1, np.int32), 1, np.zeros(1)),
         lambda group: None,
         samples=setting.samples,
         limit=limit,
-        reward=int(setting.reward),
         recompute=NO_RECOMPUTE,
     )
     fleet._take(fleet._lanes[0], Published(0, None, {}, None))
@@ -102,13 +100,17 @@ def test_versions_of_tokens_are_those_of_the_simulator(seed):
     for number in range(10):
         samples = int(rng.integers(1, 4))
         setting = Setting(
-            Rules(int(rng.integers(1, 4)), int(rng.integers(0, 4)), float(rng.integers(1, 40))),
+            Rules(
+                int(rng.integers(1, 4)),
+                int(rng.integers(0, 4)),
+                float(rng.integers(1, 40)),
+                ("keep_cache", "prefill_again", "finish")[rng.integers(3)],
+                float(rng.integers(0, 2) * rng.integers(0, 50)),
+            ),
             slots=samples + int(rng.integers(0, 9)),
             samples=samples,
             lengths=measured(rng.integers(1, 30, 50).tolist()),
-            on_new_weights=("keep_cache", "prefill_again", "finish")[rng.integers(3)],
             chunk=int(rng.integers(1, 9)),
-            reward=float(rng.integers(0, 2) * rng.integers(0, 50)),
         )
         trace = simulate(setting, VERSIONS, number)
         trained, versions = play(setting, setting.lengths(np.random.default_rng(number), (1024, samples)))

@@ -175,7 +175,7 @@ def test_nothing_is_learned_from_what_wrong_weights_drew(versions):
     def fleet() -> Any:
         rules, workers = Rules(2, 1, 1), SliceWorkers([Batch()])  # type: ignore[list-item]
         numbers: Any = {"samples": 1, "limit": 1, "recompute": NO_RECOMPUTE}
-        own: Any = Fleet([workers], mesh, rules, "keep_cache", prompt, print, **numbers)
+        own: Any = Fleet([workers], mesh, rules, prompt, print, **numbers)
         first_identity = trained_identity(first, dtype=jnp.dtype(jnp.bfloat16))
         own._take(own._lanes[0], Published(0, (old, {}), first_identity, None))
         return own

@@ -73,17 +73,18 @@ def test_the_virtual_clock_counts_steps_whatever_they_take():
     options = {"staleness": 2, "update_steps": 150, "on_new_weights": "prefill_again"}
     own = replace(setting(16, "mesh.fsdp=16", **options), mean_response=400.0)
     lengths = lognormal(mean_before_cut(400.0, 0.8, 1024), 0.8, 1024)
-    counted = rollouts.Setting(Rules(256, 2, 150), 256, 1, lengths, "prefill_again", own.config.rollout.chunk)
+    counted = rollouts.Setting(Rules(256, 2, 150, "prefill_again"), 256, 1, lengths, own.config.rollout.chunk)
     assert predicted(own.config, own.prices, halves(own), 0.8).prediction == predict(counted, VERSIONS)
     arrival = replace(setting(16, "mesh.fsdp=16", clock="wall", staleness=2), mean_response=400.0)
     steps = predicted(arrival.config, arrival.prices, halves(arrival), 0.8)
-    assert steps.prediction != predict(replace(counted, rules=Rules(256, 2, steps.update_steps)), VERSIONS)
+    counted = replace(counted, rules=replace(counted.rules, update=steps.update_steps))
+    assert steps.prediction != predict(counted, VERSIONS)
 
 
 @pytest.mark.parametrize("on_new_weights", ["keep_cache", "prefill_again", "finish"])
 def test_rollouts_take_the_time_of_their_steps_and_of_new_weights(on_new_weights):
     lengths = measured(np.random.default_rng(0).integers(1, 30, 50).tolist())
-    counted = rollouts.Setting(Rules(3, 2, 14), 12, 3, lengths, on_new_weights)
+    counted = rollouts.Setting(Rules(3, 2, 14, on_new_weights), 12, 3, lengths)
     trace, prices = rollouts.simulate(counted, 20), {"empty": 0.4, "transfer": 2.5, "prefill": 0.01, "prompt": 5}
     first, last, time = 4, 19, 0.0
     rows = list(zip(trace.starts.ravel(), trace.lengths.ravel(), strict=True))

@@ -39,7 +39,7 @@ def play(setting: rules.Setting, versions: int, seed: int) -> tuple[list[Group],
 
     Written from the description of the rules. All times must be whole numbers.
     """
-    rule, finish = setting.rule, setting.on_new_weights == "finish"
+    rule, finish = setting.rule, setting.rules.on_new_weights == "finish"
     batch, bound, update = setting.rules.batch, setting.rules.staleness, int(setting.rules.update)
     groups: list[Group] = []
     running: list[tuple[Group, int]] = []
@@ -75,7 +75,7 @@ def play(setting: rules.Setting, versions: int, seed: int) -> tuple[list[Group],
             for group, _ in running:
                 if all(len(tokens) == length for tokens, length in zip(group.tokens, group.lengths, strict=False)):
                     if len(group.tokens) == setting.samples and group.done is None:
-                        group.done = now + int(setting.reward)
+                        group.done = now + int(setting.rules.reward)
             running = [(group, row) for group, row in running if len(group.tokens[row]) < group.lengths[row]]
             if rule == "drop_oldest":
                 queue = [group for group in groups if group.done is not None and group.trained is None]
@@ -122,14 +122,18 @@ def random_setting(rng: np.random.Generator) -> rules.Setting:
     rule = one_of("token_bound", "token_bound", "capacity", "in_order", "drop_oldest", "discard_stale")
     samples, publish = int(rng.integers(1, 5)), one_of(1, 1, 2)
     return rules.Setting(
-        Rules(int(rng.integers(1, 4)), publish - 1 + one_of(0, 1, 2, 2.5, 5), float(rng.integers(1, 40))),
+        Rules(
+            int(rng.integers(1, 4)),
+            publish - 1 + one_of(0, 1, 2, 2.5, 5),
+            float(rng.integers(1, 40)),
+            one_of("keep_cache", "prefill_again", "finish") if "d_" not in rule else "keep_cache",
+            0.0 if rule in ("drop_oldest", "discard_stale") else float(rng.integers(0, 2) * rng.integers(0, 50)),
+        ),
         slots=samples + int(rng.integers(0, 12)),
         samples=samples,
         lengths=measured(rng.integers(1, 30, 50).tolist()),
-        on_new_weights=one_of("keep_cache", "prefill_again", "finish") if "d_" not in rule else "keep_cache",
         chunk=one_of(1, 1, 3, 8),
         together=one_of(True, False),
-        reward=0.0 if rule in ("drop_oldest", "discard_stale") else float(rng.integers(0, 2) * rng.integers(0, 50)),
         publish=publish,
         rule=rule,
         queue=one_of(1, 2),
@@ -197,7 +201,7 @@ def test_mean_staleness_in_closed_form(published):
 @pytest.mark.parametrize("on_new_weights", ["finish", "prefill_again"])
 def test_the_rule_of_a_run(on_new_weights):
     """It drops no row, weights no token beyond the bound, and is the faster, the higher the bound."""
-    setting = replace(OTHER, on_new_weights=on_new_weights, prefill=0.001)
+    setting = replace(OTHER, rules=replace(OTHER.rules, on_new_weights=on_new_weights), prefill=0.001)
     predictions = trade_off(setting, BOUNDS, versions=200)
     for bound, prediction in zip(BOUNDS, predictions, strict=True):
         predicted = cost(replace(setting, rules=replace(setting.rules, staleness=bound)), versions=200)
@@ -230,11 +234,11 @@ def test_pauses_and_costs_of_steps():
     setting = Setting(Rules(1, 0, 6.0), slots=4, samples=1, lengths=measured([10]))
     assert predict(setting, 20).step == 16
     assert predict(replace(setting, transfer=3.0), 20).step == 19
-    assert predict(replace(setting, reward=5.0), 20).step == 21
+    assert predict(replace(setting, rules=replace(setting.rules, reward=5.0)), 20).step == 21
     assert predict(replace(setting, chunk=8), 20).step == 16  # the second chunk ends with the row
     assert predict(replace(setting, empty=0.5), 20).step == 6 + 10 * (0.5 + 0.5 / 4)
     assert predict(replace(setting, rules=Rules(1, 1, 6.0)), 21).step == (10 + 6) / 2  # two rows take turns
-    again = replace(setting, rules=Rules(1, 2, 7.0), slots=1, on_new_weights="prefill_again", prefill=0.5, prompt=4)
+    again = replace(setting, rules=Rules(1, 2, 7.0, "prefill_again"), slots=1, prefill=0.5, prompt=4)
     assert predict(again, 40).step == 10 + 0.5 * (7 + 4)  # weights come when the running row has 7 tokens
 
 

@@ -59,7 +59,7 @@ def test_a_state_stays_as_it_is_while_the_fleet_goes_on():
     with jax.set_mesh(mesh):
         workers = SliceWorkers([Batch(mesh)])  # type: ignore[list-item]
         numbers: Any = {"samples": 1, "limit": 1, "recompute": NO_RECOMPUTE}
-        fleet: Any = Fleet([workers], mesh, Rules(2, 1, 1), "keep_cache", prompt, lambda group: None, **numbers)
+        fleet: Any = Fleet([workers], mesh, Rules(2, 1, 1), prompt, lambda group: None, **numbers)
         expected = drawing_identity(weights[0])
         fleet._take(fleet._lanes[0], Published(0, weights, expected, None))
         fleet.collect()

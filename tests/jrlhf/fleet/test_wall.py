@@ -107,7 +107,7 @@ def prompt(number: int) -> Prompt:
 def fleet_of(*workers: Any) -> Any:
     mesh = make_mesh(devices=jax.devices()[:1])
     options: Any = {"samples": SAMPLES, "limit": LIMIT, "clock": "wall", "recompute": NO_RECOMPUTE}
-    return Fleet(workers, mesh, RULES, "keep_cache", prompt, lambda group: None, **options)
+    return Fleet(workers, mesh, RULES, prompt, lambda group: None, **options)
 
 
 def weights(version: int) -> Any:
