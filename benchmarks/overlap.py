@@ -21,18 +21,18 @@ from benchmarks import sleeps
 from benchmarks.records import hardware, output_path, provenance, write
 from jrlhf.config import load_config
 from jrlhf.fleet.fleet import Fleet
-from jrlhf.fleet.predict import predict
+from jrlhf.fleet.predict import costs
 from jrlhf.fleet.processes import workers
 from jrlhf.fleet.processes.process import LocalWorker
 from jrlhf.fleet.schedule import Rules
-from jrlhf.fleet.simulate import Setting, measured
+from jrlhf.fleet.simulate import Scenario, measured
 from jrlhf.train import main as train
 
 STEP = 0.1  # seconds of a decode step
 LENGTH, CHUNK, UPDATE = 32, 4, 16  # tokens of a row; decode steps of a chunk, and of an update
 GROUPS, SAMPLES = 4, 4  # of a batch, and rows of a group
 ITERATIONS, FIRST = 11, 3  # of a run, and those in which programs are compiled and slots fill
-SETTING = Setting(
+SCENARIO = Scenario(
     Rules(GROUPS, 0, UPDATE, reward=float(LENGTH)), GROUPS * SAMPLES, SAMPLES, measured([LENGTH]), chunk=CHUNK
 )
 SETTINGS = (
@@ -75,7 +75,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         for staleness in (0, 1, 2):
             seconds = seconds_of_a_step(staleness, directory)
-            theory = predict(replace(SETTING, rules=replace(SETTING.rules, staleness=staleness))).step
+            theory = costs(replace(SCENARIO, rules=replace(SCENARIO.rules, staleness=staleness))).step
             mean = float(np.mean(seconds))
             rows.append({"staleness": staleness, "seconds": mean, "spread": float(np.std(seconds)), "steps": theory})
             row, first = rows[-1], rows[0]

@@ -76,7 +76,7 @@ def predicted(config: Any, mean: float, sigma: float) -> dict[str, float]:
     search = Search(cluster="2xh100", mean_response=mean, sigma=sigma, plan="disaggregated")
     outcome = make_plan(config, search, say=print).asynchronous
     assert outcome is not None
-    one = outcome.prediction
+    one = outcome.costs
     return {
         "mean_age": one.mean_age,
         "max_age": one.max_age,

@@ -17,8 +17,8 @@ DROPPED = -2  # in `Trace.trained`: groups that were dropped
 
 
 @dataclass(frozen=True)
-class Setting(run.Setting):
-    """A setting with another rule.
+class Scenario(run.Scenario):
+    """A scenario with another rule.
 
     together: all samples of a prompt enter the slots together, as in a run; otherwise a row takes any free slot.
     publish: number of updates from one publication of weights to the next.
@@ -41,16 +41,16 @@ class Setting(run.Setting):
             raise ValueError(f"staleness={staleness}: no rows for the update before the first publish={publish}")
 
 
-def simulate(setting: Setting, versions: int, seed: int = 0) -> Trace:
+def simulate(scenario: Scenario, versions: int, seed: int = 0) -> Trace:
     """Simulates a run of `versions` updates, as `jrlhf.fleet.simulate.simulate` does."""
-    return _Pipeline(setting, seed).run(versions)
+    return _Pipeline(scenario, seed).run(versions)
 
 
 class _Pipeline(run.Pipeline):
-    setting: Setting
+    scenario: Scenario
 
-    def __init__(self, setting: Setting, seed: int):
-        super().__init__(setting, seed)
+    def __init__(self, scenario: Scenario, seed: int):
+        super().__init__(scenario, seed)
         self.pending: list[int] = []  # lengths of the newest group's rows that have no slot yet
 
     def trace(self) -> Trace:
@@ -61,15 +61,15 @@ class _Pipeline(run.Pipeline):
 
     @property
     def newest(self) -> int:
-        return super().newest // self.setting.publish * self.setting.publish
+        return super().newest // self.scenario.publish * self.scenario.publish
 
     def may_start(self) -> bool:
-        setting = self.setting
-        bounded = setting.rule in ("token_bound", "capacity", "in_order")
-        return not bounded or may_start(setting.rules, len(self.drawn), self.version)
+        scenario = self.scenario
+        bounded = scenario.rule in ("token_bound", "capacity", "in_order")
+        return not bounded or may_start(scenario.rules, len(self.drawn), self.version)
 
     def start_rows(self) -> None:
-        if self.setting.together:
+        if self.scenario.together:
             super().start_rows()
             return
         while self.room and (self.pending or self.may_start()):
@@ -79,14 +79,14 @@ class _Pipeline(run.Pipeline):
 
     def end_rows(self) -> None:
         super().end_rows()
-        if self.setting.rule == "drop_oldest":
-            self.drop(sorted(self.complete)[: -self.setting.queue * self.setting.rules.batch])
+        if self.scenario.rule == "drop_oldest":
+            self.drop(sorted(self.complete)[: -self.scenario.queue * self.scenario.rules.batch])
 
     def batch(self) -> tuple[float, list[int]] | None:
-        rules, version, complete = self.setting.rules, len(self.begins), self.complete
-        if self.setting.rule == "in_order":
+        rules, version, complete = self.scenario.rules, len(self.begins), self.complete
+        if self.scenario.rule == "in_order":
             complete = [item for item in complete if item[1] < rules.batch * (version + 1)]
-        elif self.setting.rule == "discard_stale":
+        elif self.scenario.rule == "discard_stale":
             self.drop([item for item in complete if version - self.drawn[item[1]] > rules.staleness])
             complete = self.complete
         return first_batch(complete, rules)
@@ -97,7 +97,7 @@ class _Pipeline(run.Pipeline):
 
 @dataclass(frozen=True)
 class Cost:
-    """The costs of a setting. Times are in decode steps, ages in versions, shares between 0 and 1.
+    """The costs of a scenario. Times are in decode steps, ages in versions, shares between 0 and 1.
 
     step: time from one update to the next. trainer_waits: share of the time in which the trainer does not update.
     rollouts_wait: share of the slots' time in which they hold no row, or decoding stops for new weights.
@@ -127,19 +127,19 @@ class Cost:
     length_ratio: float
 
 
-def cost(setting: Setting, versions: int, seed: int = 0) -> Cost:
+def cost(scenario: Scenario, versions: int, seed: int = 0) -> Cost:
     """Simulates `versions` updates and returns the mean costs of one; see `jrlhf.fleet.predict.summarise`."""
-    trace = simulate(setting, versions, seed)
+    trace = simulate(scenario, versions, seed)
     own, first = pace(trace), versions // 5
     middle = (trace.drawn >= first) & (trace.drawn < versions - first) & (trace.trained != WAITING)
     learned = middle & (trace.trained != DROPPED)
 
     rows, drawn, tokens = token_versions(trace, learned)
-    trained = np.repeat(trace.trained[learned], setting.samples)[rows]
-    ages, young = trained - drawn, fresh(drawn, trained, setting.rules.staleness)
-    full = young if setting.rule == "token_bound" else np.ones_like(young)
+    trained = np.repeat(trace.trained[learned], scenario.samples)[rows]
+    ages, young = trained - drawn, fresh(drawn, trained, scenario.rules.staleness)
+    full = young if scenario.rule == "token_bound" else np.ones_like(young)
     weighted = np.zeros(trace.lengths.shape)
-    weighted[learned] = np.bincount(rows, tokens * full, weighted[learned].size).reshape(-1, setting.samples)
+    weighted[learned] = np.bincount(rows, tokens * full, weighted[learned].size).reshape(-1, scenario.samples)
     lengths, weighted = trace.lengths[middle].ravel(), weighted[middle].ravel()
     quartiles = np.array_split(np.argsort(lengths, kind="stable"), 4)
     group_ages = (trace.trained - trace.drawn)[learned]

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.records import RESULTS, provenance, write
-from benchmarks.rules import Cost, Setting, cost, simulate
+from benchmarks.rules import Cost, Scenario, cost, simulate
 from jrlhf.fleet.predict import token_versions
 from jrlhf.fleet.schedule import OnNewWeights, Rules
 from jrlhf.fleet.simulate import lognormal
@@ -32,7 +32,7 @@ VERSIONS = 1000
 BOUNDS = (0, 1, 2, 4, 8, 16)
 SIGMAS = (0.25, 1.0)
 # 16 groups of 8 rows in a batch, as many slots as rows, and an update that takes as long as a batch in full slots.
-RUN = Setting(Rules(16, 4, 1000.0), slots=128, samples=8, lengths=lognormal(1000, 1.0))
+RUN = Scenario(Rules(16, 4, 1000.0), slots=128, samples=8, lengths=lognormal(1000, 1.0))
 
 
 # ---- the mean staleness in closed form
@@ -59,12 +59,12 @@ class Published:
         return flight + waiting
 
     @property
-    def setting(self) -> Setting:
+    def scenario(self) -> Scenario:
         """The run with 8 lognormal rows in a group; each row takes a slot by itself, as in the formula."""
         mean, samples = 500, 8
         rules = Rules(self.rows // samples, 0, self.rho * self.rows * mean / self.slots)
         lengths = lognormal(mean, sigma_for(self.ratio, samples))
-        return Setting(rules, self.slots, samples, lengths, rule="drop_oldest", queue=self.queue, together=False)
+        return Scenario(rules, self.slots, samples, lengths, rule="drop_oldest", queue=self.queue, together=False)
 
 
 PUBLISHED = (
@@ -95,14 +95,15 @@ def sigma_for(ratio: float, samples: int) -> float:
 
 def closed_form() -> list[dict[str, Any]]:
     return [
-        {**asdict(run), "formula": run.formula, "simulated": cost(run.setting, VERSIONS).group_age} for run in PUBLISHED
+        {**asdict(run), "formula": run.formula, "simulated": cost(run.scenario, VERSIONS).group_age}
+        for run in PUBLISHED
     ]
 
 
 # ---- rules and settings
 
 
-RULES: Mapping[str, Setting] = {
+RULES: Mapping[str, Scenario] = {
     "discard groups staler than 1": replace(RUN, rule="discard_stale", rules=replace(RUN.rules, staleness=1)),
     "discard groups staler than 3": replace(RUN, rule="discard_stale", rules=replace(RUN.rules, staleness=3)),
     "drop the oldest, queue of 1 batch": replace(RUN, rule="drop_oldest"),
@@ -121,14 +122,14 @@ RULES: Mapping[str, Setting] = {
 }
 
 
-def record_of(setting: Setting, result: Cost) -> dict[str, Any]:
+def record_of(scenario: Scenario, result: Cost) -> dict[str, Any]:
     """A cost as a record, with times in times of an update: 1 if the trainer never waits."""
-    update = setting.rules.update
+    update = scenario.rules.update
     return asdict(replace(result, step=result.step / update, time_per_batch=result.time_per_batch / update))
 
 
 def rules() -> list[dict[str, Any]]:
-    return [{"rule": title, **record_of(setting, cost(setting, VERSIONS))} for title, setting in RULES.items()]
+    return [{"rule": title, **record_of(scenario, cost(scenario, VERSIONS))} for title, scenario in RULES.items()]
 
 
 def prefill_price() -> float:
@@ -147,12 +148,12 @@ WAYS: tuple[OnNewWeights, ...] = "keep_cache", "prefill_again", "finish"
 def settings(sigmas: Sequence[float] = SIGMAS, bounds: Sequence[int] = BOUNDS) -> list[dict[str, Any]]:
     rows = []
     for sigma in sigmas:
-        setting = replace(RUN, lengths=lognormal(1000, sigma), prefill=prefill_price())
+        scenario = replace(RUN, lengths=lognormal(1000, sigma), prefill=prefill_price())
         for way in WAYS:
             for bound in bounds:
-                bounded = replace(setting, rules=replace(setting.rules, staleness=bound, on_new_weights=way))
+                bounded = replace(scenario, rules=replace(scenario.rules, staleness=bound, on_new_weights=way))
                 name = {"sigma": sigma, "on_new_weights": way, "staleness": bound}
-                rows.append({**name, **record_of(setting, cost(bounded, VERSIONS))})
+                rows.append({**name, **record_of(scenario, cost(bounded, VERSIONS))})
     return rows
 
 
@@ -186,7 +187,7 @@ def verl_step(name: str, mean: float, sigma: float) -> float:
     slots = int(512 * (1 + share)) * 16
     second = 1 / (a + b * slots / devices)  # in decode steps of full slots
     update, other = (VERL_STEP[name] - VERL_GENERATION, 0.0) if colocated else (VERL_UPDATE, VERL_OTHER)
-    setting = Setting(
+    scenario = Scenario(
         Rules(512 // publish, publish - 1 + publish * share, update / publish * second, "prefill_again"),
         slots,
         samples=16,
@@ -197,7 +198,7 @@ def verl_step(name: str, mean: float, sigma: float) -> float:
         publish=publish,
         rule="capacity",
     )
-    return cost(setting, VERL_VERSIONS * publish // 4).step * publish / second
+    return cost(scenario, VERL_VERSIONS * publish // 4).step * publish / second
 
 
 def verl() -> dict[str, Any]:
@@ -276,7 +277,7 @@ def _pyplot() -> Any:
     return pyplot
 
 
-PICTURE = Setting(Rules(2, 2, 26.0), slots=16, samples=4, lengths=lognormal(40, 0.5))
+PICTURE = Scenario(Rules(2, 2, 26.0), slots=16, samples=4, lengths=lognormal(40, 0.5))
 COLORS = ("#1b6ca8", "#e0a030", "#3a7d44", "#c8553d", "#7a5195")
 
 

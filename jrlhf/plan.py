@@ -114,7 +114,7 @@ class Planned:
     outcome: Simulation
     text: str
     problem: str = ""
-    asynchronous: predict.Predicted | None = None
+    asynchronous: predict.Prediction | None = None
     rollouts: Callable[[], Mapping[str, Sequence[Work]]] = dict  # examples by call, where rows are scored early
 
     @property

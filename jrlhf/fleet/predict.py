@@ -1,7 +1,7 @@
-"""Predicts the costs of an asynchronous setting from a simulated run: time, waiting, ages of tokens, lost tokens.
+"""Predicts the costs of asynchronous training from a simulated run: time, waiting, ages of tokens, lost tokens.
 
-`predict` counts in decode steps. `predicted` predicts a config on a plan, in seconds; `choose` does so for each
-division of the devices between rollouts and the rest.
+`costs` counts in decode steps. `predict` predicts a config on a plan, in seconds; `choose` does so for each division of
+the devices between rollouts and the rest.
 """
 
 import math
@@ -15,7 +15,7 @@ from jaxtyping import Bool, Int
 
 from jrlhf.config.schema import Config
 from jrlhf.fleet.schedule import Rules, fresh
-from jrlhf.fleet.simulate import WAITING, Setting, Trace, lognormal, simulate
+from jrlhf.fleet.simulate import WAITING, Scenario, Trace, lognormal, simulate
 from jrlhf.planning import auto
 from jrlhf.planning.fusion.last_rows import RECENT
 from jrlhf.planning.plans import check_slots, shares_slots
@@ -29,8 +29,8 @@ BOUNDS = 0, 1, 2, 4, 8  # bounds on the age of tokens to compare
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """The costs of a setting. Times are in decode steps, ages in versions, shares between 0 and 1.
+class Costs:
+    """The costs of a scenario. Times are in decode steps, ages in versions, shares between 0 and 1.
 
     step: time from one update to the next. trainer_waits: share of the time in which the trainer does not update.
     rollouts_wait: share of the slots' time in which they hold no row, or decoding stops for new weights.
@@ -48,21 +48,15 @@ class Prediction:
     time_per_batch: float
 
 
-def predict(setting: Setting, versions: int = 300, seed: int = 0) -> Prediction:
+def costs(scenario: Scenario, versions: int = 300, seed: int = 0) -> Costs:
     """Simulates `versions` updates and returns the mean costs of one."""
-    return summarise(simulate(setting, versions, seed))
-
-
-def trade_off(setting: Setting, bounds: Sequence[float], versions: int = 300, seed: int = 0) -> list[Prediction]:
-    """Predicts a setting with these values of `staleness`, for groups of the same lengths."""
-    rules = [replace(setting.rules, staleness=bound) for bound in bounds]
-    return [predict(replace(setting, rules=rule), versions, seed) for rule in rules]
+    return summarise(simulate(scenario, versions, seed))
 
 
 class Pace(NamedTuple):
     """The pace of a simulated run, without its first fifth, in which slots and queue fill.
 
-    step, trainer_waits, rollouts_wait: see `Prediction`. length_ratio: mean length of rows that updates read, over the
+    step, trainer_waits, rollouts_wait: see `Costs`. length_ratio: mean length of rows that updates read, over the
     mean length of rows that started in the same time.
     """
 
@@ -79,23 +73,23 @@ def pace(trace: Trace) -> Pace:
     step = float(time / (last - first))
     read, started = ((numbers >= first) & (numbers < last) for numbers in (trace.trained, trace.drawn))
     ratio = float(trace.lengths[read].mean() / trace.lengths[started].mean())
-    update, slots = trace.setting.rules.update, trace.setting.slots
+    update, slots = trace.scenario.rules.update, trace.scenario.slots
     return Pace(step, 1 - update / step, float(1 - area / (time * slots)), ratio)
 
 
-def summarise(trace: Trace) -> Prediction:
+def summarise(trace: Trace) -> Costs:
     """Averages a simulated run of at least 5 updates, without the first fifth, in which slots and queue fill.
 
     Ages and shares are those of groups that started in the middle three fifths, so that even slow groups have ended
     when the run ends.
     """
-    setting, versions, own = trace.setting, len(trace.begins), pace(trace)
+    scenario, versions, own = trace.scenario, len(trace.begins), pace(trace)
     first = versions // 5
     learned = (trace.drawn >= first) & (trace.drawn < versions - first) & (trace.trained != WAITING)
     rows, drawn, tokens = token_versions(trace, learned)
-    trained = np.repeat(trace.trained[learned], setting.samples)[rows]
-    ages, full = trained - drawn, fresh(drawn, trained, setting.rules.staleness)
-    return Prediction(
+    trained = np.repeat(trace.trained[learned], scenario.samples)[rows]
+    ages, full = trained - drawn, fresh(drawn, trained, scenario.rules.staleness)
+    return Costs(
         step=own.step,
         trainer_waits=own.trainer_waits,
         rollouts_wait=own.rollouts_wait,
@@ -129,7 +123,7 @@ def token_versions(
 
 
 @dataclass(frozen=True)
-class Predicted:
+class Prediction:
     """Predicted costs of an asynchronous config on a plan. Shares are of the time from update to update.
 
     outcome: the plan, and its iteration without overlap. staleness, slots: the config's settings.
@@ -145,69 +139,89 @@ class Predicted:
     trainer_waits: float
     rollouts_wait: float
     useful: float
-    prediction: Prediction
+    costs: Costs
 
 
-def predicted(config: Config, prices: CostModel, outcome: Simulation, sigma: float = 0.0) -> Predicted:
+def predict(config: Config, prices: CostModel, outcome: Simulation, sigma: float = 0.0) -> Prediction:
     """Simulates an asynchronous config; the duration of its decode steps and updates comes from a plan's calls.
 
-    All calls of the plan's iteration but the rollout are the update; a decode step includes its share of the prefill.
     On the virtual clock `update_steps` steps are drawn while an update runs, and the faster side waits for the slower.
     That clock counts every step as 1 and new weights as 0, so what these take changes the seconds only.
 
     sigma: of the lognormal lengths of responses, which are cut at the workload's longest and then have its mean.
     """
-    section, options, workload = config.rl, config.asynchronous, prices.workload
+    options, (scenario, step, update) = config.asynchronous, _scenario(config, prices, outcome, sigma)
     assert options is not None
-    slots, call = config.rollout.slots or section.rollout_batch, workload.graph["actor.generate"]
-    place, home = outcome.plan[call.name], home_of(workload.graph, "actor", outcome.plan)
-    workers = 1 if config.fleet is None else config.fleet.workers or 1
-
-    def generation(rows: int, response: int, samples: int = section.samples) -> float:
-        own = replace(workload, rows=rows, slots=None, response=response, samples=samples)
-        return replace(prices, workload=own).seconds(call, place)
-
-    mean, here = round(workload.mean_response), slots // workers
-    step = generation(here, mean) / mean
-    drawn = max(span.end for span in outcome.steady if span.kind == "call" and span.call == call.name)
-    update = max(span.end for span in outcome.steady) - drawn
-    steps = options.update_steps if options.clock == "virtual" else update / step
-    assert home is not None
-    groups = section.rollout_batch // section.samples
-    priced = Setting(
-        Rules(groups, options.staleness, steps, options.on_new_weights, options.reward_steps),
-        slots,
-        section.samples,
-        lognormal(mean_before_cut(workload.mean_response, sigma, workload.response), sigma, workload.response),
-        min(config.rollout.chunk, workload.response),
-        transfer=prices.reallocation(call.role, outcome.plan[home.name], place) / step,
-        prefill=max(0.0, generation(here, 1, samples=1) / step - 1) / (here * workload.prompt),
-        prompt=workload.prompt,
-        empty=min(1.0, generation(1, mean) / mean / step),
-    )
-    counted = options.clock == "virtual"
-    trace = simulate(replace(priced, transfer=0.0, prefill=0.0, empty=1.0) if counted else priced, VERSIONS)
+    if options.clock == "virtual":
+        trace = simulate(replace(scenario, transfer=0.0, prefill=0.0, empty=1.0), VERSIONS)
+        unit = step * (drawing_time(trace, scenario) / _working_time(trace))  # seconds of 1 on the clock
+    else:
+        trace, unit = simulate(scenario, VERSIONS), step
     result = summarise(trace)
-    alone = result.step - steps  # time on the clock in which no update runs
-    first, last = trace.working[[VERSIONS // 5, -1]]
-    working = (last - first) / (VERSIONS - 1 - VERSIONS // 5)
-    unit = step * (drawing_time(trace, priced) / working if counted else 1.0)  # seconds of 1 on the clock
-    seconds = unit * alone + max(update, unit * (working - alone))
+    alone = result.step - scenario.rules.update  # time on the clock in which no update runs
+    seconds = unit * alone + max(update, unit * (_working_time(trace) - alone))
     busy = unit * result.step * (1 - result.rollouts_wait) / seconds
-    return Predicted(
+    return Prediction(
         outcome,
         options.staleness,
-        slots,
+        scenario.slots,
         seconds,
         update_steps=update / step,
         trainer_waits=1 - update / seconds,
         rollouts_wait=1 - busy,
         useful=seconds * result.time_per_batch / result.step,
-        prediction=result,
+        costs=result,
     )
 
 
-def drawing_time(trace: Trace, priced: Setting) -> float:
+def _scenario(config: Config, prices: CostModel, outcome: Simulation, sigma: float) -> tuple[Scenario, float, float]:
+    """Returns what to simulate, and the seconds of a decode step and of an update.
+
+    All calls of the plan's iteration but the rollout are the update; a decode step includes its share of the prefill.
+    """
+    section, options, workload = config.rl, config.asynchronous, prices.workload
+    assert options is not None
+    call = workload.graph["actor.generate"]
+    place, home = outcome.plan[call.name], home_of(workload.graph, "actor", outcome.plan)
+    assert home is not None
+
+    def generation(rows: int, response: int, samples: int = section.samples) -> float:
+        own = replace(workload, rows=rows, slots=None, response=response, samples=samples)
+        return replace(prices, workload=own).seconds(call, place)
+
+    slots, mean = config.rollout.slots or section.rollout_batch, round(workload.mean_response)
+    rows = slots // (1 if config.fleet is None else config.fleet.workers or 1)  # of a process
+    step = generation(rows, mean) / mean
+    drawn = max(span.end for span in outcome.steady if span.kind == "call" and span.call == call.name)
+    update = max(span.end for span in outcome.steady) - drawn
+    rules = Rules(
+        section.rollout_batch // section.samples,
+        options.staleness,
+        options.update_steps if options.clock == "virtual" else update / step,
+        options.on_new_weights,
+        options.reward_steps,
+    )
+    scenario = Scenario(
+        rules,
+        slots,
+        section.samples,
+        lognormal(mean_before_cut(workload.mean_response, sigma, workload.response), sigma, workload.response),
+        min(config.rollout.chunk, workload.response),
+        transfer=prices.reallocation(call.role, outcome.plan[home.name], place) / step,
+        prefill=max(0.0, generation(rows, 1, samples=1) / step - 1) / (rows * workload.prompt),
+        prompt=workload.prompt,
+        empty=min(1.0, generation(1, mean) / mean / step),
+    )
+    return scenario, step, update
+
+
+def _working_time(trace: Trace) -> float:
+    """Returns the mean time that rollouts work for an update, by the clock of the trace."""
+    first, last = len(trace.begins) // 5, len(trace.begins) - 1
+    return (trace.working[last] - trace.working[first]) / (last - first)
+
+
+def drawing_time(trace: Trace, priced: Scenario) -> float:
     """Returns the mean time that rollouts work for an update, by the prices of `priced`.
 
     trace: counts every decode step as 1 and new weights as 0.
@@ -254,14 +268,14 @@ def lengths_of_a_new_run(workload: Workload) -> list[Int[np.ndarray, "N"]]:
     return assumed_lengths(replace(workload, mean_response=workload.response / 2), 1.0)
 
 
-def choose(setting: auto.Setting, sigma: float = 0.0) -> list[Predicted]:
+def choose(setting: auto.Setting, sigma: float = 0.0) -> list[Prediction]:
     """Predicts a config on each division of the devices between rollouts and the rest, the fastest first."""
     prices = setting.prices
-    options = [predicted(setting.config, prices, outcome, sigma) for outcome in setting.splits()]
+    options = [predict(setting.config, prices, outcome, sigma) for outcome in setting.splits()]
     return sorted(options, key=lambda option: option.seconds)
 
 
-def alternatives(config: Config, prices: CostModel, outcome: Simulation, sigma: float = 0.0) -> list[Predicted]:
+def alternatives(config: Config, prices: CostModel, outcome: Simulation, sigma: float = 0.0) -> list[Prediction]:
     """Predicts the config on one plan, then with other bounds of staleness, and with half and a quarter of the slots.
 
     Raises UserError if the config's slots do not divide over the plan's rollout devices. Other numbers of slots that
@@ -278,11 +292,11 @@ def alternatives(config: Config, prices: CostModel, outcome: Simulation, sigma: 
             sections = {**config.sections, str(config.algorithm): changed}
             other = replace(config, rollout=replace(config.rollout, slots=size), sections=sections)
             if shares_slots(other, drawing):
-                results.append(predicted(other, prices, outcome, sigma))
+                results.append(predict(other, prices, outcome, sigma))
     return results
 
 
-def describe(config: Config, prices: CostModel, options: Sequence[Predicted], sigma: float = 0.0) -> list[str]:
+def describe(config: Config, prices: CostModel, options: Sequence[Prediction], sigma: float = 0.0) -> list[str]:
     """Describes an asynchronous config on a plan: its costs, the trade-off of bounds and slots, and the best option.
 
     options: the result of `alternatives`.
@@ -310,7 +324,7 @@ def describe(config: Config, prices: CostModel, options: Sequence[Predicted], si
     ]
 
 
-def sentence(options: Sequence[Predicted]) -> str:
+def sentence(options: Sequence[Prediction]) -> str:
     """Describes the choice of `plan: auto`, which is the first of these options."""
     best, *rest = options
     text = (
@@ -320,17 +334,17 @@ def sentence(options: Sequence[Predicted]) -> str:
     return f"{text}; on {_drawing(rest[0])} {rest[0].seconds:.3g} s" if rest else text
 
 
-def table(options: Sequence[Predicted]) -> list[str]:
+def table(options: Sequence[Prediction]) -> list[str]:
     """Returns the lines of a table: a header, and a row for each prediction."""
     head = "rollouts on,staleness,slots,seconds,trainer waits,rollouts wait,mean age,max age,weight 0,full weight"
     rows: list[Sequence[str]] = [head.split(",")]
     for one in options:
         setting = _drawing(one), str(one.staleness), str(one.slots), f"{one.seconds:.3g} s"
-        waits, prediction = (f"{one.trainer_waits:.0%}", f"{one.rollouts_wait:.0%}"), one.prediction
-        ages = f"{prediction.mean_age:.1f}", str(prediction.max_age), f"{prediction.zero_weight:.0%}"
+        waits = f"{one.trainer_waits:.0%}", f"{one.rollouts_wait:.0%}"
+        ages = f"{one.costs.mean_age:.1f}", str(one.costs.max_age), f"{one.costs.zero_weight:.0%}"
         rows.append((*setting, *waits, *ages, f"{one.useful:.3g} s"))
     return in_columns(rows)
 
 
-def _drawing(one: Predicted) -> str:
+def _drawing(one: Prediction) -> str:
     return str(one.outcome.plan["actor.generate"].devices)

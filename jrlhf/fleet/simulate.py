@@ -38,7 +38,7 @@ def measured(lengths: Sequence[int]) -> Lengths:
 
 
 @dataclass(frozen=True)
-class Setting:
+class Scenario:
     """The parts of an asynchronous run that its schedule depends on. Times are in decode steps.
 
     slots: rows that decode at a time. samples: rows of a group. lengths: sampler of row lengths, in tokens.
@@ -74,7 +74,7 @@ class Trace:
     running, or decoding stopped for new weights.
     """
 
-    setting: Setting
+    scenario: Scenario
     drawn: Int[np.ndarray, "G"]
     trained: Int[np.ndarray, "G"]
     starts: Int[np.ndarray, "G S"]
@@ -85,16 +85,16 @@ class Trace:
     working: Float[np.ndarray, "V"]
 
 
-def simulate(setting: Setting, versions: int, seed: int = 0) -> Trace:
+def simulate(scenario: Scenario, versions: int, seed: int = 0) -> Trace:
     """Simulates a run of `versions` updates. The lengths of the n-th group depend only on the seed."""
-    return Pipeline(setting, seed).run(versions)
+    return Pipeline(scenario, seed).run(versions)
 
 
 class Pipeline:
     """The state of a simulated run at one time."""
 
-    def __init__(self, setting: Setting, seed: int):
-        self.setting, self.rng = setting, np.random.default_rng(seed)
+    def __init__(self, scenario: Scenario, seed: int):
+        self.scenario, self.rng = scenario, np.random.default_rng(seed)
         self.now, self.step = 0.0, 0  # virtual time, and decode steps so far
         self.version, self.swaps = 0, [0]  # the version that draws now; see `Trace.swaps`
         self.trainer_free, self.ready = 0.0, 0.0  # the times of the trainer's next events
@@ -124,7 +124,7 @@ class Pipeline:
         swaps = self.swaps + [self.step] * (len(self.begins) - len(self.swaps))  # versions that drew nothing
         begins, lengths = np.array(self.begins), np.array(self.lengths[: len(self.drawn)])
         groups = np.array(self.drawn), np.array(self.trained), np.array(self.starts), lengths
-        return Trace(self.setting, *groups, np.array(swaps), begins, np.array(self.busy), begins - np.array(self.idle))
+        return Trace(self.scenario, *groups, np.array(swaps), begins, np.array(self.busy), begins - np.array(self.idle))
 
     @property
     def newest(self) -> int:
@@ -134,26 +134,26 @@ class Pipeline:
     @property
     def room(self) -> int:
         """The number of free slots."""
-        return self.setting.slots - len(self.running)
+        return self.scenario.slots - len(self.running)
 
     def may_start(self) -> bool:
         """True if the rules let one more group start."""
-        return may_start(self.setting.rules, len(self.drawn), self.version)
+        return may_start(self.scenario.rules, len(self.drawn), self.version)
 
     def take_weights(self) -> None:
-        setting, newest = self.setting, self.newest
-        if newest == self.version or not may_swap(setting.rules, len(self.running)):
+        scenario, newest = self.scenario, self.newest
+        if newest == self.version or not may_swap(scenario.rules, len(self.running)):
             return
         self.swaps += [self.step] * (newest - self.version)
         self.version = newest
-        self.now += setting.transfer
-        if setting.rules.on_new_weights == "prefill_again":
+        self.now += scenario.transfer
+        if scenario.rules.on_new_weights == "prefill_again":
             drawn = sum(self.step - first for _, _, first in self.running)
-            self.now += setting.prefill * (drawn + setting.prompt * len(self.running))
+            self.now += scenario.prefill * (drawn + scenario.prompt * len(self.running))
 
     def start_rows(self) -> None:
         """Starts groups as long as there are slots for all their rows, as in a run."""
-        while self.room >= self.setting.samples and self.may_start():
+        while self.room >= self.scenario.samples and self.may_start():
             group = self.start_group()
             for length in self.lengths[group]:
                 self.start_row(group, length)
@@ -161,8 +161,8 @@ class Pipeline:
     def start_group(self) -> int:
         group = len(self.drawn)
         if group == len(self.lengths):
-            self.lengths += self.setting.lengths(self.rng, (1024, self.setting.samples)).tolist()
-        self.unfinished.append(self.setting.samples)
+            self.lengths += self.scenario.lengths(self.rng, (1024, self.scenario.samples)).tolist()
+        self.unfinished.append(self.scenario.samples)
         self.drawn.append(self.version)
         self.trained.append(WAITING)
         self.starts.append([])
@@ -175,14 +175,14 @@ class Pipeline:
 
     def advance(self) -> None:
         """Advances to the next event: a row or an update ends, or a batch has all its scores."""
-        setting, active = self.setting, len(self.running)
+        scenario, active = self.scenario, len(self.running)
         times = [time for time in (self.trainer_free, self.ready) if time > self.now]
         if active:
-            pace = setting.empty + (1 - setting.empty) * active / setting.slots
+            pace = scenario.empty + (1 - scenario.empty) * active / scenario.slots
             steps = self.running[0][0] - self.step
             if times:
                 steps = min(steps, math.ceil((min(times) - self.now) / pace))
-            steps = min(-(-steps // setting.chunk) * setting.chunk, self.last - self.step)
+            steps = min(-(-steps // scenario.chunk) * scenario.chunk, self.last - self.step)
             self.step += steps
             self.now += steps * pace
             self.area += active * steps * pace
@@ -198,7 +198,7 @@ class Pipeline:
             _, group, _ = heappop(self.running)
             self.unfinished[group] -= 1
             if not self.unfinished[group]:
-                self.complete.append((self.now + self.setting.rules.reward, group))
+                self.complete.append((self.now + self.scenario.rules.reward, group))
 
     def train(self) -> None:
         """Starts all updates that can start by now."""
@@ -212,11 +212,11 @@ class Pipeline:
             self.begins.append(max(self.trainer_free, time))
             self.busy.append(self.area)
             self.idle.append(self.waited)
-            self.trainer_free = self.begins[-1] + self.setting.rules.update
+            self.trainer_free = self.begins[-1] + self.scenario.rules.update
 
     def batch(self) -> tuple[float, list[int]] | None:
         """Returns the time at which the next batch is complete, and its groups; None: too few are complete."""
-        return first_batch(self.complete, self.setting.rules)
+        return first_batch(self.complete, self.scenario.rules)
 
     def remove(self, groups: Sequence[int], trained: int) -> None:
         """Removes complete groups, and records the version that learned from them; see `Trace.trained`."""

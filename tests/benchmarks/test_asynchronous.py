@@ -9,9 +9,9 @@ import numpy as np
 
 from benchmarks.clocks import theory
 from benchmarks.learning import table
-from benchmarks.overlap import SETTING, STEP
+from benchmarks.overlap import SCENARIO, STEP
 from benchmarks.records import RESULTS
-from jrlhf.fleet.predict import predict
+from jrlhf.fleet.predict import costs
 
 CLOCKS, OVERLAP, LEARNING = (json.loads((RESULTS / f"{x}.json").read_text()) for x in ("clocks", "overlap", "learning"))
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "asynchronous.md").read_text(encoding="utf-8")
@@ -30,8 +30,8 @@ def test_the_document_states_the_results():
 
 def test_the_speed_up_is_nearly_that_of_the_schedule():
     for run in OVERLAP["runs"]:
-        rules = replace(SETTING.rules, staleness=run["staleness"])
-        assert run["steps"] == predict(replace(SETTING, rules=rules)).step
+        rules = replace(SCENARIO.rules, staleness=run["staleness"])
+        assert run["steps"] == costs(replace(SCENARIO, rules=rules)).step
         assert run["speed_up"] >= 0.9 * run["theory"] and run["seconds"] <= 1.1 * run["steps"] * STEP
 
 

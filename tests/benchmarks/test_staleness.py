@@ -42,8 +42,8 @@ def test_the_document_concludes_from_the_results():
 
 def test_results_are_reproduced():
     (stored,) = (row for row in RECORD["rules"] if row["rule"] == "admission by capacity alone, staleness 2")
-    setting = staleness.RULES[stored["rule"]]
-    for name, value in staleness.record_of(setting, cost(setting, staleness.VERSIONS)).items():
+    scenario = staleness.RULES[stored["rule"]]
+    for name, value in staleness.record_of(scenario, cost(scenario, staleness.VERSIONS)).items():
         np.testing.assert_allclose(stored[name], value, rtol=1e-6, err_msg=name)
 
 

@@ -11,7 +11,7 @@ import pytest
 from jrlhf.fleet.fleet import Fleet
 from jrlhf.fleet.predict import token_versions
 from jrlhf.fleet.schedule import Rules
-from jrlhf.fleet.simulate import Setting, measured, simulate
+from jrlhf.fleet.simulate import Scenario, measured, simulate
 from jrlhf.fleet.slices import Published
 from jrlhf.fleet.state import FREE, NEVER
 from jrlhf.meshes import make_mesh, to_host
@@ -26,13 +26,13 @@ class Rows:
 
     own_devices = False
 
-    def __init__(self, setting: Setting, lengths: np.ndarray):
-        self.setting, self.lengths = setting, lengths
+    def __init__(self, scenario: Scenario, lengths: np.ndarray):
+        self.scenario, self.lengths = scenario, lengths
         self.rows: dict[int, int] = {}  # row -> the tokens that it drew
 
     @property
     def rooms(self) -> list[int]:
-        return [(self.setting.slots - len(self.rows)) // self.setting.samples]
+        return [(self.scenario.slots - len(self.rows)) // self.scenario.samples]
 
     @property
     def running(self) -> int:
@@ -51,12 +51,12 @@ class Rows:
         return {}
 
     def decode(self, prompts: Sequence[Sequence[Prompt]]) -> list[Progress]:
-        samples = self.setting.samples
+        samples = self.scenario.samples
         self.rows |= {prompt.number * samples + s: 0 for prompt in prompts[0] for s in range(samples)}
         progress = []
         for row, start in list(self.rows.items()):
             length = int(self.lengths.ravel()[row])
-            self.rows[row] = end = min(start + self.setting.chunk, length)
+            self.rows[row] = end = min(start + self.scenario.chunk, length)
             response = (np.zeros(end, np.int32), np.zeros(end, np.float32), True)
             progress.append(Progress(row, start, end, response if end == length else None))
             if end == length:
@@ -66,14 +66,14 @@ class Rows:
 
 def fleet_of(rows: Rows) -> Fleet:
     """A fleet with one worker, which draws with version 0."""
-    setting, limit = rows.setting, int(rows.lengths.max())
+    scenario, limit = rows.scenario, int(rows.lengths.max())
     fleet = Fleet(
         [rows],  # type: ignore[list-item]
         make_mesh(8, 1, 1),
-        setting.rules,
+        scenario.rules,
         lambda number: Prompt(number, np.zeros(1, np.int32), 1, np.zeros(1)),
         lambda group: None,
-        samples=setting.samples,
+        samples=scenario.samples,
         limit=limit,
         recompute=NO_RECOMPUTE,
     )
@@ -81,15 +81,15 @@ def fleet_of(rows: Rows) -> Fleet:
     return fleet
 
 
-def play(setting: Setting, lengths: np.ndarray) -> tuple[dict[int, int], dict[int, list[list[int]]]]:
+def play(scenario: Scenario, lengths: np.ndarray) -> tuple[dict[int, int], dict[int, list[list[int]]]]:
     """Group -> the version that learned from it; group -> the versions of its rows' tokens."""
-    trained, versions, fleet = {}, {}, fleet_of(Rows(setting, lengths))
+    trained, versions, fleet = {}, {}, fleet_of(Rows(scenario, lengths))
     for version in range(VERSIONS):
         batch = fleet.collect()
         rows = [row[:length].tolist() for row, length in zip(batch.rows.versions, batch.rows.lengths, strict=True)]
         for at, number in enumerate(batch.numbers):
             trained[int(number)] = version
-            versions[int(number)] = rows[at * setting.samples : (at + 1) * setting.samples]
+            versions[int(number)] = rows[at * scenario.samples : (at + 1) * scenario.samples]
         fleet.publish(({}, {}), {})
     return trained, versions
 
@@ -99,7 +99,7 @@ def test_versions_of_tokens_are_those_of_the_simulator(seed):
     rng, ages = np.random.default_rng(seed), set()
     for number in range(10):
         samples = int(rng.integers(1, 4))
-        setting = Setting(
+        scenario = Scenario(
             Rules(
                 int(rng.integers(1, 4)),
                 int(rng.integers(0, 4)),
@@ -112,24 +112,24 @@ def test_versions_of_tokens_are_those_of_the_simulator(seed):
             lengths=measured(rng.integers(1, 30, 50).tolist()),
             chunk=int(rng.integers(1, 9)),
         )
-        trace = simulate(setting, VERSIONS, number)
-        trained, versions = play(setting, setting.lengths(np.random.default_rng(number), (1024, samples)))
+        trace = simulate(scenario, VERSIONS, number)
+        trained, versions = play(scenario, scenario.lengths(np.random.default_rng(number), (1024, samples)))
         learned = np.flatnonzero(trace.trained >= 0)
-        assert {int(group): int(trace.trained[group]) for group in learned} == trained, setting
+        assert {int(group): int(trace.trained[group]) for group in learned} == trained, scenario
         rows, drew, tokens = token_versions(trace, trace.trained >= 0)
         simulated = [
             np.repeat(drew[rows == row], tokens[rows == row]).tolist() for row in range(len(learned) * samples)
         ]
-        assert simulated == [row for group in learned for row in versions[int(group)]], setting
+        assert simulated == [row for group in learned for row in versions[int(group)]], scenario
         ages |= {trained[group] - version for group in trained for row in versions[group] for version in row}
     assert max(ages) > 1 and min(ages) == 0
 
 
 def test_a_saved_state_has_the_same_bits_however_long_the_run_is():
     """Times of a long run do not fit into an int32; in a saved state they count from its own time."""
-    setting, states = Setting(Rules(2, 2, 9.0), slots=4, samples=1, lengths=measured([3, 40]), chunk=4), []
+    scenario, states = Scenario(Rules(2, 2, 9.0), slots=4, samples=1, lengths=measured([3, 40]), chunk=4), []
     for start in (0, NEVER - 44, 2**40):  # a group is complete at the time NEVER, and far beyond it
-        fleet = fleet_of(Rows(setting, np.array([3, 40] * 40)))
+        fleet = fleet_of(Rows(scenario, np.array([3, 40] * 40)))
         fleet._times = replace(fleet._times, rollouts=start, trainer=start)
         for _ in range(3):
             fleet.collect()
@@ -142,8 +142,8 @@ def test_a_saved_state_has_the_same_bits_however_long_the_run_is():
 
 
 def test_a_decode_step_takes_the_seconds_of_the_chunks_divided_by_their_steps(monkeypatch):
-    setting = Setting(Rules(2, 1, 6.0), slots=4, samples=1, lengths=measured([3, 8]), chunk=4)
-    rows, clock, steps = Rows(setting, np.array([3, 8] * 40)), [0.0], []
+    scenario = Scenario(Rules(2, 1, 6.0), slots=4, samples=1, lengths=measured([3, 8]), chunk=4)
+    rows, clock, steps = Rows(scenario, np.array([3, 8] * 40)), [0.0], []
     decode = rows.decode
 
     def decoded(prompts: Sequence[Sequence[Prompt]]) -> list[Progress]:
@@ -185,8 +185,8 @@ def test_waiting_is_time_without_an_update_to_compute_and_time_between_two_chunk
 
     monkeypatch.setattr("jrlhf.fleet.fleet.time.monotonic", lambda: clock[0])
     for update, waits in ((4.0, (4.0, 0.0)), (6.0, (2.0, 0.0)), (9.0, (2.0, 3.0))):
-        setting = Setting(Rules(2, 1, 6.0), slots=2, samples=1, lengths=measured([8]), chunk=2)
-        rows = Rows(setting, np.full(80, 8))
+        scenario = Scenario(Rules(2, 1, 6.0), slots=2, samples=1, lengths=measured([8]), chunk=2)
+        rows = Rows(scenario, np.full(80, 8))
         decode, clock[0] = rows.decode, 0.0
 
         def decoded(prompts: Sequence[Sequence[Prompt]], decode=decode) -> list[Progress]:

@@ -14,11 +14,11 @@ from jrlhf.fleet.predict import (
     VERSIONS,
     alternatives,
     choose,
+    costs,
     describe,
     drawing_time,
     mean_before_cut,
     predict,
-    predicted,
 )
 from jrlhf.fleet.schedule import Rules
 from jrlhf.fleet.simulate import lognormal, measured
@@ -55,7 +55,7 @@ def test_rows_of_one_length_in_closed_form():
 
     def seconds(**asynchronous):
         own = setting(16, mesh, **asynchronous)
-        return predicted(own.config, own.prices, outcome).seconds
+        return predict(own.config, own.prices, outcome).seconds
 
     for steps in (1, 128, 5000):
         assert seconds(staleness=0, update_steps=steps) == pytest.approx(outcome.seconds, rel=1e-3)
@@ -73,18 +73,18 @@ def test_the_virtual_clock_counts_steps_whatever_they_take():
     options = {"staleness": 2, "update_steps": 150, "on_new_weights": "prefill_again"}
     own = replace(setting(16, "mesh.fsdp=16", **options), mean_response=400.0)
     lengths = lognormal(mean_before_cut(400.0, 0.8, 1024), 0.8, 1024)
-    counted = rollouts.Setting(Rules(256, 2, 150, "prefill_again"), 256, 1, lengths, own.config.rollout.chunk)
-    assert predicted(own.config, own.prices, halves(own), 0.8).prediction == predict(counted, VERSIONS)
+    counted = rollouts.Scenario(Rules(256, 2, 150, "prefill_again"), 256, 1, lengths, own.config.rollout.chunk)
+    assert predict(own.config, own.prices, halves(own), 0.8).costs == costs(counted, VERSIONS)
     arrival = replace(setting(16, "mesh.fsdp=16", clock="wall", staleness=2), mean_response=400.0)
-    steps = predicted(arrival.config, arrival.prices, halves(arrival), 0.8)
+    steps = predict(arrival.config, arrival.prices, halves(arrival), 0.8)
     counted = replace(counted, rules=replace(counted.rules, update=steps.update_steps))
-    assert steps.prediction != predict(counted, VERSIONS)
+    assert steps.costs != costs(counted, VERSIONS)
 
 
 @pytest.mark.parametrize("on_new_weights", ["keep_cache", "prefill_again", "finish"])
 def test_rollouts_take_the_time_of_their_steps_and_of_new_weights(on_new_weights):
     lengths = measured(np.random.default_rng(0).integers(1, 30, 50).tolist())
-    counted = rollouts.Setting(Rules(3, 2, 14, on_new_weights), 12, 3, lengths)
+    counted = rollouts.Scenario(Rules(3, 2, 14, on_new_weights), 12, 3, lengths)
     trace, prices = rollouts.simulate(counted, 20), {"empty": 0.4, "transfer": 2.5, "prefill": 0.01, "prompt": 5}
     first, last, time = 4, 19, 0.0
     rows = list(zip(trace.starts.ravel(), trace.lengths.ravel(), strict=True))
@@ -110,13 +110,13 @@ def test_the_division_is_the_fastest_of_all():
         assert one.outcome.peak <= own.prices.capacity
     sixteen = setting(16, "mesh.fsdp=16", staleness=2, update_steps=2000)
     (half,) = choose(sixteen)
-    assert half.seconds < predicted(sixteen.config, sixteen.prices, halves(sixteen)).seconds
+    assert half.seconds < predict(sixteen.config, sixteen.prices, halves(sixteen)).seconds
 
 
 def test_the_text_names_the_ratio_of_an_update_and_a_decode_step():
     own = setting(16, staleness=2, update_steps=128)
     outcome = choose(own)[0].outcome
-    *_, line, _ = describe(own.config, own.prices, [predicted(own.config, own.prices, outcome)])
+    *_, line, _ = describe(own.config, own.prices, [predict(own.config, own.prices, outcome)])
     steps = int(line.partition("an update takes ")[2].split()[0])
     assert line.startswith("ppo.asynchronous.update_steps=128, and an update takes ")
     matched = setting(16, staleness=2, update_steps=steps)

@@ -11,16 +11,16 @@ import pytest
 from benchmarks import rules
 from benchmarks.rules import DROPPED, cost
 from benchmarks.staleness import PUBLISHED
-from jrlhf.fleet.predict import predict, summarise, token_versions, trade_off
+from jrlhf.fleet.predict import costs, summarise, token_versions
 from jrlhf.fleet.schedule import Rules, first_batch, fresh
-from jrlhf.fleet.simulate import Setting, lognormal, measured, simulate
+from jrlhf.fleet.simulate import Scenario, lognormal, measured, simulate
 from jrlhf.ppo import Experience
 from jrlhf.ppo.off_policy import without_older
 
 BOUNDS = (0, 2, 8)
 # 16 groups of 8 rows, as many slots as rows, and an update that takes as long as decoding a batch in full slots.
-RUN = Setting(Rules(16, 0, 1000.0), slots=128, samples=8, lengths=lognormal(1000, 1.0))
-OTHER = rules.Setting(RUN.rules, RUN.slots, RUN.samples, RUN.lengths)  # for rules that are not a run's
+RUN = Scenario(Rules(16, 0, 1000.0), slots=128, samples=8, lengths=lognormal(1000, 1.0))
+OTHER = rules.Scenario(RUN.rules, RUN.slots, RUN.samples, RUN.lengths)  # for rules that are not a run's
 
 
 @dataclass
@@ -34,19 +34,19 @@ class Group:
     dropped: bool = False
 
 
-def play(setting: rules.Setting, versions: int, seed: int) -> tuple[list[Group], list[int]]:
+def play(scenario: rules.Scenario, versions: int, seed: int) -> tuple[list[Group], list[int]]:
     """Plays a run one time step after the other; returns its groups and the times at which updates began.
 
     Written from the description of the rules. All times must be whole numbers.
     """
-    rule, finish = setting.rule, setting.rules.on_new_weights == "finish"
-    batch, bound, update = setting.rules.batch, setting.rules.staleness, int(setting.rules.update)
+    rule, finish = scenario.rule, scenario.rules.on_new_weights == "finish"
+    batch, bound, update = scenario.rules.batch, scenario.rules.staleness, int(scenario.rules.update)
     groups: list[Group] = []
     running: list[tuple[Group, int]] = []
     begins: list[int] = []
     drawn: dict[int, int] = {}  # version at the start of a group, by its number
     version, left = 0, 0  # left: steps of the chunk that runs
-    supply = iter(setting.lengths(np.random.default_rng(seed), (1024, setting.samples)).tolist())
+    supply = iter(scenario.lengths(np.random.default_rng(seed), (1024, scenario.samples)).tolist())
     waiting: list[tuple[Group, int]] = []  # rows without a slot
     now = 0
 
@@ -74,36 +74,36 @@ def play(setting: rules.Setting, versions: int, seed: int) -> tuple[list[Group],
         if left == 0:
             for group, _ in running:
                 if all(len(tokens) == length for tokens, length in zip(group.tokens, group.lengths, strict=False)):
-                    if len(group.tokens) == setting.samples and group.done is None:
-                        group.done = now + int(setting.rules.reward)
+                    if len(group.tokens) == scenario.samples and group.done is None:
+                        group.done = now + int(scenario.rules.reward)
             running = [(group, row) for group, row in running if len(group.tokens[row]) < group.lengths[row]]
             if rule == "drop_oldest":
                 queue = [group for group in groups if group.done is not None and group.trained is None]
                 queue = sorted((group for group in queue if not group.dropped), key=lambda group: group.done or 0)
-                for group in queue[: max(len(queue) - setting.queue * batch, 0)]:
+                for group in queue[: max(len(queue) - scenario.queue * batch, 0)]:
                     group.dropped = True
             train()
             finished = len([begin for begin in begins if begin + update <= now])
             if not (finish and running):
-                version = finished // setting.publish * setting.publish
+                version = finished // scenario.publish * scenario.publish
             while True:
-                free = setting.slots - len(running)
+                free = scenario.slots - len(running)
                 if not waiting:
-                    if free < (setting.samples if setting.together else 1):
+                    if free < (scenario.samples if scenario.together else 1):
                         break
                     capacity = batch * (version + bound + 1)
                     if rule in ("token_bound", "capacity", "in_order") and len(groups) >= capacity:
                         break
                     groups.append(Group(next(supply)))
                     drawn[len(groups) - 1] = version
-                    waiting = [(groups[-1], row) for row in range(setting.samples)]
+                    waiting = [(groups[-1], row) for row in range(scenario.samples)]
                 entering, waiting = waiting[:free], waiting[free:]
                 for group, row in entering:
                     group.tokens.append([])
                     running.append((group, row))
                 if waiting:
                     break
-            left = setting.chunk if running else 0
+            left = scenario.chunk if running else 0
         if running:
             for group, row in running:
                 if len(group.tokens[row]) < group.lengths[row]:
@@ -115,13 +115,13 @@ def play(setting: rules.Setting, versions: int, seed: int) -> tuple[list[Group],
     return groups, begins
 
 
-def random_setting(rng: np.random.Generator) -> rules.Setting:
+def random_scenario(rng: np.random.Generator) -> rules.Scenario:
     def one_of(*values):
         return values[rng.integers(len(values))]
 
     rule = one_of("token_bound", "token_bound", "capacity", "in_order", "drop_oldest", "discard_stale")
     samples, publish = int(rng.integers(1, 5)), one_of(1, 1, 2)
-    return rules.Setting(
+    return rules.Scenario(
         Rules(
             int(rng.integers(1, 4)),
             publish - 1 + one_of(0, 1, 2, 2.5, 5),
@@ -145,44 +145,44 @@ def test_it_plays_what_steps_and_tokens_do(seed):
     """Same batches, times, drops and version of every token, for random settings."""
     rng = np.random.default_rng(seed)
     for number in range(10):
-        setting, versions = random_setting(rng), 14
-        groups, begins = play(setting, versions, number)
-        trace = rules.simulate(setting, versions, number)
-        np.testing.assert_array_equal(trace.begins, begins, err_msg=str(setting))
+        scenario, versions = random_scenario(rng), 14
+        groups, begins = play(scenario, versions, number)
+        trace = rules.simulate(scenario, versions, number)
+        np.testing.assert_array_equal(trace.begins, begins, err_msg=str(scenario))
         count = max(number for number, group in enumerate(groups) if group.trained is not None) + 1
         learned = [group for group in groups if group.trained is not None]
-        assert [group.trained for group in learned] == trace.trained[trace.trained >= 0].tolist(), setting
+        assert [group.trained for group in learned] == trace.trained[trace.trained >= 0].tolist(), scenario
         assert [group.lengths for group in groups[:count]] == trace.lengths[:count].tolist()
-        assert [group.dropped for group in groups[:count]] == (trace.trained[:count] == DROPPED).tolist(), setting
+        assert [group.dropped for group in groups[:count]] == (trace.trained[:count] == DROPPED).tolist(), scenario
         assert [group.tokens[0][0] for group in learned] == trace.drawn[trace.trained >= 0].tolist()
         rows, drew, tokens = token_versions(trace, trace.trained >= 0)
         assert tokens.min() > 0
         simulated = [np.repeat(drew[rows == row], tokens[rows == row]).tolist() for row in range(rows.max() + 1)]
-        assert simulated == [tokens for group in learned for tokens in group.tokens], setting
+        assert simulated == [tokens for group in learned for tokens in group.tokens], scenario
 
 
 def test_it_plays_the_rules_of_a_run():
     """The simulator of a run against that of all rules, which is tested above."""
     rng = np.random.default_rng(0)
     for number in range(10):
-        other = replace(random_setting(rng), rule="token_bound", together=True, publish=1)
-        own = Setting(**{field.name: getattr(other, field.name) for field in fields(Setting)})
+        other = replace(random_scenario(rng), rule="token_bound", together=True, publish=1)
+        own = Scenario(**{field.name: getattr(other, field.name) for field in fields(Scenario)})
         trace = simulate(own, 14, number)
         for name, values in asdict(rules.simulate(other, 14, number)).items():
-            if name != "setting":
+            if name != "scenario":
                 np.testing.assert_array_equal(getattr(trace, name), values, err_msg=f"{name} of {own}")
 
 
 def test_shares_are_those_of_single_tokens():
     """Ages and weights of a prediction against loops over the tokens of the play."""
-    setting = replace(OTHER, rules=Rules(3, 1, 60.0), slots=16, samples=2, lengths=lognormal(40, 1.0))
+    scenario = replace(OTHER, rules=Rules(3, 1, 60.0), slots=16, samples=2, lengths=lognormal(40, 1.0))
     versions = 60
-    groups, _ = play(setting, versions, seed=1)
+    groups, _ = play(scenario, versions, seed=1)
     middle = [group for group in groups if group.trained is not None and 12 <= group.tokens[0][0] < 48]
     rows = [(tokens, group.trained or 0) for group in middle for tokens in group.tokens]
     ages = [[trained - version for version in tokens] for tokens, trained in rows]
     flat = [age for row in ages for age in row]
-    predicted = cost(setting, versions, seed=1)
+    predicted = cost(scenario, versions, seed=1)
     assert math.isclose(predicted.mean_age, statistics.mean(flat))
     assert predicted.max_age == max(flat) > 1 == predicted.max_full_age
     old = sum(age > 1 for age in flat) / len(flat)
@@ -195,23 +195,24 @@ def test_shares_are_those_of_single_tokens():
 
 @pytest.mark.parametrize("published", PUBLISHED, ids=str)
 def test_mean_staleness_in_closed_form(published):
-    assert abs(cost(published.setting, versions=250).group_age - published.formula) < 0.1
+    assert abs(cost(published.scenario, versions=250).group_age - published.formula) < 0.1
 
 
 @pytest.mark.parametrize("on_new_weights", ["finish", "prefill_again"])
 def test_the_rule_of_a_run(on_new_weights):
     """It drops no row, weights no token beyond the bound, and is the faster, the higher the bound."""
-    setting = replace(OTHER, rules=replace(OTHER.rules, on_new_weights=on_new_weights), prefill=0.001)
-    predictions = trade_off(setting, BOUNDS, versions=200)
-    for bound, prediction in zip(BOUNDS, predictions, strict=True):
-        predicted = cost(replace(setting, rules=replace(setting.rules, staleness=bound)), versions=200)
-        for name, value in asdict(prediction).items():
+    scenario = replace(OTHER, rules=replace(OTHER.rules, on_new_weights=on_new_weights), prefill=0.001)
+    steps = []
+    for bound in BOUNDS:
+        bounded = replace(scenario, rules=replace(scenario.rules, staleness=bound))
+        predicted = cost(bounded, versions=200)
+        for name, value in asdict(costs(bounded, 200)).items():
             assert math.isclose(value, getattr(predicted, name)), name
+        steps.append(predicted.step)
         assert predicted.discarded == 0 and abs(predicted.length_ratio - 1) < 0.01
         assert predicted.max_full_age <= bound and predicted.group_age <= bound + 0.01
         if on_new_weights == "finish":
             assert predicted.max_age <= bound and predicted.older == 0
-    steps = [predicted.step for predicted in predictions]
     assert np.diff(steps).max() <= 0.005 * steps[-1]
     assert steps[-1] < 0.7 * steps[0]
 
@@ -231,15 +232,15 @@ def test_staleness_0_is_the_synchronous_run():
 
 def test_pauses_and_costs_of_steps():
     """Times in closed form, one row of 10 tokens at a time and one in an update."""
-    setting = Setting(Rules(1, 0, 6.0), slots=4, samples=1, lengths=measured([10]))
-    assert predict(setting, 20).step == 16
-    assert predict(replace(setting, transfer=3.0), 20).step == 19
-    assert predict(replace(setting, rules=replace(setting.rules, reward=5.0)), 20).step == 21
-    assert predict(replace(setting, chunk=8), 20).step == 16  # the second chunk ends with the row
-    assert predict(replace(setting, empty=0.5), 20).step == 6 + 10 * (0.5 + 0.5 / 4)
-    assert predict(replace(setting, rules=Rules(1, 1, 6.0)), 21).step == (10 + 6) / 2  # two rows take turns
-    again = replace(setting, rules=Rules(1, 2, 7.0, "prefill_again"), slots=1, prefill=0.5, prompt=4)
-    assert predict(again, 40).step == 10 + 0.5 * (7 + 4)  # weights come when the running row has 7 tokens
+    scenario = Scenario(Rules(1, 0, 6.0), slots=4, samples=1, lengths=measured([10]))
+    assert costs(scenario, 20).step == 16
+    assert costs(replace(scenario, transfer=3.0), 20).step == 19
+    assert costs(replace(scenario, rules=replace(scenario.rules, reward=5.0)), 20).step == 21
+    assert costs(replace(scenario, chunk=8), 20).step == 16  # the second chunk ends with the row
+    assert costs(replace(scenario, empty=0.5), 20).step == 6 + 10 * (0.5 + 0.5 / 4)
+    assert costs(replace(scenario, rules=Rules(1, 1, 6.0)), 21).step == (10 + 6) / 2  # two rows take turns
+    again = replace(scenario, rules=Rules(1, 2, 7.0, "prefill_again"), slots=1, prefill=0.5, prompt=4)
+    assert costs(again, 40).step == 10 + 0.5 * (7 + 4)  # weights come when the running row has 7 tokens
 
 
 def test_settings_that_cannot_run_are_refused():
