@@ -6,8 +6,8 @@ and version, with the weights of that version and the scoring programs.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -45,6 +45,11 @@ class Row(NamedTuple):
     versions: Int[np.ndarray, "n"]
     goes_on: bool
 
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt and the response so far."""
+        return len(self.prompt) + len(self.tokens)
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -67,8 +72,13 @@ class Compared:
     versions: tuple[int, ...] = ()  # versions of the weights that drew the tokens
 
     def __add__(self, other: "Compared") -> "Compared":
-        both = (getattr(self, own.name) + getattr(other, own.name) for own in fields(self)[:-1])
-        return Compared(*both, versions=tuple(sorted({*self.versions, *other.versions})))
+        return Compared(
+            self.tokens + other.tokens,
+            self.distance + other.distance,
+            self.rounding + other.rounding,
+            self.squares + other.squares,
+            tuple(sorted({*self.versions, *other.versions})),
+        )
 
 
 class Recompute:
@@ -127,13 +137,13 @@ class Recompute:
 
     def fresh(self) -> Tracked:
         """Returns a `Tracked` without rows."""
-        nothing, caches = np.full(self.places, NONE, np.int32), None
+        caches = None
         if self._keeps:
             config, heads = self._config, max(self._config.kv_heads, self._mesh.shape[TENSOR])
             shape = self.places, self._length, heads, config.head_dim
             blank = jax.jit(lambda: jnp.zeros(shape, self._dtype), out_shardings=NamedSharding(self._mesh, CACHES))
             caches = [(blank(), blank()) for _ in range(config.layers)]
-        return self._placed(Tracked(nothing, np.zeros_like(nothing), caches))
+        return self._going_on({}, caches)
 
     def compare(
         self, version: int, weights: Weights, rows: Sequence[Row], tracked: Tracked
@@ -147,32 +157,48 @@ class Recompute:
         chosen = self._chosen(version, rows, going)
         tokens, starts = np.zeros((self.places, self._length), np.int32), np.zeros_like(since)
         for place, row in chosen.items():
-            whole = np.concatenate([row.prompt, row.tokens])
-            tokens[place, : len(whole)] = whole
+            tokens[place, : row.length] = np.concatenate([row.prompt, row.tokens])
             starts[place] = since[place] if row.number == going[place] else 0
         on_mesh = to_devices((tokens, starts), NamedSharding(self._mesh, GENERATE.batch_spec()))
-        logprobs, exact, caches = self._both(weights, *on_mesh, tracked.caches)
-        logprobs, exact = self._read((logprobs, exact))
-        owns = dict[int, Compared]()
-        row, since = np.full_like(going, NONE), np.zeros_like(since)
-        for place, own in chosen.items():
-            drawn = np.flatnonzero(own.versions == version)
-            at = place, len(own.prompt) + drawn
-            recorded, scored = np.abs(np.stack([own.logprobs[drawn], logprobs[at]]).astype(np.float64) - exact[at])
-            self._finite(version, own.worker, recorded, scored)
-            sums = float(recorded.sum()), float(scored.sum()), float((scored**2).sum())
-            owns[own.worker] = owns.get(own.worker, Compared()) + Compared(len(drawn), *sums, (version,))
-            if self._keeps and own.goes_on:  # - 1: the newest token has no key and value yet
-                row[place], since[place] = own.number, len(own.prompt) + len(own.tokens) - 1
-        total = sum(owns.values(), Compared())
-        self._all += total
-        for worker, own in owns.items():
+        *passes, caches = self._both(weights, *on_mesh, tracked.caches)
+        scored, exact = self._read(passes)
+        by_worker = dict[int, Compared]()
+        for place, row in chosen.items():
+            distances = self._distances(version, row, scored[place], exact[place])
+            by_worker[row.worker] = by_worker.get(row.worker, Compared()) + distances
+        self._judge(by_worker)
+        return sum(by_worker.values(), Compared()), self._going_on(chosen, caches)
+
+    def _distances(
+        self, version: int, row: Row, scored: Float[np.ndarray, "length"], exact: Float[np.ndarray, "length"]
+    ) -> Compared:
+        """Returns the distances of the tokens that a version drew in a row. scored, exact: by both passes."""
+        drawn = np.flatnonzero(row.versions == version)
+        at = len(row.prompt) + drawn
+        logprobs = np.stack([row.logprobs[drawn], scored[at]]).astype(np.float64)
+        recorded, rounding = np.abs(logprobs - exact[at])
+        self._finite(version, row.worker, recorded, rounding)
+        sums = float(recorded.sum()), float(rounding.sum()), float((rounding**2).sum())
+        return Compared(len(drawn), *sums, (version,))
+
+    def _judge(self, by_worker: Mapping[int, Compared]) -> None:
+        """Adds new distances to those so far, and raises an alarm for each worker that is too far off."""
+        self._all += sum(by_worker.values(), Compared())
+        for worker, own in by_worker.items():
             pool = self._pools.get(worker, Compared()) + own
             if far := [tokens for tokens in (own, pool) if tokens.distance > self._most(tokens)]:
                 self._alarm(worker, far[0])
             judged = pool.tokens >= FEW and self._most(pool) < math.inf
             self._pools[worker] = Compared() if judged else pool
-        return total, self._placed(Tracked(row, since, caches))
+
+    def _going_on(self, chosen: Mapping[int, Row], caches: Any) -> Tracked:
+        """Returns those of the rows, by place, that continue with keys and values of these weights."""
+        number, since = np.full(self.places, NONE, np.int32), np.zeros(self.places, np.int32)
+        for place, row in chosen.items():
+            if self._keeps and row.goes_on:  # - 1: the newest token has no key and value yet
+                number[place], since[place] = row.number, row.length - 1
+        number, since = to_devices((number, since), NamedSharding(self._mesh, P()))
+        return Tracked(number, since, caches)
 
     def _chosen(self, version: int, rows: Sequence[Row], going: Sequence[int]) -> dict[int, Row]:
         """Returns place -> its row. The choice depends only on the version and on the numbers of the rows."""
@@ -229,7 +255,3 @@ class Recompute:
         if worker not in self.alarms:
             self._warn(f"{sentence}; the run learns from them all the same, and async/logprob_alarms counts them")
         self.alarms[worker] = self.alarms.get(worker, 0) + 1
-
-    def _placed(self, tracked: Tracked) -> Tracked:
-        row, since = to_devices((tracked.row, tracked.since), NamedSharding(self._mesh, P()))
-        return replace(tracked, row=row, since=since)
