@@ -21,9 +21,10 @@ from jrlhf.fleet.processes.workers import ProcessWorkers
 from jrlhf.fleet.prompts import PromptStream
 from jrlhf.fleet.recompute import Recompute
 from jrlhf.fleet.schedule import Rules, fresh
-from jrlhf.fleet.slices import SliceWorkers
+from jrlhf.fleet.slices import SliceWorkers, Workers
 from jrlhf.fleet.state import Collected, FleetState
 from jrlhf.models import SamplingConfig
+from jrlhf.models.generation.chunks import ToHosts
 from jrlhf.models.generation.continuous import ContinuousBatch, Weights
 from jrlhf.models.lora import base_on
 from jrlhf.rewards.mixture import Answers, Rewards
@@ -73,7 +74,7 @@ class AsynchronousRollouts(Closing):
         rewards: Sequence[Rewards | None],
         tell: Callable[[str], None],
     ):
-        section, options, samples = config.rl, config.asynchronous, config.samples
+        options = config.asynchronous
         assert options is not None
         self._mesh, self._trainer = actor.placement["generate"].mesh, actor.placement["update"].mesh
         self._clock, self._tokenizer = actor.clock, tokenizer
@@ -83,48 +84,21 @@ class AsynchronousRollouts(Closing):
         self._rewards = [own for own in rewards if own is not None]
         self._base: Identity = {}  # identity of the frozen weights under an adapter; empty: not computed yet
         self._answers = dict[int, dict[str, Answers]]()  # number of a group -> kind of reward -> pending answers
-        groups = section.rollout_batch // samples
+        groups = config.rl.rollout_batch // config.samples
         read = partial(to_all_hosts, seconds=self._clock.deadline)
-        self._stream = PromptStream(lambda number: take(self._mesh, number), self._mesh, groups, samples, read)
-        count, decoder = config.logical_workers, actor.compiled("generate").decoder(sampling, samples)
-        slots, width = (config.rollout.slots or section.rollout_batch) // count, config.data.max_prompt
+        self._stream = PromptStream(partial(take, self._mesh), self._mesh, groups, config.samples, read)
         with jax.set_mesh(self._mesh):
-            batch = ContinuousBatch(decoder, self._mesh, config.rollout, slots, width, read)
-            if config.fleet is None:
-                lanes = [SliceWorkers([copy(batch) for _ in range(count)])]  # with the same programs
-            else:
-                del batch.state  # frees its memory: the processes have the states
-                model, numbers = actor.architecture, {"samples": samples, "slots": slots, "width": width}
-                setup = describe(self._mesh, model, actor.compute, sampling, config.rollout, **numbers)
-                asked = partial(asked_places, config, setup["platform"], self._mesh.size)
-                workers = partial(ProcessWorkers, batch, setup, config.fleet, run_path(config), tell)
-                lanes = [workers(count, asked)]
-                if self._wall:  # a lane for each of the processes, whose number stays
-                    places = asked()
-                    shares = zip(np.array_split(range(count), len(places)), places, strict=True)
-                    lanes = [workers(len(share), lambda place=place: [place]) for share, place in shares]
-            scored = replace(actor.compute.forward(actor.architecture), temperature=sampling.temperature)
-            recompute = Recompute(
-                actor.architecture.config,
-                self._mesh,
-                scored,
-                workers=max(len(lane.rooms) for lane in lanes),
-                length=width + sampling.max_new_tokens,
-                keeps=options.on_new_weights == "keep_cache",
-                compares=options.logprob_check != "off",
-                warn=tell if options.logprob_check == "warn" else None,
-                read=read,
-            )
+            lanes = _lanes(config, actor, sampling, tell, read)
             self._fleet = Fleet(
                 lanes,
                 self._mesh,
                 Rules(groups, options.staleness, options.update_steps, options.on_new_weights, options.reward_steps),
                 self._stream.prompt,
                 self._ask,
-                samples=samples,
+                samples=config.samples,
                 limit=sampling.max_new_tokens,
                 clock=options.clock,
-                recompute=recompute,
+                recompute=_recompute(config, actor, sampling, lanes, tell, read),
                 on_chunk=self._clock.add_chunk,
                 read=read,
             )
@@ -223,3 +197,50 @@ class AsynchronousRollouts(Closing):
         weights, adapter = actor.drawing_weights()
         with jax.set_mesh(self._mesh):
             return (weights, copied(adapter)), expected
+
+
+def _lanes(
+    config: Config, actor: Actor, sampling: SamplingConfig, tell: Callable[[str], None], read: ToHosts
+) -> list[Workers]:
+    """Returns the workers of each lane: on this process's devices or, by the wall clock, one process per lane."""
+    options, mesh, count = config.asynchronous, actor.placement["generate"].mesh, config.logical_workers
+    assert options is not None
+    decoder = actor.compiled("generate").decoder(sampling, config.samples)
+    slots, width = (config.rollout.slots or config.rl.rollout_batch) // count, config.data.max_prompt
+    batch = ContinuousBatch(decoder, mesh, config.rollout, slots, width, read)
+    if config.fleet is None:
+        return [SliceWorkers([copy(batch) for _ in range(count)])]  # with the same programs
+    del batch.state  # frees its memory: the processes have the states
+    numbers = {"samples": config.samples, "slots": slots, "width": width}
+    setup = describe(mesh, actor.architecture, actor.compute, sampling, config.rollout, **numbers)
+    asked = partial(asked_places, config, setup["platform"], mesh.size)
+    workers = partial(ProcessWorkers, batch, setup, config.fleet, run_path(config), tell)
+    if options.clock == "virtual":
+        return [workers(count, asked)]
+    places = asked()  # whose number stays
+    shares = np.array_split(range(count), len(places))
+    return [workers(len(share), lambda place=place: [place]) for share, place in zip(shares, places, strict=True)]
+
+
+def _recompute(
+    config: Config,
+    actor: Actor,
+    sampling: SamplingConfig,
+    lanes: Sequence[Workers],
+    tell: Callable[[str], None],
+    read: ToHosts,
+) -> Recompute:
+    """Returns what compares log-probabilities, on the mesh of the rollouts."""
+    options = config.asynchronous
+    assert options is not None
+    return Recompute(
+        actor.architecture.config,
+        actor.placement["generate"].mesh,
+        replace(actor.compute.forward(actor.architecture), temperature=sampling.temperature),
+        workers=max(len(lane.rooms) for lane in lanes),
+        length=config.data.max_prompt + sampling.max_new_tokens,
+        keeps=options.on_new_weights == "keep_cache",
+        compares=options.logprob_check != "off",
+        warn=tell if options.logprob_check == "warn" else None,
+        read=read,
+    )
