@@ -97,8 +97,8 @@ class AsynchronousRollouts(Closing):
                 self._ask,
                 samples=config.samples,
                 limit=sampling.max_new_tokens,
-                clock=options.clock,
                 recompute=_recompute(config, actor, sampling, lanes, tell, read),
+                clock=options.clock,
                 on_chunk=self._clock.add_chunk,
                 read=read,
             )

@@ -71,8 +71,8 @@ class Fleet:
         *,
         samples: int,
         limit: int,
-        clock: Clock = "virtual",
         recompute: Recompute,
+        clock: Clock = "virtual",
         on_chunk: Callable[[int, float], None] = lambda lane, seconds: None,
         read: ToHosts = to_host,
     ):
@@ -195,32 +195,6 @@ class Fleet:
             self._compared += self._compare(lane, update, rows)[0]
         return batch
 
-    def _load_prompts(self) -> None:
-        """Loads the prompts of all groups that may start before the next call of `collect`."""
-        self._loaded = int(self._rules.batch * (self._times.published + self._rules.staleness + 1 + self._times.spare))
-        for number in range(self._count, self._loaded):
-            self._prompt(number)
-
-    def _next_groups(self) -> dict[int, Group]:
-        """Draws until a batch is complete; removes and returns its groups."""
-        while (batch := first_batch(self._complete, self._rules)) is None:
-            self._advance()
-        self._ready, numbers = batch
-        return {number: self._groups.pop(number) for number in numbers}
-
-    def _drawn_by_version(self, groups: Mapping[int, Group]) -> list[tuple[Lane, Published, list[Row]]]:
-        """Returns the versions that may have drawn in these groups, each with the rows of its lane, for `_compare`."""
-        compared = groups if self._recompute.compares else {}
-        rows = [(lane, rows_of(compared, lane.numbers, {})) for lane in self._lanes]
-        return [(lane, update, of_lane) for lane, of_lane in rows for update in lane.updates]
-
-    def _check_present_weights(self) -> None:
-        """Checks the weights that idle lanes draw with, and all others that are not checked yet."""
-        for lane in [lane for lane in self._lanes if lane.chunk is None]:
-            expected = lane.updates[-1].expected
-            self._identities += [(lane.version, own, expected) for own in lane.workers.identities()]
-        self._check()
-
     def draw_ahead(self, update: Any) -> None:
         """Draws as long as the update takes by the virtual clock. Otherwise `publish` does so.
 
@@ -280,6 +254,32 @@ class Fleet:
         if self._compared.tokens:
             metrics["async/logprob_distance"] = self._compared.distance / self._compared.tokens
         return metrics
+
+    def _load_prompts(self) -> None:
+        """Loads the prompts of all groups that may start before the next call of `collect`."""
+        self._loaded = int(self._rules.batch * (self._times.published + self._rules.staleness + 1 + self._times.spare))
+        for number in range(self._count, self._loaded):
+            self._prompt(number)
+
+    def _next_groups(self) -> dict[int, Group]:
+        """Draws until a batch is complete; removes and returns its groups."""
+        while (batch := first_batch(self._complete, self._rules)) is None:
+            self._advance()
+        self._ready, numbers = batch
+        return {number: self._groups.pop(number) for number in numbers}
+
+    def _drawn_by_version(self, groups: Mapping[int, Group]) -> list[tuple[Lane, Published, list[Row]]]:
+        """Returns the versions that may have drawn in these groups, each with the rows of its lane, for `_compare`."""
+        compared = groups if self._recompute.compares else {}
+        rows = [(lane, rows_of(compared, lane.numbers, {})) for lane in self._lanes]
+        return [(lane, update, of_lane) for lane, of_lane in rows for update in lane.updates]
+
+    def _check_present_weights(self) -> None:
+        """Checks the weights that idle lanes draw with, and all others that are not checked yet."""
+        for lane in [lane for lane in self._lanes if lane.chunk is None]:
+            expected = lane.updates[-1].expected
+            self._identities += [(lane.version, own, expected) for own in lane.workers.identities()]
+        self._check()
 
     # ---- new weights and their identity
 
