@@ -161,7 +161,8 @@ def test_a_plan_is_what_the_command_prints(capsys, tmp_path):
     planned.save(tmp_path / "plan.yaml")
     assert "cannot be written (No such file or directory)" in refused(planned.save, tmp_path / "gone" / "plan.yaml")
     assert plan("llama3-8b-ppo", "8xh100", plan=str(tmp_path / "plan.yaml")).seconds == planned.seconds
-    crowded = plan("llama3-8b-ppo", "8xh100", plan="colocate", **{"ppo.rollout_batch": 8192})
+    rows: dict[str, Any] = {"ppo.rollout_batch": 8192}
+    crowded = plan("llama3-8b-ppo", "8xh100", plan="colocate", **rows)
     assert "rest for actor.generate: choose " in refused(crowded.check) and str(crowded).endswith(crowded.problem)
 
 
