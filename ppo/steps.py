@@ -150,8 +150,8 @@ def actor_update(
         batch = rows, experience.importance, _group_tokens(config, experience), texts
         prepare = Partial(with_weights, experience.kl_coef)
         state, run = yield from loop(state, batch, prepare, tuple(frozen))
-        metrics = {name if "/" in name else f"actor/{name}": value for name, value in run.means.items()}
-        del metrics["actor/ratio_gap"]  # only the first update's is reported
+        means = {name: mean for name, mean in run.means.items() if name != "ratio_gap"}  # see `first`
+        metrics = {name if "/" in name else f"actor/{name}": mean for name, mean in means.items()}
         if experience.importance is not None and not config.weighs_in_loss:
             metrics |= weight_shares(experience, config)
         if experience.versions is not None:

@@ -3,6 +3,7 @@
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -39,4 +40,8 @@ def eventually(holds: Callable[[], bool], within: float) -> bool:
 
 def children(pid: int) -> list[int]:
     """The processes that a process has started and that were not waited for."""
-    return [int(child) for own in Path(f"/proc/{pid}/task").glob("*/children") for child in own.read_text().split()]
+    pids = list[int]()
+    for own in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has just ended
+            pids += map(int, own.read_text().split())
+    return pids
