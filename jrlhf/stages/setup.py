@@ -69,6 +69,7 @@ from jrlhf.run.directory import (
     HUB,
     PLAN,
     TOKENIZER,
+    Run,
     check_run,
     explained,
     first_day,
@@ -100,10 +101,8 @@ def open_context(config: Config, *, resume: bool | Literal["auto"], accept_rewar
         resume = from_main(partial(holds_run, config, tell))
     with ExitStack() as stack:
         mirror = stack.enter_context(mirrored(config, resume=resume, tell=tell))
-        if resume:
-            from_main(partial(check_origins, hub_names(config), run_path(config)))
         if resume or mirror is None:  # at an address the mirror has refused another run
-            from_main(partial(check_run, config, resume))
+            from_main(partial(_check_directory, config, resume))
         if mirror is None:
             refuse_unshared(config, "it")
         if resume and config.compute.score_rows == "auto":
@@ -113,9 +112,7 @@ def open_context(config: Config, *, resume: bool | Literal["auto"], accept_rewar
         console, placements, moves, fused = _open_console(config), {}, None, None
         console.line(_headline(config, mesh))
         if plan is not None:
-            workload = workload_of(config, graph_of(config), models)
-            fused = fused_updates(workload, plan, mesh.size // jax.process_count())
-            config, placements, moves = _place(config, workload, list(mesh.devices.flat), plan, fused, console.line)
+            config, placements, moves, fused = _place(config, models, mesh, plan, console.line)
             if config.fleet is not None and config.fleet.engine == "ray":
                 stack.enter_context(joined())
         # Templates write the day on which the run began, also after a resume and in every process.
@@ -134,14 +131,7 @@ def open_context(config: Config, *, resume: bool | Literal["auto"], accept_rewar
         trackers = stack.enter_context(tracking(config, run, console.warn))
         if mirror is not None:
             mirror.start(run)
-        run.write(TOKENIZER, task.tokenizer.to_json())
-        run.write(PROMPTING, to_json({"chat": task.chat, "prompt_end": task.prompt_end}))
-        if not (run.path / HUB).exists():
-            run.write(HUB, "".join(f"{name}\n" for name in hub_names(config)))
-        if plan is not None:
-            run.write(PLAN, seal(plan_yaml(plan)))
-        if fused is not None:
-            run.write(FUSED, fused.to_json())
+        _write_inputs(run, config, task, plan, fused)
         words["seeds"] = str(from_main(run.seeds))
         functions = {f"{kind} {part.name}" for _, kind, part in config.rewards_and_costs if part.function is not None}
         try:
@@ -164,18 +154,23 @@ def open_context(config: Config, *, resume: bool | Literal["auto"], accept_rewar
             raise
 
 
+def _check_directory(config: Config, resume: bool) -> None:
+    """Refuses a run directory in which the run cannot go on, or that it cannot begin."""
+    if resume:
+        check_origins(hub_names(config), run_path(config))
+    check_run(config, resume)
+
+
 def _place(
-    config: Config,
-    workload: Workload,
-    devices: Sequence[Device],
-    plan: Plan,
-    fused: FusedUpdates | None,
-    tell: Callable[[str], None],
-) -> tuple[Config, dict[str, RolePlacement], Moves | None]:
+    config: Config, models: Mapping[str, ModelConfig], mesh: Mesh, plan: Plan, tell: Callable[[str], None]
+) -> tuple[Config, dict[str, RolePlacement], Moves | None, FusedUpdates | None]:
     """Places the roles as the plan says, and decides what the config leaves to a simulation of rollouts.
 
-    Returns the config with the tiles that a new run chooses, the placements, and what chooses the moves of last rows.
+    Returns the config with the tiles that a new run chooses, the placements, what chooses the moves of last rows, and
+    the fused updates.
     """
+    workload, devices = workload_of(config, graph_of(config), models), list(mesh.devices.flat)
+    fused = fused_updates(workload, plan, mesh.size // jax.process_count())
     placements = place_roles(plan, workload.graph, devices, fused=fused, prefetch=config.offloading.ahead)
     prices, moves = prices_of_rollouts(config, workload, devices), None
     if config.compute.score_rows == "auto":
@@ -185,7 +180,19 @@ def _place(
         moves = Moves(lambda: rollouts_of(config, prices(), plan), tell)
     if line := transfer_line(plan, [device.process_index for device in devices]):
         tell(line)
-    return config, placements, moves
+    return config, placements, moves, fused
+
+
+def _write_inputs(run: Run, config: Config, task: Task, plan: Plan | None, fused: FusedUpdates | None) -> None:
+    """Writes what generation, exports and a resume read: tokenizer, form of prompts, hub names, plan, fused updates."""
+    run.write(TOKENIZER, task.tokenizer.to_json())
+    run.write(PROMPTING, to_json({"chat": task.chat, "prompt_end": task.prompt_end}))
+    if not (run.path / HUB).exists():
+        run.write(HUB, "".join(f"{name}\n" for name in hub_names(config)))
+    if plan is not None:
+        run.write(PLAN, seal(plan_yaml(plan)))
+    if fused is not None:
+        run.write(FUSED, fused.to_json())
 
 
 def _model_words(models: Mapping[str, ModelConfig], tokenizer: Tokenizer) -> dict[str, str]:
