@@ -73,7 +73,7 @@ class Section:
                 self.refuse(name, f"one of {', '.join(choices)}" + ", or null" * rules["optional"])
             if rules.get("holds") and not rules["holds"](value):
                 self.refuse(name, " or ".join([rules["expected"], *choices]))
-            if rules["most"] is not None and value > rules["most"]:
+            if rules["most"] is not None and not value <= rules["most"]:  # NaN is not
                 self.refuse(name, f"at most {rules['most']:.10g}")
 
     def refuse(self, name: str, expected: str) -> NoReturn:

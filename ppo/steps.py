@@ -129,7 +129,16 @@ def actor_update(
     loss_fn, with_weights = _loss_fn(logprob_fn, sums_fn, config), partial(_with_weights, config)
     target_kl = config.target_kl
     veto = None if target_kl is None else lambda metrics: metrics["approx_kl"] > target_kl
-    loop = partial(run_updates, loss_fn, optimizer, config, names=_metric_names(config), veto=veto, staged=staged)
+    loop = partial(
+        run_updates,
+        loss_fn,
+        optimizer,
+        config,
+        names=_metric_names(config),
+        of_first=("ratio_gap",),
+        veto=veto,
+        staged=staged,
+    )
 
     def update(state: TrainState, experience: Experience, *others: PyTree) -> Updates:
         check_class("state", state, TrainState)
@@ -150,8 +159,7 @@ def actor_update(
         batch = rows, experience.importance, _group_tokens(config, experience), texts
         prepare = Partial(with_weights, experience.kl_coef)
         state, run = yield from loop(state, batch, prepare, tuple(frozen))
-        means = {name: mean for name, mean in run.means.items() if name != "ratio_gap"}  # see `first`
-        metrics = {name if "/" in name else f"actor/{name}": mean for name, mean in means.items()}
+        metrics = {name if "/" in name else f"actor/{name}": mean for name, mean in run.means.items()}
         if experience.importance is not None and not config.weighs_in_loss:
             metrics |= weight_shares(experience, config)
         if experience.versions is not None:

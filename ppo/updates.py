@@ -181,7 +181,7 @@ class Run(NamedTuple):
     """The result of all updates on one batch."""
 
     means: Metrics  # means over the updates that were not skipped
-    first: Metrics  # of the first update
+    first: Metrics  # those of `of_first`, in the first update
     counts: Metrics  # numbers of updates that were not applied, by reason
 
 
@@ -206,6 +206,7 @@ def run_updates(
     frozen: tuple[PyTree, ...],
     *,
     names: tuple[str, ...],
+    of_first: tuple[str, ...] = (),
     veto: Callable[[Metrics], Bool[Array, ""]] | None = None,
     staged: bool = False,
 ) -> Updates:
@@ -214,6 +215,7 @@ def run_updates(
     prepare: (*minibatch of `batch`) -> the rows that the loss gets in parts; a `Partial` of arrays.
     loss_fn: (params, rows, count, *frozen) -> (loss, metrics `names`); count is the number of tokens in the `mask` of
         the minibatch's rows.
+    of_first: metrics whose value in the first update is returned instead of their mean.
     """
     check_divisible(jax.tree.leaves(batch)[0], config.minibatches, config.micro_batches)
     total = config.epochs * config.minibatches
@@ -242,7 +244,8 @@ def run_updates(
 
     none = jnp.zeros((), jnp.int32)
     zeros = dict.fromkeys((*names, "grad_norm"), jnp.zeros((), jnp.float32))
-    end = _Carry(none, state.params, state.opt_state, jnp.zeros((), jnp.bool_), none, none, zeros, zeros)
+    first = {name: zeros.pop(name) for name in of_first}
+    end = _Carry(none, state.params, state.opt_state, jnp.zeros((), jnp.bool_), none, none, zeros, first)
     goes_on = lambda carry: (carry.index < total) & ~carry.stop  # noqa: E731
     if not staged:
         end = lax.while_loop(goes_on, lambda carry: finish(one(carry)), end)

@@ -57,7 +57,10 @@ class DynamicSampler:
     @call("compute", "kept")
     @timed("pool")
     def keep(self, rollout: Rollout, scores: Array, prompts: Batch) -> Kept:
-        """Adds a round's informative groups to the batch, while there is room. Returns the batch so far."""
+        """Adds a round's informative groups to the batch, while there is room. Returns the batch so far.
+
+        The reward must have scored these prompts: its raw scores tell which groups are informative.
+        """
         raw = to_host(self._reward.raw[prompts.step])
         fresh = informative(raw, self._samples)
         if self._batch is None:  # the first round; merged with itself, so that the program is compiled in any case

@@ -16,7 +16,7 @@ from jrlhf.run.files import sha256
 
 # Data -> the stages that learn from it.
 STAGES = {"sft": ("sft",), "preferences": ("reward_model", "dpo"), "prompts": ALGORITHMS}
-LEARN, HELD = "to learn from", "held out"  # the parts of a split dataset
+_LEARN, _HELD = "to learn from", "held out"  # the parts of a split dataset
 
 
 def load_task(config: Config, tokenizer: Tokenizer) -> Task:
@@ -36,16 +36,16 @@ def load_task(config: Config, tokenizer: Tokenizer) -> Task:
     encoded: dict[tuple[str, str], Any] = {
         (key, part): encoders[key](rows)
         for key, split in splits.items()
-        for part, rows in zip((LEARN, HELD), split, strict=True)
+        for part, rows in zip((_LEARN, _HELD), split, strict=True)
         if rows.examples
     }
     sft = pairs = None
     if "sft" in datasets:
-        texts = encoded["sft", LEARN]
-        heldout_texts = encoded.get(("sft", HELD), Sequences((), (), ()))
+        texts = encoded["sft", _LEARN]
+        heldout_texts = encoded.get(("sft", _HELD), Sequences((), (), ()))
         sft = SFTData(len(texts.ids), lambda rows, step: _rows(texts, rows), heldout_texts)
     if "preferences" in datasets:
-        both = encoded["preferences", LEARN], encoded.get(("preferences", HELD), Pairs((), (), ()))
+        both = encoded["preferences", _LEARN], encoded.get(("preferences", _HELD), Pairs((), (), ()))
         pairs = lambda sampler: both  # noqa: E731
     words = [f"{key} {dataset.fingerprint}" for key, dataset in datasets.items()]
     if any(not row.prompt and row.chosen for dataset in datasets.values() for row in dataset.examples):
@@ -57,8 +57,8 @@ def load_task(config: Config, tokenizer: Tokenizer) -> Task:
         description="\n".join(_describe(config, datasets, splits, encoded)),
         sft=sft,
         pairs=pairs,
-        prompts=encoded.get(("prompts", LEARN)),
-        heldout=encoded.get(("heldout" if "heldout" in datasets else "prompts", HELD)),
+        prompts=encoded.get(("prompts", _LEARN)),
+        heldout=encoded.get(("heldout" if "heldout" in datasets else "prompts", _HELD)),
         chat=any(isinstance(example.prompt, tuple) for example in examples),
         prompt_end=_common_end(examples),
     )
@@ -122,11 +122,11 @@ def _describe(
         if key != "heldout" and (lost := len(datasets[key].examples) - len(learned.examples) - len(measured.examples)):
             yield f"data.{key}: {lost} more rows left out, whose prompts are held out"
     for key in datasets:
-        for part in (LEARN, HELD):
+        for part in (_LEARN, _HELD):
             if (key, part) in encoded:
                 yield f"data.{key}, {part}: {encoded[key, part].describe()}"
         if key == "prompts":
-            wanted, count = config.rl.rollout_batch // config.samples, len(encoded[key, LEARN].ids)
+            wanted, count = config.rl.rollout_batch // config.samples, len(encoded[key, _LEARN].ids)
             if count < wanted:
                 yield (
                     f"data.prompts: {config.algorithm}.rollout_batch={config.rl.rollout_batch} takes {wanted} prompts "

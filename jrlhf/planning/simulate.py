@@ -239,7 +239,7 @@ class Simulator:
             work.append((seconds, own, own))
             if stored[call] != stored[home]:
                 seconds_of, key = self._reallocations[call], (stored[home], stored[call])
-                if key not in seconds_of:
+                if key not in seconds_of:  # prices of moves do not depend on micro-batches, which the key lacks
                     role = self.graph.calls[number].role
                     seconds_of[key] = self.prices.reallocation(role, chosen[home].placement, chosen[call].placement)
                 if fetching := seconds_of[key]:

@@ -266,7 +266,7 @@ class TrainerWait:
         self.update, self.seconds, self._ended = list[Any](), 0.0, 0.0
 
     def update_is_done(self) -> bool:
-        """Whether the newest update is done. Records when this is first seen."""
+        """True if the newest update is done. Records when this is first seen."""
         if self.update and all(leaf.is_deleted() or leaf.is_ready() for leaf in self.update):
             self.update, self._ended = [], time.monotonic()
         return not self.update

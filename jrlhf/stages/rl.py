@@ -122,7 +122,7 @@ def _open_rollouts(
 
 @dataclass(frozen=True)
 class Iterations:
-    """The iterations of the stage, each of which makes the next `RLState`. Nothing in here changes with them.
+    """The iterations of the stage, each of which makes the next `RLState`. What a resumed run needs is there, not here.
 
     home: the devices of the state's scalars. measure: `_measure`, jitted.
     """
