@@ -11,15 +11,17 @@ asked to stop.
 """
 
 import gc
+import inspect
 import io
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import partial
+from inspect import Parameter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import numpy as np
@@ -77,6 +79,7 @@ def _listed(given: Any) -> list[Any]:
     return list(given) if isinstance(given, Iterable) and not isinstance(given, str | Mapping) else [given]
 
 
+T = TypeVar("T")
 Source = str | Path | Mapping[str, Any]
 Conversation = Sequence[Mapping[str, str]]
 
@@ -341,21 +344,18 @@ def load(
     return Policy(load_generator(name, {}, adapter=adapter, batch=asked.batch, dtype=asked.dtype), name)
 
 
-def plan(
-    config: Source,
-    cluster: str | None = None,
-    *,
-    mean_response: float | None = None,
-    sigma: float | None = None,
-    processes: int | None = None,
-    plan: str | None = None,
-    seconds: float | None = None,
-    proposals: int | None = None,
-    seed: int = 0,
-    hypothetical: bool = False,
-    overlap: bool = False,
-    **settings: Any,
-) -> Planned:
+def _with_search(function: T) -> T:
+    """Writes the fields of `Search` into a function's signature, for `help`."""
+    target: Any = function
+    own, names = inspect.signature(target), [item for item in fields(Search) if item.name != "cluster"]
+    *first, settings = own.parameters.values()
+    more = [Parameter(item.name, Parameter.KEYWORD_ONLY, default=item.default, annotation=item.type) for item in names]
+    target.__signature__ = own.replace(parameters=[*first, *more, settings])
+    return function
+
+
+@_with_search
+def plan(config: Source, cluster: str | None = None, **settings: Any) -> Planned:
     """Searches for the fastest plan of a config on a described cluster; returns it with its predicted time and memory.
 
     config, settings: as in `train`, but `plan` and `seed` belong to the search. cluster: "16xh100", "v5p-512"; None:
@@ -368,14 +368,7 @@ def plan(
         planned = plan("llama3-8b-ppo", "8xh200", proposals=100)
         print(planned)  # a table of the calls, and a timeline
     """
-    given = {"cluster": cluster, "mean_response": mean_response, "sigma": sigma, "processes": processes, "plan": plan}
-    given |= {
-        "seconds": seconds,
-        "proposals": proposals,
-        "seed": seed,
-        "hypothetical": hypothetical,
-        "overlap": overlap,
-    }
-    search = build(Search, plain_value(given))
+    wanted = {item.name: settings.pop(item.name) for item in fields(Search) if item.name in settings}
+    search = build(Search, plain_value({"cluster": cluster, **wanted}))
     with python_functions(config, settings) as named:
         return planner.make_plan(make_config(*named), search, say=partial(print, flush=True))

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -93,7 +92,7 @@ def test_the_memory_on_the_page_is_that_of_the_notebook(tmp_path):
     rows = re.findall(r"^\| `lora.rank=(\d+)`.* \| (\w+) \| ([\d.]+) \| ([\d.]+) \|$", PAGE, re.MULTILINE)
     assert len(rows) == 4
     for rank, dtype, *written in rows:
-        more: dict[str, Any] = {"compute.dtype": dtype} | ({"lora.rank": int(rank)} if int(rank) else {})
+        more = {"compute.dtype": dtype} | ({"lora.rank": int(rank)} if int(rank) else {})
         plans = (plan(scope["settings"], cluster, plan="colocate", **more) for cluster in ("v5e-1", "1xh100"))
         assert [f"{one.peak / 2**30:.1f}" for one in plans] == written
 

@@ -138,7 +138,10 @@ class AsynchronousRollouts(Closing):
                     leaf.delete()
 
     def collect(self, step: int, solved: None = None) -> Batch:
-        """Returns the next batch, with its rollout and the pending answers of the reward functions."""
+        """Returns the next batch, with its rollout and the pending answers of the reward functions.
+
+        solved: always None, because asynchronous runs leave out no prompts.
+        """
         with jax.set_mesh(self._mesh):
             collected = self._clock.run("gen", self._fleet.collect)
             if self._tell and (sentence := self._masks_much(collected)):

