@@ -39,7 +39,7 @@ from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Example
 from jrlhf.errors import Preempted, UserError
 from jrlhf.export import export_checkpoint
-from jrlhf.generate import Generator, asked_of, converse, with_sampling
+from jrlhf.generate import Generator, asked_of, converse
 from jrlhf.generate import load as load_generator
 from jrlhf.meshes import to_host
 from jrlhf.plan import Planned, Search
@@ -250,8 +250,8 @@ class Policy:
 
         prompts: texts or conversations, [{"role": "user", "content": ...}, ...]; or one of them. sampling: fields of
         `SamplingConfig`: temperature (0: always the most likely token), top_k, top_p, max_new_tokens, ...; by default
-        those of the model's run, else temperature 1 and 256 tokens. A text depends only on the seed and the prompt's
-        index.
+        those of the model's run, else of its generation_config.json, else temperature 1 and 256 tokens. A text depends
+        only on the seed and the prompt's index.
 
             load("runs/quickstart").generate(["def add(a, b):"], temperature=0.0, max_new_tokens=16)
         """
@@ -262,7 +262,7 @@ class Policy:
             self.generator.asked.example(prompt) if isinstance(prompt, str) else Example(prompt=tuple(prompt))
             for prompt in listed
         ]
-        generator = self._sampled(sampling)
+        generator = self.generator.drawing(sampling)
         with jax.set_mesh(generator.mesh):
             answers = generator.answer(generator.encode(examples, asked.n), key_for(asked.seed, "generate"))
             return [answer.text for answer in answers]
@@ -280,9 +280,6 @@ class Policy:
             if self.tokenizer.chat_template is None:
                 raise UserError(f"{self.name} has no chat template: give it texts instead of conversations")
         return listed
-
-    def _sampled(self, sampling: Mapping[str, Any]) -> Generator:
-        return replace(self.generator, sampling=with_sampling(self.generator.sampling, sampling))
 
     def logprobs(
         self, texts: str | Conversation | Sequence[str | Conversation], *, temperature: float = 1.0
@@ -317,7 +314,7 @@ class Policy:
 
     def chat(self, seed: int = 0, **sampling: Any) -> None:
         """Chats: reads lines from the keyboard and prints the answers while they are generated, until an empty line."""
-        generator = replace(self._sampled(sampling), batch=self.generator.mesh.size)
+        generator = replace(self.generator.drawing(sampling), batch=self.generator.mesh.size)
         with jax.set_mesh(generator.mesh):
             converse(generator, self.name, _checked(seed=seed).seed)
 

@@ -90,6 +90,8 @@ def export_checkpoint(run: Path, step: int | None = None, out: Path | None = Non
 def _newest_stage(run: Path, config: Config) -> tuple[str, list[int]]:
     """Returns the last stage that trains the policy and has checkpoints, and their steps."""
     stages = [stage for stage in config.stages if stage != "reward_model"]
+    if not stages:
+        raise UserError(f"{run} trains only a reward model, which it leaves in reward_model/: name a run with a policy")
     for stage in reversed(stages):
         if steps := saved_steps(run / "checkpoints" / stage):
             return stage, steps

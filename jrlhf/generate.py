@@ -5,7 +5,7 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -31,13 +31,13 @@ from jrlhf.errors import UserError, exit_code_of_printing, user_errors
 from jrlhf.meshes import GENERATE, make_mesh
 from jrlhf.models import ModelConfig, SamplingConfig, Schedule
 from jrlhf.models.generation.continuous import ContinuousBatch, Prompt
-from jrlhf.models.hf import load_adapter
+from jrlhf.models.hf import HFConfig, load_adapter
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.model import Architecture, Compute, Model
 from jrlhf.roles.pretrained import describe, load_weights, locate, own_tokenizer
 from jrlhf.run.console import clean, clean_lines
 from jrlhf.run.devices import select
-from jrlhf.run.directory import CONFIG, read_prompting
+from jrlhf.run.directory import CONFIG, ENVIRONMENT, read_prompting
 from jrlhf.run.files import check_writable, write_atomic
 from jrlhf.storage.models import fetch_run
 from jrlhf.tasks.docstrings.task import PROMPT_END
@@ -58,6 +58,12 @@ class Generator:
     sampling: SamplingConfig
     batch: int
     asked: "Asked"
+    source: str  # of the sampling settings, for users
+
+    def drawing(self, changes: Mapping[str, Any]) -> "Generator":
+        """Returns a generator that draws with these changes of its sampling."""
+        source = f"as asked, else {self.source}" if changes.keys() - {"max_new_tokens"} else self.source
+        return replace(self, sampling=with_sampling(self.sampling, changes), source=source)
 
     @property
     def longest(self) -> int:
@@ -125,12 +131,14 @@ class Asked:
     """The form of prompts for a model: the form of its training.
 
     chat: prompts are conversations if the tokenizer has a chat template. end: end of plain prompts, lacking when typed.
+    sampling: how the run samples the model: fields of `SamplingConfig`.
     """
 
     data: DatasetsData
     chat: bool = True
     end: str = ""
     system: str | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
     def example(self, line: str) -> Example:
         """Converts a typed line to a prompt in the form of the training."""
@@ -138,17 +146,21 @@ class Asked:
 
 
 def asked_of(path: str) -> Asked:
-    """Returns the form of prompts for the model of a run; the defaults if `path` is not a run."""
+    """Returns the form of prompts for the model of a run, also for its model/; the defaults if `path` is neither."""
     directory = fetch_run(path, "model") if is_address(path) else expanded(path)
     if not directory.exists():
         directory = locate(path, "model")
+    if directory.resolve().name == "model" and (directory.resolve().parent / ENVIRONMENT).is_file():
+        directory = directory.resolve().parent
     prompting, saved = read_prompting(directory), directory / CONFIG
-    data = load_config(str(saved)).data if saved.is_file() else DatasetsData(max_response=TOKENS)
+    config = load_config(str(saved)) if saved.is_file() else None
+    data = DatasetsData(max_response=TOKENS) if config is None else config.data
+    sampling = {} if config is None else {"max_new_tokens": data.max_response, **config.drawing}
     if isinstance(data, DatasetsData):
-        asked = Asked(data, system=data.system)
+        asked = Asked(data, system=data.system, sampling=sampling)
     else:
         end = PROMPT_END if data.source == "docstrings" else ""
-        asked = Asked(DatasetsData(max_response=data.max_response), chat=False, end=end)
+        asked = Asked(DatasetsData(max_response=data.max_response), chat=False, end=end, sampling=sampling)
     return replace(asked, chat=prompting.get("chat", asked.chat), end=prompting.get("prompt_end", asked.end))
 
 
@@ -164,14 +176,16 @@ def load(
 ) -> Generator:
     """Loads a run, a model directory, the address of one of them in an object store, or a hub name.
 
-    sampling: fields of `SamplingConfig`; the tokenizer adds the tokens that stop a response. adapter: a PEFT directory.
+    sampling: fields of `SamplingConfig` that replace those of the run or else of the model's generation_config.json;
+    the tokenizer adds the tokens that stop a response. adapter: a PEFT directory.
     dtype: auto is bfloat16 on an accelerator, float32 on a CPU. asked: None: as recorded in the run, if it is one.
     """
     asked = asked_of(path) if asked is None else asked
-    sampling = {"max_new_tokens": asked.data.max_response, **sampling}
     with_sampling(SamplingConfig(max_new_tokens=TOKENS), sampling)  # before the model, which takes longer
     devices = select(DeviceConfig(platform=platform))
-    config = describe(path, "model").model
+    described = describe(path, "model")
+    own, source = _own_sampling(described, asked)
+    config = described.model
     tokenizer = own_tokenizer(path, "model", asked.data, config.vocab_size)
     if dtype == "auto":
         dtype = "float32" if devices[0].platform == "cpu" else "bfloat16"
@@ -185,8 +199,25 @@ def load(
                 lora, weights = load_adapter(Path(adapter), config, mesh)
             model = Model(Architecture(config, lora, shared=True), weights, params)
     limit = tokenizer.vocab_size if tokenizer.vocab_size < config.vocab_size else None
-    options = SamplingConfig(**sampling, stop_ids=tokenizer.eos_ids, token_limit=limit)
-    return Generator(model, tokenizer, mesh, compute, options, -(-batch // mesh.size) * mesh.size, asked)
+    options = replace(own, stop_ids=tokenizer.eos_ids, token_limit=limit)
+    rows = -(-batch // mesh.size) * mesh.size
+    return Generator(model, tokenizer, mesh, compute, options, rows, asked, source).drawing(sampling)
+
+
+def _own_sampling(described: HFConfig, asked: Asked) -> tuple[SamplingConfig, str]:
+    """Returns the sampling settings of a model for which a user asks nothing else, and their source."""
+    positions = described.model.max_positions
+    if "temperature" in asked.sampling:
+        return SamplingConfig(**asked.sampling), "the run's sampling"
+    settings, file = described.sampling, "generation_config.json"
+    source = file if settings.keys() & {"temperature", "top_k", "top_p"} else "the default"
+    try:
+        own = with_sampling(SamplingConfig(TOKENS), {**settings, **asked.sampling})
+    except UserError as error:
+        raise UserError(f"{file} of the model: {error}") from error
+    if own.max_new_tokens >= positions:  # no room for a prompt
+        own = with_sampling(own, {"max_new_tokens": max(positions // 2, 1)})
+    return own, source
 
 
 def with_sampling(sampling: SamplingConfig, changes: Mapping[str, Any]) -> SamplingConfig:
@@ -195,7 +226,11 @@ def with_sampling(sampling: SamplingConfig, changes: Mapping[str, Any]) -> Sampl
         remedy = f"write {SAMPLING[name]}" if name in SAMPLING else f"choose among n, seed, {', '.join(kinds)}"
         raise UserError(f"{name} is no setting of sampling: {remedy}")
     with user_errors():
-        return replace(sampling, **{name: convert(kinds[name], value, name) for name, value in changes.items()})
+        values = {name: convert(kinds[name], value, name) for name, value in changes.items()}
+        if "min_new_tokens" not in values:  # a shorter answer than the run's shortest
+            longest = values.get("max_new_tokens", sampling.max_new_tokens)
+            values["min_new_tokens"] = min(sampling.min_new_tokens, longest)
+        return replace(sampling, **values)
 
 
 def _tensor_parallelism(config: ModelConfig, devices: int) -> int:
@@ -216,10 +251,11 @@ def cli(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--raw", action="store_true", help="prompts are plain text even if there is a chat template")
     parser.add_argument("--system", help="a system message")
     parser.add_argument("-n", type=int, default=1, help="answers to each prompt")
-    parser.add_argument("--max-new-tokens", type=int, help=f"{TOKENS} by default, of a run its data.max_response")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0: always the most likely token")
-    parser.add_argument("--top-k", type=int)
-    parser.add_argument("--top-p", type=float)
+    own = "default: that of the model's run, else of its generation_config.json, else"
+    parser.add_argument("--max-new-tokens", type=int, help=f"{own} {TOKENS}")
+    parser.add_argument("--temperature", type=float, help=f"0: always the most likely token; {own} 1")
+    parser.add_argument("--top-k", type=int, help=f"draw from the k most likely tokens; {own} from all")
+    parser.add_argument("--top-p", type=float, help=f"draw from those of this probability together; {own} from all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch", type=int, default=8, help="prompts at a time")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
@@ -295,7 +331,13 @@ def converse(generator: Generator, name: str, seed: int = 0, *, terminal: bool =
     system = generator.asked.system
     if terminal:
         alone = "" if generator.chat else "each line by itself, "
-        print(f"{name} answers {alone}in up to {generator.sampling.max_new_tokens} tokens; an empty line ends this")
+        sampling = generator.sampling
+        drawn = {"temperature": f"{sampling.temperature:g}", "top_k": sampling.top_k, "top_p": sampling.top_p}
+        words = ", ".join(f"{key} {value}" for key, value in drawn.items() if value is not None)
+        print(
+            f"{name} answers {alone}in up to {sampling.max_new_tokens} tokens, at {words} ({generator.source}); "
+            "an empty line ends this"
+        )
     messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
     failed: list[str] = []  # numbers of piped lines
     for turn in itertools.count():

@@ -10,13 +10,13 @@ import jax
 
 from jrlhf.config import Config, config_names, load_config, parse_with_settings
 from jrlhf.errors import UserError, exit_code, exit_code_of_printing, report
-from jrlhf.run.clock import Stopwatch
 from jrlhf.run.console import Console
-from jrlhf.run.processes import is_main, together
+from jrlhf.run.processes import from_main, is_main, together
 from jrlhf.stages.dpo import train_dpo
 from jrlhf.stages.dryrun import describe
 from jrlhf.stages.evaluate import grade_before
-from jrlhf.stages.finalize import Outcome, finish
+from jrlhf.stages.finalize import Outcome, finish, finished
+from jrlhf.stages.loop import check_functions
 from jrlhf.stages.reward_model import train_reward_model
 from jrlhf.stages.rl import train_rl
 from jrlhf.stages.setup import open_context
@@ -32,9 +32,14 @@ def main(config: Config, *, resume: bool | Literal["auto"] = False, accept_rewar
     resume: continues the run in that directory; "auto": if there is one, else begins it.
     accept_rewards: allows a resume although reward functions have changed since the checkpoint.
     """
-    phases = Stopwatch()
     with open_context(config, resume=resume, accept_rewards=accept_rewards) as context, jax.set_mesh(context.mesh):
-        outcome = Outcome(context.initial.policy(), phases.seconds)
+        phases = context.phases
+        if config.algorithm is not None:
+            check_functions(context, config.algorithm)
+        if (summary := from_main(partial(finished, context))) is not None:
+            context.console.line(f"{context.run.shown} has finished: nothing is left to do")
+            return summary
+        outcome = Outcome(context.initial.policy())
         phases.lap("start")
         if "sft" in config.stages:
             outcome.policy = train_sft(context, outcome.policy)

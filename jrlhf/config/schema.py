@@ -327,6 +327,11 @@ class SamplingSection(Section):
     min_new_tokens: int = natural(0)  # tokens before a response may end
     batch: int = count(128)  # responses sampled at a time in a run without reinforcement learning
 
+    @property
+    def drawing(self) -> dict[str, Any]:
+        """The settings that decide which tokens are drawn, by their names in `SamplingConfig`."""
+        return {name: value for name, value in vars(self).items() if name != "batch"}
+
 
 @dataclass(frozen=True)
 class ExportConfig(Section):
@@ -478,6 +483,13 @@ class Config(Section):
     @property
     def sampled_rows(self) -> int:  # or scored, at a time
         return self.rl.rollout_batch if self.algorithm else self.sampling.batch
+
+    @property
+    def drawing(self) -> dict[str, Any]:
+        """How the trained model is to be sampled: as the run does. Empty if it trains on no sample and sets nothing."""
+        own = self.sampling.drawing
+        sets = self.algorithm is not None or own != SamplingSection().drawing
+        return {**own, "max_new_tokens": self.data.max_response} if sets else {}
 
     @property
     def samples(self) -> int:  # responses to each prompt

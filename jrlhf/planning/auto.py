@@ -197,10 +197,11 @@ def prices_here(
         cluster, processes = cluster_of(profile, memory), jax.process_count()
         return CostModel(workload, cluster, backend=backend, costs=costs, away=away, processes=processes)
     if hardware is None:
-        other = "; `python -m jrlhf.plan --cluster 8xh100` plans for other hardware" if config.plan == "auto" else ""
+        other = "; `python -m jrlhf.plan --config FILE --cluster 8xh100` plans for other hardware"
         raise UserError(
-            f"nothing is known of what calls cost on {devices[0].device_kind} devices: measure them by the command "
-            f"`python -m jrlhf.plan --profile` with the --config and the settings of this run, or set {instead}{other}"
+            f"nothing is known of what calls cost on {devices[0].device_kind} devices: measure them by "
+            "`python -m jrlhf.plan --config FILE --profile` with the config and the settings of this run, or set "
+            f"{instead}{other if config.plan == 'auto' else ''}"
         )
     prices = prices_of(config, workload, Cluster(replace(hardware, memory=memory), len(devices)))
     return replace(prices, processes=jax.process_count())

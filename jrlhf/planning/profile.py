@@ -148,7 +148,9 @@ class ProfiledCosts:
     def _at(self, name: str, size: float) -> float:
         curve = self._profile.curves.get(name)
         if curve is None:
-            raise UserError(f"the profile has no {name}: measure this workload with python -m jrlhf.plan --profile")
+            raise UserError(
+                f"the profile has no {name}: measure this workload with python -m jrlhf.plan --config FILE --profile"
+            )
         return self._share * interpolate(curve, size)
 
 

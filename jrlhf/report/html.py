@@ -15,10 +15,10 @@ from jrlhf import __version__
 from jrlhf.report import sections, timeline
 from jrlhf.report.charts import number
 from jrlhf.report.read import GOLD, KL, SCORE, Record, Sample, read_run
-from jrlhf.run.console import clean, clean_lines
+from jrlhf.run.console import clean, clean_lines, decimals
+from jrlhf.run.directory import REPORT
 from jrlhf.run.files import write_atomic
 
-REPORT = "report.html"
 _LONGEST = 1500  # characters of a text that are shown; for a longer one both ends, because the end often matters
 
 
@@ -48,7 +48,7 @@ def _environment() -> jinja2.Environment:
         undefined=jinja2.StrictUndefined,
         finalize=lambda value: clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
     )
-    environment.filters |= {"filled": _filled, "shorten": _shorten}
+    environment.filters |= {"filled": _filled, "shorten": _shorten, "decimals": decimals}
     environment.filters["lines"] = lambda text: escape(clean_lines(text))  # keeps line breaks
     environment.filters["number"] = lambda value: "" if value is None else number(float(value))
     return environment

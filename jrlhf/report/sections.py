@@ -10,7 +10,7 @@ import numpy as np
 
 from jrlhf.report.charts import COLORS, Chart, Series, number
 from jrlhf.report.read import FAILURES, GOLD, KL, REWARD_KINDS, SCORE, STAGES, Curve, Named, Record, Sample
-from jrlhf.run.console import duration, validation_key
+from jrlhf.run.console import decimals, duration, validation_key
 from jrlhf.tasks.docstrings.rubric import ITEMS
 
 _UNSET = ("", "0", "null")  # values of a setting that is not used
@@ -114,6 +114,17 @@ def skipped(run: Record) -> dict[str, Any] | None:
     }
 
 
+def doubts(run: Record) -> dict[str, Any] | None:
+    """Returns a warning if the answers to held-out prompts say other things than their mean score."""
+    if not (texts := run.held_out.get("doubts")):
+        return None
+    return {
+        "title": "Read the answers before you trust the score",
+        "texts": texts,
+        "note": "A mean can rise while the answers get worse: they are below, under samples.",
+    }
+
+
 def figures(run: Record) -> Iterator[Figure]:
     """Yields the main results of the run."""
     old, new = run.both(run.measure)
@@ -123,7 +134,7 @@ def figures(run: Record) -> Iterator[Figure]:
     if old is not None:
         first, last = map(with_error, (old, new or 0.0), run.both(f"{run.measure}_standard_error"))
         difference, error = run.held_out.get("difference"), run.held_out.get("standard_error") or 0.0
-        change = "" if difference is None else f"; {difference:+.3f} ± {error:.3f}"
+        change = "" if difference is None else f"; {decimals(difference, '+.3f')} ± {decimals(error)}"
         change += f", {difference / error:.1f} standard errors" if difference is not None and error else ""
         note = first if new is None else f"{first} before, {last} after {run.title}{change}"
         yield Figure(
@@ -162,7 +173,7 @@ def results(run: Record) -> Iterator[Figure]:
     yield from figures(run)
     parts = items(run)
     for name, _, *values in parts if len(parts) > 1 else ():
-        yield Figure(name, [f"{value:.3f}" for value in values if value is not None], "held out")
+        yield Figure(name, [decimals(value) for value in values if value is not None], "held out")
 
 
 def accuracy(run: Record, stage: str, title: str, verdict: str) -> Iterator[Figure]:
@@ -180,7 +191,7 @@ def _finite(curve: Curve) -> list[float]:
 
 def with_error(value: float, error: float | None) -> str:
     """Writes `0.703 ± 0.010`, or `0.703` if the error is not known."""
-    return f"{value:.3f}" if error is None else f"{value:.3f} ± {error:.3f}"
+    return decimals(value) if error is None else f"{decimals(value)} ± {decimals(error)}"
 
 
 def _last_quarter(run: Record, metric: str) -> float | None:
@@ -222,19 +233,22 @@ def verdict(run: Record) -> str:
     fall, gain, rise = golds[best] - golds[3], golds[3] - golds[0], rewards[3] - rewards[0]
     if fall > 2 * math.hypot(errors[best], errors[3]):
         if rewards[3] < rewards[best]:
-            return f"The gold score fell by {fall:.3f} from its best quarter, and the reward model's score with it."
+            return (
+                f"The gold score fell by {decimals(fall)} from its best quarter, and the reward model's score with it."
+            )
         when = ("first", "second", "third")[best]
         tie = "raise the KL coefficient" if run.curve(KL)[1] else "give the policy a KL coefficient"
         return (
             f"The reward is being gamed: after the {when} quarter the reward model's score still rose, while the gold "
-            f"score fell by {fall:.3f}. Stop earlier, {tie}, or train a better reward model."
+            f"score fell by {decimals(fall)}. Stop earlier, {tie}, or train a better reward model."
         )
     if rise > 0 and gain > 0:
         return (
-            f"From the first to the last quarter the reward model's score rose by {rise:.2f} and the gold score by "
-            f"{gain:.3f}: they rise together, and nothing suggests that the reward is gamed."
+            f"From the first to the last quarter the reward model's score rose by {decimals(rise, '.2f')} and the gold "
+            f"score by {decimals(gain)}: they rise together, and nothing suggests that the reward is gamed."
         )
-    return f"From the first to the last quarter the reward model's score changed by {rise:+.2f}, gold by {gain:+.3f}."
+    changes = f"{decimals(rise, '+.2f')}, gold by {decimals(gain, '+.3f')}"
+    return f"From the first to the last quarter the reward model's score changed by {changes}."
 
 
 # --- Held-out prompts ---

@@ -1,6 +1,7 @@
 """Model directories: their location, their architecture, and their weights on the mesh."""
 
 import re
+import shlex
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
@@ -48,8 +49,8 @@ def locate(path: str, key: str, *, weights: bool = False) -> Path:
         return directory / "model"
     if (directory / "config.yaml").is_file():
         raise UserError(
-            f"{key}={path} is a run that has not finished: python -m jrlhf.export {path} writes that of its newest "
-            "checkpoint"
+            f"{key}={path} is a run that has not finished: python -m jrlhf.export {shlex.quote(path)} writes that of "
+            "its newest checkpoint"
         )
     if (directory / "adapter_config.json").is_file():
         raise UserError(f"{key}={path} is an adapter: name its base here, and this directory in --adapter or lora.path")

@@ -153,6 +153,14 @@ def saved_steps(directory: Path) -> list[int]:
     return sorted(int(path.name) for path in directory.glob("*") if path.name.isdecimal())
 
 
+def read_meta(directory: Path, step: int) -> dict[str, Any]:
+    """Returns the `meta` of a checkpoint; empty if it is damaged, which a restore tells."""
+    try:
+        return _description(directory.absolute() / str(step))["meta"]
+    except _Damaged:
+        return {}
+
+
 def restore_part(directory: Path, step: int, prefix: str, target: Tree) -> Tree:
     """Restores the leaves of a checkpoint whose names begin with `prefix`; reads no others and writes nothing.
 
@@ -181,11 +189,8 @@ def like(tree: Tree, mesh: Mesh | None) -> Tree:
 
 def _restore(path: Path, target: Any, prefix: str = "") -> tuple[dict[str, Any], Any]:
     """Returns (meta, tree) of the checkpoint in `path`; raises _Damaged. target, prefix: see the callers."""
-    with (
-        ocp.Checkpointer(ocp.JsonCheckpointHandler()) as descriptions,
-        ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as states,
-    ):
-        description = _read(lambda: _opened(descriptions.restore(path / _META)))
+    description = _description(path)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as states:
         leaves = {prefix + name: leaf for name, leaf in _leaves(target).items()}
         saved, wanted = {k: v for k, v in description["leaves"].items() if k.startswith(prefix)}, _kinds(leaves)
         for name in {**wanted, **saved}:
@@ -308,6 +313,12 @@ def _leaves(tree: Any) -> dict[str, Any]:
 
 def _kinds(leaves: dict[str, Any]) -> dict[str, str]:
     return {name: f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]" for name, leaf in leaves.items()}
+
+
+def _description(path: Path) -> dict[str, Any]:
+    """Reads what the checkpoint in `path` says of itself: `meta`, and kinds and fingerprints of its leaves."""
+    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as descriptions:
+        return _read(lambda: _opened(descriptions.restore(path / _META)))
 
 
 def _opened(sealed: dict[str, Any]) -> dict[str, Any]:

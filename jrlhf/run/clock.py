@@ -244,7 +244,7 @@ def _small(arrays: list[jax.Array]) -> list[jax.Array]:
 
 
 class Stopwatch:
-    """Seconds of phases that follow one another."""
+    """Seconds of phases that follow one another. A phase that processes share has the seconds of them all."""
 
     def __init__(self):
         self.seconds: dict[str, float] = {}
@@ -252,8 +252,17 @@ class Stopwatch:
 
     def lap(self, name: str) -> None:
         """Ends the phase `name`."""
-        last, self._last = self._last, time.perf_counter()
-        self.seconds[name] = self._last - last
+        self.seconds[name] = self.so_far(name)
+        self._last = time.perf_counter()
+
+    def so_far(self, name: str) -> float:
+        """Returns the seconds of the running phase."""
+        return self.seconds.get(name, 0.0) + time.perf_counter() - self._last
+
+    def resume(self, name: str, seconds: float) -> None:
+        """Begins the phase where an earlier process left it, after these seconds. What led here belongs to `start`."""
+        self.lap("start")
+        self.seconds[name] = seconds
 
 
 class TrainerWait:

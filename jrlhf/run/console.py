@@ -27,7 +27,7 @@ from rich.text import Text
 from jrlhf.config import Config
 from jrlhf.config.places import is_address
 from jrlhf.run.directory import run_path
-from jrlhf.run.resume import length_key
+from jrlhf.run.resume import longer
 
 _ESCAPES = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI: colours, cursor movements
@@ -153,7 +153,7 @@ class Console:
         for key, value in metrics.items():
             parsed = validation_key(key)
             if parsed and key.startswith("val-core/"):
-                statistics.setdefault(parsed[0], []).append(f"{parsed[1]} {parsed[2]} {value:.3f}")
+                statistics.setdefault(parsed[0], []).append(f"{parsed[1]} {parsed[2]} {decimals(value)}")
         parts = [f"validation before iteration {step}", *statistics.pop("all", [])]
         parts += [f"{source}: {', '.join(of_source)}" for source, of_source in statistics.items()]
         self.line("  ".join(parts), style="bold")
@@ -199,13 +199,17 @@ class Console:
         """Shows shell commands for what to do next with a run that has ended."""
         at_address = is_address(config.run_dir)
         place = f"{config.run_dir.rstrip('/')}/{config.name}" if at_address else run_path(config)
+        if config.stages == ("reward_model",):
+            self.line(f"to train a policy with it, in a config: rewards: [{{model: {place}/reward_model}}]")
+            return
         run = shlex.quote(str(place))
         self.line(f"to talk to it: python -m jrlhf.generate --model {run}")
         if at_address:
             return  # the other commands take no address
         self.line(f"to upload it: python -m jrlhf.export {run} --push USER/NAME")
-        if (length := length_key(config)) is not None:
-            self.line(f"to train it longer: python -m jrlhf.train --config {run}/config.yaml --resume {length}=N")
+        if words := longer(config):
+            anew = "" if "--resume" in words else ", anew, because its learning rates depend on its length"
+            self.line(f"to train it longer{anew}: python -m jrlhf.train --config {run}/config.yaml {words}")
 
 
 @dataclass
@@ -234,7 +238,7 @@ class Progress:
             values = [(name, metrics[metric], form) for metric, name, form in SHOWN if metric in metrics]
             values += _rewards(metrics)
             parts = [f"{self.name} {done:>{len(str(self.total))}}/{self.total}"]
-            parts += [f"{name} {value:{form}}" for name, value, form in values]
+            parts += [f"{name} {decimals(value, form)}" for name, value, form in values]
             if self.pace() and (self.bar is None or ended):
                 parts.append(f"({self.pace()})")
             finite = all(math.isfinite(value) for _, value, _ in values)
@@ -310,6 +314,13 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+def decimals(value: float, form: str = ".3f") -> str:
+    """Formats a number with a number of decimals, such as "+.3f"; one near zero with two significant digits instead."""
+    sign, digits = form.removesuffix("f").split(".")
+    small = digits > "0" and 0 < abs(value) < 10.0 ** (1 - int(digits))
+    return format(value + 0.0, f"{sign}#.2g" if small else form)  # -0.0 is 0
+
+
 def clean(text: str, limit: int | None = None) -> str:
     """Makes a text one line without escapes, control and direction characters.
 
@@ -339,5 +350,5 @@ def _rewards(metrics: Mapping[str, float]) -> list[tuple[str, float, str]]:
 
 def _cell(value: object) -> str:
     if isinstance(value, float):
-        return f"{value:.3g}" if abs(value) >= 100 else f"{value:.2f}"
+        return f"{value:.3g}" if abs(value) >= 100 else decimals(value, ".2f")
     return clean(str(value), 160)

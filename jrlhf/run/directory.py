@@ -28,7 +28,7 @@ from jrlhf.run.resume import changes
 
 CONFIG, PLAN, FUSED, ENVIRONMENT, SAMPLES = "config.yaml", "plan.yaml", "fused.json", "environment.txt", "samples.jsonl"
 SUMMARY, TOKENIZER, SEEDS, HUB = "summary.json", "tokenizer.json", "seeds", "hub.txt"
-PREFERENCES = "preferences.jsonl"
+PREFERENCES, REPORT = "preferences.jsonl", "report.html"
 FLEET = "fleet.yaml"  # settings of `fleet` that may change while a run goes on; a store has no copy of it
 EXPORTS = "model", "adapter", "reward_model", "reward_adapter"
 _LOCK = ".lock"
@@ -93,6 +93,11 @@ class Run(Closing):
     def wait(self) -> None:
         """Collects all writes from now until `begin`."""
         self._pending = {}
+
+    @property
+    def collected(self) -> tuple[str, ...]:
+        """The names of the files that `begin` will write."""
+        return tuple(self._pending or ())
 
     def write(self, name: str, text: str | bytes) -> None:
         """Replaces a file of the directory."""

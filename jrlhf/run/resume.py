@@ -3,7 +3,7 @@
 It also decides which settings may differ between the processes of a run.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -162,20 +162,41 @@ def length_key(config: Config) -> str | None:
     return f"{stage}.steps" if isinstance(config.sections[stage], OptimizerConfig) else f"{stage}.iterations"
 
 
-def _check_length(path: Path | str, config: Config, key: str, old: Mapping[str, str]) -> None:
+def longer(config: Config) -> str:
+    """Returns the words of a command line that train a run for twice its length; empty if nothing does.
+
+    They resume it if the learning rates of its steps so far would be the same, or else begin a new run.
+    """
+    if (key := length_key(config)) is None:
+        return ""
+    length = config.length(config.stages[-1])
+    keeps = not any(_other_rates(config, length, 2 * length))
+    return f"{'--resume' if keeps else f'name={config.name[:200]}-longer'} {key}={2 * length}"
+
+
+def _other_rates(config: Config, before: int, length: int) -> Iterator[tuple[str, OptimizerConfig]]:
+    """Yields the optimizers of the last stage, by name, whose learning rates in a stage of `before` steps or iterations
+    are not those of one of `length`."""
     stage = config.stages[-1]
-    section, before, length = config.sections[stage], int(old[key]), config.length(stage)
-    done = max(saved_steps(Path(path, "checkpoints", stage)), default=0)
-    if length < done:
-        raise UserError(f"{key}={length}: {path} has done {done} already, set it to {done} or more")
-    optimizers, updates = {stage: section}, section.updates // length  # updates of each step
+    section, optimizers = config.sections[stage], {stage: config.sections[stage]}
+    updates = section.updates // config.length(stage)  # of each step
     if not isinstance(section, OptimizerConfig):
         roles = ("actor", "critic") if isinstance(section, PPOStageConfig) else ("actor",)
         optimizers = {f"{stage}.{role}": section.optimizer_of(role) for role in roles}
     for name, optimizer in optimizers.items():
         if optimizer.duration(updates * before) != optimizer.duration(updates * length):
-            raise UserError(
-                f"{key}={length}: the learning rates of {path} are those of a run of {before} "
-                f"({name}.final={optimizer.final:g}, {name}.warmup={optimizer.warmup}): resume it with {key}={before}, "
-                "or give a run of another length another name="
-            )
+            yield name, optimizer
+
+
+def _check_length(path: Path | str, config: Config, key: str, old: Mapping[str, str]) -> None:
+    stage, before = config.stages[-1], int(old[key])
+    length = config.length(stage)
+    done = max(saved_steps(Path(path, "checkpoints", stage)), default=0)
+    if length < done:
+        raise UserError(f"{key}={length}: {path} has done {done} already, set it to {done} or more")
+    for name, optimizer in _other_rates(config, before, length):
+        raise UserError(
+            f"{key}={length}: the learning rates of {path} are those of a run of {before} "
+            f"({name}.final={optimizer.final:g}, {name}.warmup={optimizer.warmup}): resume it with {key}={before}, "
+            "or give a run of another length another name="
+        )

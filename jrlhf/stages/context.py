@@ -19,6 +19,7 @@ from jrlhf.roles.model import Compute, Model
 from jrlhf.roles.placement import CallPlacement, RolePlacement
 from jrlhf.roles.planned_placement import call_placement
 from jrlhf.roles.sampling import Sampler
+from jrlhf.run.clock import Stopwatch
 from jrlhf.run.console import Console
 from jrlhf.run.directory import Run
 from jrlhf.run.preemption import PreemptionGuard
@@ -39,6 +40,7 @@ class Context:
     console: Console
     preemption: PreemptionGuard
     identity: Identity
+    phases: Stopwatch = field(default_factory=Stopwatch)
     trackers: Sequence[Tracker] = ()
     placements: Mapping[str, RolePlacement] = field(default_factory=dict)  # by role, for reinforcement learning
     moves: Moves | None = None  # chooses where the last rows of rollouts decode, if a simulation does
@@ -65,14 +67,11 @@ class Context:
     @property
     def sampling(self) -> SamplingConfig:
         """The sampling settings of responses, in rollouts and everywhere else."""
-        section, tokenizer = self.config.sampling, self.task.tokenizer
+        tokenizer = self.task.tokenizer
         spare = tokenizer.vocab_size < self.vocab_size  # the embedding has rows without a token
         return SamplingConfig(
             max_new_tokens=self.config.data.max_response,
-            temperature=section.temperature,
-            top_k=section.top_k,
-            top_p=section.top_p,
-            min_new_tokens=section.min_new_tokens,
+            **self.config.sampling.drawing,
             stop_ids=tokenizer.eos_ids,
             token_limit=tokenizer.vocab_size if spare else None,
         )

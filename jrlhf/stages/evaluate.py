@@ -14,15 +14,18 @@ import numpy as np
 from jrlhf.data.batches import key_for
 from jrlhf.data.encode import Prompts
 from jrlhf.data.types import Response
+from jrlhf.models import SamplingConfig
 from jrlhf.rewards.facts import MODULES
 from jrlhf.rewards.mixture import TRAINED, Rewards
 from jrlhf.rewards.types import to_samples
 from jrlhf.roles.model import Model
 from jrlhf.run.clock import Clock
+from jrlhf.run.console import decimals
 from jrlhf.run.files import decode, encode, seal, unsealed
 from jrlhf.run.processes import from_main
 from jrlhf.stages.context import Context
 
+_MOST = 0.9  # share of the answers from which on a doubt concerns them all
 BEFORE = "before.json"  # a file of the run: the grades of the policy before the algorithm
 
 
@@ -43,6 +46,7 @@ class Graded:
     learnt: np.ndarray | None
     failures: Mapping[str, int] = field(default_factory=dict)  # reward or cost -> answers that it could not score
     costs: np.ndarray | None = None
+    weights: Mapping[str, float] = field(default_factory=dict)  # of the items that are rewards
 
     def summary(self) -> dict:
         """Means with standard errors, and the number of distinct answers."""
@@ -107,25 +111,30 @@ def grade_before(
         "costs": None if costs is None else costs.identities,
         **({"modules": modules} if modules else {}),
     }
-    saved = from_main(partial(_read, context, graded_as))
+    saved, seconds = from_main(partial(_read, context, graded_as))
     if saved is not None:
+        context.phases.resume("evaluation", seconds)
         responses = tuple(Response(**row | {"ids": tuple(row["ids"])}) for row in saved["responses"])
         return Graded(**saved | {"responses": responses, "sources": tuple(saved["sources"])})
     with context.console.status("answering the held-out prompts"):
         graded = grade_heldout(context, policy, rewards, costs)
     if graded is not None:
-        context.run.write(BEFORE, seal(encode({"graded_as": graded_as, "graded": asdict(graded)}) + "\n"))
+        record = {"graded_as": graded_as, "graded": asdict(graded), "seconds": context.phases.so_far("evaluation")}
+        context.run.write(BEFORE, seal(encode(record) + "\n"))
     return graded
 
 
-def _read(context: Context, graded_as: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the saved grades, bit for bit; None if there are none, or if policy, prompts or rewards differ."""
+def _read(context: Context, graded_as: Mapping[str, Any]) -> tuple[dict[str, Any] | None, float]:
+    """Returns the saved grades, bit for bit, and the seconds that they took.
+
+    There are none (None) if they were not saved, or if policy, prompts or rewards differ.
+    """
     path = context.run.path / BEFORE
     text = unsealed(path)
     if text is None and path.exists():
         context.console.warn(f"{path} is damaged, or of an older version: the held-out prompts are answered again")
     saved = {} if text is None else decode(text)
-    return saved["graded"] if saved.get("graded_as") == graded_as else None
+    return (saved["graded"] if saved.get("graded_as") == graded_as else None), saved.get("seconds", 0.0)
 
 
 def grade(
@@ -146,18 +155,20 @@ def grade(
         return {name: context.sampler.scores(part.model, sequences) for name, part in mixture.token_parts.items()}
 
     learned = {} if rewards is None else learned_scores(rewards)
-    total_costs, failures = None, dict[str, int]()
+    total_costs, failures, weights = None, dict[str, int](), dict[str, float]()
     if gold is not None:
         grades = gold(prompts.examples, [response.text for response in responses])
         scores, items = grades.scores, grades.items
     else:
         assert rewards is not None
         scores, items, failures = _weighted_sum(rewards, learned, prompts, responses, step)
+        weights = {name: part.weight for name, part in {**rewards.token_parts, **rewards.text_parts}.items()}
     if costs is not None:
         total_costs, _, failed = _weighted_sum(costs, learned_scores(costs), prompts, responses, step)
         failures |= failed
     measure = "score" if gold is None else "gold"
-    return Graded(measure, tuple(responses), sources, scores, items, learned.get(TRAINED), failures, total_costs)
+    learnt = learned.get(TRAINED)
+    return Graded(measure, tuple(responses), sources, scores, items, learnt, failures, total_costs, weights)
 
 
 def _weighted_sum(
@@ -187,6 +198,38 @@ def compare(before: Graded, after: Graded | None) -> dict:
         "standard_error": error,
         "standard_errors": float(difference.mean() / error) if error > 0 else 0.0,
     }
+
+
+def doubts(before: Graded | None, after: Graded, sampling: SamplingConfig) -> list[str]:
+    """Returns sentences on what a mean score does not show: a reward that fell or that told no answers apart; answers
+    that are all the same, or nearly all as short or as long as they may be.
+
+    sampling: with which the answers were drawn.
+    """
+    lines, count, first = list[str](), len(after.responses), before or after
+    for name, weight in after.weights.items():
+        scores = np.stack([first.items[name], after.items[name]])
+        scores = scores[:, np.isfinite(scores).all(axis=0)]
+        if weight == 0 or scores.shape[1] < 2:
+            continue
+        change, (old, new) = weight * (scores[1] - scores[0]), map(decimals, scores.mean(axis=1))
+        if np.ptp(scores) == 0:
+            when = "" if before is None else ", before and after"
+            lines.append(f"the reward {name} is {new} for every answer{when}: it taught nothing")
+        elif np.mean(after.scores - first.scores) > 0 and change.mean() < -2 * standard_error(change):
+            lines.append(f"the reward {name} went from {old} to {new}, for the worse, although their sum rose")
+    shortest, longest = max(sampling.min_new_tokens, 1), sampling.max_new_tokens
+    same = max(Counter(response.text for response in after.responses).values(), default=0)
+    short = sum(response.finished and len(response.ids) <= shortest < longest for response in after.responses)
+    long = sum(not response.finished and shortest < longest for response in after.responses)
+    for answers, clause in (
+        (same, "are one and the same text: the policy answers no prompt"),
+        (short, f"are as short as they may be: they end at token {shortest}"),
+        (long, f"are as long as they may be: they are cut off at data.max_response={longest}"),
+    ):
+        if count > 1 and answers >= _MOST * count:
+            lines.append(f"{answers} of {count} held-out answers {clause}")
+    return lines
 
 
 def standard_error(values: np.ndarray) -> float:

@@ -1,7 +1,6 @@
 """The end of a run: held-out evaluation, the models in Hugging Face form, samples, the summary and the report."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrlhf.config.schema import Config
+from jrlhf.config import Config, config_yaml
+from jrlhf.config.places import is_address
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.errors import UserError
-from jrlhf.models.hf import export_adapter, export_hf
+from jrlhf.models.hf import drawn_with, export_adapter, export_hf
 from jrlhf.models.weights import HeadKind
 from jrlhf.ppo import SafeRLHFConfig
 from jrlhf.rewards.mixture import Rewards
@@ -21,38 +21,53 @@ from jrlhf.rewards.text_model import ENDS
 from jrlhf.roles.model import Model
 from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.pretrained import base_name, describe, locate
-from jrlhf.run.directory import SUMMARY, Run
-from jrlhf.run.files import to_json
+from jrlhf.run.directory import REPORT, SUMMARY, Run, read_summary
+from jrlhf.run.files import sha256, to_json
 from jrlhf.run.metrics import StageRecords, read_metrics
 from jrlhf.run.processes import from_main
 from jrlhf.stages.context import Context
-from jrlhf.stages.evaluate import Graded, compare, grade_heldout
+from jrlhf.stages.evaluate import Graded, compare, doubts, grade_heldout
 
 if TYPE_CHECKING:
     from jrlhf.report.card import Facts
+
+FINISHED = "finished"  # key in the summary: a digest of the config with which the run ended
 
 
 @dataclass
 class Outcome:
     """The results of a run's stages so far.
 
-    seconds: duration of each phase in this process. reward: the reward model that the run trained, if any.
+    reward: the reward model that the run trained, if any.
     before: the grades of the policy before the algorithm. rewards, costs: the roles that score answers.
     """
 
     policy: Model
-    seconds: Mapping[str, float]
     reward: Model | None = None
     before: Graded | None = None
     rewards: Rewards | None = None
     costs: Rewards | None = None
 
 
+def finished(context: Context) -> dict[str, Any] | None:
+    """Returns the summary of a run that has ended with this very config, and still has all that it left; or None."""
+    run, config = context.run, context.config
+    if is_address(config.run_dir):  # what is there may lack what a killed process had not copied yet
+        return None
+    models = ["model"] + ["reward_model"] * ("reward_model" in config.stages)
+    files = [REPORT, *run.collected, *(f"{model}/config.json" for model in models)]
+    files += [f"checkpoints/{stage}/{config.length(stage)}" for stage in config.stages]
+    if not all((run.path / name).exists() for name in files):
+        return None
+    summary = read_summary(run.path)
+    return summary if summary.get(FINISHED) == sha256(config_yaml(config)) else None
+
+
 def finish(context: Context, outcome: Outcome) -> dict[str, Any]:
     """Evaluates the policy on held-out prompts, writes models, samples, summary and report; returns the summary."""
     from jrlhf.report import read_run, results, write_report  # draws with matplotlib, which takes long to load
 
-    run = context.run
+    run, config = context.run, context.config
     run.begin(context.console.line)
     with context.console.status("answering the held-out prompts"):
         after = grade_heldout(context, outcome.policy, outcome.rewards, outcome.costs)
@@ -63,7 +78,11 @@ def finish(context: Context, outcome: Outcome) -> dict[str, Any]:
         except FileExistsError as error:  # a file of the user, which would be deleted
             raise UserError(f"{error}; then resume the run") from error
     from_main(lambda: str(write_report(run.path)))
+    summary[FINISHED] = sha256(config_yaml(config))  # last: a run that is killed before is completed by a resume
+    run.write(SUMMARY, to_json(summary, indent=2))
     if run.writes:
+        for doubt in summary.get("held_out", {}).get("doubts", ()):
+            context.console.warn(doubt)
         context.console.summary(results(read_run(run.path)), summary["phases"], run.shown)
     return summary
 
@@ -87,9 +106,10 @@ def _summarise(context: Context, outcome: Outcome, after: Graded | None) -> dict
     summary: dict[str, Any] = {}
     if first is not None:
         _write_samples(context, first, second)
-        summary["held_out"] = compare(first, second)
+        warnings = doubts(outcome.before, first if second is None else second, context.sampling)
+        summary["held_out"] = compare(first, second) | ({"doubts": warnings} if warnings else {})
     steps = {stage: context.config.length(stage) for stage in context.config.stages}
-    summary |= {**_from_metrics(context), "steps": steps, "phases": dict(outcome.seconds)}
+    summary |= {**_from_metrics(context), "steps": steps, "phases": dict(context.phases.seconds)}
     context.run.write(SUMMARY, to_json(summary, indent=2))
     return summary
 
@@ -114,6 +134,9 @@ def export(
     dtype = config.export.dtype
     if dtype == "auto":
         dtype = "float32" if origin is None else origin.dtype
+    generation = {} if origin is None else origin.generation
+    if config.drawing:
+        generation = drawn_with(generation, config.drawing)
     name, adapter_name = ("model", "adapter") if head == "lm" else ("reward_model", "reward_adapter")
     params, lora = model.onloaded().params, model.architecture.lora
     if lora is not None:
@@ -132,7 +155,7 @@ def export(
         eos_ids=tokenizer.eos_ids,
         pad_id=tokenizer.pad_id,
         bos_id=origin.bos_id if origin is not None and tokenizer.bos_id is None else tokenizer.bos_id,
-        generation=None if origin is None else origin.generation,
+        generation=generation,
         card=_card(facts, head),
     )
     if head == "scalar" and run.writes:

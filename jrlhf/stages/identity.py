@@ -38,12 +38,31 @@ class Identity:
         }
         return {_VERSION: "1", **shared, **words}
 
-    def compare(self, run: Run, stage: str, there: Mapping[str, str], here: Mapping[str, str]) -> Iterator[str]:
+    def compare(
+        self, run: Run, stage: str, there: Mapping[str, str], here: Mapping[str, str], *, ended: bool = False
+    ) -> Iterator[str]:
         """Compares the words of a checkpoint, `there`, with those of this process. Refuses inputs that differ.
 
-        Appends accepted changes to `run.changes`. Yields notices.
+        Appends accepted changes to `run.changes`. Yields notices. ended: see `_changes`.
         """
-        unknown = [] if _VERSION in there else [key for key in here if key not in there]
+        run.changes += self._changes(run.path, stage, there, here, ended)
+        if unknown := _unknown(there, here):
+            names = ", ".join(unknown)
+            yield f"the checkpoint of stage {stage} is of an older version, which did not record {names}"
+
+    def check_functions(self, run: Path, stage: str, there: Mapping[str, str], *, ended: bool) -> None:
+        """Refuses reward functions that `compare` will refuse. It takes only the `meta` of a checkpoint."""
+        here = self.of_stage({key: word for key, word in self.words.items() if key in self.functions})
+        own = [key for key in {**there, **here} if key == _VERSION or key.removesuffix(MODULES) in self.functions]
+        before, now = ({key: side[key] for key in own if key in side} for side in (there, here))
+        list(self._changes(run, stage, before, now, ended))
+
+    def _changes(
+        self, run: Path, stage: str, there: Mapping[str, str], here: Mapping[str, str], ended: bool
+    ) -> Iterator[str]:
+        """Yields clauses on accepted changes; refuses others. ended: the stage is done, so that a changed function
+        would only judge a model that never learnt from it."""
+        unknown = _unknown(there, here)
         for key in {**there, **here}:
             if there.get(key) in (here.get(key), self.words.get(key + OLDER, here.get(key))) or key in unknown:
                 continue
@@ -53,18 +72,22 @@ class Identity:
                 remedy = (
                     "restore the earlier stages' checkpoints and what the run began with, or delete it to start over"
                 )
-            elif self.accepts or _stopped(run.path, function, there):
-                run.changes.append(f"with {difference}")
+            elif _stopped(run, function, there) or (self.accepts and not ended):
+                yield f"with {difference}"
                 continue
+            elif ended:
+                remedy = "bring its code back, or train with the changed function in a new run, by another name="
             else:
                 remedy = (
                     "bring its code back, or go on with the changed function by --accept-rewards "
                     "(accept_rewards=True in Python)"
                 )
             raise UserError(f"the checkpoint of stage {stage} was made with {difference}: {remedy}")
-        if unknown:
-            names = ", ".join(unknown)
-            yield f"the checkpoint of stage {stage} is of an older version, which did not record {names}"
+
+
+def _unknown(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
+    """Returns the words that an older version did not record."""
+    return [] if _VERSION in there else [key for key in here if key not in there]
 
 
 def numbers(name: str, section: Any) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import jax
 
 from jrlhf.errors import Preempted, RunFailure, UserError
-from jrlhf.run.checkpoints import Checkpoints, like
+from jrlhf.run.checkpoints import Checkpoints, like, read_meta, saved_steps
 from jrlhf.run.metrics import MetricsLog, StageRecords
 from jrlhf.run.processes import any_process
 from jrlhf.run.profiler import CompilationWatch, deadline, peak_memory, traced
@@ -20,7 +20,8 @@ State = TypeVar("State")
 
 SAMPLES = "samples"  # key in the metrics of `advance`: texts to save and show
 CALLS = "calls"  # key in the metrics of `advance`: the calls of the iteration
-RECORDS = "records"  # key in a checkpoint's `meta`: line counts and checksums of the record files
+# Keys in a checkpoint's `meta`: line counts and checksums of the record files; seconds of the stage until then.
+RECORDS, SECONDS = "records", "seconds"
 
 
 def run_stage(
@@ -46,10 +47,12 @@ def run_stage(
     meta = context.identity.of_stage(meta)
     directory, older = run.path / "checkpoints" / name, partial(run.older, name)
     with Checkpoints(directory, keep=config.checkpoints.keep, tell=console.warn, older=older) as checkpoints:
-        start, state, tally = _restore(checkpoints, name, init, context, meta)
+        start, state, there = _restore(checkpoints, name, init, context, meta)
         records = StageRecords(run.path, name, start, writers=(*config.stages, "evaluation"), enabled=run.writes)
-        for difference in records.differences(tally):
+        for difference in records.differences(there.get(RECORDS, {})):
             console.warn(difference)
+        if start:
+            context.phases.resume(name, there.get(SECONDS, 0.0))
         if start == steps:
             console.line(f"{name} has done its {steps} steps")
             return state
@@ -60,7 +63,8 @@ def run_stage(
 
         def save(step: int, state: State) -> dict[str, float]:
             began = time.perf_counter()
-            checkpoints.save(step, saved(state), {**meta, RECORDS: records.tally()})
+            done = {RECORDS: records.tally(), SECONDS: context.phases.so_far(name)}
+            checkpoints.save(step, saved(state), {**meta, **done})
             return {"timing_s/save_checkpoint": time.perf_counter() - began}
 
         saving = dict[str, float]()  # the metric of the last save, which the next iteration logs
@@ -106,6 +110,14 @@ def run_stage(
     return state
 
 
+def check_functions(context: Context, name: str) -> None:
+    """Refuses changed reward functions as the stage itself would, but before the work that precedes it."""
+    directory = context.run.path / "checkpoints" / name
+    if steps := saved_steps(directory):
+        there, ended = read_meta(directory, steps[-1]), steps[-1] == context.config.length(name)
+        context.identity.check_functions(context.run.path, name, there, ended=ended)
+
+
 @contextmanager
 def _saved_on_error(checkpoints: Checkpoints, state: Any, step: int, save: Callable[..., object]) -> Iterator[None]:
     """Saves the state if the block ends with a UserError, such as a failed reward, before it donated the state.
@@ -126,7 +138,7 @@ def _saved_on_error(checkpoints: Checkpoints, state: Any, step: int, save: Calla
 def _restore(
     checkpoints: Checkpoints, name: str, init: Callable[[], State], context: Context, meta: dict[str, str]
 ) -> tuple[int, State, dict[str, Any]]:
-    """Returns the finished steps, the state and its records' tally: from the newest good checkpoint, or fresh."""
+    """Returns the finished steps, the state, and what the checkpoint tells of them; or a fresh state."""
     state = init()
     if not checkpoints.steps:
         return 0, state, {}
@@ -136,7 +148,7 @@ def _restore(
     restored = checkpoints.restore_latest(target)
     assert restored is not None, "there are steps, and a damaged last one raises"
     start, state, there = restored
-    tally = there.pop(RECORDS, {})
-    for notice in context.identity.compare(context.run, name, there, meta):
+    words = {key: word for key, word in there.items() if key not in (RECORDS, SECONDS)}
+    for notice in context.identity.compare(context.run, name, words, meta, ended=start == context.config.length(name)):
         context.console.line(notice)
-    return start, state, tally
+    return start, state, there

@@ -61,6 +61,7 @@ from jrlhf.roles.pretrained import (
     own_tokenizer,
     reward_adapter,
 )
+from jrlhf.run.clock import Stopwatch
 from jrlhf.run.console import Console
 from jrlhf.run.devices import idle_accelerator, select
 from jrlhf.run.directory import (
@@ -92,6 +93,7 @@ from jrlhf.tasks.docstrings import task as docstrings
 @contextmanager
 def open_context(config: Config, *, resume: bool | Literal["auto"], accept_rewards: bool = False) -> Iterator[Context]:
     """Checks everything that a run needs, cheapest first, and opens its directory and services."""
+    phases = Stopwatch()
     select(config.device, config.distributed)  # connects the processes
     if resume not in (True, False, "auto"):
         raise UserError(f"resume={resume!r}: it must be True, False or 'auto'")
@@ -145,6 +147,7 @@ def open_context(config: Config, *, resume: bool | Literal["auto"], accept_rewar
                 console=console,
                 preemption=preemption,
                 identity=Identity(words, frozenset(functions), accept_rewards),
+                phases=phases,
                 trackers=trackers,
                 placements=placements,
                 moves=moves,

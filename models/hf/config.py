@@ -49,6 +49,14 @@ class HFConfig:
     dtype: str
     generation: Json = field(default_factory=dict)
 
+    @property
+    def sampling(self) -> Json:
+        """Returns the settings of `generation` that `SamplingConfig` has, by its names; temperature 0 for greedy."""
+        named = {key: value for key in _SAMPLING if (value := self.generation.get(key)) is not None}
+        if self.generation.get("do_sample") is False:
+            return {key: value for key, value in named.items() if key in _LENGTHS} | {"temperature": 0.0}
+        return {key: value for key, value in named.items() if (key, value) not in (("top_k", 0), ("top_p", 1))}
+
 
 @dataclass(frozen=True)
 class Family:
@@ -100,6 +108,19 @@ _GENERATION = (
     "renormalize_logits remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens "
     "forced_bos_token_id forced_eos_token_id num_return_sequences token_healing"
 ).split()
+_LENGTHS = "max_new_tokens", "min_new_tokens"
+_SAMPLING = (*_LENGTHS, "temperature", "top_k", "top_p")
+
+
+def drawn_with(generation: Json, sampling: Json) -> Json:
+    """Returns the settings of a generation_config.json with which transformers draws as `sampling` says.
+
+    generation: settings of which those that say nothing on drawing are kept. sampling: fields of `SamplingConfig`; null
+    is no limit. All limits are written, because transformers has defaults of its own, such as top_k 50.
+    """
+    others = {key: value for key, value in generation.items() if key not in _GENERATION}
+    limits = {"top_k": 0, "top_p": 1.0} | {key: value for key, value in sampling.items() if value is not None}
+    return {**others, "do_sample": True, **limits}
 
 
 # ---- reading

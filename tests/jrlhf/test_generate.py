@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 
 from jrlhf import generate
 from jrlhf.data.batches import pad_rows, put_rows, read_responses, row_keys
@@ -252,6 +254,73 @@ def test_answers_of_a_run_are_as_long_as_in_its_training(tmp_path, user, monkeyp
     for model in (tmp_path, user / "actor"):
         assert cli(["--model", str(model), "--prompt", "Why?"]) == 2
     assert asked == [3, 256]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+# (the run's config, the model's generation_config.json, what is typed)
+# -> temperature, top_k, top_p, min_new_tokens, max_new_tokens; words of the greeting
+SAMPLED = [
+    (None, {}, "", (1.0, None, None, 0, 64), "at temperature 1 (the default)"),  # 256 would leave no room
+    (
+        *(None, {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.9, "max_new_tokens": 5}, ""),
+        *((0.6, 20, 0.9, 0, 5), "in up to 5 tokens, at temperature 0.6, top_k 20, top_p 0.9 (generation_config.json)"),
+    ),
+    (None, {"do_sample": False, "temperature": 0.6, "top_k": 9}, "", (0.0, None, None, 0, 64), "at temperature 0 (gen"),
+    (
+        None,
+        {"temperature": 0.6, "top_k": 0, "top_p": 1.0, "max_new_tokens": 4096},
+        "",
+        (0.6, None, None, 0, 64),
+        "temperature 0.6 (gen",
+    ),
+    (
+        *(None, {"temperature": 0.6, "top_k": 20}, "--temperature 0.3 --max-new-tokens 7"),
+        *((0.3, 20, None, 0, 7), "(as asked, else generation_config.json)"),
+    ),
+    (
+        *({"sampling": {"temperature": 0.7, "top_p": 0.5, "min_new_tokens": 2}}, {"temperature": 0.6, "top_k": 20}, ""),
+        *((0.7, None, 0.5, 2, 12), "at temperature 0.7, top_p 0.5 (the run's sampling)"),
+    ),
+    (
+        *({"sampling": {"top_p": 0.5, "min_new_tokens": 5}}, {}, "--top-p 1 --max-new-tokens 3"),
+        *((1.0, None, 1.0, 3, 3), "(as asked, else the run's sampling)"),
+    ),
+    ({"stages": ["ppo"]}, {"temperature": 0.6}, "", (1.0, None, None, 0, 12), "(the run's sampling)"),
+    # A run that samples nothing and sets nothing changes nothing.
+    ({"stages": ["sft"]}, {"temperature": 0.6, "max_new_tokens": 99}, "", (0.6, None, None, 0, 12), "(generation_conf"),
+]
+
+
+@pytest.mark.parametrize(("run", "generation", "typed", "expected", "greeting"), SAMPLED)
+def test_answers_are_drawn_as_typed_else_as_in_the_run_else_as_the_model_says(
+    run, generation, typed, expected, greeting, tmp_path, model, settings, monkeypatch, capsys
+):
+    own = shutil.copytree(model, tmp_path / "model")
+    (own / "generation_config.json").write_text(json.dumps(generation))
+    if run is not None:
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings(**run)))
+        (tmp_path / "environment.txt").write_text("")
+    drawn = []
+    monkeypatch.setattr(Generator, "stream", lambda self, *_: drawn.append(self.sampling) or iter(["4"]))
+    monkeypatch.setattr("sys.stdin", Terminal("Why?\n\n"))
+    for place in [own] if run is None else [tmp_path, own]:  # a run, and the model in it
+        sys.stdin.seek(0)
+        assert cli(["--model", str(place), "--platform", "cpu", *typed.split()]) == 0
+        assert greeting in capsys.readouterr().out
+        sampling, names = drawn.pop(), ("temperature", "top_k", "top_p", "min_new_tokens", "max_new_tokens")
+        assert tuple(getattr(sampling, name) for name in names) == expected
+
+
+def test_a_setting_of_the_model_that_cannot_be_read_is_named_with_its_file(ask, tmp_path, model):
+    own = shutil.copytree(model, tmp_path / "model")
+    for generation, sentence in (({"temperature": "hot"}, "temperature=hot"), ({"top_p": 3}, "top_p=3.0")):
+        (own / "generation_config.json").write_text(json.dumps(generation))
+        code, _, error = ask("--prompt", "a", model=own)
+        assert code == 2 and "generation_config.json" in error and sentence in error
 
 
 def test_bad_input_is_one_sentence(ask, tmp_path, user):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import yaml
 import jrlhf.__main__
 from jrlhf.config import config_yaml, load_config
 from jrlhf.export import cli as export
+from jrlhf.generate import load
 from jrlhf.run.files import read_jsonl
 from jrlhf.run.metrics import read_metrics
 from jrlhf.stages import setup
@@ -28,6 +30,7 @@ SUMS = {  # PPO on the sums of two digits, on one device
     # So few steps teach no sums: rewards that differ need another rule.
     "rewards": [{"name": "low", "function": "format_regex", "options": {"pattern": "[0-4].*"}}],
     "stages": ["sft", "ppo"],
+    "sampling": {"temperature": 0.9, "top_k": 8, "min_new_tokens": 1},
     "sft": {"steps": 3, "batch": 8, "warmup": 1, "eval_every": 2, "save_every": 3},
     "ppo": {"iterations": 3, "rollout_batch": 16, "save_every": 3, "algorithm": {"epochs": 2, "minibatches": 2}},
     "evaluation": {"prompts": 8},
@@ -73,6 +76,23 @@ def test_the_export_of_the_last_checkpoint_is_the_model_that_the_run_left(sums, 
     assert capsys.readouterr().out == f"{tmp_path}/model is the policy of ppo after step 3 of 3\n"
     assert digest(tmp_path / "model") == digest(sums / "model")
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+def test_the_model_is_sampled_as_in_its_run_wherever_it_is(sums, tmp_path):
+    alone = shutil.copytree(sums / "model", tmp_path / "alone")
+    there, *others = (load(str(place), {}, platform="cpu").sampling for place in (sums, sums / "model", alone))
+    names = "temperature", "top_k", "top_p", "min_new_tokens", "max_new_tokens"
+    assert tuple(getattr(there, name) for name in names) == (0.9, 8, None, 1, 4)
+    assert others == [there, there]
+
+
+def test_a_run_that_has_finished_says_so_and_stays_as_it_is(sums, tmp_path):
+    """With the times of its stages, which a process that only restores them does not know."""
+    before, phases = digest(sums), json.loads((sums / "summary.json").read_text())["phases"]
+    output = Training("--config", sums / "config.yaml", "--resume", log=tmp_path / "log").wait()
+    assert f"{sums} has finished: nothing is left to do" in output and "to talk to it" in output
+    assert "held-out prompts" not in output and digest(sums) == before
+    assert phases["sft"] > 0 and phases["ppo"] > 0
 
 
 def test_an_interrupt_before_the_run_begins_is_one_sentence(tmp_path, capsys, monkeypatch):

@@ -1,14 +1,16 @@
 """The console: progress that can be trusted, and model output that cannot command a terminal."""
 
 import io
+import math
 import os
+import random
 import re
 from pathlib import Path
 
 import pytest
 
 from jrlhf.config import Config
-from jrlhf.run.console import Console, clean, duration, validation_key
+from jrlhf.run.console import Console, clean, decimals, duration, validation_key
 
 
 class Clock:
@@ -95,7 +97,7 @@ def test_a_fast_phase_gets_few_lines_and_a_slow_one_a_line_a_unit(plain, clock):
             progress.advance(step, {"sft/loss": 1 / step, "sft/grad_norm": 1.0})
     assert lines()[0] == "sft   1/500  loss 1.000"
     assert lines()[1] == "sft  81/500  loss 0.012  (8/s, 52 s left)"
-    assert lines()[-1] == "sft 500/500  loss 0.002  (8/s, took 1 min 02 s)"
+    assert lines()[-1] == "sft 500/500  loss 0.0020  (8/s, took 1 min 02 s)"
     assert len(lines()) == 8
     with console.progress("ppo", total=12, start=9) as progress:
         assert progress.pace() == ""  # without the first unit, which compiles, and what was done before
@@ -156,8 +158,8 @@ def test_samples_are_cleaned_aligned_and_not_shown_too_often(plain, clock):
 @pytest.mark.parametrize(
     "run_dir, shown, stages, longer",
     [
-        ("my runs", "'my runs/r'", ("sft", "grpo"), "--config 'my runs/r'/config.yaml --resume grpo.iterations=N"),
-        ("runs", "runs/r", ("sft",), "--config runs/r/config.yaml --resume sft.steps=N"),
+        ("my runs", "'my runs/r'", ("sft", "grpo"), "--config 'my runs/r'/config.yaml --resume grpo.iterations=80"),
+        ("runs", "runs/r", ("sft",), "--config runs/r/config.yaml name=r-longer sft.steps=1000"),
         ("runs", "runs/r", ("sft", "reward_model"), None),
         ("s3://bucket/runs/", "s3://bucket/runs/r", ("sft",), None),
     ],
@@ -168,7 +170,21 @@ def test_commands_that_go_on_from_a_run_name_it_as_a_shell_reads_it(plain, run_d
     talk, *more = lines()
     assert talk == f"to talk to it: python -m jrlhf.generate --model {shown}"
     upload = [f"to upload it: python -m jrlhf.export {shown} --push USER/NAME"] * ("://" not in run_dir)
-    assert more == upload + ([] if longer is None else [f"to train it longer: python -m jrlhf.train {longer}"])
+    anew = "" if "--resume" in str(longer) else ", anew, because its learning rates depend on its length"
+    assert more == upload + ([] if longer is None else [f"to train it longer{anew}: python -m jrlhf.train {longer}"])
+
+
+def test_no_number_looks_like_zero_that_is_not():
+    draw = random.Random(0)
+    for _ in range(300):
+        value = draw.choice((-1, 1)) * 10 ** draw.uniform(-9, 3)
+        for form, error in ((".3f", 5e-4), ("+.3f", 5e-4), (".2f", 5e-3), (".1f", 0.05)):
+            text = decimals(value, form)
+            assert abs(float(text) - value) <= max(0.051 * abs(value) if abs(value) < 20 * error else 0, error)
+            assert float(text) * value > 0 and text.startswith("+") == (form[0] == "+" and value > 0)
+    assert [decimals(value) for value in (0.0, -0.0, -0.0004, 0.0123, -1e-5, math.nan)] == [
+        *("0.000", "0.000", "-0.00040", "0.012", "-1.0e-05", "nan")
+    ]
 
 
 def test_the_summary_shows_the_figures_and_where_things_are(plain):

@@ -1,8 +1,10 @@
 """Answers are graded by the task's measure or by the rewards; statistics of validation are checked by hand."""
 
+import json
+import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,18 +13,21 @@ import jax
 import numpy as np
 import pytest
 
-from jrlhf.config import Config
-from jrlhf.config.schema import ModelSection
+from jrlhf.config import Config, config_yaml
+from jrlhf.config.schema import EvaluationConfig, ModelSection
 from jrlhf.data.encode import Prompts
 from jrlhf.data.types import Example, Response
 from jrlhf.errors import UserError
-from jrlhf.models import ModelConfig
+from jrlhf.models import ModelConfig, SamplingConfig
+from jrlhf.report import read_run, render, results
 from jrlhf.rewards.mixture import Rewards, TextPart
 from jrlhf.rewards.types import Scored
+from jrlhf.run.clock import Stopwatch
 from jrlhf.run.console import Console
 from jrlhf.run.directory import Run
+from jrlhf.run.files import sha256, to_json
 from jrlhf.stages import finalize
-from jrlhf.stages.evaluate import Graded, compare, grade, grade_before, statistics
+from jrlhf.stages.evaluate import Graded, compare, doubts, grade, grade_before, statistics
 from jrlhf.stages.identity import Identity
 
 TEXTS = ("a", "a b c", "a b")
@@ -78,7 +83,7 @@ def test_the_policy_before_is_graded_once_and_read_back_bit_for_bit(tmp_path, mo
         "jrlhf.stages.evaluate.grade_heldout", lambda context, policy, *_: graded.append(policy.word) or grades
     )
     services = {"run": Run(tmp_path), "console": Console(enabled=False), "task": SimpleNamespace(fingerprint="t")}
-    services |= {"identity": Identity({"seeds": "2", "reward exact modules": "m"})}
+    services |= {"identity": Identity({"seeds": "2", "reward exact modules": "m"}), "phases": Stopwatch()}
     run = cast(Any, SimpleNamespace(**services, config=SimpleNamespace(evaluation=SimpleNamespace(prompts=3))))
 
     def before(word: str, **rewards: tuple[float, Any]) -> Graded:
@@ -87,8 +92,11 @@ def test_the_policy_before_is_graded_once_and_read_back_bit_for_bit(tmp_path, mo
         assert result is not None
         return result
 
+    run.phases.seconds["evaluation"] = 50.0  # it takes so long
     assert before("one", exact=(1.0, words)) is grades
+    run.phases = Stopwatch()  # of another process
     again = before("one", exact=(1.0, words))
+    assert 50 <= run.phases.seconds["evaluation"] < 60
     assert again is not grades and graded == ["one"]
     fields, expected = asdict(again), asdict(grades)
     assert flat(fields) == flat(expected) and fields.keys() == expected.keys()
@@ -181,5 +189,139 @@ def test_a_file_of_the_user_in_the_place_of_the_model_ends_the_run_with_a_senten
     )
     model.onloaded = lambda: model
     with pytest.raises(UserError, match="model holds 'notes.md', which .*: move it away, .*; then resume the run$"):
-        finalize.finish(context, finalize.Outcome(model, {}))
+        finalize.finish(context, finalize.Outcome(model))
     assert (tmp_path / "model" / "notes.md").exists()
+
+
+SAMPLING = SamplingConfig(max_new_tokens=16)
+
+
+def answers(texts: list[str], lengths: list[int] | None = None, **parts: tuple[float, list[float]]) -> Graded:
+    """Answers with the scores of some rewards, each with its weight. An answer of 16 tokens has not ended."""
+    items = {name: np.array(scores, float) for name, (_, scores) in parts.items()}
+    weights = {name: weight for name, (weight, _) in parts.items()}
+    total = sum((np.nan_to_num(weights[name] * items[name]) for name in parts), np.zeros(len(texts)))
+    counts = lengths or [len(text) + 1 for text in texts]
+    responses = tuple(Response((1,) * n, text, n < 16) for text, n in zip(texts, counts, strict=True))
+    return Graded("score", responses, ("",) * len(texts), total, items, None, weights=weights)
+
+
+def test_a_policy_that_learnt_to_be_silent_is_no_gain(tmp_path):
+    """The rewards of the page on TRL, on a model that answers nothing right: only brevity tells answers apart."""
+    draw = np.random.default_rng(0)
+    texts = ["x" * n for n in draw.integers(1, 14, 64)]
+    brief = [-0.01 * len(text) / 13 for text in texts]
+    before = answers(texts, correct=(1.0, [0.0] * 64), brief=(0.1, brief))
+    after = answers([""] * 64, correct=(1.0, [0.0] * 64), brief=(0.1, [-1e-5] * 64))
+    sentences = doubts(before, after, SAMPLING)
+    assert sentences == [
+        "the reward correct is 0.000 for every answer, before and after: it taught nothing",
+        "64 of 64 held-out answers are one and the same text: the policy answers no prompt",
+        "64 of 64 held-out answers are as short as they may be: they end at token 1",
+    ]
+    comparison = compare(before, after)
+    summary = {"held_out": comparison | {"doubts": sentences}}
+    assert comparison["standard_errors"] > 10  # what the mean alone says
+    (tmp_path / "config.yaml").write_text("stages: [grpo]\n")
+    (tmp_path / "summary.json").write_bytes(to_json(summary))
+    record = read_run(tmp_path)
+    page = render(record)
+    assert all(page.index(doubt) < page.index("Score, held out") for doubt in sentences)
+    shown = [value for figure in results(record) for value in (*figure.values, figure.note)]
+    assert not any(re.search(r"-0\.0+(?!\d)", text) for text in (page, *shown))
+    assert "-1.0e-05" in page  # a value that is not zero has digits
+
+
+HALF = [0.0, 1.0] * 5
+TEN = [f"text {n}" for n in range(10)]
+DOUBTED = [  # before, after, words of each doubt
+    (answers(TEN, a=(1.0, HALF)), answers(TEN, a=(1.0, [0.6] * 10)), []),
+    (answers(TEN, a=(1.0, [1.0] * 10)), answers(TEN, a=(1.0, [1.0] * 10)), ["reward a is 1.000 for every answer"]),
+    (answers(TEN, a=(0.0, [1.0] * 10)), answers(TEN, a=(0.0, [1.0] * 10)), []),  # it is only measured
+    (
+        answers(TEN, a=(1.0, HALF), b=(1.0, [0.5 + n / 100 for n in range(10)])),
+        answers(TEN, a=(1.0, [3.0] * 10), b=(1.0, [0.1 + n / 50 for n in range(10)])),
+        ["the reward b went from 0.545 to 0.190, for the worse"],
+    ),
+    (
+        answers(TEN, a=(1.0, HALF), b=(0.1, [1.0] * 10)),
+        answers(TEN, a=(1.0, [1.0] * 10), b=(0.1, [0.0] * 10)),
+        ["the reward b went from 1.000 to 0.000, for the worse"],
+    ),
+    (  # the same, of a penalty: falling is good
+        answers(TEN, a=(1.0, HALF), b=(-1.0, [0.5 + n / 100 for n in range(10)])),
+        answers(TEN, a=(1.0, [3.0] * 10), b=(-1.0, [0.1 + n / 50 for n in range(10)])),
+        [],
+    ),
+    (  # the score fell, too, which is said already
+        answers(TEN, a=(1.0, HALF), b=(1.0, [3 + n / 100 for n in range(10)])),
+        answers(TEN, a=(1.0, [0.6] * 10), b=(1.0, [0.1 + n / 50 for n in range(10)])),
+        [],
+    ),
+    (answers(TEN, a=(1.0, [np.nan, *HALF[1:]])), answers(TEN, a=(1.0, [np.nan] * 10)), []),
+    (None, answers([*TEN[:2], *["same"] * 8], a=(1.0, HALF)), []),
+    (None, answers([*TEN[:1], *["same"] * 9], a=(1.0, HALF)), ["9 of 10 held-out answers are one and the same text"]),
+    (None, answers(TEN, [16] * 9 + [3], a=(1.0, HALF)), ["9 of 10 held-out answers are as long as they may be"]),
+    (None, answers(TEN, [1] * 10, a=(1.0, HALF)), ["10 of 10 held-out answers are as short as they may be"]),
+    (None, answers(["same"]), []),
+    (None, answers(TEN, [16] * 8 + [1] * 2), []),
+]
+
+
+@pytest.mark.parametrize(("before", "after", "expected"), DOUBTED)
+def test_a_doubt_is_raised_where_answers_say_other_things_than_their_mean(before, after, expected):
+    sentences = doubts(before, after, SAMPLING)
+    assert len(sentences) == len(expected) and all(
+        words in doubt for words, doubt in zip(expected, sentences, strict=True)
+    )
+
+
+def test_answers_are_as_short_as_they_may_be_also_if_that_is_set():
+    short = answers(TEN, [4] * 10)
+    assert not doubts(None, short, SAMPLING)
+    (sentence,) = doubts(None, short, SamplingConfig(max_new_tokens=16, min_new_tokens=4))
+    assert sentence.endswith("they end at token 4")
+    assert not doubts(None, answers(TEN, [1] * 10), SamplingConfig(max_new_tokens=1))  # no answer can be longer
+
+
+def test_a_run_has_finished_if_it_ended_with_this_config_and_still_has_what_it_left(tmp_path):
+    """A run that was killed at any moment before its end has not; nor one of which something was deleted."""
+    config = Config(name="r", run_dir=str(tmp_path), stages=("sft", "reward_model"))
+    path, context = tmp_path / "r", cast(Any, SimpleNamespace(config=config, run=Run(tmp_path / "r")))
+    left = ["checkpoints/sft/500", "checkpoints/reward_model/250", "report.html", "summary.json"]
+    left += ["model/config.json", "reward_model/config.json"]
+
+    def leave() -> None:
+        for name in left:
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (path / name).write_text(json.dumps({"finished": sha256(config_yaml(config))}))
+
+    leave()
+    assert finalize.finished(context) == json.loads((path / "summary.json").read_text())
+    for name in left:
+        (path / name).unlink()
+        assert finalize.finished(context) is None, name
+        leave()
+    (path / "summary.json").write_text("{}")  # it was killed while it wrote the model, or the report
+    assert finalize.finished(context) is None
+    leave()
+    for other in (replace(config, evaluation=EvaluationConfig(prompts=7)), replace(config, run_dir="s3://bucket/runs")):
+        assert finalize.finished(cast(Any, SimpleNamespace(config=other, run=context.run))) is None
+
+
+def test_what_ends_a_run_is_written_last(tmp_path, monkeypatch):
+    """Killed at any moment before, it would be ended by a resume."""
+    config, events = Config(name="r", run_dir=str(tmp_path), stages=("sft",)), list[str]()
+    run: Any = Run(tmp_path, writes=False)
+    run.write = lambda name, text: events.append(f"{name}{' finished' * (b'finished' in text)}")
+    context: Any = SimpleNamespace(config=config, run=run, console=Console(enabled=False), phases=Stopwatch())
+    monkeypatch.setattr(finalize, "grade_heldout", lambda *_: events.append("answers"))
+    monkeypatch.setattr(finalize, "_export_all", lambda *_: events.append("model"))
+    monkeypatch.setattr("jrlhf.report.write_report", lambda *_: events.append("report"))
+    finalize.finish(context, finalize.Outcome(cast(Any, None)))
+    assert events == ["answers", "summary.json", "model", "report", "summary.json finished"]
+
+
+def test_the_weights_of_the_rewards_are_graded_with_them():
+    rewards = sum_of(exact=(2.0, words), spelt=(-0.5, words))
+    assert grade(context(), PROMPTS, RESPONSES, rewards).weights == {"exact": 2.0, "spelt": -0.5}

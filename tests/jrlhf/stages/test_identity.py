@@ -65,6 +65,45 @@ def test_any_other_word_is_refused_but_of_a_function_that_stopped_the_run(tmp_pa
             assert set(changed) <= mended and notices == [] and len(run.changes) == len(changed)
 
 
+def test_a_function_that_changed_after_the_last_step_is_for_a_new_run(tmp_path):
+    """It would judge a model that never learnt from it. One that stopped the run, in its last answers, is mended."""
+    words = {"seeds": "2", "reward mine": "new", "reward mine modules": "m", "reward mine" + OLDER: "older"}
+    there = Identity(words, FUNCTIONS).of_stage({"corpus": "c", "reward mine": "was"})
+    for accepts in (False, True):
+        identity = Identity(words, FUNCTIONS, accepts)
+        here = identity.of_stage({"corpus": "c", "reward mine": "new"})
+        run = Run(tmp_path / f"{accepts}")
+        run.path.mkdir()
+
+        def check(ended: bool, identity=identity, run=run, here=here) -> None:
+            identity.check_functions(run.path, "ppo", {**there, "records": "r"}, ended=ended)  # before other work
+            assert run.changes == []
+            assert list(identity.compare(run, "ppo", there, here, ended=ended)) == []
+
+        with pytest.raises(UserError, match=r"another reward mine \(was there, new here\): .* in a new run.* name="):
+            check(ended=True)
+        if accepts:
+            check(ended=False)
+            assert run.changes == ["with another reward mine (was there, new here)"]
+            run.changes = []
+        else:
+            with pytest.raises(UserError, match="--accept-rewards"):
+                check(ended=False)
+        note_failure(run, {"reward mine": "was", "reward mine modules": "m"}, "failed")
+        check(ended=True)
+        assert run.changes == ["with another reward mine (was there, new here)"]
+
+
+def test_before_other_work_only_functions_are_compared(tmp_path):
+    identity = Identity({"seeds": "2", "reward mine": "f", "actor.embed": "8"}, FUNCTIONS)
+    there = {"identity": "1", "seeds": "1", "corpus": "c", "actor.embed": "9", "reward mine": "f", "records": "r"}
+    identity.check_functions(tmp_path, "ppo", there, ended=True)
+    for there in ({"identity": "1"}, {"identity": "1", "reward mine": "f", "cost other": "o"}):
+        with pytest.raises(UserError, match="another (reward mine|cost other)"):
+            identity.check_functions(tmp_path, "ppo", there, ended=True)
+    identity.check_functions(tmp_path, "ppo", {"reward mine": "f"}, ended=True)
+
+
 def test_a_stage_records_the_modules_of_the_functions_that_it_calls():
     identity = Identity({"seeds": "2", "reward mine modules": "m"}, FUNCTIONS)
     assert "reward mine modules" in identity.of_stage({"reward mine": "f"})

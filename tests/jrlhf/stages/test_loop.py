@@ -22,7 +22,9 @@ from jrlhf.errors import Preempted, RunFailure, UserError
 from jrlhf.meshes import make_mesh
 from jrlhf.ppo import SFTBatch, TrainState, make_sft_step
 from jrlhf.roles.initial import adamw
+from jrlhf.run import clock
 from jrlhf.run.checkpoints import saved_steps
+from jrlhf.run.clock import Stopwatch
 from jrlhf.run.directory import Run
 from jrlhf.run.metrics import read_metrics
 from jrlhf.run.preemption import PreemptionGuard
@@ -55,7 +57,7 @@ def context(path, *, steps=6, section=None, stop_after_skipped=5):
         "stages": ("stage",),
     }
     config = SimpleNamespace(checkpoints=SimpleNamespace(keep=2), deadline=60.0, profile=ProfileConfig(), **own)
-    services = {"console": Services(), "trackers": [Services()], "preemption": PreemptionGuard()}
+    services = {"console": Services(), "trackers": [Services()], "preemption": PreemptionGuard(), "phases": Stopwatch()}
     return SimpleNamespace(run=Run(path), config=config, mesh=MESH, identity=Identity(), **services)
 
 
@@ -75,6 +77,33 @@ def advance(state, step):
 def run(here, step=advance, meta=None):
     with jax.set_mesh(MESH):
         return run_stage(here, "sft", init, step, meta=meta or {})
+
+
+def test_the_seconds_of_a_stage_are_those_of_all_processes_that_advanced_it(tmp_path, monkeypatch):
+    """Steps that a killed process took after its last checkpoint are not counted: the run has not got them."""
+    now = [0.0]
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def process(kill_at: int | None) -> dict[str, float]:
+        here = context(tmp_path)
+        now[0] += 7.0
+        here.phases.lap("start")
+
+        def step(state, number):
+            if number == kill_at:
+                raise RuntimeError("killed")
+            now[0] += 10.0
+            return advance(state, number)
+
+        with contextlib.suppress(RuntimeError):
+            run(here, step)
+        now[0] += 1.0
+        here.phases.lap("sft")
+        return here.phases.seconds
+
+    process(kill_at=5)  # step 5 is done and not saved
+    assert process(kill_at=None) == {"start": 7.0, "sft": 61.0}
+    assert process(kill_at=None)["sft"] == 61.0  # it only restores the stage
 
 
 def test_a_stage_saves_when_it_is_asked_to_stop_and_goes_on_from_its_newest_checkpoint(tmp_path):

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from jrlhf.meshes import GENERATE, TRAIN, make_mesh, reshard
 from jrlhf.models import LoRAConfig, ModelConfig, export_hf, init_lora, lora_shardings, merge, param_shardings, to_int8
-from jrlhf.models.hf import export, files, hf_config, read_config
+from jrlhf.models.hf import drawn_with, export, files, hf_config, read_config
 from jrlhf.models.hf.config import _GENERATION
 from tests.support.live import live_bytes
 
@@ -119,6 +119,27 @@ def test_the_settings_of_generation_go_round(reference, tmp_path):
     out = export_hf(params, LLAMA, tmp_path / "out", eos_ids=(5,), pad_id=0, generation=read.generation)
     written = json.loads((out / "generation_config.json").read_text())
     assert written == settings | {"eos_token_id": 5, "pad_token_id": 0, "bos_token_id": None}
+
+
+def test_written_settings_of_sampling_are_read_by_us_and_by_transformers_as_they_were(tmp_path, reference):
+    """Random ones, over those of a model that would change what is drawn."""
+    peer = pytest.importorskip("transformers", reason="the peer is transformers").GenerationConfig
+    base = {"do_sample": False, "repetition_penalty": 1.05, "num_beams": 4, "top_k": 20, "use_cache": False}
+    out = export_hf(reference.random_params(LLAMA), LLAMA, tmp_path, eos_ids=(3,))
+    draw, own = random.Random(0), json.loads((out / "generation_config.json").read_text())
+    for _ in range(50):
+        some = {"temperature": draw.uniform(0.1, 2), "top_k": draw.choice([None, 1, 50]), "max_new_tokens": 8}
+        some |= {"top_p": draw.choice([None, 0.5]), "min_new_tokens": draw.randint(0, 8)}
+        written = drawn_with(base, some)
+        (out / "generation_config.json").write_text(json.dumps(own | written))
+        read = read_config(out)
+        assert {"top_k": None, "top_p": None, **read.sampling} == some
+        theirs = peer.from_pretrained(out)
+        theirs.validate()
+        assert theirs.do_sample and (theirs.top_k or None, theirs.top_p) == (some["top_k"], some["top_p"] or 1.0)
+        for name in ("temperature", "max_new_tokens", "min_new_tokens"):
+            assert getattr(theirs, name) == some[name]
+        assert theirs.repetition_penalty in (None, 1.0) and theirs.num_beams in (None, 1) and not theirs.use_cache
 
 
 @pytest.mark.parametrize("seed", range(3))
