@@ -486,10 +486,11 @@ class Config(Section):
 
     @property
     def drawing(self) -> dict[str, Any]:
-        """How the trained model is to be sampled: as the run does. Empty if it trains on no sample and sets nothing."""
+        """How the trained model is to be sampled. Empty: as its base, because the run learns from no sample of its own
+        and sets nothing."""
         own = self.sampling.drawing
-        sets = self.algorithm is not None or own != SamplingSection().drawing
-        return {**own, "max_new_tokens": self.data.max_response} if sets else {}
+        follows = self.algorithm is None and self.model.path is not None and own == SamplingSection().drawing
+        return {} if follows else {**own, "max_new_tokens": self.data.max_response}
 
     @property
     def samples(self) -> int:  # responses to each prompt

@@ -175,7 +175,8 @@ def _results(facts: Facts, plot: str) -> list[str]:
     note = f" {OWN_ANSWERS}" if plot.endswith(_VALIDATED) else ""
     picture = [f"![{plot}]({PLOT})", f"{plot[0].upper()}{plot[1:]}.{note}"] if plot else []
     table = [_table(["figure", "value", "note"], rows)] if rows else []
-    return ["## Results", *table, *picture] if rows or picture else []
+    doubts = ["\n".join(f"- {_text(doubt)}" for doubt in run.held_out.get("doubts", ()))] if rows and not scalar else []
+    return ["## Results", *table, *filter(None, doubts), *picture] if rows or picture else []
 
 
 def progress(facts: Facts) -> tuple[str, bytes] | None:

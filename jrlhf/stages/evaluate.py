@@ -214,8 +214,7 @@ def doubts(before: Graded | None, after: Graded, sampling: SamplingConfig) -> li
             continue
         change, (old, new) = weight * (scores[1] - scores[0]), map(decimals, scores.mean(axis=1))
         if np.ptp(scores) == 0:
-            when = "" if before is None else ", before and after"
-            lines.append(f"the reward {name} is {new} for every answer{when}: it taught nothing")
+            lines.append(f"the reward {name} is {new} for every held-out answer, before and after: it tells none apart")
         elif np.mean(after.scores - first.scores) > 0 and change.mean() < -2 * standard_error(change):
             lines.append(f"the reward {name} went from {old} to {new}, for the worse, although their sum rose")
     shortest, longest = max(sampling.min_new_tokens, 1), sampling.max_new_tokens

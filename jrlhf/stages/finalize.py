@@ -56,6 +56,7 @@ def finished(context: Context) -> dict[str, Any] | None:
         return None
     models = ["model"] + ["reward_model"] * ("reward_model" in config.stages)
     files = [REPORT, *run.collected, *(f"{model}/config.json" for model in models)]
+    files += ["adapter/adapter_config.json"] * (config.lora is not None)
     files += [f"checkpoints/{stage}/{config.length(stage)}" for stage in config.stages]
     if not all((run.path / name).exists() for name in files):
         return None

@@ -89,6 +89,14 @@ def test_the_figures_are_those_of_the_run():
     assert "1. SFT: 30 steps\n2. GRPO: 40 iterations\n" in card(facts())
 
 
+def test_what_makes_a_figure_doubtful_stands_below_it():
+    held_out = HELD_OUT | {"doubts": ["the reward exact_match is 0.000 for every answer: it taught nothing"]}
+    text = card(facts(summary={"held_out": held_out, "steps": {"sft": 30, "grpo": 40}}))
+    doubt = text.index("\n- the reward exact\\_match is 0.000 for every answer: it taught nothing\n")
+    assert text.index("| Score, held out |") < doubt < text.index("## Recipe")
+    assert "taught" not in card(facts())
+
+
 def test_a_checkpoint_is_described_by_what_was_measured_until_then():
     text = card(facts(step=20))
     mean = np.mean([step / 40 for step in range(16, 21)])

@@ -215,7 +215,7 @@ def test_a_policy_that_learnt_to_be_silent_is_no_gain(tmp_path):
     after = answers([""] * 64, correct=(1.0, [0.0] * 64), brief=(0.1, [-1e-5] * 64))
     sentences = doubts(before, after, SAMPLING)
     assert sentences == [
-        "the reward correct is 0.000 for every answer, before and after: it taught nothing",
+        "the reward correct is 0.000 for every held-out answer, before and after: it tells none apart",
         "64 of 64 held-out answers are one and the same text: the policy answers no prompt",
         "64 of 64 held-out answers are as short as they may be: they end at token 1",
     ]
@@ -236,7 +236,11 @@ HALF = [0.0, 1.0] * 5
 TEN = [f"text {n}" for n in range(10)]
 DOUBTED = [  # before, after, words of each doubt
     (answers(TEN, a=(1.0, HALF)), answers(TEN, a=(1.0, [0.6] * 10)), []),
-    (answers(TEN, a=(1.0, [1.0] * 10)), answers(TEN, a=(1.0, [1.0] * 10)), ["reward a is 1.000 for every answer"]),
+    (
+        answers(TEN, a=(1.0, [1.0] * 10)),
+        answers(TEN, a=(1.0, [1.0] * 10)),
+        ["the reward a is 1.000 for every held-out answer"],
+    ),
     (answers(TEN, a=(0.0, [1.0] * 10)), answers(TEN, a=(0.0, [1.0] * 10)), []),  # it is only measured
     (
         answers(TEN, a=(1.0, HALF), b=(1.0, [0.5 + n / 100 for n in range(10)])),
