@@ -65,7 +65,7 @@ def test_prices_are_those_of_the_devices_at_hand():
     old = replace(HARDWARE["a100"], name="v100")
     for hardware, platform in ((old, "gpu"), (HARDWARE["h200"], "gpu"), (HARDWARE["v5e"], "tpu")):
         assert prices_of(config, work(config), Cluster(hardware, 8)).backend.platform == platform
-    with pytest.raises(UserError, match="what calls cost on abacus devices: measure .* --profile` with the --config"):
+    with pytest.raises(UserError, match="what calls cost on abacus devices: measure .* --profile` with the config"):
         prices_here(config, work(config), [Device("abacus", "cpu")])
     with pytest.raises(UserError, match="set plan=colocate; `python -m jrlhf.plan --cluster 8xh100` plans for other"):
         prices_here(config_of("plan=auto"), work(config), [Device("abacus", "cpu")])
