@@ -23,7 +23,7 @@ from jrlhf.config.peers import SAMPLING
 from jrlhf.config.places import expanded, is_address, local
 from jrlhf.config.schema import ColumnsConfig, DatasetsData, DeviceConfig
 from jrlhf.data.batches import key_for, pad_rows, program_width, put_rows, read_responses, row_keys, whole_batches
-from jrlhf.data.encode import Encoding, Prompts
+from jrlhf.data.encode import Encoding, Prompts, answer_gap, without_gap
 from jrlhf.data.read import Dataset, read_dataset
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Example, Response
@@ -117,7 +117,7 @@ class Generator:
             at = int(np.flatnonzero(slots.state.owner == 0)[0])
             (row,) = slots.decode(weights)
             tokens = row.response[0] if row.response else jax.device_get(slots.state.results.tokens)[at]
-            yield self.tokenizer.decode([int(token) for token in tokens[: row.end]])
+            yield self.tokenizer.continuation(ids, tokens[: row.end].tolist())
 
 
 @dataclass(frozen=True)
@@ -296,6 +296,7 @@ def converse(generator: Generator, name: str, seed: int = 0, *, terminal: bool =
     if terminal:
         alone = "" if generator.chat else "each line by itself, "
         print(f"{name} answers {alone}in up to {generator.sampling.max_new_tokens} tokens; an empty line ends this")
+    gap = answer_gap(generator.tokenizer) if generator.chat else ""
     messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
     failed: list[str] = []  # numbers of piped lines
     for turn in itertools.count():
@@ -325,7 +326,7 @@ def converse(generator: Generator, name: str, seed: int = 0, *, terminal: bool =
             print(whole[shown:], end="", flush=True)
             shown = max(shown, len(whole))
         print(clean_lines(text)[shown:], flush=True)
-        messages.append({"role": "assistant", "content": text})
+        messages.append({"role": "assistant", "content": without_gap(text, gap)})
     if failed:
         raise UserError(f"no answer to line {', '.join(failed)}: the errors stand above")
 
