@@ -5,7 +5,8 @@ import json
 import shutil
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from jrlhf import generate
+from jrlhf.config.schema import DatasetsData
 from jrlhf.data.batches import pad_rows, put_rows, read_responses, row_keys
 from jrlhf.data.encode import Encoding
 from jrlhf.data.tokenizer_files import load_tokenizer
@@ -25,6 +27,7 @@ from jrlhf.models.hf import export_adapter, load_hf, read_config
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.model import Architecture, Compute
 from jrlhf.run.files import read_jsonl
+from tests.jrlhf.data.conftest import FAMILY, assistant, encode_chat, user
 
 QUESTION = "What is 1 plus 2?"
 NEW = 8
@@ -188,6 +191,19 @@ def test_a_conversation_remembers_what_was_said(ask, asked, monkeypatch, model):
     assert (code, answers, asked[2:]) == (2, "42\n42\n", asked[:2])  # a line that is too long is left out
     first, last = error.splitlines()
     assert first.startswith("error: line 2: prompt 1 has") and last.startswith("error: no answer to line 2")
+
+
+def test_a_conversation_holds_no_blank_that_the_template_writes(monkeypatch, capsys):
+    """Mistral's answers begin with a blank, which its template writes before each message of the assistant."""
+    sampling, size = SamplingConfig(8), SimpleNamespace(config=SimpleNamespace(max_positions=200))
+    asked, none = generate.Asked(DatasetsData()), cast(Any, None)
+    talker, heard = Generator(cast(Any, size), FAMILY["mistral"], none, none, sampling, 1, asked), []
+    monkeypatch.setattr(Generator, "stream", lambda self, ids, key: iter([heard.append(ids) or " It is 4"]))
+    monkeypatch.setattr("sys.stdin", io.StringIO("How many?\nAnd 3?\n"))
+    generate.converse(talker, "mistral", terminal=False)
+    assert capsys.readouterr().out == " It is 4\n" * 2
+    talk = user("How many?"), assistant("It is 4"), user("And 3?")
+    assert list(heard[1]) == encode_chat(FAMILY["mistral"], talk, add_generation_prompt=True)
 
 
 def test_answers_have_their_lines_and_no_escapes(ask, monkeypatch):

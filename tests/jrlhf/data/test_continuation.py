@@ -1,8 +1,10 @@
 """The text of a response: what it adds to the text of its prompt, for decoders of every kind."""
 
 import random
+import re
 from collections.abc import Iterator
 from os.path import commonprefix
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -82,14 +84,47 @@ def test_a_response_is_what_it_adds_to_its_prompt():
                     assert "\ufffd" in before + text
 
 
+def rollout_of(prompt: list[int], *rows: list[int]) -> SimpleNamespace:
+    """Returns a rollout on the host, of the rows as responses to one prompt."""
+    width = len(prompt) + max(map(len, rows))
+    return SimpleNamespace(
+        tokens=np.array([[*prompt, *row, *[0] * (width - len(prompt) - len(row))] for row in rows]),
+        prompt_lengths=np.full(len(rows), len(prompt)),
+        response_lengths=np.array([len(row) for row in rows]),
+        finished=np.ones(len(rows), bool),
+    )
+
+
 def test_blanks_and_characters_at_the_border():
-    mistral, llama = FAMILY["mistral"], FAMILY["llama"]
-    for text, border in (("the cat sat", "the cat"), ("def f():\n    return", "def f():\n"), ("a  b", "a ")):
-        ids = mistral.encode(text)
-        begun = next(n for n in range(len(ids) + 1) if mistral.decode(ids[:n]) == border)
-        assert mistral.continuation(ids[:begun], ids[begun:]) == text.removeprefix(border)
+    cases = (
+        ("mistral", "the cat", " sat"),
+        ("mistral", "def f():\n", "    return"),
+        ("mistral", "a ", " b"),
+        ("llama", "16", " é"),
+        ("gemma", "It is", " 4"),
+    )
+    for name, prompt, text in cases:
+        tokenizer = FAMILY[name]
+        ids = tokenizer.encode(prompt + text)
+        border = next(n for n in range(len(ids) + 1) if tokenizer.decode(ids[:n]) == prompt)
+        (response,) = read_responses(tokenizer, rollout_of(ids[:border], ids[border:]))
+        assert response.text == text, (name, prompt)
+    llama = FAMILY["llama"]
     ids = llama.encode("16 é")
-    assert [llama.continuation(ids[:n], ids[n:]) for n in (len(ids) - 1, len(ids))] == ["é", ""]
+    (response,) = read_responses(llama, rollout_of(ids[:-1], ids[-1:]))
+    assert llama.decode(ids[:-1]) == "16 \ufffd" and response.text == "é"
+
+
+def test_nothing_but_the_tokenizer_decodes_responses():
+    """A module that decoded ids by itself would lose what the prompt says about them."""
+    core = Path(__file__).parents[3] / "jrlhf"
+    calls = {
+        str(file.relative_to(core))
+        for folder in ("algorithms", "data", "fleet", "report", "rewards", "roles", "stages", "tasks", ".")
+        for file in (core / folder).glob("*.py")
+        if re.search(r"(tokenizer|backend|self)\.decode(_batch)?\(", file.read_text(encoding="utf-8"))
+    }
+    assert calls == {"data/tokenizer.py"}
 
 
 def test_long_prompts_are_not_decoded_again():
@@ -111,18 +146,10 @@ def test_special_tokens_are_kept_for_those_who_ask():
     start, end, text = (qwen.backend.token_to_id(f"<|{name}|>") for name in ("im_start", "im_end", "endoftext"))
     assert qwen.eos_ids == (end, text) and qwen.pad_id == text and qwen.marks == {start}
     before, words = qwen.encode("How many?"), qwen.encode(" eggs")
-    rows = [[*words, start, *words, end], [start], words, [*words, end], [start, text, *words]]
-    width = len(before) + max(map(len, rows))
-    lengths = np.array([len(row) for row in rows])
-    rollout = SimpleNamespace(
-        tokens=np.array([[*before, *row, *[0] * (width - len(before) - len(row))] for row in rows]),
-        prompt_lengths=np.full(len(rows), len(before)),
-        response_lengths=lengths,
-        finished=np.array([True, False, False, True, False]),
-    )
+    rows = [*words, start, *words, end], [start], words, [*words, end], [start, text, *words]
     plain = [" eggs eggs", "", " eggs", " eggs", " eggs"]
     marked = [" eggs<|im_start|> eggs", "<|im_start|>", None, None, "<|im_start|> eggs"]
-    responses = read_responses(qwen, rollout)
+    responses = read_responses(qwen, rollout_of(before, *rows))
     assert [(one.text, one.marked) for one in responses] == list(zip(plain, marked, strict=True))
     samples = to_samples([Example("How many?")] * len(rows), ["How many?"] * len(rows), responses)
     seen = [many or one for one, many in zip(plain, marked, strict=True)]
