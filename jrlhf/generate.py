@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -73,6 +73,11 @@ class Generator:
         """Whether prompts become conversations."""
         return self.tokenizer.chat_template is not None and self.asked.chat
 
+    @cached_property
+    def gap(self) -> str:
+        """White space before an answer that is no part of it."""
+        return answer_gap(self.tokenizer) if self.chat else ""
+
     def encode(self, data: Dataset | Sequence[Example], n: int = 1) -> Prompts:
         """The prompts as token ids, `n` times each."""
         if self.longest <= 0:
@@ -102,7 +107,8 @@ class Generator:
             tokens, lengths = put_rows(pad_rows([prompts.ids[row] for row in rows], width), self.mesh)
             keys = row_keys(key, self.batch, self.mesh, first=rows[0])
             generation = run(self.model.params, tokens, lengths, keys, *self.model.frozen)
-            yield from read_responses(self.tokenizer, jax.device_get(generation), slice(count))
+            for response in read_responses(self.tokenizer, jax.device_get(generation), slice(count)):
+                yield replace(response, text=without_gap(response.text, self.gap))
 
     def stream(self, ids: Sequence[int], key: jax.Array) -> Iterator[str]:
         """Yields the text of one response as it grows. The last text equals the result of `answer` for the prompt."""
@@ -117,7 +123,7 @@ class Generator:
             at = int(np.flatnonzero(slots.state.owner == 0)[0])
             (row,) = slots.decode(weights)
             tokens = row.response[0] if row.response else jax.device_get(slots.state.results.tokens)[at]
-            yield self.tokenizer.continuation(ids, tokens[: row.end].tolist())
+            yield without_gap(self.tokenizer.continuation(ids, tokens[: row.end].tolist()), self.gap)
 
 
 @dataclass(frozen=True)
@@ -296,7 +302,6 @@ def converse(generator: Generator, name: str, seed: int = 0, *, terminal: bool =
     if terminal:
         alone = "" if generator.chat else "each line by itself, "
         print(f"{name} answers {alone}in up to {generator.sampling.max_new_tokens} tokens; an empty line ends this")
-    gap = answer_gap(generator.tokenizer) if generator.chat else ""
     messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
     failed: list[str] = []  # numbers of piped lines
     for turn in itertools.count():
@@ -326,7 +331,7 @@ def converse(generator: Generator, name: str, seed: int = 0, *, terminal: bool =
             print(whole[shown:], end="", flush=True)
             shown = max(shown, len(whole))
         print(clean_lines(text)[shown:], flush=True)
-        messages.append({"role": "assistant", "content": without_gap(text, gap)})
+        messages.append({"role": "assistant", "content": text})
     if failed:
         raise UserError(f"no answer to line {', '.join(failed)}: the errors stand above")
 

@@ -6,7 +6,7 @@ import shutil
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jrlhf.errors import UserError
 from jrlhf.generate import Generator, cli
 from jrlhf.meshes import GENERATE, make_mesh
 from jrlhf.models import LoRAConfig, SamplingConfig, init_lora, merge
+from jrlhf.models.generation.decoding import Generation
 from jrlhf.models.hf import export_adapter, load_hf, read_config
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.model import Architecture, Compute
@@ -193,17 +194,20 @@ def test_a_conversation_remembers_what_was_said(ask, asked, monkeypatch, model):
     assert first.startswith("error: line 2: prompt 1 has") and last.startswith("error: no answer to line 2")
 
 
-def test_a_conversation_holds_no_blank_that_the_template_writes(monkeypatch, capsys):
+def test_an_answer_has_no_blank_that_the_template_writes(monkeypatch):
     """Mistral's answers begin with a blank, which its template writes before each message of the assistant."""
-    sampling, size = SamplingConfig(8), SimpleNamespace(config=SimpleNamespace(max_positions=200))
-    asked, none = generate.Asked(DatasetsData()), cast(Any, None)
-    talker, heard = Generator(cast(Any, size), FAMILY["mistral"], none, none, sampling, 1, asked), []
-    monkeypatch.setattr(Generator, "stream", lambda self, ids, key: iter([heard.append(ids) or " It is 4"]))
-    monkeypatch.setattr("sys.stdin", io.StringIO("How many?\nAnd 3?\n"))
-    generate.converse(talker, "mistral", terminal=False)
-    assert capsys.readouterr().out == " It is 4\n" * 2
-    talk = user("How many?"), assistant("It is 4"), user("And 3?")
-    assert list(heard[1]) == encode_chat(FAMILY["mistral"], talk, add_generation_prompt=True)
+    mistral, mesh = FAMILY["mistral"], make_mesh(8, 1, 1)
+    talk = user("How many?"), assistant("It is 4")
+    whole, asked = (encode_chat(mistral, talk[:n], add_generation_prompt=n == 1) for n in (2, 1))
+    fields: Any = map(np.array, ([whole], [len(asked)], [len(whole) - len(asked)], [[]], [True]))
+    rows = Generation(*fields)
+    monkeypatch.setattr(Generator, "compiled", SimpleNamespace(generate=lambda *_: lambda *_: rows))
+    model: Any = SimpleNamespace(config=SimpleNamespace(max_positions=200), params=None, frozen=())
+    for chat, text in ((True, "It is 4"), (False, "  It is 4")):
+        form = generate.Asked(DatasetsData(), chat=chat)
+        generator = Generator(model, mistral, mesh, Compute(), SamplingConfig(8), 8, form)
+        prompts = generator.encode([Example("How many?")])
+        assert [one.text for one in generator.answer(prompts, jax.random.key(0))] == [text]
 
 
 def test_answers_have_their_lines_and_no_escapes(ask, monkeypatch):
