@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from jrlhf.config.peers import SAMPLING
 from jrlhf.config.places import expanded, is_address, local
 from jrlhf.config.schema import ColumnsConfig, DatasetsData, DeviceConfig
 from jrlhf.data.batches import key_for, pad_rows, program_width, put_rows, read_responses, row_keys, whole_batches
-from jrlhf.data.encode import Encoding, Prompts
+from jrlhf.data.encode import Encoding, Prompts, answer_gap, without_gap
 from jrlhf.data.read import Dataset, read_dataset
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Example, Response
@@ -79,6 +79,11 @@ class Generator:
         """Whether prompts become conversations."""
         return self.tokenizer.chat_template is not None and self.asked.chat
 
+    @cached_property
+    def gap(self) -> str:
+        """White space before an answer that is no part of it."""
+        return answer_gap(self.tokenizer) if self.chat else ""
+
     def encode(self, data: Dataset | Sequence[Example], n: int = 1) -> Prompts:
         """The prompts as token ids, `n` times each."""
         if self.longest <= 0:
@@ -108,7 +113,8 @@ class Generator:
             tokens, lengths = put_rows(pad_rows([prompts.ids[row] for row in rows], width), self.mesh)
             keys = row_keys(key, self.batch, self.mesh, first=rows[0])
             generation = run(self.model.params, tokens, lengths, keys, *self.model.frozen)
-            yield from read_responses(self.tokenizer, jax.device_get(generation), slice(count))
+            for response in read_responses(self.tokenizer, jax.device_get(generation), slice(count)):
+                yield replace(response, text=without_gap(response.text, self.gap))
 
     def stream(self, ids: Sequence[int], key: jax.Array) -> Iterator[str]:
         """Yields the text of one response as it grows. The last text equals the result of `answer` for the prompt."""
@@ -123,7 +129,7 @@ class Generator:
             at = int(np.flatnonzero(slots.state.owner == 0)[0])
             (row,) = slots.decode(weights)
             tokens = row.response[0] if row.response else jax.device_get(slots.state.results.tokens)[at]
-            yield self.tokenizer.decode([int(token) for token in tokens[: row.end]])
+            yield without_gap(self.tokenizer.continuation(ids, tokens[: row.end].tolist()), self.gap)
 
 
 @dataclass(frozen=True)

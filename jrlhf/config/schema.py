@@ -304,6 +304,10 @@ class RewardConfig(Section):
     options: Mapping[str, Any] = field(default_factory=dict, metadata=_FUNCTION)  # a function's further arguments
     # {parameter of the function: column of the dataset}, where the two names differ.
     columns: Mapping[str, Any] = field(default_factory=dict, metadata=_FUNCTION)
+    # Keep special tokens, such as <think>, in the text of a response, except padding and its end.
+    special_tokens: bool = field(
+        default=False, metadata=only_if(lambda section: section.kind != "adapter", "{path}.{section.kind}")
+    )
     # Number of rows that a model scores at a time; at most compute.score_rows, if that is set.
     batch: int = count(16, **only_if(lambda section: section.model is not None, "{path}.{section.kind}"))
 

@@ -1,7 +1,7 @@
 """Batches: the rows of a step, padded and put on the mesh. Their content depends on (seed, step) only."""
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,17 +64,15 @@ def distinct_first(rows: int, samples: int) -> Int[np.ndarray, "rows"]:
 def read_responses(tokenizer: Tokenizer, rollout, rows: slice | np.ndarray = slice(None)) -> list[Response]:
     """The responses of a rollout on the host, or only those of `rows`."""
     fields = rollout.tokens, rollout.prompt_lengths, rollout.response_lengths, rollout.finished
-    tokens, starts, lengths, finished = (field[rows] for field in fields)
-    own = [row[start:] for row, start in zip(tokens, starts, strict=True)]
-    return to_responses(tokenizer, own, lengths, finished)
+    own = zip(*(field[rows] for field in fields), strict=True)
+    return [to_response(tokenizer, row[:start], row[start : start + length], done) for row, start, length, done in own]
 
 
-def to_responses(
-    tokenizer: Tokenizer, tokens: Iterable[np.ndarray], lengths: Iterable[int], finished: Iterable[bool]
-) -> list[Response]:
-    """Returns the first `length` tokens of each row as ids and text."""
-    rows = [tuple(int(token) for token in row[:length]) for row, length in zip(tokens, lengths, strict=True)]
-    return [Response(ids, tokenizer.decode(ids), bool(done)) for ids, done in zip(rows, finished, strict=True)]
+def to_response(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int], finished: bool) -> Response:
+    """Returns the tokens that were drawn after a prompt as ids and text."""
+    ids = tuple(int(token) for token in tokens)
+    marked = None if tokenizer.marks.isdisjoint(ids) else tokenizer.continuation(prompt, ids, special=True)
+    return Response(ids, tokenizer.continuation(prompt, ids), bool(finished), marked)
 
 
 def row_sharding(mesh: Mesh) -> NamedSharding:

@@ -4,6 +4,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from os.path import commonprefix
 from statistics import median
 from typing import Any, Literal
 
@@ -355,6 +356,23 @@ def encode_answered(
     messages = (*_conversation(prompt, "user"), *_conversation(answer, "assistant"))
     ids = tokenizer.encode(render_chat(tokenizer, messages, continue_final=not finished, tools=tools))
     return tuple(_up_to_end(tokenizer, ids) if finished and cut else ids)
+
+
+def answer_gap(tokenizer: Tokenizer) -> str:
+    """Returns the white space that begins each answer in a conversation, because the chat template or the tokenizer
+    puts it there. It is no part of the message: a template that gets it in a message writes it twice."""
+    talk = Example(prompt=({"role": "user", "content": "a"},))
+    try:
+        begun, (ids,) = Encoding(tokenizer)._with_answers(talk, ({"role": "assistant", "content": "b"},))
+    except UserError:  # the template refuses this conversation, or writes prompts in another way once answered
+        return ""
+    text = tokenizer.continuation(begun, ids)
+    return text[: len(text) - len(text.lstrip())]
+
+
+def without_gap(text: str, gap: str) -> str:
+    """Returns the message whose text in a conversation is `text`."""
+    return text[len(commonprefix((text, gap))) :]
 
 
 def tools_of(columns: Mapping[str, Any]) -> Any:

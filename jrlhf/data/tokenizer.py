@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,35 @@ class Tokenizer:
         encoding = ask(self.called, self.backend.encode, text, add_special_tokens=False)
         return self._checked(encoding.ids), [end for _, end in encoding.offsets]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of token ids; special tokens are left out, and bytes that are no UTF-8 become U+FFFD."""
-        return self.backend.decode([int(token) for token in ids], skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Returns the text of token ids, in which bytes that are no UTF-8 are U+FFFD. special: with special tokens."""
+        return self.backend.decode([int(token) for token in ids], skip_special_tokens=not special)
+
+    def continuation(self, before: Sequence[int], ids: Sequence[int], *, special: bool = False) -> str:
+        """Returns the text with which `ids` continue `before`: that of all tokens, without the text of `before`.
+
+        Decoders may drop the blank that begins the first token of a text. A character with tokens on both sides belongs
+        to `ids`. special: with the special tokens among `ids`, except padding and ends of text.
+        """
+        if special:
+            ids = [token for token in ids if token in self.marks or token not in self._special]
+        # No decoder looks back beyond a token that begins with a letter, so the text before it cancels out.
+        start = next((place for place in range(len(before) - 1, 0, -1) if self._is_word(before[place])), 0)
+        begun, whole = (self.decode([*before[start:], *rest], special=special) for rest in ((), ids))
+        return whole[len(commonprefix((begun, whole))) :]
+
+    @cached_property
+    def marks(self) -> frozenset[int]:
+        """The special tokens that a text may contain: all but padding and ends of text."""
+        return self._special - {*self.eos_ids, self.pad_id}
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        return frozenset(id for id, token in self.backend.get_added_tokens_decoder().items() if token.special)
+
+    def _is_word(self, token: int) -> bool:
+        text = (self.backend.id_to_token(int(token)) or "").lstrip("▁Ġ")[:1]
+        return text.isascii() and text.isalpha() and token not in self._special
 
     def to_json(self) -> str:
         """Returns the text of a `tokenizer.json`; equal tokenizers give equal texts."""

@@ -27,5 +27,6 @@ class Response:
     """One sampled response. Its ids are used as sampled; the text is never tokenized again."""
 
     ids: Ids
-    text: str
+    text: str  # as it continues the prompt, without special tokens
     finished: bool
+    marked: str | None = None  # the text with its special tokens, if there are any besides its end

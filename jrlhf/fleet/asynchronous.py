@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jrlhf.config.schema import Config
-from jrlhf.data.batches import Batch, to_responses
+from jrlhf.data.batches import Batch, to_response
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.fleet.fleet import Fleet
 from jrlhf.fleet.identity import Identity, adapter_identity, drawing_identity, trained_identity
@@ -178,10 +178,12 @@ class AsynchronousRollouts(Closing):
 
     def _ask(self, group: Collected) -> None:
         """Starts the reward functions on a complete group."""
-        number = int(group.numbers[0])
+        number, rows = int(group.numbers[0]), group.rows
         examples, texts = self._stream.rows(group)
-        responses = to_responses(self._tokenizer, group.rows.tokens, group.rows.lengths, group.rows.finished)
-        place = self._stream.place(number)
+        prompt, place = self._stream.prompt(number), self._stream.place(number)
+        begun = prompt.tokens[: prompt.length].tolist()
+        own = zip(rows.tokens, rows.lengths, rows.finished, strict=True)
+        responses = [to_response(self._tokenizer, begun, row[:length], done) for row, length, done in own]
         self._answers[number] = {
             rewards.kind: rewards.ask_ahead(examples, texts, responses, *place)
             for rewards in self._rewards

@@ -8,22 +8,16 @@ import re
 import string
 import unicodedata
 from collections.abc import Mapping, Sequence
-from decimal import Decimal
-from fractions import Fraction
 from importlib.util import find_spec
 from typing import Any, get_args, get_type_hints
 
 from jrlhf.errors import UserError
+from jrlhf.rewards.numbers import check_extract, read_number
 
 NAMES = ("exact_match", "format_regex", "numeric_answer", "math_verify", "word_count")
 # Identifies the functions in checkpoints, in place of the file's hash, so that a run resumes after edits of this text.
-# Its value is the hash that older runs recorded. Change it when a function gives any response another score.
-IDENTITY = "c1e9a59c1c7362ca2705b42dc56af51755f5032d8833bbc24ade19275d4580dd"
-
-NUMBER = r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
-NUMBERS = re.compile(rf"(?<![\w.])({NUMBER})(?:\s*/\s*({NUMBER}))?")
-EXTRACTS = ("auto", "boxed", "hash", "last")
-LONGEST = 400  # limit of a number's characters and of its exponent: exact arithmetic with larger ones takes too long
+# Change it when a function gives any response another score.
+IDENTITY = "2"
 
 
 def spec_of(name: str, called: str) -> str:
@@ -54,7 +48,7 @@ def check_options(name: str, options: Mapping[str, Any], called: str) -> None:
     try:
         if options.get("pattern") is not None:
             _compiled(options["pattern"])
-        _check_extract(options.get("extract", "auto"))
+        check_extract(options.get("extract", "auto"))
     except UserError as error:
         raise UserError(f"{called}: {error}") from error
 
@@ -123,14 +117,17 @@ def numeric_answer(
 ) -> list[float | None]:
     """Compares the number in the response with the number in the answer. They may differ by `tolerance` (absolute).
 
-    Commas between digits, $ and % are dropped (50% is 50); 1/2 and \\frac{1}{2} are one half.
+    Marks between digits, of currency and percent are dropped (50% is 50); 1/2 and \\frac{1}{2} are one half, and
+    1.5\\times 10^{3} is 1500. `rewards/numbers.py` has the whole grammar of a number.
 
     answer: a number, or a text from which one is read as from a response (GSM8K's "... #### 42"). A row whose answer
         has no number fails ("none").
-    extract: where the response has its number. "boxed": in the last \\boxed{...}. "hash": behind the last ####, as in
-        GSM8K. "last": the last number. "auto": the first of these that the response has.
+    extract: where the response has its number. "boxed": in the last \\boxed{...}. "hash": in the line behind the last
+        ####, as in GSM8K. There must be one number, maybe with a unit, and nothing else: 2^{10}, (1,2) and 5\\pi are
+        wrong. "last": the last number that is no part of an expression.
+        "auto": the first of these that the response has.
     """
-    _check_extract(extract)
+    check_extract(extract)
 
     def score(completion: Any, truth: Any) -> float | None:
         expected = read_number(str(truth), "auto")
@@ -168,60 +165,11 @@ def word_count(completions: Sequence[Any]) -> list[float]:
     return [float(len(_text(completion).split())) for completion in completions]
 
 
-def _check_extract(extract: str) -> None:
-    if extract not in EXTRACTS:
-        raise UserError(f"options.extract={extract!r}: it must be auto, boxed, hash or last")
-
-
 def _compiled(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
         raise UserError(f"options.pattern={pattern!r} is no regular expression ({error}): correct it") from error
-
-
-def read_number(text: str, extract: str) -> Fraction | None:
-    """Returns the number in an answer; `extract` as in `numeric_answer`."""
-    boxed, hashed = _boxed(text), text.rpartition("####")
-    if extract == "boxed" or (extract == "auto" and boxed is not None):
-        return None if boxed is None else _number(boxed, first=False)
-    if extract == "hash" or (extract == "auto" and hashed[1]):
-        return _number(hashed[2], first=True) if hashed[1] else None
-    return _number(text, first=False)
-
-
-def _number(text: str, *, first: bool) -> Fraction | None:
-    """Returns the first or the last number of a text."""
-    text = text.replace("\N{MINUS SIGN}", "-").replace("$", "").replace("\\!", "").replace("{,}", ",")
-    text = re.sub(r"(-?)\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r" \1\2/\3 ", text)
-    numbers = NUMBERS.findall(text)
-    if not numbers:
-        return None
-    above, below = map(_exact, numbers[0 if first else -1])
-    return None if above is None or below in (None, 0) else above / below
-
-
-def _exact(number: str) -> Fraction | None:
-    """Returns a number's exact value; 1 for a missing number, such as the denominator of an integer."""
-    if not number:
-        return Fraction(1)
-    power = re.search(r"[eE]([-+]?\d+)$", number)
-    if len(number) > LONGEST or (power and abs(int(power[1])) > LONGEST):
-        return None
-    return Fraction(Decimal(number.replace(",", "")))
-
-
-def _boxed(text: str) -> str | None:
-    """Returns the content of the last \\boxed{...}, whose braces may be nested; None if it is missing or not closed."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    depth = 0
-    for position in range(start + len("\\boxed"), len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
-        if depth == 0:
-            return text[start + len("\\boxed{") : position]
-    return None
 
 
 def _text(completion: Any) -> str:

@@ -110,11 +110,13 @@ class FunctionReward(Closing):
         Random numbers in a call depend on the seed, the step, and the index of the call's first sample. `first` is the
         index of the first of `samples`.
         """
+        samples = [sample.marked for sample in samples] if self._config.special_tokens else samples
         results: list[Any] = [None] * len(samples)
         one_by_one = self.facts.style == "verl" and not self.facts.asynchronous
+        borders = _borders(samples, whole_prompts=self.facts.style == "trl")
 
         def work(index: int) -> None:
-            start, stop = (len(samples) * number // self._workers for number in (index, index + 1))
+            start, stop = (borders[(len(borders) - 1) * number // self._workers] for number in (index, index + 1))
             size = 1 if one_by_one else max(stop - start, 1)
             for row in range(start, stop, size):
                 chosen = samples[row : row + size]
@@ -250,6 +252,13 @@ class FunctionReward(Closing):
             extras={name: np.array([row.get(name, np.nan) for row in extras], np.float64) for name in names},
             failures=Counter(result["failure"] for result in results if "failure" in result),
         )
+
+
+def _borders(samples: Sequence[Sample], *, whole_prompts: bool) -> list[int]:
+    """Returns the places where samples may be divided; with `whole_prompts` not between neighbours of one prompt."""
+    texts = [sample.prompt_text for sample in samples]
+    inner = (row for row in range(1, len(texts)) if not whole_prompts or texts[row] != texts[row - 1])
+    return [0, *inner, len(texts)] if texts else [0]
 
 
 def _plain(text: Any) -> Any:

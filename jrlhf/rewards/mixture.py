@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jrlhf.data.batches import Batch, put_rows, read_responses
+from jrlhf.data.encode import answer_gap
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Example, Response
 from jrlhf.errors import UserError
@@ -166,6 +167,15 @@ class Rewards:
         scored = _from_main(lambda: self._thread.submit(self._ask, samples, step, on_device=False).result())
         return self._summed(samples, scored | self._ask(samples, step, on_device=True))
 
+    def samples(self, examples: Sequence[Example], texts: Sequence[str], responses: Sequence[Response]) -> list[Sample]:
+        """Returns responses of the actor as samples to score."""
+        plain = all(isinstance(example.prompt, str) for example in examples)
+        return to_samples(examples, texts, responses, "" if plain else self._gap)
+
+    @cached_property
+    def _gap(self) -> str:
+        return answer_gap(self._tokenizer)
+
     def ask_ahead(
         self, examples: Sequence[Example], texts: Sequence[str], responses: Sequence[Response], step: int, first: int
     ) -> Answers:
@@ -173,7 +183,7 @@ class Rewards:
 
         step: number of the batch. first: index in the batch of the first of these rows.
         """
-        samples = to_samples(examples, texts, responses)
+        samples = self.samples(examples, texts, responses)
         return self._thread.submit(partial(self._ask_functions, samples, step, first=first))
 
     def join(self, answers: Sequence[Answers]) -> Answers:
@@ -228,7 +238,7 @@ class Rewards:
         return self._ask_functions(self._samples(batch, rows, jax.device_get(drawn)), batch.step, first=rows.start)
 
     def _samples(self, batch: Batch, rows: slice, drawn: Rollout) -> list[Sample]:
-        return to_samples(batch.examples[rows], batch.texts[rows], read_responses(self._tokenizer, drawn))
+        return self.samples(batch.examples[rows], batch.texts[rows], read_responses(self._tokenizer, drawn))
 
     def _ask_functions(self, samples: list[Sample], step: int, **place: int) -> Asked:
         started = time.perf_counter()

@@ -64,6 +64,7 @@ class TextReward:
         self._key, self.identity, self._model = f"{key}={reward.model}", model.fingerprint(), placement.store(model)
         self._tokenizer = reward_tokenizer(reward.model, key, model.config)
         self._cut = is_ours(reward.model, key)
+        self._special = reward.special_tokens
         self._called, self._on_failure = f"{kind} {reward.name}", reward.on_failure
         place = placement["score"]
         compiled = place.compiled(self._model.architecture, compute)
@@ -117,6 +118,7 @@ class TextReward:
         return jax.block_until_ready(scores) if may_deadlock(self._mesh.size) else scores
 
     def _encode(self, sample: Sample) -> Ids:
+        sample = sample.marked if self._special else sample
         try:
             ids = encode_answered(
                 self._tokenizer,

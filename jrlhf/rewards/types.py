@@ -2,12 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float
 
+from jrlhf.data.encode import without_gap
 from jrlhf.data.types import Example, Response, Text
 
 Kind = Literal["reward", "cost"]
@@ -20,12 +21,21 @@ class Sample:
     example: Example  # the dataset's row
     prompt_text: str  # as the policy read it, its chat template included
     response: Response
+    gap: str = ""  # white space before an answer that is no part of its message (`answer_gap`)
 
     @property
     def completion(self) -> Text:
         """The response in the form of the prompt: plain text, or one assistant message in a tuple."""
         text = self.response.text
-        return text if isinstance(self.example.prompt, str) else ({"role": "assistant", "content": text},)
+        if isinstance(self.example.prompt, str):
+            return text
+        return ({"role": "assistant", "content": without_gap(text, self.gap)},)
+
+    @property
+    def marked(self) -> "Sample":
+        """The sample with the special tokens in the text of its response."""
+        text = self.response.marked
+        return self if text is None else replace(self, response=replace(self.response, text=text))
 
     @property
     def columns(self) -> dict[str, Any]:
@@ -40,8 +50,10 @@ class Sample:
         return row
 
 
-def to_samples(examples: Sequence[Example], texts: Sequence[str], responses: Sequence[Response]) -> list[Sample]:
-    return [Sample(*row) for row in zip(examples, texts, responses, strict=True)]
+def to_samples(
+    examples: Sequence[Example], texts: Sequence[str], responses: Sequence[Response], gap: str = ""
+) -> list[Sample]:
+    return [Sample(*row, gap) for row in zip(examples, texts, responses, strict=True)]
 
 
 @dataclass(frozen=True)

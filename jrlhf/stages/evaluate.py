@@ -17,7 +17,6 @@ from jrlhf.data.types import Response
 from jrlhf.models import SamplingConfig
 from jrlhf.rewards.facts import MODULES
 from jrlhf.rewards.mixture import TRAINED, Rewards
-from jrlhf.rewards.types import to_samples
 from jrlhf.roles.model import Model
 from jrlhf.run.clock import Clock
 from jrlhf.run.console import decimals
@@ -180,7 +179,7 @@ def _weighted_sum(
         total = total + rewards.token_parts[name].weight * scores
     if not rewards.text_parts:
         return total, items, {}
-    summed, parts = rewards.score_texts(to_samples(prompts.examples, prompts.texts, responses), step)
+    summed, parts = rewards.score_texts(rewards.samples(prompts.examples, prompts.texts, responses), step)
     failures = {name: count for name, part in parts.items() if (count := sum(part.failures.values()))}
     return total + summed.scores, items | {name: part.scores for name, part in parts.items()}, failures
 

@@ -6,6 +6,7 @@ import shutil
 import sys
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import pytest
 import yaml
 
 from jrlhf import generate
+from jrlhf.config.schema import DatasetsData
 from jrlhf.data.batches import pad_rows, put_rows, read_responses, row_keys
 from jrlhf.data.encode import Encoding
 from jrlhf.data.tokenizer_files import load_tokenizer
@@ -23,10 +25,12 @@ from jrlhf.errors import UserError
 from jrlhf.generate import Generator, cli
 from jrlhf.meshes import GENERATE, make_mesh
 from jrlhf.models import LoRAConfig, SamplingConfig, init_lora, merge
+from jrlhf.models.generation.decoding import Generation
 from jrlhf.models.hf import export_adapter, load_hf, read_config
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.model import Architecture, Compute
 from jrlhf.run.files import read_jsonl
+from tests.jrlhf.data.conftest import FAMILY, assistant, encode_chat, user
 
 QUESTION = "What is 1 plus 2?"
 NEW = 8
@@ -190,6 +194,22 @@ def test_a_conversation_remembers_what_was_said(ask, asked, monkeypatch, model):
     assert (code, answers, asked[2:]) == (2, "42\n42\n", asked[:2])  # a line that is too long is left out
     first, last = error.splitlines()
     assert first.startswith("error: line 2: prompt 1 has") and last.startswith("error: no answer to line 2")
+
+
+def test_an_answer_has_no_blank_that_the_template_writes(monkeypatch):
+    """Mistral's answers begin with a blank, which its template writes before each message of the assistant."""
+    mistral, mesh = FAMILY["mistral"], make_mesh(8, 1, 1)
+    talk = user("How many?"), assistant("It is 4")
+    whole, asked = (encode_chat(mistral, talk[:n], add_generation_prompt=n == 1) for n in (2, 1))
+    fields: Any = map(np.array, ([whole], [len(asked)], [len(whole) - len(asked)], [[]], [True]))
+    rows = Generation(*fields)
+    monkeypatch.setattr(Generator, "compiled", SimpleNamespace(generate=lambda *_: lambda *_: rows))
+    model: Any = SimpleNamespace(config=SimpleNamespace(max_positions=200), params=None, frozen=())
+    for chat, text in ((True, "It is 4"), (False, "  It is 4")):
+        form = generate.Asked(DatasetsData(), chat=chat)
+        generator = Generator(model, mistral, mesh, Compute(), SamplingConfig(8), 8, form)
+        prompts = generator.encode([Example("How many?")])
+        assert [one.text for one in generator.answer(prompts, jax.random.key(0))] == [text]
 
 
 def test_answers_have_their_lines_and_no_escapes(ask, monkeypatch):

@@ -67,10 +67,79 @@ NUMBERS = {  # extract -> text -> number
         "so \\boxed{12} of 13": 12,
         "so \\boxed{1} or \\boxed{\\text{about {x}} 2} #### 5": 2,
         "so \\boxed{12": 12,
+        # No part of an expression is the number of a text.
+        **dict.fromkeys(
+            ["2^{10}", "10 - 3", "work 1 + 1", "x^2", "the point (1,2)", "so 5\\pi", "\\sqrt{2}", "2\\sqrt3"]
+        ),
+        **dict.fromkeys(
+            ["12/25/2020", "3:45", "COVID-19", "costs 5k", "5*3", "5 million people", "v1.2.3", "\\frac{x}{2}"]
+        ),
+        "2^10 = 1024": 1024,
+        "5 + 3 = 8.": 8,
+        "x_1 = 5 and x_2": 5,
+        "**42**": 42,
+        "*42* is \\(right\\)": 42,
+        "<answer>42</answer>": 42,
+        "(42)": 42,
+        "10km.": 10,
+        "the 3rd": 3,
+        "- 3 apples": 3,
+        "1 000 people": 1000,
+        "10 20 300": 300,
+        "1\\,000": 1000,
+        "2 3/4 cups": 2.75,
+        "1.5 \\times 10^{3} m": 1500,
+        "He ran 5 times.": 5,
     },
     "boxed": {"12": None, "\\boxed{12": None, "\\boxed{1{,}000}": 1000},
-    "hash": {"12": None, "#### 1 \\boxed{2} 3": 1},
+    "hash": {
+        "12": None,
+        "#### 1 \\boxed{2} 3": None,
+        "#### **$1,234.50**\nso 3": 1234.5,
+        "####\n18 dollars per day.": 18,
+        "#### about 18": None,
+    },
     "last": {"#### 1 \\boxed{2} 3": 3},
+}
+BOXED = {  # content of a box -> its number; None: it is wrong, whatever the answer
+    **dict.fromkeys(
+        ["2^{10}", "(1,2)", "x^2+1", "5\\pi", "5 pi", "\\sqrt{2}", "\\sqrt2", "x=5", "5x", "2 xy", "5!", "1,2"]
+    ),
+    **dict.fromkeys(
+        ["5 million", "5\\text{ million}", "2 dozen", "5 or 6", "5 + 3", "12,34", "\\frac{1}{2}\\pi", "", "-"]
+    ),
+    **dict.fromkeys(
+        ["\\frac123", "\\frac{1}{2}3", "1\\frac{3}{2}", "\\frac{\\pi}{2}", "\\frac{1}{0}", "5 half", "\\{1\\}"]
+    ),
+    "1\\frac{1}{2}": Fraction(3, 2),
+    "-2\\tfrac13": Fraction(-7, 3),
+    "\\frac12": Fraction(1, 2),
+    "\\dfrac{-1}{2}": Fraction(-1, 2),
+    "-\\frac{ 3 }{4}": Fraction(-3, 4),
+    "10^{-3}": Fraction(1, 1000),
+    "1.5\\times 10^{3}": 1500,
+    "-2 \\cdot 10^2": -200,
+    "1.5 x 10^3": 1500,
+    "7.5e-2": Fraction(3, 40),
+    "1\\,000": 1000,
+    "1 000": 1000,
+    "1{,}000\\ 000": None,
+    "1,000.5": Fraction(2001, 2),
+    "50\\%": 50,
+    "\\$5": 5,
+    "5\\text{ cm}^2": 5,
+    "3\\text{ m/s}": 3,
+    "\\text{about {x}} 2": 2,
+    "\\text{42 apples}": 42,
+    "\\mathbf{42}": 42,
+    "10km/h": 10,
+    "10 km": 10,
+    "5cm^2": 5,
+    "90^\\circ": 90,
+    "90^{\\circ}\\text{C}": 90,
+    "5 apples": 5,
+    "5/hour": 5,
+    "1.": 1,
 }
 
 
@@ -87,6 +156,8 @@ def test_numbers_are_read_and_compared_exactly_within_the_tolerance():
         for text, number in table.items():
             result = read_number(text, extract)
             assert (None if result is None else float(result)) == number, (text, extract)
+    for content, number in BOXED.items():
+        assert read_number(f"so \\boxed{{{content}}}", "auto") == number, content
     texts = ["#### 0.3333333", "#### 0.33333", "12345678901", "12345678901", "it is 7", "it is 7", "no", "7"]
     truth = ["1/3", "1/3", 12345678902, 12345678901.0, "2 + 5 = 7\n#### 7", 8, 7, "unknown"]
     assert numeric_answer(texts, truth) == [1, 0, 0, 1, 1, 0, 0, None]

@@ -13,7 +13,9 @@ import pytest
 from jrlhf.data.types import Example, Response
 from jrlhf.errors import UserError
 from jrlhf.rewards.functions import RewardFailure
+from jrlhf.rewards.text_model import TextReward
 from jrlhf.rewards.types import Sample
+from tests.jrlhf.data.conftest import FAMILY
 
 from .conftest import make_reward, make_sample, pids
 
@@ -46,6 +48,70 @@ def test_trl_functions_score_rows_in_order_whatever_the_number_of_workers(start)
     talk = ({"role": "system", "content": "s"}, {"role": "user", "content": "u"})
     sample = Sample(Example(prompt=talk), "", Response((1, 2, 3), "abc", True))
     assert start(source).score([sample]).scores == [5]
+
+
+RANKS = """
+import itertools, os
+def f(prompts, completions, log_extra):
+    log_extra("process", [os.getpid()] * len(prompts))
+    scores = []
+    for _, rows in itertools.groupby(zip(prompts, completions), key=lambda row: row[0]):
+        texts = [text for _, text in rows]
+        scores += [sum(other < text for other in texts) for text in texts]
+    return scores
+"""
+
+
+def test_a_call_has_all_responses_to_a_prompt(start):
+    """So a function that ranks them gives the same scores, however many workers there are, and tile by tile."""
+    order = np.random.default_rng(0).permutation(12)
+    prompts = [make_sample(group) for group in range(3) for _ in range(4)]
+    samples = [
+        replace(sample, response=Response((1, 2), f"{place:02}", True))
+        for sample, place in zip(prompts, order, strict=True)
+    ]
+    groups = order.reshape(3, 4)
+    expected = (groups[:, None, :] < groups[:, :, None]).sum(axis=2).ravel()
+    for workers, processes in ((1, 1), (2, 2), (5, 3)):
+        reward = start(RANKS, workers=workers)
+        scored = reward.score(samples)
+        np.testing.assert_array_equal(scored.scores, expected)
+        assert len(set(scored.extras["process"])) == processes  # of three prompts
+        for rows in (slice(0, 8), slice(8, 12), slice(4, 8)):  # tiles, and a group that was drawn ahead
+            np.testing.assert_array_equal(reward.score(samples[rows], first=rows.start).scores, expected[rows])
+    # A function that gets single responses is called by all workers.
+    source = "import os\ndef f(solution_str): return {'score': float(solution_str), 'process': os.getpid()}"
+    scored = start(source, workers=2).score(samples[:4])
+    np.testing.assert_array_equal(scored.scores, order[:4])
+    assert len(set(scored.extras["process"])) == 2
+
+
+MARKED = [Response((1, 2), "so 4", True, "<think>so</think> 4"), Response((3,), "4", True)]
+ASKED = "2?", ({"role": "user", "content": "2?"},)
+MARKED_SAMPLES = [Sample(Example(prompt), "", response) for prompt in ASKED for response in MARKED]
+
+
+def test_special_tokens_reach_a_function_that_asks_for_them(start):
+    trl = "def f(completions): return [len(c if type(c) is str else c[0]['content']) for c in completions]"
+    verl = "def f(solution_str): return len(solution_str)"
+    for source in (trl, verl):
+        plain, own = start(source), start(source, special_tokens=True, kind="cost", workers=2)
+        assert plain.score(MARKED_SAMPLES).scores.tolist() == [4, 1] * 2
+        assert own.score(MARKED_SAMPLES).scores.tolist() == [19, 1] * 2
+
+
+def test_special_tokens_reach_a_model_that_asks_for_them():
+    model = object.__new__(TextReward)
+    vars(model).update(_tokenizer=FAMILY["qwen"], _key="rewards[0].model", _cut=False, _most=99)
+    texts = []
+    for special in (False, True):
+        model._special = special
+        texts.append([FAMILY["qwen"].decode(model._encode(sample), special=True) for sample in MARKED_SAMPLES])
+    before = "<|im_start|>user\n2?<|im_end|>\n<|im_start|>assistant\n"
+    for row, (without, with_marks) in enumerate(zip(*texts, strict=True)):
+        response = MARKED[row % 2]
+        assert without.partition(before)[2].startswith(f"{response.text}<|im_end|>")
+        assert with_marks.partition(before)[2].startswith(f"{response.marked or response.text}<|im_end|>")
 
 
 def test_a_function_is_the_same_wherever_its_file_is(tmp_path):

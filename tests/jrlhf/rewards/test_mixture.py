@@ -47,7 +47,7 @@ class Calls:
     def __init__(self, shaping: ScoreConfig = PLAIN, kind: Kind = "reward", samples: int = 1, **parts: TextPart):
         self.names: list[str] = []
         self.dispatched = threading.Event()
-        tokenizer = cast(Any, SimpleNamespace(decode=lambda ids: "x" * len(ids)))
+        tokenizer = cast(Any, SimpleNamespace(continuation=lambda _, ids: "x" * len(ids), marks=frozenset()))
         own = {"placement": RolePlacement.of(MESH), "compute": Compute(), "clock": Clock(deadline=10.0)}
         own |= {"shaping": shaping, "kind": kind, "trained": None, "samples": samples}
         self.rewards = Rewards({}, parts, **own, tokenizer=tokenizer, max_response=3)

@@ -16,11 +16,11 @@ from jrlhf.roles.sampling import Sampler
 def test_no_more_responses_are_decoded_than_are_asked_for():
     decoded = []
 
-    def decode(ids: tuple[int, ...]) -> str:
-        decoded.append(ids)
+    def continuation(before: np.ndarray, ids: tuple[int, ...]) -> str:
+        decoded.append((*before, *ids))
         return str(sum(ids))
 
-    tokenizer: Any = SimpleNamespace(decode=decode)
+    tokenizer: Any = SimpleNamespace(continuation=continuation, marks=frozenset())
     rollout = SimpleNamespace(
         tokens=np.arange(12).reshape(3, 4),
         prompt_lengths=np.array([1, 2, 1]),
@@ -29,7 +29,7 @@ def test_no_more_responses_are_decoded_than_are_asked_for():
     )
     expected = [Response((1, 2), "3", True), Response((6, 7), "13", False), Response((9, 10, 11), "30", True)]
     assert read_responses(tokenizer, rollout, slice(2)) == expected[:2]
-    assert decoded == [(1, 2), (6, 7)]
+    assert decoded == [(0, 1, 2), (4, 5, 6, 7)]
     assert read_responses(tokenizer, rollout) == expected
 
 
