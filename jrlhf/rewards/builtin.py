@@ -13,7 +13,7 @@ from fractions import Fraction
 from importlib.util import find_spec
 from typing import Any, get_args, get_type_hints
 
-from jrlhf.errors import UserError
+from jrlhf.errors import UserError, alike
 
 NAMES = ("exact_match", "format_regex", "numeric_answer", "math_verify", "word_count")
 # Identifies the functions in checkpoints, in place of the file's hash, so that a run resumes after edits of this text.
@@ -29,10 +29,8 @@ LONGEST = 400  # limit of a number's characters and of its exponent: exact arith
 def spec_of(name: str, called: str) -> str:
     """Returns the module and function of a built-in reward. Raises UserError where there is none of the name."""
     if name not in NAMES:
-        raise UserError(
-            f"{called}: {name!r} is none of the built-in rewards ({', '.join(NAMES)}); write others "
-            "as package.module:function or path/file.py:function"
-        )
+        remedy = alike(name, NAMES, "write others as package.module:function or path/file.py:function")
+        raise UserError(f"{called}: {name!r} is none of the built-in rewards ({', '.join(NAMES)}): {remedy}")
     if name == "math_verify" and find_spec("math_verify") is None:
         raise UserError(f"{called}: math_verify needs its extra, pip install 'jrlhf[math]'")
     return f"{__name__}:{name}"
