@@ -16,13 +16,14 @@ from jrlhf.data.encode import Prompts
 from jrlhf.data.types import Response
 from jrlhf.rewards.facts import MODULES
 from jrlhf.rewards.mixture import TRAINED, Rewards
-from jrlhf.rewards.types import to_samples
+from jrlhf.rewards.types import Sample, joined, to_samples
 from jrlhf.roles.model import Model
 from jrlhf.run.clock import Clock
 from jrlhf.run.files import decode, encode, seal, unsealed
 from jrlhf.run.processes import from_main
 from jrlhf.stages.context import Context
 
+VALIDATED = 256  # held-out prompts of a validation, if no setting names another number
 BEFORE = "before.json"  # a file of the run: the grades of the policy before the algorithm
 
 
@@ -75,14 +76,15 @@ def grade_heldout(
     purpose: str = "evaluation",
     temperature: float | None = None,
     step: int = 0,
+    count: int | None = None,
 ) -> Graded | None:
-    """Grades a policy's answers to the first `evaluation.prompts` held-out prompts; None if nothing can measure them.
+    """Grades a policy's answers to the first `count` held-out prompts; None if nothing can measure them.
 
     Equal purposes and steps draw with equal keys: two policies then make a paired test.
 
-    temperature: None for that of the rollouts.
+    temperature: None for that of the rollouts. count: None for all.
     """
-    every, count = context.task.heldout, context.config.evaluation.prompts
+    every = context.task.heldout
     if every is None or not every.ids or (context.task.gold is None and rewards is None):
         return None
     heldout = replace(every, ids=every.ids[:count], texts=every.texts[:count], examples=every.examples[:count])
@@ -91,10 +93,20 @@ def grade_heldout(
     return grade(context, heldout, responses, rewards, costs, step=step)
 
 
+def evaluate(
+    context: Context, policy: Model, rewards: Rewards | None = None, costs: Rewards | None = None
+) -> Graded | None:
+    """Grades a policy's answers to the first `evaluation.prompts` held-out prompts, and tells how many these are."""
+    count, total = context.config.evaluation.prompts, len(context.task.heldout.ids) if context.task.heldout else 0
+    part = f" of {total}" if count is not None and count < total else ""
+    with context.console.status(f"answering {min(count or total, total)}{part} held-out prompts"):
+        return grade_heldout(context, policy, rewards, costs, count=count)
+
+
 def grade_before(
     context: Context, policy: Model, rewards: Rewards | None = None, costs: Rewards | None = None
 ) -> Graded | None:
-    """Grades the policy before an algorithm trains it, which frees its arrays. See `grade_heldout`.
+    """`evaluate`s the policy before an algorithm trains it, which frees its arrays.
 
     The run saves it in before.json. A resumed run reads it from there, unless policy, prompts or rewards have changed.
     """
@@ -111,8 +123,7 @@ def grade_before(
     if saved is not None:
         responses = tuple(Response(**row | {"ids": tuple(row["ids"])}) for row in saved["responses"])
         return Graded(**saved | {"responses": responses, "sources": tuple(saved["sources"])})
-    with context.console.status("answering the held-out prompts"):
-        graded = grade_heldout(context, policy, rewards, costs)
+    graded = evaluate(context, policy, rewards, costs)
     if graded is not None:
         context.run.write(BEFORE, seal(encode({"graded_as": graded_as, "graded": asdict(graded)}) + "\n"))
     return graded
@@ -145,6 +156,8 @@ def grade(
         """The scores of the reward models that read the actor's tokens, by name."""
         return {name: context.sampler.scores(part.model, sequences) for name, part in mixture.token_parts.items()}
 
+    samples, batch = to_samples(prompts.examples, prompts.texts, responses), context.config.sampled_rows
+    weighted = partial(_weighted_sum, samples, batch, step)
     learned = {} if rewards is None else learned_scores(rewards)
     total_costs, failures = None, dict[str, int]()
     if gold is not None:
@@ -152,26 +165,32 @@ def grade(
         scores, items = grades.scores, grades.items
     else:
         assert rewards is not None
-        scores, items, failures = _weighted_sum(rewards, learned, prompts, responses, step)
+        scores, items, failures = weighted(rewards, learned)
     if costs is not None:
-        total_costs, _, failed = _weighted_sum(costs, learned_scores(costs), prompts, responses, step)
+        total_costs, _, failed = weighted(costs, learned_scores(costs))
         failures |= failed
     measure = "score" if gold is None else "gold"
     return Graded(measure, tuple(responses), sources, scores, items, learned.get(TRAINED), failures, total_costs)
 
 
 def _weighted_sum(
-    rewards: Rewards, learned: Mapping[str, np.ndarray], prompts: Prompts, responses: Sequence[Response], step: int
+    samples: Sequence[Sample], batch: int, step: int, rewards: Rewards, learned: Mapping[str, np.ndarray]
 ) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, int]]:
-    """The weighted sum of all rewards, the scores of each by name, and the number of failures of each."""
-    total, items = np.zeros(len(responses)), dict(learned)
+    """The weighted sum of all rewards, the scores of each by name, and the number of failures of each.
+
+    batch: rows of a call in training, for which the deadlines of functions are set.
+    """
+    total, items = np.zeros(len(samples)), dict(learned)
     for name, scores in learned.items():
         total = total + rewards.token_parts[name].weight * scores
     if not rewards.text_parts:
         return total, items, {}
-    summed, parts = rewards.score_texts(to_samples(prompts.examples, prompts.texts, responses), step)
+    starts, lengths = range(0, len(samples), batch), [len(sample.response.ids) for sample in samples]
+    asked = [rewards.score_texts(samples[first : first + batch], step, first) for first in starts]
+    summed = np.concatenate([scored.scores for scored, _ in asked])
+    parts = {name: joined([own[name] for _, own in asked], lengths) for name in rewards.text_parts}
     failures = {name: count for name, part in parts.items() if (count := sum(part.failures.values()))}
-    return total + summed.scores, items | {name: part.scores for name, part in parts.items()}, failures
+    return total + summed, items | {name: part.scores for name, part in parts.items()}, failures
 
 
 def compare(before: Graded, after: Graded | None) -> dict:
@@ -204,7 +223,8 @@ def validate(
     assert config is not None
 
     def grade_rounds() -> list[Graded | None]:
-        options = {"temperature": config.temperature, "step": step}
+        count = config.prompts or context.config.evaluation.prompts or VALIDATED
+        options = {"temperature": config.temperature, "step": step, "count": count}
         purposes = [f"validation {number}" for number in range(config.k)]
         return [grade_heldout(context, policy, rewards, purpose=purpose, **options) for purpose in purposes]
 

@@ -24,7 +24,7 @@ from jrlhf.data.read import fingerprint
 from jrlhf.data.task import Task
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.tokenizer_files import load_tokenizer, same_tokens
-from jrlhf.errors import UserError
+from jrlhf.errors import Preempted, RunFailure, UserError
 from jrlhf.fleet.predict import choose, lengths_of_a_new_run, sentence
 from jrlhf.fleet.processes.places import asked_places
 from jrlhf.fleet.processes.ray_worker import joined
@@ -46,7 +46,7 @@ from jrlhf.planning.workload import Workload, workload_of
 from jrlhf.rewards import builtin
 from jrlhf.rewards.functions import FunctionReward, RewardFailure
 from jrlhf.rewards.text_model import is_ours, reward_tokenizer
-from jrlhf.rewards.types import Kind
+from jrlhf.rewards.types import Kind, Sample
 from jrlhf.roles.model import Compute
 from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.planned_placement import place_roles
@@ -126,11 +126,14 @@ def open_context(config: Config, *, resume: bool | Literal["auto"], accept_rewar
         if mirror is not None:
             mirror.begin()
         run = stack.enter_context(open_run(config, resume=resume, notes=[_devices_line(mesh, plan)], now=now))
+        stack.enter_context(_kept_if_begun(run))
         stack.enter_context(explained(run))
         preemption = stack.enter_context(PreemptionGuard())
         trackers = stack.enter_context(tracking(config, run, console.warn))
-        if mirror is not None:
+        if mirror is not None and resume:
             mirror.start(run)
+        elif mirror is not None:
+            run.kept = partial(mirror.start, run)
         _write_inputs(run, config, task, plan, fused)
         words["seeds"] = str(from_main(run.seeds))
         functions = {f"{kind} {part.name}" for _, kind, part in config.rewards_and_costs if part.function is not None}
@@ -152,6 +155,22 @@ def open_context(config: Config, *, resume: bool | Literal["auto"], accept_rewar
         except RewardFailure as failure:
             note_failure(run, failure.identity, str(failure))
             raise
+
+
+@contextmanager
+def _kept_if_begun(run: Run) -> Iterator[None]:
+    """Leaves nothing of a new run that fails before it has begun, so that the same command can start it again.
+
+    It stays if the error is one after which a run is to be resumed.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if run.new and isinstance(error, Preempted | RunFailure | RewardFailure):
+            run.begin()
+        elif run.new and run.writes:
+            run.discard()
+        raise
 
 
 def _check_directory(config: Config, resume: bool) -> None:
@@ -439,10 +458,20 @@ def _check_kernels(config: Config, models: dict[str, ModelConfig], platform: str
             )
 
 
-def check_sources(config: Config, task: Task, actor: ModelConfig, mesh: Mesh) -> dict[str, str]:
+def check_sources(
+    config: Config,
+    task: Task,
+    actor: ModelConfig,
+    mesh: Mesh,
+    *,
+    samples: Sequence[Sample] = (),
+    tell: Callable[[str], None] = lambda line: None,
+) -> dict[str, str]:
     """Reads every model's headers and all adapters, and imports every reward function once. Loads no weights.
 
     Returns words (see `Identity`) for adapters, the tokenizers of reward models, and reward functions.
+
+    samples: rows on which each function is called once. tell: gets a line on the scores, in process 0.
     """
     words: dict[str, str] = {}
     from_main(partial(check_wandb, config))
@@ -461,17 +490,25 @@ def check_sources(config: Config, task: Task, actor: ModelConfig, mesh: Mesh) ->
             adapter, _ = reward_adapter(config, part.adapter, f"{key}.adapter", actor, mesh)
             words |= numbers(f"{kind} {part.name}", adapter)
         elif part.function is not None:
-            words |= from_main(partial(_check_function, part, config.seed, kind, task))
+            words |= from_main(partial(_check_function, part, config.seed, kind, task, samples, tell))
     return words
 
 
-def _check_function(reward: RewardConfig, seed: int, kind: Kind, task: Task) -> dict[str, str]:
+def _check_function(
+    reward: RewardConfig, seed: int, kind: Kind, task: Task, samples: Sequence[Sample], tell: Callable[[str], None]
+) -> dict[str, str]:
     name = str(reward.function).removeprefix(f"{builtin.__name__}:")
     if name in builtin.NAMES:
         builtin.check_options(name, reward.options, f"{kind} {reward.name!r}")
     with FunctionReward(reward, seed, kind=kind) as function:
         if task.prompts is not None:
             function.facts.check_columns(task.prompts.examples[0].columns)
+        if samples:
+            scored = function.score(samples)
+            line = f"{kind} {reward.name} of {len(samples)} made answers: "
+            line += ", ".join(f"{score:.4g}" for score in scored.scores)
+            failed = ", ".join(f"{count} {failure}" for failure, count in scored.failures.items())
+            tell(f"{line} (on_failure for failed ones: {failed})" if failed else line)
         return function.facts.failure_words
 
 

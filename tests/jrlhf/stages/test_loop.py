@@ -44,7 +44,7 @@ class Services:
 
     @contextlib.contextmanager
     def progress(self, *_, **__):
-        yield SimpleNamespace(advance=lambda *_: None, compiling=lambda number, program: None)
+        yield SimpleNamespace(advance=lambda *_: None, compiling=lambda call: None)
 
 
 def context(path, *, steps=6, section=None, stop_after_skipped=5):
@@ -74,7 +74,7 @@ def advance(state, step):
 
 def run(here, step=advance, meta=None):
     with jax.set_mesh(MESH):
-        return run_stage(here, "sft", init, step, meta=meta or {})
+        return run_stage(here, "sft", init, step, meta=meta or {}, announced=())
 
 
 def test_a_stage_saves_when_it_is_asked_to_stop_and_goes_on_from_its_newest_checkpoint(tmp_path):
@@ -242,7 +242,7 @@ def test_updates_that_nothing_is_learned_from_are_told_and_counted_and_end_the_r
                 break
         try:
             with jax.set_mesh(MESH):
-                run_stage(here, "sft", init, advance, meta={})
+                run_stage(here, "sft", init, advance, meta={}, announced=())
             assert end > len(kinds)
             ends["done"] += 1
         except RunFailure as error:
