@@ -16,7 +16,7 @@ import numpy as np
 from jrlhf.config.aliases import modernize
 from jrlhf.config.parse import Override, build, override, parse_yaml, section_with
 from jrlhf.config.schema import Config
-from jrlhf.errors import UserError, alike, beside
+from jrlhf.errors import UserError, alike, beside, user_errors
 
 
 def load_config(path_or_name: str, overrides: Sequence[str] = ()) -> Config:
@@ -105,10 +105,8 @@ def settings_of(text: str) -> dict[str, str]:
 
     A value with blanks is quoted as in a shell.
     """
-    try:
+    with user_errors(f"the settings {text!r}"):
         pairs = [word.partition("=") for word in shlex.split(text)]
-    except ValueError as error:
-        raise UserError(f"the settings {text!r} are not understood ({error}): close the quotes") from error
     for key, equals, _ in pairs:
         if not equals:
             raise UserError(f"{key!r} in the settings {text!r} is not key=value: put a value with blanks in quotes")

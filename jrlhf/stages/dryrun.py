@@ -1,7 +1,7 @@
 """`--dry-run`: describes memory, calls and plan of a run. The sizes of states are exact; nothing is compiled or run."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from textwrap import indent
@@ -14,8 +14,10 @@ from jax.sharding import Mesh
 from jrlhf.algorithms.registry import graph_of, stage_graph
 from jrlhf.config import Config, config_yaml
 from jrlhf.config.schema import DatasetsData
+from jrlhf.data.encode import Prompts
 from jrlhf.data.read import hub_library, is_hub_name
 from jrlhf.data.task import Task
+from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Response
 from jrlhf.errors import UserError, printable
 from jrlhf.fleet.predict import lengths_of_a_new_run
@@ -31,6 +33,7 @@ from jrlhf.planning.memory import away_parts, checkpoint_bytes
 from jrlhf.planning.plans import colocated
 from jrlhf.planning.show import in_columns
 from jrlhf.planning.workload import Workload, workload_of
+from jrlhf.rewards.functions import FunctionReward
 from jrlhf.rewards.types import Sample, to_samples
 from jrlhf.roles.planned_placement import LAYOUTS, place_roles
 from jrlhf.roles.pretrained import abstract_weights, is_here
@@ -87,12 +90,15 @@ class _DryRun:
         if missing:
             lines = [f"{key}={path} is not here: not looked at" for key, path in missing.items()]
             return [*lines, *reasons, "so neither the data nor the rewards were checked"]
-        task, tried = load_task(config, self.models["actor"]), list[str]()
-        samples = _made_answers(config, task)
-        check_sources(config, task, self.models["actor"], self.mesh, samples=samples, tell=tried.append)
-        if self.config.model.path is not None:
-            tried.append("weights are not read here; a run reads them first, and refuses those with NaN")
-        return [*task.description.splitlines(), *_first_text(task), *tried]
+        task = load_task(config, self.models["actor"])
+        check_sources(config, task, self.models["actor"], self.mesh)
+        lines = [*task.description.splitlines(), *_first_text(task)]
+        if task.prompts is not None:
+            samples = _made_answers(config, task.prompts, task.tokenizer)
+            lines += from_main(lambda: [*_tried(config, samples)])
+        if config.model.path is not None:
+            lines.append("weights are not read here; a run reads them first, and refuses those with NaN")
+        return lines
 
     def memory(self) -> list[str]:
         """The memory of each role's state in the last stage."""
@@ -217,18 +223,28 @@ def _first_text(task: Task) -> list[str]:
     return [f"the first {what}, as the model reads it:", indent(shown, "  ")]
 
 
-def _made_answers(config: Config, task: Task) -> list[Sample]:
+def _made_answers(config: Config, prompts: Prompts, tokenizer: Tokenizer) -> list[Sample]:
     """Answers to the first prompt, as many as in a group but at least two: its reference, if it has one, and others."""
-    if task.prompts is None:
-        return []
-    example, text, limit = task.prompts.examples[0], task.prompts.texts[0], config.data.max_response - 1
+    example, text, limit = prompts.examples[0], prompts.texts[0], config.data.max_response - 1
     answers = [f"This is answer {number}." for number in range(1, max(2, config.samples) + 1)]
     if example.completion is not None:
         reference = example.completion
         answers[0] = reference if isinstance(reference, str) else str(reference[-1].get("content"))
-    end = task.tokenizer.eos_id
-    responses = [Response((*task.tokenizer.encode(answer)[:limit], end), answer, True) for answer in answers]
+    tokens = [(*tokenizer.encode(answer)[:limit], tokenizer.eos_id) for answer in answers]
+    responses = [Response(ids, answer, True) for ids, answer in zip(tokens, answers, strict=True)]
     return to_samples([example] * len(answers), [text] * len(answers), responses)
+
+
+def _tried(config: Config, samples: Sequence[Sample]) -> Iterator[str]:
+    """Calls each reward function once, as a run would, and yields lines on the scores. Raises RewardFailure."""
+    for _, kind, part in config.rewards_and_costs:
+        if part.function is not None:
+            with FunctionReward(part, config.seed, kind=kind) as function:
+                scored = function.score(samples)
+            scores = ", ".join(f"{score:.4g}" for score in scored.scores)
+            failed = ", ".join(f"{count} {failure}" for failure, count in scored.failures.items())
+            failed = f" (on_failure for failed ones: {failed})" if failed else ""
+            yield f"{kind} {part.name} of {len(samples)} made answers: {scores}{failed}"
 
 
 def _row(call: Call, workload: Workload, plan: Plan | None = None) -> tuple[str, ...]:

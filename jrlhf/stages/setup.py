@@ -46,7 +46,7 @@ from jrlhf.planning.workload import Workload, workload_of
 from jrlhf.rewards import builtin
 from jrlhf.rewards.functions import FunctionReward, RewardFailure
 from jrlhf.rewards.text_model import is_ours, reward_tokenizer
-from jrlhf.rewards.types import Kind, Sample
+from jrlhf.rewards.types import Kind
 from jrlhf.roles.model import Compute
 from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.planned_placement import place_roles
@@ -458,20 +458,10 @@ def _check_kernels(config: Config, models: dict[str, ModelConfig], platform: str
             )
 
 
-def check_sources(
-    config: Config,
-    task: Task,
-    actor: ModelConfig,
-    mesh: Mesh,
-    *,
-    samples: Sequence[Sample] = (),
-    tell: Callable[[str], None] = lambda line: None,
-) -> dict[str, str]:
+def check_sources(config: Config, task: Task, actor: ModelConfig, mesh: Mesh) -> dict[str, str]:
     """Reads every model's headers and all adapters, and imports every reward function once. Loads no weights.
 
     Returns words (see `Identity`) for adapters, the tokenizers of reward models, and reward functions.
-
-    samples: rows on which each function is called once. tell: gets a line on the scores, in process 0.
     """
     words: dict[str, str] = {}
     from_main(partial(check_wandb, config))
@@ -490,25 +480,17 @@ def check_sources(
             adapter, _ = reward_adapter(config, part.adapter, f"{key}.adapter", actor, mesh)
             words |= numbers(f"{kind} {part.name}", adapter)
         elif part.function is not None:
-            words |= from_main(partial(_check_function, part, config.seed, kind, task, samples, tell))
+            words |= from_main(partial(_check_function, part, config.seed, kind, task))
     return words
 
 
-def _check_function(
-    reward: RewardConfig, seed: int, kind: Kind, task: Task, samples: Sequence[Sample], tell: Callable[[str], None]
-) -> dict[str, str]:
+def _check_function(reward: RewardConfig, seed: int, kind: Kind, task: Task) -> dict[str, str]:
     name = str(reward.function).removeprefix(f"{builtin.__name__}:")
     if name in builtin.NAMES:
         builtin.check_options(name, reward.options, f"{kind} {reward.name!r}")
     with FunctionReward(reward, seed, kind=kind) as function:
         if task.prompts is not None:
             function.facts.check_columns(task.prompts.examples[0].columns)
-        if samples:
-            scored = function.score(samples)
-            line = f"{kind} {reward.name} of {len(samples)} made answers: "
-            line += ", ".join(f"{score:.4g}" for score in scored.scores)
-            failed = ", ".join(f"{count} {failure}" for failure, count in scored.failures.items())
-            tell(f"{line} (on_failure for failed ones: {failed})" if failed else line)
         return function.facts.failure_words
 
 
