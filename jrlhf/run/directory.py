@@ -123,9 +123,9 @@ class Run(Closing):
 
     def discard(self) -> None:
         """Deletes the files of a new run, and the directories that were made for them."""
-        for entry in self.path.iterdir():
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-        with contextlib.suppress(OSError):  # another run may be in one of them by now
+        with contextlib.suppress(OSError):  # another run may be in one of the directories by now
+            for entry in self.path.iterdir():
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
             for folder in self._made:
                 folder.rmdir()
 

@@ -97,7 +97,7 @@ class _DryRun:
             samples = _made_answers(config, task.prompts, task.tokenizer)
             lines += from_main(lambda: [*_tried(config, samples)])
         if config.model.path is not None:
-            lines.append("weights are not read here; a run reads them first, and refuses those with NaN")
+            lines.append("weights are not read here: a run reads them before it trains, and refuses those with NaN")
         return lines
 
     def memory(self) -> list[str]:

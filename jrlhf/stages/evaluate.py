@@ -77,27 +77,34 @@ def grade_heldout(
     temperature: float | None = None,
     step: int = 0,
     count: int | None = None,
-) -> Graded | None:
-    """Grades a policy's answers to the first `count` held-out prompts; None if nothing can measure them.
+) -> Graded:
+    """Grades a policy's answers to the first `count` held-out prompts, which are `_measurable`.
 
     Equal purposes and steps draw with equal keys: two policies then make a paired test.
 
     temperature: None for that of the rollouts. count: None for all.
     """
     every = context.task.heldout
-    if every is None or not every.ids or (context.task.gold is None and rewards is None):
-        return None
+    assert every is not None
     heldout = replace(every, ids=every.ids[:count], texts=every.texts[:count], examples=every.examples[:count])
     sampling = context.sampling if temperature is None else replace(context.sampling, temperature=temperature)
     responses = context.sampler.sample(policy, heldout.ids, key_for(context.config.seed, purpose, step), sampling)
     return grade(context, heldout, responses, rewards, costs, step=step)
 
 
+def _measurable(context: Context, rewards: Rewards | None) -> int:
+    """Returns the number of held-out prompts; 0 if nothing can measure answers to them."""
+    heldout, measured = context.task.heldout, context.task.gold is not None or rewards is not None
+    return len(heldout.ids) if heldout is not None and measured else 0
+
+
 def evaluate(
     context: Context, policy: Model, rewards: Rewards | None = None, costs: Rewards | None = None
 ) -> Graded | None:
-    """Grades a policy's answers to the first `evaluation.prompts` held-out prompts, and tells how many these are."""
-    count, total = context.config.evaluation.prompts, len(context.task.heldout.ids) if context.task.heldout else 0
+    """Grades answers to the first `evaluation.prompts` held-out prompts, and tells their number; None without any."""
+    count, total = context.config.evaluation.prompts, _measurable(context, rewards)
+    if not total:
+        return None
     part = f" of {total}" if count is not None and count < total else ""
     with context.console.status(f"answering {min(count or total, total)}{part} held-out prompts"):
         return grade_heldout(context, policy, rewards, costs, count=count)
@@ -221,16 +228,16 @@ def validate(
     """
     config, heldout = context.config.validation, context.task.heldout
     assert config is not None
+    if heldout is None or not _measurable(context, rewards):
+        return {}, []
 
-    def grade_rounds() -> list[Graded | None]:
+    def grade_rounds() -> list[Graded]:
         count = config.prompts or context.config.evaluation.prompts or VALIDATED
         options = {"temperature": config.temperature, "step": step, "count": count}
         purposes = [f"validation {number}" for number in range(config.k)]
         return [grade_heldout(context, policy, rewards, purpose=purpose, **options) for purpose in purposes]
 
-    rounds = [graded for graded in clock.run("validation", grade_rounds) if graded is not None]
-    if not rounds or heldout is None:
-        return {}, []
+    rounds = clock.run("validation", grade_rounds)
     first, metrics = rounds[0], statistics(rounds)
     rows = zip(heldout.texts, first.responses, first.scores, first.sources, strict=False)
     samples: list[dict[str, object]] = [

@@ -103,7 +103,7 @@ def test_the_first_prompt_is_shown_and_each_reward_function_called_once_on_it(tm
     assert code == 0 and answer == {"How many?": "It is 12.", "How many more?": "3"}[question]
     assert f"<|im_start|>user\n  {question}<|im_end|>\n" in shown and shown.endswith("<|im_start|>assistant\n\n")
     assert f"reward mine of 2 made answers: {len(answer)}, 17\n" in text
-    assert "weights are not read here" in text and not (tmp_path / "runs").exists()
+    assert "weights are not read here: a run reads them before it trains" in text and not (tmp_path / "runs").exists()
 
     code, _, error = dry_run("single")
     assert code == 2 and "reward 'mine' failed (length: returned 1 scores for 2 samples) on a call with 2" in error

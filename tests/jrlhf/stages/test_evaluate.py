@@ -96,6 +96,9 @@ def test_all_heldout_prompts_are_measured_and_a_validation_has_its_own_number(se
     run = cast(Any, SimpleNamespace(**services))
     graded = evaluate(run, cast(Any, None))
     assert graded is not None and len(graded.scores) == measured and out.getvalue() == f"{line}\n"
+    run.task.gold = None
+    assert evaluate(run, cast(Any, None)) is None and out.getvalue() == f"{line}\n"  # nothing is answered, or told
+    run.task.gold = gold
     clock = SimpleNamespace(run=lambda name, function: function())
     metrics, samples = validate(run, cast(Any, None), cast(Any, None), 0, cast(Any, clock))
     assert asked == [measured, validated] and len(samples) == validated and metrics["val-core/all/gold/mean@1"] == 1
@@ -204,7 +207,9 @@ def test_a_file_of_the_user_in_the_place_of_the_model_ends_the_run_with_a_senten
         config=Config(stages=("sft",)),
         run=Run(tmp_path, writes=False),
         task=SimpleNamespace(
-            tokenizer=SimpleNamespace(directory=None, eos_ids=(), pad_id=0, bos_id=None, to_json=str), heldout=None
+            tokenizer=SimpleNamespace(directory=None, eos_ids=(), pad_id=0, bos_id=None, to_json=str),
+            heldout=None,
+            gold=None,
         ),
         console=Console(enabled=False),
     )
