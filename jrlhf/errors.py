@@ -1,10 +1,14 @@
 """The exceptions for users, and how a command reports them."""
 
 import logging
+import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from difflib import get_close_matches
+from itertools import islice
+from pathlib import Path
 
 DONE, FAILED, BAD_INPUT, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130  # 75: requeue; 130: the convention of shells
 LONGEST = 1500  # maximum characters of a sentence, which may quote input of any length
@@ -71,6 +75,24 @@ def first_line(error: BaseException) -> str:
     """Returns the first line of an error's message, or its class if there is none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def alike(word: str, names: Iterable[str], otherwise: str) -> str:
+    """Returns the remedy for a name that does not exist: the most similar of `names`, or else `otherwise`."""
+    near = get_close_matches(word, list(names), 1)
+    return f"did you mean {near[0]}?" if near else otherwise
+
+
+def beside(path: Path | str, otherwise: str) -> str:
+    """Returns the remedy for a path that does not exist: a similar one, or else `otherwise`."""
+    path = Path(os.path.expanduser(path))
+    gone = next((part for part in reversed((path, *path.parents)) if not os.path.lexists(part)), path)
+    with suppress(OSError):
+        for name in get_close_matches(gone.name, [entry.name for entry in islice(gone.parent.iterdir(), 10_000)]):
+            meant = gone.with_name(name) / path.relative_to(gone)
+            if meant.exists():
+                return f"did you mean {meant}?"
+    return otherwise
 
 
 def printable(text: str) -> str:

@@ -19,7 +19,7 @@ from jrlhf.config.schema import DatasetsData, DeviceConfig
 from jrlhf.config.stages import ALGORITHMS
 from jrlhf.data.hub import account_name, push
 from jrlhf.data.tokenizer import Tokenizer
-from jrlhf.errors import UserError, exit_code
+from jrlhf.errors import UserError, beside, exit_code
 from jrlhf.meshes import make_mesh
 from jrlhf.models import ModelConfig
 from jrlhf.roles.initial import InitialModels
@@ -51,9 +51,8 @@ def export_checkpoint(run: Path, step: int | None = None, out: Path | None = Non
     step: of the newest stage that trains the policy; None: its newest checkpoint. out: None: the run's directory.
     """
     if not (run / CONFIG).is_file():
-        raise UserError(
-            f"there is no run in {run} (it has no {CONFIG}): name a run's directory, such as runs/quickstart"
-        )
+        remedy = beside(run, "name a run's directory, such as runs/quickstart")
+        raise UserError(f"there is no run in {run} (it has no {CONFIG}): {remedy}")
     config = load_config(str(run / CONFIG))
     check_origins([path for path in hub_names(config) if path == config.model.path], run)
     stage, steps = _newest_stage(run, config)

@@ -32,7 +32,7 @@ from jrlhf.config.stages import ALGORITHMS, STAGES
 from jrlhf.data.encode import Encoding
 from jrlhf.data.read import is_hub_name, make_dataset, read_rows
 from jrlhf.data.tokenizer_files import load_tokenizer
-from jrlhf.errors import UserError, exit_code, printable
+from jrlhf.errors import UserError, beside, exit_code, printable
 from jrlhf.ppo.fields import default_of
 from jrlhf.rewards import builtin
 from jrlhf.rewards.user_code import resolve
@@ -92,12 +92,13 @@ def wrong(name: str, value: str, given: Mapping[str, str]) -> str:
             if here:
                 describe(value, "model")
             elif not (is_address(value) or is_model_name(value)):
-                return "does not exist: give a directory, a hub name such as org/model, or s3:// or gs://BUCKET/PREFIX"
+                remedy = "give a directory, a hub name such as org/model, or s3:// or gs://BUCKET/PREFIX"
+                return f"does not exist: {beside(value, remedy)}"
         case "data" if (given["model"] == TINY) != (value in TASKS):
             tasks = f"the built-in tasks ({', '.join(TASKS)}) train a {TINY} model of their own"
             return f"does not go with model={given['model']}: {tasks}, and a dataset needs a Hugging Face model"
         case "data" if value not in TASKS and not (_rows(value) or is_hub_name(value)):
-            return "does not exist: name a file, a directory or a dataset on the hub"
+            return f"does not exist: {beside(value, 'name a file, a directory or a dataset on the hub')}"
         case "algorithm" if value not in (*ALGORITHMS, "dpo"):
             close = difflib.get_close_matches(value, ALGORITHMS, n=1, cutoff=0.75)
             return f"is no algorithm: did you mean {close[0]}" if close else f"is none of {', '.join(ALGORITHMS)}, dpo"

@@ -191,8 +191,9 @@ def cluster(text: str) -> Cluster:
             raise ValueError(
                 f"cluster={text} is not how a TPU slice is named: write {name}-{count * _CORES.get(name, 1)}"
             )
-        near = written((get_close_matches(name, names, 1, 0.0) or names)[0], count)
-        raise ValueError(f"cluster={text} is of no known hardware ({', '.join(HARDWARE)}): the nearest is {near}")
+        near = [written(candidate, count) for candidate in get_close_matches(name, names, 1, 0.0 if sliced else 0.6)]
+        remedy = f"the nearest is {near[0]}" if near else "measure others where they are, by jrlhf.plan --profile"
+        raise ValueError(f"cluster={text} is of no known hardware ({', '.join(HARDWARE)}): {remedy}")
     hardware, cores = HARDWARE[name], _CORES.get(name, 1)
     sizes = _slices(hardware, cores) if sliced else _whole_nodes(hardware, count)
     if count not in sizes:

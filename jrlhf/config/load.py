@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import re
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
@@ -15,7 +16,7 @@ import numpy as np
 from jrlhf.config.aliases import modernize
 from jrlhf.config.parse import Override, build, override, parse_yaml, section_with
 from jrlhf.config.schema import Config
-from jrlhf.errors import UserError
+from jrlhf.errors import UserError, alike, beside, user_errors
 
 
 def load_config(path_or_name: str, overrides: Sequence[str] = ()) -> Config:
@@ -99,6 +100,19 @@ def _build_file(path_or_name: str, change: Callable[[dict[str, Any]], None]) -> 
     return build(Config, mapping)
 
 
+def settings_of(text: str) -> dict[str, str]:
+    """Returns key -> value, as `make_config` takes them, of `key=value` words with blanks between them.
+
+    A value with blanks is quoted as in a shell.
+    """
+    with user_errors(f"the settings {text!r}"):
+        pairs = [word.partition("=") for word in shlex.split(text)]
+    for key, equals, _ in pairs:
+        if not equals:
+            raise UserError(f"{key!r} in the settings {text!r} is not key=value: put a value with blanks in quotes")
+    return {key: Override(value) for key, _, value in pairs}
+
+
 def parse_with_settings(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parses a command line. Words `key=value` or `--key=value` are settings and go to the list `overrides`."""
     help_text = "settings in place of the file's: seed=1"
@@ -139,8 +153,8 @@ def _find(path_or_name: str) -> Path | Traversable:
     names = config_names()
     if path_or_name in names:
         return _packaged() / f"{path_or_name}.yaml"
+    remedy = f"name a YAML file, or one of {', '.join(names)}"
     if path.is_dir():
-        raise UserError(f"config {path_or_name} is a directory: name a YAML file, or one of {', '.join(names)}")
-    close = difflib.get_close_matches(path.stem, names, n=1)
-    hint = f"did you mean {close[0]}" if close else f"name a YAML file, or one of {', '.join(names)}"
-    raise UserError(f"config {path_or_name} does not exist: {hint}")
+        remedy = f"did you mean {path / 'config.yaml'}?" if (path / "config.yaml").is_file() else remedy
+        raise UserError(f"config {path_or_name} is a directory: {remedy}")
+    raise UserError(f"config {path_or_name} does not exist: {beside(path, alike(path.stem, names, remedy))}")

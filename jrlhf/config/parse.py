@@ -96,8 +96,16 @@ def override(mapping: dict[str, Any], assignment: str) -> None:
     key, equals, value = assignment.lstrip("-").partition("=")
     if not equals or not all(key.strip().split(".")):
         raise UserError(f"override {assignment!r} is not understood: write key=value, for example seed=1")
-    if item := re.match(r"(rewards|costs)[.[]", key):
-        raise UserError(f"override {assignment!r} names a part of a list: give all of it, {item[1]}=[...]")
+    if item := re.match(r"(rewards|costs)[.[](?:(\d+)\]?\.(.+))?", key.strip()):
+        listed, number = item[1], int(item[2] or 0)
+        parts = mapping[listed] = parsed(mapping.get(listed), listed) or []
+        part = parts[number] if isinstance(parts, list) and number < len(parts) else None
+        if item[2] is None or not isinstance(part, dict):
+            raise UserError(
+                f"override {assignment!r} names no part of {listed}: they are numbered from 0, as in "
+                f"{listed}.0.weight=2; or give all of it, {listed}=[...]"
+            )
+        mapping, key = part, item[3]
     section, name = section_with(mapping, key.strip(), f"override {assignment!r}")
     section[name] = Override(value.strip())
 
@@ -166,13 +174,15 @@ def _build(cls: type[T], mapping: object, path: str) -> T:
         raise UserError(f"{path}={_shown(mapping)}: it is a section, write {written} for one of {keys}")
     mapping, derived = cls.prepare(mapping) if hasattr(cls, "prepare") else (mapping, {})  # pyright: ignore
     values: dict[str, Any] = {}
+    tables = {key for item in fields(cls) for key in item.metadata.get("table", ())}  # pyright: ignore
     for key, value in mapping.items():
         if key not in kinds:
             if "." in (parts := str(key)) and parts in paths_of(cls):
                 nested = reduce(lambda inner, part: {part: inner}, reversed(parts.split(".")), value)
                 raise UserError(f"{joined(path, key)}: dots in keys are not read here, write {_shown(nested)}")
             raise UnknownKey(cls, path, str(key), value)
-        values[key] = convert(kinds[key], value, joined(path, key))
+        if not (key in tables and isinstance(value, Override) and parsed(value, key) is None):  # null removes it
+            values[key] = convert(kinds[key], value, joined(path, key))
     for item in fields(cls):  # pyright: ignore[reportArgumentType]
         if "table" in item.metadata:
             values[item.name] = {key: values.pop(key) for key in item.metadata["table"] if key in values}

@@ -348,7 +348,7 @@ class ExportConfig(Section):
 class EvaluationConfig(Section):
     """The comparison on held-out prompts at the end of a run."""
 
-    prompts: int = count(256)  # held-out prompts, also of a validation
+    prompts: int | None = count(None)  # held-out prompts that are answered, the first ones; null: all
     samples: int = count(3)  # texts shown during a run
 
 
@@ -359,6 +359,8 @@ class ValidationConfig(Feature):
     SWITCHES: ClassVar[tuple[str, ...]] = ("every",)
     OFF: ClassVar[str] = "validation.every=null"
     every: int | None = count(None)  # iterations between validations, of which the first is before any iteration
+    # Held-out prompts that are answered, the first ones; null: evaluation.prompts or, if that is null, 256.
+    prompts: int | None = count(None)
     k: int = count(1)  # responses to each prompt
     temperature: float | None = non_negative(None)  # null: that of the rollouts; 0: greedy
 
@@ -442,7 +444,7 @@ class Config(Section):
                 continue
             void = f"section {name} has no effect with stages={as_line(self.stages)}"
             if name not in ("sft", "reward_model"):  # old configs may have these two
-                raise ValueError(f"{void}: leave it out")
+                raise ValueError(f"{void}: leave it out ({name}=null on a command line)")
             object.__setattr__(self, "notices", (*self.notices, void))
         complete = {stage: self.sections.get(stage) or STAGES[stage]() for stage in self.stages}
         object.__setattr__(self, "sections", complete)

@@ -20,7 +20,7 @@ from jrlhf.config.places import expanded
 from jrlhf.config.schema import ColumnsConfig
 from jrlhf.data.hub import hub_reason
 from jrlhf.data.types import Example, Message, Text
-from jrlhf.errors import UserError, first_line
+from jrlhf.errors import UserError, beside, first_line
 from jrlhf.models.hf.files import check_file, parse_json
 from jrlhf.run.devices import host_memory
 from jrlhf.run.files import sha256
@@ -113,7 +113,8 @@ def read_rows(source: Path | str, split: str = SPLIT) -> Iterator[Numbered]:
 def hub_library(source: Path | str) -> ModuleType:
     """Returns the library that loads a dataset from the hub. Refuses a source that cannot be a name on the hub."""
     if not is_hub_name(source):
-        raise UserError(f"{source} does not exist: name a file, a directory or a dataset on the hub")
+        remedy = beside(source, "name a file, a directory or a dataset on the hub")
+        raise UserError(f"{source} does not exist: {remedy}")
     return _datasets(str(source))
 
 

@@ -19,7 +19,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from jrlhf.doctor.places import GIB, Finding, check_hub, check_places, check_run_dir
+from jrlhf.doctor.places import Finding, check_hub, check_places, check_run_dir
+from jrlhf.run.files import in_units
 
 START_SECONDS = 180  # deadline for the start of JAX
 TOLERANCE = 0.05  # tolerance of log-probs in nats: accelerators multiply float32 with fewer bits
@@ -178,8 +179,8 @@ def check_backend(installed: Installed, backend: Mapping[str, Any]) -> Iterator[
         return
     for (kind, memory), count in Counter(map(tuple, devices)).items():
         shared = backend.get("host_memory") if kind == "cpu" else None
-        size = f", {memory / GIB:.1f} GiB each" if memory else f", {shared / GIB:.1f} GiB in all" if shared else ""
-        yield Finding("devices", "ok", f"{count} x {kind}{size}")
+        amount = f", {in_units(memory)} each" if memory else f", {in_units(shared)} in all" if shared else ""
+        yield Finding("devices", "ok", f"{count} x {kind}{amount}")
     error = backend.get("logprob_error")
     if error is None:
         yield Finding("programs", "problem", f"a program does not run: {reason}", "update the driver and the packages")

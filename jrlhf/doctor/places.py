@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from jrlhf.errors import UserError
-from jrlhf.run.files import file_error
+from jrlhf.run.files import file_error, in_units
 
 GIB = 2**30
 LEAST_FREE, FEW_FREE = 1 * GIB, 20 * GIB  # free bytes: below the first a problem, below the second a note
@@ -97,7 +97,7 @@ def check_run_dir(run_dir: str) -> Iterator[Finding]:
         path = Path(os.path.expanduser(run_dir)).absolute()
         place, run_dir = _existing(path), str(path)
         error, free = file_error(place), shutil.disk_usage(place).free
-        space = f"{free / GIB:,.1f} GiB free"
+        space = f"{in_units(free)} free"
     if error is not None:
         remedy = "mend that, or choose another place: run_dir=PLACE"
         yield Finding("run_dir", "problem", f"{run_dir} cannot be written ({error})", remedy)

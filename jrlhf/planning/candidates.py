@@ -16,9 +16,9 @@ from jrlhf.errors import UserError
 from jrlhf.meshes import Call
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.plan import Placement, Slice
-from jrlhf.planning.memory import GIB
 from jrlhf.planning.time import CostModel, Price
 from jrlhf.planning.workload import LEARNER, Workload
+from jrlhf.run.files import in_units
 
 TENSOR = 8  # maximum number of slices of a layer, as in ReaL
 ALL_RANGES = 8  # maximum number of nodes for which every range of nodes is a slice
@@ -195,8 +195,8 @@ def call_candidates(prices: CostModel, call: Call, *, hypothetical: bool = False
         widest, smallest = every[-1].placement.devices.count, min(candidate.bytes for candidate in every)
         limit = "" if widest == cluster.devices else f", {widest} of which can divide its {workload.rows} rows"
         raise NoPlan(
-            f"{call.name} fits nowhere on {cluster.devices} device(s) of {prices.capacity / GIB:.0f} GiB{limit}: it "
-            f"needs {smallest / GIB:.1f} GiB of each device"
+            f"{call.name} fits nowhere on {cluster.devices} device(s) of {in_units(prices.capacity)}{limit}: it "
+            f"needs {in_units(smallest)} of each device"
         )
     survivors: list[Price] = []
     for alternatives in fitting.values():

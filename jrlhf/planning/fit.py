@@ -25,6 +25,7 @@ from jrlhf.planning.simulate import Simulation
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import RoleModel, Workload, token_budgets, update_section, with_budgets, workload_of
 from jrlhf.run.devices import host_memory
+from jrlhf.run.files import in_units
 
 Changes = Mapping[str, Any]
 """Changes of settings: "micro_batches" of every call that trains, "remat", "slots", "fsdp" (with data=1), "sleep"
@@ -54,8 +55,8 @@ def check_memory(
         worst, remedy = memory.largest, _remedy(config, workload, own, limit, backend, away, larger=not simulated)
         remedy = remedy or "fewer rows, smaller models or more memory, for no other setting fits"
         raise UserError(
-            f"{worst.call} needs {worst.total / GIB:,.1f} GiB of each device, of which roles keep "
-            f"{worst.resident / GIB:.4g}, and {source} has {limit / GIB:.4g}: choose {remedy}"
+            f"{worst.call} needs {in_units(worst.total)} of each device, of which roles keep "
+            f"{in_units(worst.resident)}, and {source} has {in_units(limit)}: choose {remedy}"
         )
 
 
@@ -69,8 +70,8 @@ def check_fits(config: Config, prices: CostModel, result: Simulation) -> None:
     largest = max(here, key=lambda name: prices.call(workload.graph[name], plan[name]).active)
     remedy = _remedy(config, workload, plan, prices.capacity, prices.backend, prices.away)
     raise UserError(
-        f"plan {plan.name} needs {result.peak / GIB:.1f} GiB on each of devices {fullest.devices}, which have "
-        f"{prices.capacity / GIB:.1f}, {fullest.resident / GIB:.1f} of it for what stays and the rest for {largest}: "
+        f"plan {plan.name} needs {in_units(result.peak)} on each of devices {fullest.devices}, which have "
+        f"{in_units(prices.capacity)}, {in_units(fullest.resident)} of it for what stays and the rest for {largest}: "
         + (f"choose {remedy}" if remedy else "no setting makes it fit, search for another plan")
     )
 

@@ -13,7 +13,7 @@ from jrlhf.config.check import divisors, indivisible, mesh_sizes
 from jrlhf.config.parse import parse_yaml
 from jrlhf.config.places import expanded
 from jrlhf.config.schema import Config
-from jrlhf.errors import UserError
+from jrlhf.errors import UserError, alike, beside
 from jrlhf.meshes import Call
 from jrlhf.meshes.graph import Kind
 from jrlhf.meshes.plan import LayoutName, Placement, Plan, Slice, plan_of
@@ -83,7 +83,8 @@ def staged(config: Config, stage: str, kind: Kind, placement: Placement) -> Plac
 
 def read_plan(path: Path) -> Plan:
     if not path.is_file():
-        raise UserError(f"plan={path} is neither {', '.join(NAMES)} nor a file that exists: name one of them")
+        remedy = alike(str(path), NAMES, beside(path, "name one of them"))
+        raise UserError(f"plan={path} is neither {', '.join(NAMES)} nor a file that exists: {remedy}")
     try:
         return plan_of(parse_yaml(path.read_text(encoding="utf-8"), f"plan={path}"))
     except (OSError, UnicodeDecodeError) as error:

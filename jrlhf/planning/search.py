@@ -20,11 +20,11 @@ from typing import Any
 from jrlhf.meshes import Graph
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.planning.candidates import NoPlan, by_key, candidates, placements, slices
-from jrlhf.planning.memory import GIB
 from jrlhf.planning.moves import stored_alike
 from jrlhf.planning.simulate import Simulation, Simulator, simulate
 from jrlhf.planning.time import CostModel, Price
 from jrlhf.planning.workload import LEARNER, home_of
+from jrlhf.run.files import in_units
 
 Candidates = Mapping[str, Sequence[Price]]
 RULES = ("heuristic", "colocate", "split", "standalone")
@@ -102,8 +102,8 @@ def search(
     spent = time.monotonic() - began
     if chains.best is None:
         raise NoPlan(
-            f"no plan was found in which all models fit {prices.capacity / GIB:.0f} GiB a device: the leanest of "
-            f"{chains.proposals} plans needs {chains.least / GIB:.1f} GiB of each device"
+            f"no plan was found in which all models fit {in_units(prices.capacity)} a device: the leanest of "
+            f"{chains.proposals} plans needs {in_units(chains.least)} of each device"
         )
 
     simulated = partial(simulate, workload.graph, prices=prices, lockstep=lockstep)

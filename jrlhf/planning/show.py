@@ -17,11 +17,12 @@ from jrlhf.models.flops import forward_operations, training_operations
 from jrlhf.planning.candidates import by_key
 from jrlhf.planning.fusion.last_rows import Work
 from jrlhf.planning.fusion.updates import FusedUpdates, fused_prices, fused_updates
-from jrlhf.planning.memory import GIB, segments
+from jrlhf.planning.memory import segments
 from jrlhf.planning.search import RULES, TURN, Result
 from jrlhf.planning.simulate import STEADY, Simulation, Span
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import Workload
+from jrlhf.run.files import in_units
 
 WIDTH = 72  # characters of the timeline
 MOST_NUMBERED = 400  # maximum number of operations of a schedule whose micro-batches are numbered
@@ -55,8 +56,8 @@ def describe_plan(prices: CostModel, simulation: Simulation) -> str:
     """Describes a plan's calls, its timeline and its bottleneck."""
     lines = [
         f"plan for {prices.workload.graph.name} on {prices.cluster.devices} x {prices.cluster.hardware.name}: "
-        f"{_time(simulation.seconds)} an iteration, {simulation.peak / GIB:.1f} of "
-        f"{prices.capacity / GIB:.1f} GiB on the fullest device",
+        f"{_time(simulation.seconds)} an iteration, {in_units(simulation.peak)} of "
+        f"{in_units(prices.capacity)} on the fullest device",
         "",
         *_calls(prices, simulation),
         "",
@@ -91,7 +92,7 @@ def _busy(simulation: Simulation, calls: Collection[str]) -> float:
 
 
 def _calls(prices: CostModel, simulation: Simulation) -> list[str]:
-    """Returns a table of the calls: devices, layout, mesh, micro-batches, seconds, and GiB of each device."""
+    """Returns a table of the calls: devices, layout, mesh, micro-batches, seconds, and memory of each device."""
     rows = [
         ("call", "devices", "layout", "mesh", "micro-batches", "seconds", "weights from home", "stays", "while it runs")
     ]
@@ -104,8 +105,8 @@ def _calls(prices: CostModel, simulation: Simulation) -> list[str]:
             mesh += f" by {placement.schedule}"
         sizes = str(placement.devices), placement.layout, mesh, str(placement.micro_batches)
         moved = _time(moves[name]) if name in moves else "-"
-        stays = f"{price.resident / GIB:.2f} GiB" if price.resident else "-"
-        runs = f"{(price.active + price.moved * (name in moves)) / GIB:.2f} GiB"
+        stays = in_units(price.resident) if price.resident else "-"
+        runs = in_units(price.active + price.moved * (name in moves))
         rows.append((name, *sizes, _time(price.seconds), moved, stays, runs))
     return in_columns(rows)
 
@@ -284,7 +285,7 @@ def plot(
         for row, group in enumerate(groups):
             if span.occupies(group.devices):
                 _draw_box(axes, row, span.start - origin, span.seconds, **style)
-    rows = [f"devices {group.devices}\n{group.peak / GIB:.1f} GiB" for group in groups]
+    rows = [f"devices {group.devices}\n{in_units(group.peak)}" for group in groups]
     _label(axes, rows, max(span.end for span in shown) - origin, "seconds")
     axes.set_title(f"{title}: {simulation.seconds:.3g} s an iteration")
     handles = [Patch(facecolor=colour, label=name) for name, colour in colours.items()]

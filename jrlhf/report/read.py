@@ -11,7 +11,7 @@ import numpy as np
 from jrlhf.config.keys import flatten
 from jrlhf.config.parse import parse_yaml
 from jrlhf.config.stages import TITLES
-from jrlhf.errors import UserError
+from jrlhf.errors import UserError, beside
 from jrlhf.meshes.plan import Plan, plan_of
 from jrlhf.run.directory import CONFIG, ENVIRONMENT, HUB, PLAN, SAMPLES, read_fused, read_prompting, read_summary
 from jrlhf.run.files import read_jsonl
@@ -144,8 +144,8 @@ def read_run(run_dir: Path | str) -> Record:
     directory = Path(run_dir)
     if not (directory / CONFIG).exists() and not (directory / METRICS).exists():
         near = sorted(str(path.parent) for path in Path().glob(f"*/*/{CONFIG}") if path.parent.name == directory.name)
-        hint = "".join(f", such as {path}" for path in near[:1])
-        raise UserError(f"{directory} holds no run (neither {CONFIG} nor {METRICS}): name a run's directory{hint}")
+        remedy = beside(directory, "name a run's directory" + "".join(f", such as {path}" for path in near[:1]))
+        raise UserError(f"{directory} holds no run (neither {CONFIG} nor {METRICS}): {remedy}")
 
     def text(name: str) -> str:
         return (directory / name).read_text(encoding="utf-8") if (directory / name).exists() else ""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, get_args, get_type_hints
 
-from jrlhf.errors import UserError
+from jrlhf.errors import UserError, alike
 from jrlhf.rewards.numbers import check_extract, read_number
 
 NAMES = ("exact_match", "format_regex", "numeric_answer", "math_verify", "word_count")
@@ -23,10 +23,8 @@ IDENTITY = "2"
 def spec_of(name: str, called: str) -> str:
     """Returns the module and function of a built-in reward. Raises UserError where there is none of the name."""
     if name not in NAMES:
-        raise UserError(
-            f"{called}: {name!r} is none of the built-in rewards ({', '.join(NAMES)}); write others "
-            "as package.module:function or path/file.py:function"
-        )
+        remedy = alike(name, NAMES, "write others as package.module:function or path/file.py:function")
+        raise UserError(f"{called}: {name!r} is none of the built-in rewards ({', '.join(NAMES)}): {remedy}")
     if name == "math_verify" and find_spec("math_verify") is None:
         raise UserError(f"{called}: math_verify needs its extra, pip install 'jrlhf[math]'")
     return f"{__name__}:{name}"

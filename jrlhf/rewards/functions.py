@@ -44,6 +44,7 @@ class FunctionReward(Closing):
     docs/data-and-rewards.md tells how functions are called, what they may return, and what becomes of their failures.
 
     log: a file to which the functions' output is appended; None: the function is only checked, by one worker.
+    steps, epochs: the number of iterations, and the epochs of each, for functions that ask for a `trainer_state`.
     """
 
     def __init__(
@@ -53,9 +54,11 @@ class FunctionReward(Closing):
         log: Path | None = None,
         *,
         kind: Kind = "reward",
+        steps: int = 0,
+        epochs: float = 0.0,
     ):
         assert config.function is not None
-        self._config, self._seed = config, seed
+        self._config, self._seed, self._steps, self._epochs = config, seed, steps, epochs
         self._kind: Kind = kind
         self._called = f"{kind} {config.name!r}"
         self.on_failure, self._columns = config.on_failure, config.columns
@@ -120,7 +123,7 @@ class FunctionReward(Closing):
             size = 1 if one_by_one else max(stop - start, 1)
             for row in range(start, stop, size):
                 chosen = samples[row : row + size]
-                request = self._request(chosen, f"{self._seed}/{step}/{first + row}")
+                request = self._request(chosen, step, first + row)
                 if self._pool[index].ended():  # in an earlier call, or since
                     self._pool[index].kill()
                     self._start(index)
@@ -176,14 +179,16 @@ class FunctionReward(Closing):
                 full = self._logged == LOG_BYTES
                 self._log_file.write(output + b"\n(further output is not kept)\n" if full else output)
 
-    def _request(self, samples: Sequence[Sample], seed: str) -> bytes:
+    def _request(self, samples: Sequence[Sample], step: int, first: int) -> bytes:
         if self.facts.style == "trl":
             arguments: Any = self._arguments(samples)
         else:
             calls = [{name: value for name, (value,) in self._arguments([sample]).items()} for sample in samples]
             arguments = calls if self.facts.asynchronous else calls[0]
         lengths = [len(sample.response.ids) for sample in samples]
-        return self._pickle({"arguments": arguments, "lengths": lengths, "seed": seed}, "the dataset's columns")
+        call = {"arguments": arguments, "lengths": lengths, "seed": f"{self._seed}/{step}/{first}"}
+        call["state"] = {"global_step": step, "max_steps": self._steps, "epoch": step * self._epochs}
+        return self._pickle(call, "the dataset's columns")
 
     def _pickle(self, message: Any, content: str) -> bytes:
         try:
@@ -230,9 +235,10 @@ class FunctionReward(Closing):
             if self.on_failure is None:
                 late = f"raise deadline of {self._called}, " if failed[1]["failure"] == "hang" else ""
                 output = "" if self._config.in_process else f"; what it printed is in {self._log}"
+                resume = "" if self._log is None else f", and resume the run{output}"
                 raise RewardFailure(
                     f"{story}: {late}mend the function, or set on_failure of {self._called} to a score for such "
-                    f"samples, and resume the run{output}",
+                    f"samples{resume}",
                     self.facts.failure_words,
                 )
         return results

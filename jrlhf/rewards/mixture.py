@@ -162,9 +162,13 @@ class Rewards:
                     f"on_failure of {called} to a score for such responses"
                 )
 
-    def score_texts(self, samples: Sequence[Sample], step: int = 0) -> tuple[Scored, dict[str, Scored]]:
-        """Scores samples outside of iterations: returns the weighted sum of the text rewards, and each one's scores."""
-        scored = _from_main(lambda: self._thread.submit(self._ask, samples, step, on_device=False).result())
+    def score_texts(self, samples: Sequence[Sample], step: int = 0, first: int = 0) -> tuple[Scored, dict[str, Scored]]:
+        """Scores samples outside of iterations: returns the weighted sum of the text rewards, and each one's scores.
+
+        first: the number of samples of this step that were scored before.
+        """
+        ask = partial(self._ask, samples, step, on_device=False, first=first)
+        scored = _from_main(lambda: self._thread.submit(ask).result())
         return self._summed(samples, scored | self._ask(samples, step, on_device=True))
 
     def samples(self, examples: Sequence[Example], texts: Sequence[str], responses: Sequence[Response]) -> list[Sample]:

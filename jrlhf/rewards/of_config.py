@@ -35,6 +35,8 @@ def open_rewards(
     policy: its base serves the adapters of rewards. trained: the reward model that this run trained.
     """
     config, data, clock = initial.config, initial.config.data, Clock(deadline=initial.config.deadline)
+    assert task.prompts is not None
+    epochs = config.rl.rollout_batch / config.samples / len(task.prompts.ids)
     interruptible = list[FunctionReward]()  # functions in processes
 
     def end_calls(kind: type[BaseException] | None, *_: object) -> None:
@@ -64,7 +66,8 @@ def open_rewards(
                 scorer = TextReward(reward, key, model, places, initial.compute, kind=kind, usual=usual, rows=rows)
                 texts[reward.name] = TextPart(reward.weight, scorer.score, scorer.identity, scorer)
             else:
-                function = FunctionReward(reward, config.seed, folder / f"{kind}-{reward.name}.log", kind=kind)
+                log, steps = folder / f"{kind}-{reward.name}.log", config.rl.iterations
+                function = FunctionReward(reward, config.seed, log, kind=kind, steps=steps, epochs=epochs)
                 texts[reward.name] = TextPart(reward.weight, function.score, from_main(partial(start, function)))
                 if not reward.in_process:
                     interruptible.append(function)

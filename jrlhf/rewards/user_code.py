@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from jrlhf.errors import UserError, printable
+from jrlhf.errors import UserError, alike, beside, printable
 from jrlhf.rewards.python_code import PREFIX, is_installed, python_code
 
 DETAIL = 500  # maximum number of characters of an explanation
@@ -46,7 +46,7 @@ def resolve(spec: str, called: str) -> str:
     if module.endswith(".py"):
         path = Path(os.path.expanduser(module)).resolve()
         if not path.is_file():
-            raise UserError(f"{called}: there is no file {path}")
+            raise UserError(f"{called}: there is no file {path}: {beside(path, 'name one that exists')}")
         return f"{path}:{function}"
     if not all(part.isidentifier() for part in module.split(".")):
         raise UserError(f"{called}: {module!r} is neither a module's name nor a file that ends in .py")
@@ -78,8 +78,9 @@ def load(spec: str, called: str) -> UserCode:
     function: Any = module
     for part in name.split("."):
         if not hasattr(function, part):
-            public = ", ".join(key for key in vars(module) if not key.startswith("_")) or "nothing"
-            raise UserError(f"{called}: there is no {part!r} in {source}, which has {public}")
+            public = [key for key in vars(module) if not key.startswith("_")]
+            remedy = alike(part, public, f"it has {', '.join(public) or 'nothing'}")
+            raise UserError(f"{called}: there is no {part!r} in {source}: {remedy}")
         function = getattr(function, part)
     if not callable(function):
         raise UserError(f"{called} is of type {type(function).__name__}: name a function")

@@ -5,7 +5,7 @@ pickles (a dataset's columns may contain anything, and the parent is trusted). A
 never unpickles anything that the function made.
 
     parent: {spec, options, deadlines, shipped}   worker: {"ready": facts about the function} | {"bad": text}
-    parent: {arguments, lengths, seed}                  worker: {"results"} | {"failure", "detail"} | {"bad": text}
+    parent: {arguments, lengths, seed, state}             worker: {"results"} | {"failure", "detail"} | {"bad": text}
     parent: None                                        worker: exits, running its exit handlers
 
 `arguments` are those of one call, or a list with those of each call for a coroutine function of single samples. A
@@ -29,6 +29,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from jrlhf.errors import UserError
@@ -36,7 +37,8 @@ from jrlhf.rewards.user_code import UserCode, explain, load, received
 from jrlhf.run.child import channel_to_parent, receive, send
 
 TEXTS = {"trl": ("prompts", "completions", "completion_ids"), "verl": ("solution_str",)}  # by the style of the call
-HOOKS = {"trl": ("log_extra", "log_metric"), "verl": ()}  # functions that log further numbers
+# Functions that log further numbers, and the progress of the run.
+HOOKS = {"trl": ("log_extra", "log_metric", "trainer_state"), "verl": ()}
 # Parameters that the program passes by itself; all others are columns.
 GIVEN = {style: (*TEXTS[style], *HOOKS[style]) for style in TEXTS}
 LARGEST = (2 - 2**-23) * 2.0**127  # the largest float32: training uses scores in float32
@@ -115,7 +117,7 @@ class InProcess:
 
 
 class Function(NamedTuple):
-    """The function with its options bound, the logging hooks that it takes, and facts for the parent."""
+    """The function with its options bound, the `HOOKS` that it takes, and facts for the parent."""
 
     call: Callable[..., Any]
     hooks: tuple[str, ...]
@@ -181,6 +183,7 @@ def _results(function: Function, loop: asyncio.Runner, call: Mapping[str, Any], 
     hooks = {
         "log_extra": lambda column, values: logged.update({str(column): list(values)}),
         "log_metric": lambda name, value: logged.update({str(name): [value] * len(lengths)}),
+        "trainer_state": SimpleNamespace(**call["state"]),
     }
     values = function.call(**arguments, **{name: hooks[name] for name in function.hooks})
     if inspect.isawaitable(values):

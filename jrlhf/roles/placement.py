@@ -22,6 +22,7 @@ from jrlhf.models.params import Params
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.model import Architecture, Compute, Model, relocate, weights_at
 from jrlhf.run.clock import Clock
+from jrlhf.run.profiler import calling, present_call
 
 CALL, CONDITION = "algorithm_call", "algorithm_loop_condition"  # attributes that the decorators set, for `trace`
 
@@ -36,14 +37,15 @@ class Pending(Generic[T]):
     """
 
     def __init__(self, wait: Callable[[], T]):
-        self._wait, self._outcome = [wait], Future[T]()
+        self._wait, self._outcome, self._call = [wait], Future[T](), present_call()
 
     def result(self) -> T:
         """The value, or the error; waits for it the first time."""
         if self._wait:
             wait = self._wait.pop()
             try:
-                self._outcome.set_result(wait())
+                with calling(self._call):
+                    self._outcome.set_result(wait())
             except BaseException as error:
                 self._outcome.set_exception(error)
         return self._outcome.result()
@@ -77,7 +79,8 @@ def call(kind: Kind, *outputs: str, rows: Literal["all", "each", "open"] = "all"
                 return arguments[0].by_rows(partial(run, self), placement[method.__name__].mesh, len(outputs))
             if rows != "open":
                 arguments, named = jax.tree.map(ready, (arguments, named))
-            return placement.run(method, self, arguments, named)
+            with calling(f"{placement.role}.{method.__name__}"):
+                return placement.run(method, self, arguments, named)
 
         setattr(run, CALL, (kind, outputs))
         return run

@@ -17,7 +17,7 @@ from jrlhf.data.hub import hub_reason
 from jrlhf.data.read import is_hub_name
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.tokenizer_files import check_vocabulary, load_tokenizer
-from jrlhf.errors import UserError, first_line, user_errors
+from jrlhf.errors import UserError, beside, first_line, user_errors
 from jrlhf.meshes import TRAIN, Layout
 from jrlhf.models import PRESETS, LoRAConfig, ModelConfig, init_lm, lora_shardings, param_shardings
 from jrlhf.models.hf import HFConfig, check_hf, load_adapter, load_hf, read_config
@@ -57,7 +57,8 @@ def locate(path: str, key: str, *, weights: bool = False) -> Path:
     if directory.exists():
         raise UserError(f"{key}={path} holds no model: there is neither a config.json nor a model/config.json in it")
     if not is_model_name(path):
-        raise UserError(f"{key}={path} does not exist: name a model directory, a run, or a hub name such as org/model")
+        remedy = beside(path, "name a model directory, a run, or a hub name such as org/model")
+        raise UserError(f"{key}={path} does not exist: {remedy}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -68,7 +69,8 @@ def locate(path: str, key: str, *, weights: bool = False) -> Path:
             return Path(snapshot_download(path, allow_patterns=[*wanted], ignore_patterns=[*_IGNORED, CARD]))
     except Exception as error:  # the library's own, the network's, the file system's
         reason = hub_reason(error, path) or f"it cannot be downloaded ({type(error).__name__}: {first_line(error)})"
-        raise UserError(f"{key}={path} is no directory in {Path.cwd()}, and {reason}") from error
+        here = beside(path, "").replace("did you mean", "; did you mean")
+        raise UserError(f"{key}={path} is no directory in {Path.cwd()}, and {reason}{here}") from error
 
 
 def describe(path: str, key: str) -> HFConfig:
@@ -169,10 +171,16 @@ def actor_adapter(section: LoRASection, actor: ModelConfig, mesh: Mesh) -> tuple
             lora = adapter_of(section, actor)
             lora_shardings(actor, mesh, lora)
             return lora, None
-        lora, adapter = load_adapter(expanded(section.path), actor, mesh)
+        lora, adapter = load_adapter(_adapter(section.path), actor, mesh)
         if "value_head" in adapter:
             raise ValueError(f"path={section.path} is a reward model's adapter: name one of a language model")
         return lora, adapter
+
+
+def _adapter(path: str) -> Path:
+    if not is_here(path):
+        raise ValueError(f"{path} does not exist: {beside(path, 'name the directory of an adapter')}")
+    return expanded(path)
 
 
 def reward_adapter(config: Config, path: str, key: str, actor: ModelConfig, mesh: Mesh) -> tuple[LoRAConfig, Params]:
@@ -180,7 +188,7 @@ def reward_adapter(config: Config, path: str, key: str, actor: ModelConfig, mesh
     if config.lora is None:
         raise UserError(f"{key}={path} is put on the actor's frozen base, which only lora has: set lora.rank")
     with user_errors(f"{key}={path}"):
-        lora, adapter = load_adapter(expanded(path), actor, mesh)
+        lora, adapter = load_adapter(_adapter(path), actor, mesh)
     if "value_head" not in adapter:
         raise UserError(f"{key}={path}: it has no scalar head (task type SEQ_CLS): name a reward model's adapter")
     return lora, adapter

@@ -27,6 +27,7 @@ from rich.text import Text
 from jrlhf.config import Config
 from jrlhf.config.places import is_address
 from jrlhf.run.directory import run_path
+from jrlhf.run.files import in_units
 from jrlhf.run.resume import longer
 
 _ESCAPES = re.compile(
@@ -116,7 +117,7 @@ class Console:
 
             def report(done: int, total: int) -> None:
                 nonlocal shown
-                progress = f"{done / 1e9:.1f} of {total / 1e9:.1f} GB"
+                progress = f"{in_units(done)} of {in_units(total)}"
                 update(progress)
                 if not self.interactive and self.now() - shown >= self.quiet:
                     shown = self.now()
@@ -125,10 +126,13 @@ class Console:
             yield report
 
     @contextmanager
-    def progress(self, name: str, *, total: int, start: int = 0) -> Iterator["Progress"]:
-        """Shows the progress of a phase of `total` units, of which `start` are done already."""
+    def progress(self, name: str, *, total: int, start: int = 0, calls: Sequence[str] = ()) -> Iterator["Progress"]:
+        """Shows the progress of a phase of `total` units, of which `start` are done already.
+
+        calls: the names of a unit's calls in their order, whose compilation is announced.
+        """
         if not self.interactive:
-            yield Progress(name, total, start, self)
+            yield Progress(name, total, start, self, calls)
             return
         with rich.progress.Progress(
             rich.progress.TextColumn("[bold]{task.description}"),
@@ -139,7 +143,7 @@ class Console:
             transient=True,
         ) as bar:
             task = bar.add_task(clean(name), total=total, completed=start, pace="")
-            yield Progress(name, total, start, self, partial(bar.update, task))
+            yield Progress(name, total, start, self, calls, partial(bar.update, task))
 
     def samples(self, samples: Sequence[Mapping[str, object]]) -> None:
         """Shows a small table of samples, unless one was shown just now. `stage` and `step` make its title."""
@@ -220,11 +224,12 @@ class Progress:
     total: int
     done: int
     console: Console
+    calls: Sequence[str] = ()
     bar: Callable[..., object] | None = None  # updates rich's progress bar, if there is one
 
     def __post_init__(self) -> None:
         self._began, self._shown = self.console.now(), -math.inf
-        self._told = self._began  # time at which `compiling` last printed a line
+        self._compiled = set[str]()  # calls whose compilation was announced
         self._mark: tuple[float, int] | None = None  # (time, done) after the first unit, which contains compilation
 
     def advance(self, done: int, metrics: Mapping[str, float] | None = None) -> None:
@@ -246,15 +251,16 @@ class Progress:
         if self.bar is not None:
             self.bar(completed=done, pace=self.pace())
 
-    def compiling(self, number: int, program: str) -> None:
-        """Shows, before the first unit is done, that the phase compiles its `number`-th program."""
-        if self._mark is not None:
+    def compiling(self, call: str) -> None:
+        """Shows that the programs of one of the phase's calls compile, when its first one does."""
+        if call not in self.calls or call in self._compiled:
             return
+        self._compiled.add(call)
+        text = f"compiling {call} ({self.calls.index(call) + 1} of {len(self.calls)})"
         if self.bar is not None:
-            self.bar(pace=f"compiling program {number}, {program}")
-        elif (now := self.console.now()) - self._told >= self.console.quiet:
-            self._told = now
-            self.console.line(f"{self.name}: compiling program {number}, {program}")
+            self.bar(pace=text)
+        else:
+            self.console.line(f"{self.name}: {text}")
 
     def _rate(self, now: float) -> float | None:
         """Returns units per second after the first one; None if it is not known yet."""

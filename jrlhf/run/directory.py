@@ -20,7 +20,7 @@ import jax
 from jrlhf import __version__
 from jrlhf.config import Config, config_yaml
 from jrlhf.config.places import expanded, is_address
-from jrlhf.errors import Preempted, RunFailure, UserError
+from jrlhf.errors import Preempted, RunFailure, UserError, beside
 from jrlhf.models.hf.files import PROMPTING, heal
 from jrlhf.run.files import Closing, append_jsonl, cache_directory, lock_file, write_atomic, write_error
 from jrlhf.run.processes import from_main, is_main, share
@@ -42,6 +42,7 @@ class Run(Closing):
 
     writes: whether this process writes into the directory; only process 0 does.
     notes: lines for environment.txt. now: the time of this start. changes: clauses about changes in a resume.
+    new: true until `begin` of a run that did not exist before; until then nothing in it is worth keeping.
     """
 
     def __init__(
@@ -53,6 +54,8 @@ class Run(Closing):
         self.watch: Callable[[], None] = lambda: None  # raises RunFailure if the run must end
         # Copies the newest checkpoint of a stage before a step from other storage; returns whether there is one.
         self.older: Callable[[str, int], bool] = lambda stage, step: False
+        self.new, self.kept = False, lambda: None  # kept: called when a new run begins
+        self._made = list[Path]()  # directories that did not exist, the innermost first
         self._pending: dict[str, str | bytes] | None = None  # name -> content of files to write in `begin`
 
     def lock(self) -> None:
@@ -107,7 +110,10 @@ class Run(Closing):
             write_atomic(self.path / name, text)
 
     def begin(self, tell: Callable[[str], None] = lambda line: None) -> None:
-        """Writes the collected files, adds this start to environment.txt, and reports changes to `tell`."""
+        """Keeps a new run, writes the collected files, adds this start to environment.txt, and tells the changes."""
+        if self.new:
+            self.new = False
+            self.kept()
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -119,6 +125,14 @@ class Run(Closing):
             with open(self.path / ENVIRONMENT, "a", encoding="utf-8") as file:
                 notes = [*self.notes, *(f"goes on {change}" for change in self.changes)]
                 file.write(_environment(self._now, notes))
+
+    def discard(self) -> None:
+        """Deletes the files of a new run, and the directories that were made for them."""
+        with contextlib.suppress(OSError):  # another run may be in one of the directories by now
+            for entry in self.path.iterdir():
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            for folder in self._made:
+                folder.rmdir()
 
     def check_present(self) -> None:
         """Raises RunFailure if the directory was deleted or moved during the run, or if copying it fails."""
@@ -250,6 +264,7 @@ def open_run(
             _open(run, config, resume)
 
     from_main(opening)
+    run.new = not resume
     return run
 
 
@@ -283,7 +298,8 @@ def _check_run(path: Path, resume: bool) -> None:
     names = [entry.name for entry in path.iterdir()] if path.exists() else []
     if CONFIG not in names:
         if resume:
-            raise UserError(f"there is no run in {path} to resume: start a new one, or check name= and run_dir=")
+            remedy = beside(path, "start a new one, or check name= and run_dir=")
+            raise UserError(f"there is no run in {path} to resume: {remedy}")
         if any(name != _LOCK and not name.endswith(".tmp") for name in names):
             raise UserError(f"{path} exists and is not a run (it has no {CONFIG}): choose another name= or run_dir=")
 
@@ -291,6 +307,7 @@ def _check_run(path: Path, resume: bool) -> None:
 def _open(run: Run, config: Config, resume: bool) -> None:
     path = run.path
     _check_run(path, resume)
+    run._made = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as undo:
         undo.callback(run.close)

@@ -19,6 +19,7 @@ from typing import Any, Self
 from jrlhf.errors import UserError
 
 _NO_LOCKS = errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL  # errors of some network and FUSE file systems
+_UNITS = "B", "KiB", "MiB", "GiB", "TiB", "PiB"
 _SEAL = re.compile(r'\{"sha256": "(\w{64})", |# sha256 (\w{64})\n')
 
 
@@ -34,6 +35,17 @@ class Closing(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends processes and threads of the object, and frees its resources."""
+
+
+def in_units(count: float) -> str:
+    """Writes a number of bytes in the largest unit of which there is at least one, as `1.53 TiB`, `80 GiB` or `12 B`.
+
+    It has at most two decimals.
+    """
+    power = 0
+    while round(count, 2) >= 1024 and power < len(_UNITS) - 1:
+        count, power = count / 1024, power + 1
+    return f"{count:.2f}".rstrip("0").rstrip(".") + f" {_UNITS[power]}"
 
 
 def cache_directory() -> Path:

@@ -3,12 +3,12 @@
 import faulthandler
 import logging
 import os
-import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,6 +26,7 @@ _GRACE = 10.0  # seconds after a deadline in which a thread of Python can end th
 _ends = dict[object, tuple[float, float]]()  # for each block of `deadline`: when it must have ended, and its seconds
 _timer: threading.Timer | None = None
 _arming = threading.Lock()
+_call = ContextVar("call", default="")
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _SETTLED = 2  # iterations of a stage after which nothing may compile any more
 
@@ -108,15 +109,30 @@ def _end() -> None:
     os._exit(FAILED)
 
 
+@contextmanager
+def calling(name: str) -> Iterator[None]:
+    """Names what the block computes, for `CompilationWatch`: a call of the stage's graph, such as actor.update."""
+    token = _call.set(name)
+    try:
+        yield
+    finally:
+        _call.reset(token)
+
+
+def present_call() -> str:
+    """Returns the name that `calling` gave; empty outside of its blocks."""
+    return _call.get()
+
+
 class CompilationWatch(logging.Handler):
     """Counts compilations in this process. As a context manager it also collects JAX's explanations of cache misses.
 
-    tell: called when a program starts to compile, with its number and the name of its function.
+    tell: called when a program starts to compile, with the name of the call (`calling`) that needs it.
     """
 
-    def __init__(self, tell: Callable[[int, str], object] = lambda number, name: None):
+    def __init__(self, tell: Callable[[str], object] = lambda call: None):
         super().__init__()
-        self._tell, self._count = tell, 0
+        self._tell = tell
         self._names: list[str] = []
         self._causes: list[str] = []
         self._propagate = True
@@ -162,10 +178,9 @@ class CompilationWatch(logging.Handler):
             return len(names), ""
         return len(names), f"compiled {', '.join(names)} again: {' '.join(causes)}"
 
-    def _on_begin(self, event: str, value: float | int, fun_name: object = "a function", **_) -> None:
+    def _on_begin(self, event: str, value: float | int, **_) -> None:
         if event == _COMPILED:  # JAX reports the start under the same name
-            self._count += 1
-            self._tell(self._count, re.sub(r"^jit[(_](.*?)\)?$", r"\1", str(fun_name)).strip("_"))
+            self._tell(present_call())
 
     def _on_end(self, event: str, duration_secs: float, fun_name: object = "a function", **_) -> None:
         if event == _COMPILED:

@@ -1,6 +1,7 @@
 """The DPO stage: the policy learns from ranked pairs, relative to a frozen reference."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from jrlhf.algorithms.dpo import dpo
 from jrlhf.algorithms.pair_actor import PairActor, PairReference, add_reference
+from jrlhf.algorithms.registry import stage_graph
 from jrlhf.data.batches import put_rows, whole_batches
 from jrlhf.data.order import Order
 from jrlhf.data.task import Pairs
@@ -18,6 +20,7 @@ from jrlhf.roles.initial import adamw
 from jrlhf.roles.model import Model
 from jrlhf.roles.role import Site
 from jrlhf.run.clock import Clock
+from jrlhf.run.profiler import calling
 from jrlhf.stages.context import Context
 from jrlhf.stages.loop import CALLS, run_stage
 from jrlhf.stages.preferences import accuracies, collect_pairs, put_pairs
@@ -29,9 +32,12 @@ def train_dpo(context: Context, policy: Model) -> Model:
     optimizer, clock = adamw(config, updates=config.steps), Clock(deadline=context.config.deadline)
     reference_model = context.initial.reference(policy)
     placement = context.stage_placement("dpo")
-    site, mesh = Site(placement, context.compute, clock), placement["update"].mesh
-    built = PairActor(policy, site, optimizer=optimizer, algorithm=config.algorithm)
-    reference = PairReference(reference_model, site)
+    actor_site, reference_site = (
+        Site(replace(placement, role=role), context.compute, clock) for role in ("actor", "reference")
+    )
+    mesh = placement["update"].mesh
+    built = PairActor(policy, actor_site, optimizer=optimizer, algorithm=config.algorithm)
+    reference = PairReference(reference_model, reference_site)
     measure = jax.jit(partial(pair_terms, config=config.algorithm))
     apart = context.config.roles.reference is not None
 
@@ -66,15 +72,16 @@ def train_dpo(context: Context, policy: Model) -> Model:
         metrics = to_host(dpo(actor, reference, batch)) | clock.take() | {CALLS: clock.calls(context.mesh)}
         metrics |= {"training/epoch": order.epochs(step)[0]}
         if len(measured) and config.evaluates(step):
-            with jax.set_mesh(mesh):
+            with jax.set_mesh(mesh), calling("dpo.evaluate"):
                 metrics |= evaluate(actor)
         return actor.state, metrics
 
     if apart:
         pairs()  # collected now, because pairs may be sampled from the policy, whose arrays training frees
     meta = {"corpus": context.task.fingerprint, "reference": reference_model.fingerprint()}
+    calls = [call.name for call in stage_graph(context.config, "dpo")]
     init = partial(built.create, policy.params)
-    state = run_stage(context, "dpo", init, advance, meta=meta)
+    state = run_stage(context, "dpo", init, advance, meta=meta, announced=(*calls, "dpo.evaluate"))
     return policy.holding(state.params)
 
 

@@ -1,20 +1,25 @@
 """`--dry-run`: describes memory, calls and plan of a run. The sizes of states are exact; nothing is compiled or run."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from textwrap import indent
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jrlhf.algorithms.registry import graph_of, stage_graph
 from jrlhf.config import Config, config_yaml
 from jrlhf.config.schema import DatasetsData
+from jrlhf.data.encode import Prompts
 from jrlhf.data.read import hub_library, is_hub_name
-from jrlhf.errors import UserError
+from jrlhf.data.task import Task
+from jrlhf.data.tokenizer import Tokenizer
+from jrlhf.data.types import Response
+from jrlhf.errors import UserError, printable
 from jrlhf.fleet.predict import lengths_of_a_new_run
 from jrlhf.meshes import GENERATE, SCORE, TRAIN, Call, Graph, Layout, tree_reshard_cost
 from jrlhf.meshes.plan import Plan
@@ -28,22 +33,25 @@ from jrlhf.planning.memory import away_parts, checkpoint_bytes
 from jrlhf.planning.plans import colocated
 from jrlhf.planning.show import in_columns
 from jrlhf.planning.workload import Workload, workload_of
+from jrlhf.rewards.functions import FunctionReward
+from jrlhf.rewards.types import Sample, to_samples
 from jrlhf.roles.planned_placement import LAYOUTS, place_roles
 from jrlhf.roles.pretrained import abstract_weights, is_here
 from jrlhf.run.devices import select
+from jrlhf.run.files import in_units
 from jrlhf.run.processes import from_main
 from jrlhf.run.resume import refuse_other_processes
 from jrlhf.stages.setup import check_sources, load_task, prices_of_rollouts, select_resources, tiles_of_a_new_run
 from jrlhf.storage.mirror import check_place
 
-MIB = 2**20
+SHOWN = 2000  # maximum number of characters of a text
 
 
 def describe(config: Config, *, all_settings: bool = False) -> str:
     """Returns a text: memory of each role on a device, the plan, the data, and settings that are not the defaults.
 
-    It never accesses the hub, so weights and data on the hub are described only as far as their names tell. It does
-    test whether the run's directory can be written.
+    It calls each reward function once, and tests whether the run's directory can be written. It never accesses the hub,
+    so weights and data on the hub are described only as far as their names tell.
     """
     select(config.device, config.distributed)  # connects the processes
     refuse_other_processes(config, dry_run=True, resume=False, accept_rewards=False)
@@ -84,28 +92,37 @@ class _DryRun:
             return [*lines, *reasons, "so neither the data nor the rewards were checked"]
         task = load_task(config, self.models["actor"])
         check_sources(config, task, self.models["actor"], self.mesh)
-        return task.description.splitlines()
+        lines = [*task.description.splitlines(), *_first_text(task)]
+        if task.prompts is not None:
+            samples = _made_answers(config, task.prompts, task.tokenizer)
+            lines += from_main(lambda: [*_tried(config, samples)])
+        if config.model.path is not None:
+            lines.append("weights are not read here: a run reads them before it trains, and refuses those with NaN")
+        return lines
 
     def memory(self) -> list[str]:
         """The memory of each role's state in the last stage."""
         graph = stage_graph(self.config, self.config.stages[-1])
         roles = memory_of(self.config, graph, self.mesh, self.models, self.plan).roles
-        rows = [(role, f"{sum(parts.values()) / MIB:.3f}", _parts(parts)) for role, parts in roles.items()]
-        head = "memory of a device where a role lives, MiB, of what it keeps there:"
+        rows = [(role, in_units(sum(parts.values())), _parts(parts)) for role, parts in roles.items()]
+        head = "memory of a device where a role lives, of what it keeps there:"
         return [head, *in_columns(rows), *self._places(graph, roles)]
 
     def _places(self, graph: Graph, roles: Mapping[str, Mapping[str, float]]) -> list[str]:
         """The sizes of a stage's state in host memory and on disk. roles: the parts of each on a device, in bytes."""
         config, keep = self.config, self.config.checkpoints.keep
         workload = workload_of(config, graph, self.models)
-        size, lines = checkpoint_bytes(workload), list[str]()
+        lines = list[str]()
         asleep = defaultdict[str, float](float)
         for (role, call), parts in away_parts(config, workload).items():
             asleep[call] += sum(roles[role].get(part, 0.0) for part in parts)
         if host := max(asleep.values(), default=0.0):
-            lines.append(f"host memory for what sleeps, at most {host / MIB:.3f} MiB for each device")
+            lines.append(f"host memory for what sleeps, at most {in_units(host)} for each device")
         room = f"{keep + 1} of them: checkpoints.keep={keep}, and the one that is written"
-        return [*lines, f"a checkpoint of {graph.name}: {size / MIB:.3f} MiB; run_dir needs room for {room}"]
+        return [
+            *lines,
+            f"a checkpoint of {graph.name}: {in_units(checkpoint_bytes(workload))}; run_dir needs room for {room}",
+        ]
 
     def calls(self) -> list[str]:
         """A table of the calls: all memory of a device during each, and the memory that the call alone needs."""
@@ -115,11 +132,11 @@ class _DryRun:
             for phase in memory_of(config, graph, self.mesh, self.models, self.plan).phases:
                 if phase.active:
                     own = _parts(dict(sorted(phase.active.items(), key=lambda part: -part[1])))
-                    rows.append((phase.call, f"{phase.total / MIB:.3f}", f"{phase.resident / MIB:.3f}", own))
+                    rows.append((phase.call, in_units(phase.total), in_units(phase.resident), own))
         limit, backend = capacity(config, self.mesh.devices.flat), backend_of(config, self.mesh.devices.flat[0])
-        room = "" if limit is None else f", which has {limit / MIB:.0f}"
+        room = "" if limit is None else f", which has {in_units(limit)}"
         compiled = {"cpu": "CPUs", "gpu": "GPUs", "tpu": "TPUs"}[backend.platform]
-        head = f"memory of one device while a call runs, MiB{room}; predicted, as XLA compiles for {compiled}:"
+        head = f"memory of one device while a call runs{room}; predicted, as XLA compiles for {compiled}:"
         return [head, *in_columns(rows)]
 
     def plan_rows(self) -> list[str]:
@@ -157,8 +174,8 @@ class _DryRun:
         generation = param_shardings(actor, places["generate"].mesh, GENERATE)
         cost = tree_reshard_cost(abstract_weights(actor, places.home.mesh), generation, dtype=dtype)
         last = (
-            f"  the switch to {GENERATE.name}: {max(cost.received.values()) / MIB:.3f} MiB received by a device, "
-            f"{max(cost.redundant.values()) / MIB:.3f} MiB held that it does not use"
+            f"  the switch to {GENERATE.name}: {in_units(max(cost.received.values()))} received by a device, "
+            f"{in_units(max(cost.redundant.values()))} held that it does not use"
         )
         return [*lines, last]
 
@@ -190,7 +207,44 @@ def _unread(source: str) -> list[str]:
 
 
 def _parts(parts: Mapping[str, float]) -> str:
-    return ", ".join(f"{part} {size / MIB:.3f}" for part, size in parts.items())
+    return ", ".join(f"{part} {in_units(count)}" for part, count in parts.items())
+
+
+def _first_text(task: Task) -> list[str]:
+    """The first prompt or, in a run without prompts, the first text to learn, with all special tokens."""
+    if task.prompts is not None:
+        what, ids = "prompt", task.prompts.ids[0]
+    elif task.sft is not None:
+        what, ids = "text to learn", task.sft.batch(np.zeros(1, np.int64), 0).ids[0]
+    else:
+        return []
+    text = printable(task.tokenizer.backend.decode(list(ids), skip_special_tokens=False))
+    shown = text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} ... {text[-SHOWN // 2 :]}"
+    return [f"the first {what}, as the model reads it:", indent(shown, "  ")]
+
+
+def _made_answers(config: Config, prompts: Prompts, tokenizer: Tokenizer) -> list[Sample]:
+    """Answers to the first prompt, as many as in a group but at least two: its reference, if it has one, and others."""
+    example, text, limit = prompts.examples[0], prompts.texts[0], config.data.max_response - 1
+    answers = [f"This is answer {number}." for number in range(1, max(2, config.samples) + 1)]
+    if example.completion is not None:
+        reference = example.completion
+        answers[0] = reference if isinstance(reference, str) else str(reference[-1].get("content"))
+    tokens = [(*tokenizer.encode(answer)[:limit], tokenizer.eos_id) for answer in answers]
+    responses = [Response(ids, answer, True) for ids, answer in zip(tokens, answers, strict=True)]
+    return to_samples([example] * len(answers), [text] * len(answers), responses)
+
+
+def _tried(config: Config, samples: Sequence[Sample]) -> Iterator[str]:
+    """Calls each reward function once, as a run would, and yields lines on the scores. Raises RewardFailure."""
+    for _, kind, part in config.rewards_and_costs:
+        if part.function is not None:
+            with FunctionReward(part, config.seed, kind=kind) as function:
+                scored = function.score(samples)
+            scores = ", ".join(f"{score:.4g}" for score in scored.scores)
+            failed = ", ".join(f"{count} {failure}" for failure, count in scored.failures.items())
+            failed = f" (on_failure for failed ones: {failed})" if failed else ""
+            yield f"{kind} {part.name} of {len(samples)} made answers: {scores}{failed}"
 
 
 def _row(call: Call, workload: Workload, plan: Plan | None = None) -> tuple[str, ...]:

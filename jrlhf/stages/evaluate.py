@@ -17,6 +17,7 @@ from jrlhf.data.types import Response
 from jrlhf.models import SamplingConfig
 from jrlhf.rewards.facts import MODULES
 from jrlhf.rewards.mixture import TRAINED, Rewards
+from jrlhf.rewards.types import joined
 from jrlhf.roles.model import Model
 from jrlhf.run.clock import Clock
 from jrlhf.run.console import decimals
@@ -25,6 +26,7 @@ from jrlhf.run.processes import from_main
 from jrlhf.stages.context import Context
 
 _MOST = 0.9  # share of the answers from which on a doubt concerns them all
+VALIDATED = 256  # held-out prompts of a validation, if no setting names another number
 BEFORE = "before.json"  # a file of the run: the grades of the policy before the algorithm
 
 
@@ -78,26 +80,44 @@ def grade_heldout(
     purpose: str = "evaluation",
     temperature: float | None = None,
     step: int = 0,
-) -> Graded | None:
-    """Grades a policy's answers to the first `evaluation.prompts` held-out prompts; None if nothing can measure them.
+    count: int | None = None,
+) -> Graded:
+    """Grades a policy's answers to the first `count` held-out prompts, which are `_measurable`.
 
     Equal purposes and steps draw with equal keys: two policies then make a paired test.
 
-    temperature: None for that of the rollouts.
+    temperature: None for that of the rollouts. count: None for all.
     """
-    every, count = context.task.heldout, context.config.evaluation.prompts
-    if every is None or not every.ids or (context.task.gold is None and rewards is None):
-        return None
+    every = context.task.heldout
+    assert every is not None
     heldout = replace(every, ids=every.ids[:count], texts=every.texts[:count], examples=every.examples[:count])
     sampling = context.sampling if temperature is None else replace(context.sampling, temperature=temperature)
     responses = context.sampler.sample(policy, heldout.ids, key_for(context.config.seed, purpose, step), sampling)
     return grade(context, heldout, responses, rewards, costs, step=step)
 
 
+def _measurable(context: Context, rewards: Rewards | None) -> int:
+    """Returns the number of held-out prompts; 0 if nothing can measure answers to them."""
+    heldout, measured = context.task.heldout, context.task.gold is not None or rewards is not None
+    return len(heldout.ids) if heldout is not None and measured else 0
+
+
+def evaluate(
+    context: Context, policy: Model, rewards: Rewards | None = None, costs: Rewards | None = None
+) -> Graded | None:
+    """Grades answers to the first `evaluation.prompts` held-out prompts, and tells their number; None without any."""
+    count, total = context.config.evaluation.prompts, _measurable(context, rewards)
+    if not total:
+        return None
+    part = f" of {total}" if count is not None and count < total else ""
+    with context.console.status(f"answering {min(count or total, total)}{part} held-out prompts"):
+        return grade_heldout(context, policy, rewards, costs, count=count)
+
+
 def grade_before(
     context: Context, policy: Model, rewards: Rewards | None = None, costs: Rewards | None = None
 ) -> Graded | None:
-    """Grades the policy before an algorithm trains it, which frees its arrays. See `grade_heldout`.
+    """`evaluate`s the policy before an algorithm trains it, which frees its arrays.
 
     The run saves it in before.json. A resumed run reads it from there, unless policy, prompts or rewards have changed.
     """
@@ -115,8 +135,7 @@ def grade_before(
         context.phases.resume("evaluation", seconds)
         responses = tuple(Response(**row | {"ids": tuple(row["ids"])}) for row in saved["responses"])
         return Graded(**saved | {"responses": responses, "sources": tuple(saved["sources"])})
-    with context.console.status("answering the held-out prompts"):
-        graded = grade_heldout(context, policy, rewards, costs)
+    graded = evaluate(context, policy, rewards, costs)
     if graded is not None:
         record = {"graded_as": graded_as, "graded": asdict(graded), "seconds": context.phases.so_far("evaluation")}
         context.run.write(BEFORE, seal(encode(record) + "\n"))
@@ -153,6 +172,7 @@ def grade(
         """The scores of the reward models that read the actor's tokens, by name."""
         return {name: context.sampler.scores(part.model, sequences) for name, part in mixture.token_parts.items()}
 
+    weighted = partial(_weighted_sum, prompts, responses, context.config.sampled_rows, step)
     learned = {} if rewards is None else learned_scores(rewards)
     total_costs, failures, weights = None, dict[str, int](), dict[str, float]()
     if gold is not None:
@@ -160,10 +180,10 @@ def grade(
         scores, items = grades.scores, grades.items
     else:
         assert rewards is not None
-        scores, items, failures = _weighted_sum(rewards, learned, prompts, responses, step)
+        scores, items, failures = weighted(rewards, learned)
         weights = {name: part.weight for name, part in {**rewards.token_parts, **rewards.text_parts}.items()}
     if costs is not None:
-        total_costs, _, failed = _weighted_sum(costs, learned_scores(costs), prompts, responses, step)
+        total_costs, _, failed = weighted(costs, learned_scores(costs))
         failures |= failed
     measure = "score" if gold is None else "gold"
     learnt = learned.get(TRAINED)
@@ -171,17 +191,29 @@ def grade(
 
 
 def _weighted_sum(
-    rewards: Rewards, learned: Mapping[str, np.ndarray], prompts: Prompts, responses: Sequence[Response], step: int
+    prompts: Prompts,
+    responses: Sequence[Response],
+    batch: int,
+    step: int,
+    rewards: Rewards,
+    learned: Mapping[str, np.ndarray],
 ) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, int]]:
-    """The weighted sum of all rewards, the scores of each by name, and the number of failures of each."""
+    """The weighted sum of all rewards, the scores of each by name, and the number of failures of each.
+
+    batch: rows of a call in training, for which the deadlines of functions are set.
+    """
     total, items = np.zeros(len(responses)), dict(learned)
     for name, scores in learned.items():
         total = total + rewards.token_parts[name].weight * scores
     if not rewards.text_parts:
         return total, items, {}
-    summed, parts = rewards.score_texts(rewards.samples(prompts.examples, prompts.texts, responses), step)
+    samples = rewards.samples(prompts.examples, prompts.texts, responses)
+    starts, lengths = range(0, len(samples), batch), [len(response.ids) for response in responses]
+    asked = [rewards.score_texts(samples[first : first + batch], step, first) for first in starts]
+    summed = np.concatenate([scored.scores for scored, _ in asked])
+    parts = {name: joined([own[name] for _, own in asked], lengths) for name in rewards.text_parts}
     failures = {name: count for name, part in parts.items() if (count := sum(part.failures.values()))}
-    return total + summed.scores, items | {name: part.scores for name, part in parts.items()}, failures
+    return total + summed, items | {name: part.scores for name, part in parts.items()}, failures
 
 
 def compare(before: Graded, after: Graded | None) -> dict:
@@ -243,15 +275,16 @@ def validate(
     """
     config, heldout = context.config.validation, context.task.heldout
     assert config is not None
+    if heldout is None or not _measurable(context, rewards):
+        return {}, []
 
-    def grade_rounds() -> list[Graded | None]:
-        options = {"temperature": config.temperature, "step": step}
+    def grade_rounds() -> list[Graded]:
+        count = config.prompts or context.config.evaluation.prompts or VALIDATED
+        options = {"temperature": config.temperature, "step": step, "count": count}
         purposes = [f"validation {number}" for number in range(config.k)]
         return [grade_heldout(context, policy, rewards, purpose=purpose, **options) for purpose in purposes]
 
-    rounds = [graded for graded in clock.run("validation", grade_rounds) if graded is not None]
-    if not rounds or heldout is None:
-        return {}, []
+    rounds = clock.run("validation", grade_rounds)
     first, metrics = rounds[0], statistics(rounds)
     rows = zip(heldout.texts, first.responses, first.scores, first.sources, strict=False)
     samples: list[dict[str, object]] = [

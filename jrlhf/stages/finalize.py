@@ -26,7 +26,7 @@ from jrlhf.run.files import sha256, to_json
 from jrlhf.run.metrics import StageRecords, read_metrics
 from jrlhf.run.processes import from_main
 from jrlhf.stages.context import Context
-from jrlhf.stages.evaluate import Graded, compare, doubts, grade_heldout
+from jrlhf.stages.evaluate import Graded, compare, doubts, evaluate
 
 if TYPE_CHECKING:
     from jrlhf.report.card import Facts
@@ -70,8 +70,7 @@ def finish(context: Context, outcome: Outcome) -> dict[str, Any]:
 
     run, config = context.run, context.config
     run.begin(context.console.line)
-    with context.console.status("answering the held-out prompts"):
-        after = grade_heldout(context, outcome.policy, outcome.rewards, outcome.costs)
+    after = evaluate(context, outcome.policy, outcome.rewards, outcome.costs)
     summary = from_main(partial(_summarise, context, outcome, after))
     with context.console.status("writing the model"):
         try:

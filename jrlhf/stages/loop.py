@@ -1,7 +1,7 @@
 """The loop that every stage runs: restore, advance, log, save, until it is done or asked to stop."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -31,12 +31,14 @@ def run_stage(
     advance: Callable[[State, int], tuple[State, dict[str, Any]]],
     *,
     meta: Mapping[str, str],
+    announced: Sequence[str],
     saved: Callable[[State], State] = lambda state: state,
 ) -> State:
     """Calls `advance(state, step) -> (state, metrics)` for each step of a stage, first with `init()`.
 
     Returns the last state. Metrics are numbers. In addition `metrics[SAMPLES]` may hold texts (mappings) for
     samples.jsonl, TensorBoard and the console, and `metrics[CALLS]` the calls of the iteration for timeline.jsonl.
+    announced: the names of the calls of a step (`calling`) in their order, whose compilation is told.
 
     Checkpoints hold `saved(state)`. An interrupted stage continues from its newest good checkpoint; a finished stage
     only restores it. A checkpoint with another `meta`, which identifies the inputs of the stage, is refused. A process
@@ -45,7 +47,7 @@ def run_stage(
     config, run, console = context.config, context.run, context.console
     steps, save_every = config.length(name), config.sections[name].save_every
     meta = context.identity.of_stage(meta)
-    directory, older = run.path / "checkpoints" / name, partial(run.older, name)
+    directory, older = run.path / "checkpoints" / name, lambda step: run.older(name, step)
     with Checkpoints(directory, keep=config.checkpoints.keep, tell=console.warn, older=older) as checkpoints:
         start, state, there = _restore(checkpoints, name, init, context, meta)
         records = StageRecords(run.path, name, start, writers=(*config.stages, "evaluation"), enabled=run.writes)
@@ -70,7 +72,7 @@ def run_stage(
         saving = dict[str, float]()  # the metric of the last save, which the next iteration logs
         with (
             MetricsLog(run.path, enabled=run.writes) as log,
-            console.progress(name, total=steps, start=start) as progress,
+            console.progress(name, total=steps, start=start, calls=announced) as progress,
             CompilationWatch(progress.compiling) as compilations,
             context.preemption.iterating(),
         ):

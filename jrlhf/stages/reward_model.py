@@ -15,10 +15,12 @@ from jrlhf.meshes import to_devices, to_host
 from jrlhf.ppo import PreferenceBatch, TrainState, make_preference_step
 from jrlhf.roles.initial import adamw, scalar_model, stored
 from jrlhf.roles.model import Model
+from jrlhf.run.profiler import calling
 from jrlhf.stages.context import Context
 from jrlhf.stages.loop import run_stage
 from jrlhf.stages.preferences import accuracies, collect_pairs, put_pairs
 
+UPDATE, SCORE = "reward_model.update", "reward_model.score"  # held-out pairs are scored, and at the end all
 NORMALISED_BY = 32_768  # maximum number of answers to normalise by; of a larger dataset every n-th answer is scored
 
 
@@ -45,15 +47,17 @@ def train_reward_model(context: Context, policy: Model) -> Model:
         train, heldout = pairs()
         order = Order(len(train), config.batch, context.config.seed)
         batch = PreferenceBatch(*put_pairs(context, train, order.draw(step), compiled.mesh)[:4])
-        with jax.set_mesh(compiled.mesh):
+        with jax.set_mesh(compiled.mesh), calling(UPDATE):
             state, metrics = step_fn(state, batch, *start.frozen)
         metrics = to_host(metrics) | {"training/epoch": order.epochs(step)[0]}
         if len(heldout) and config.evaluates(step):
-            metrics = metrics | _accuracy(partial(score, start.holding(state.params)), heldout)
+            with calling(SCORE):
+                metrics = metrics | _accuracy(partial(score, start.holding(state.params)), heldout)
         if step + 1 == config.steps:
             sequences = [*train.chosen, *train.rejected]
             sequences = sequences[:: -(-len(sequences) // NORMALISED_BY)]
-            every = score(start.holding(state.params), sequences)
+            with calling(SCORE):
+                every = score(start.holding(state.params), sequences)
             if not np.isfinite(every).all():
                 raise RunFailure(
                     f"reward_model ends at step {step + 1} with scores that are not finite: lower its learning rate"
@@ -63,7 +67,7 @@ def train_reward_model(context: Context, policy: Model) -> Model:
 
     init = partial(TrainState.create, start.params, optimizer)
     meta = {"corpus": context.task.fingerprint, "policy": policy.fingerprint()}
-    state = run_stage(context, "reward_model", init, advance, meta=meta)
+    state = run_stage(context, "reward_model", init, advance, meta=meta, announced=(UPDATE, SCORE))
     return stored(start.holding(state.params), context.config.offloading.reward)
 
 

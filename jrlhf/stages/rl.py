@@ -49,6 +49,7 @@ from jrlhf.roles.placement import RolePlacement, ready
 from jrlhf.run.clock import Clock
 from jrlhf.run.metrics import verl_figures
 from jrlhf.run.processes import is_main
+from jrlhf.run.profiler import calling
 from jrlhf.stages.context import Context
 from jrlhf.stages.evaluate import validate
 from jrlhf.stages.loop import CALLS, SAMPLES, run_stage
@@ -106,7 +107,8 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
             utilisation=utilisation_of(graph, models, algorithm, context.placement, context.compute),
         )
         init = partial(iterations.init, models)
-        state = run_stage(context, name, init, iterations.advance, meta=meta, saved=rollouts.saved)
+        calls = [*(["validation"] if config.validation else []), *(call.name for call in graph)]
+        state = run_stage(context, name, init, iterations.advance, meta=meta, announced=calls, saved=rollouts.saved)
     return RolePlacement.of(context.mesh).store(models["actor"].holding(state.trained["actor"].params))
 
 
@@ -156,7 +158,8 @@ class Iterations:
         start = {"moments": state.moments, "multiplier": state.multiplier, "texts": texts}
         roles = self.roles.bind(state.trained, draws, draw, **start)
         validated, validation_samples = self._validate(roles.actor.model, step)
-        self.rollouts.start(state.fleet, roles.actor)
+        with calling("actor.generate"):
+            self.rollouts.start(state.fleet, roles.actor)
         experience, metrics, drawn = self._run_dataflow(roles, draws, draw, state.kl.coef)
         self.rollouts.publish(roles.actor)
         with jax.set_mesh(self.home):
@@ -205,7 +208,8 @@ class Iterations:
         validation = self.context.config.validation
         if validation is None or validation.every is None or step % validation.every:
             return {}, []
-        return validate(self.context, policy, self.roles.reward, step, self._clock)
+        with calling("validation"):
+            return validate(self.context, policy, self.roles.reward, step, self._clock)
 
     def _run_dataflow(
         self, roles: Roles, draws: int, draw: Callable[[int], Batch], kl_coef: Array
@@ -215,7 +219,8 @@ class Iterations:
         if pool is not None:
             experience, metrics = map(ready, self.dataflow(**inputs))
             return experience, metrics, Drawn(pool.prompts, pool.raw, pool.draws)
-        batch = draw(draws)
+        with calling("actor.generate"):  # asynchronous rollouts come with the prompts
+            batch = draw(draws)
         experience, metrics = map(ready, self.dataflow(**inputs, prompts=batch))
         return experience, metrics, Drawn(batch, roles.reward.raw[draws], draws + 1)
 

@@ -24,7 +24,7 @@ from jrlhf.data.read import fingerprint
 from jrlhf.data.task import Task
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.tokenizer_files import load_tokenizer, same_tokens
-from jrlhf.errors import UserError
+from jrlhf.errors import Preempted, RunFailure, UserError
 from jrlhf.fleet.predict import choose, lengths_of_a_new_run, sentence
 from jrlhf.fleet.processes.places import asked_places
 from jrlhf.fleet.processes.ray_worker import joined
@@ -128,11 +128,14 @@ def open_context(config: Config, *, resume: bool | Literal["auto"], accept_rewar
         if mirror is not None:
             mirror.begin()
         run = stack.enter_context(open_run(config, resume=resume, notes=[_devices_line(mesh, plan)], now=now))
+        stack.enter_context(_kept_if_begun(run))
         stack.enter_context(explained(run))
         preemption = stack.enter_context(PreemptionGuard())
         trackers = stack.enter_context(tracking(config, run, console.warn))
-        if mirror is not None:
+        if mirror is not None and resume:
             mirror.start(run)
+        elif mirror is not None:
+            run.kept = partial(mirror.start, run)
         _write_inputs(run, config, task, plan, fused)
         words["seeds"] = str(from_main(run.seeds))
         functions = {f"{kind} {part.name}" for _, kind, part in config.rewards_and_costs if part.function is not None}
@@ -155,6 +158,22 @@ def open_context(config: Config, *, resume: bool | Literal["auto"], accept_rewar
         except RewardFailure as failure:
             note_failure(run, failure.identity, str(failure))
             raise
+
+
+@contextmanager
+def _kept_if_begun(run: Run) -> Iterator[None]:
+    """Leaves nothing of a new run that fails before it has begun, so that the same command can start it again.
+
+    It stays if the error is one after which a run is to be resumed.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if run.new and isinstance(error, Preempted | RunFailure | RewardFailure):
+            run.begin()
+        elif run.new and run.writes:
+            run.discard()
+        raise
 
 
 def _check_directory(config: Config, resume: bool) -> None:

@@ -13,8 +13,11 @@ from jrlhf.ppo import SFTBatch, TrainState, make_sft_step
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.initial import adamw
 from jrlhf.roles.model import Model
+from jrlhf.run.profiler import calling
 from jrlhf.stages.context import Context
 from jrlhf.stages.loop import run_stage
+
+UPDATE, EVALUATE = "sft.update", "sft.evaluate"
 
 
 def train_sft(context: Context, policy: Model) -> Model:
@@ -32,16 +35,19 @@ def train_sft(context: Context, policy: Model) -> Model:
     def advance(state: TrainState, step: int):
         rows = order.draw(step)
         batch = SFTBatch(*put_rows(sft_rows(data.batch(rows, step), context.length), training.mesh))
-        with jax.set_mesh(training.mesh):
+        with jax.set_mesh(training.mesh), calling(UPDATE):
             state, metrics = step_fn(state, batch, *policy.frozen)
         metrics = to_host(metrics) | {"training/epoch": order.epochs(step)[0]}
         if data.heldout.ids and config.evaluates(step):
-            metrics = metrics | {"sft/eval_loss": _mean_loss(context, scoring, policy.holding(state.params))}
+            with calling(EVALUATE):
+                loss = _mean_loss(context, scoring, policy.holding(state.params))
+            metrics = metrics | {"sft/eval_loss": loss}
         return state, metrics
 
     init = partial(TrainState.create, policy.params, optimizer)
     meta = {"corpus": context.task.fingerprint, "start": policy.fingerprint()}
-    state = run_stage(context, "sft", init, advance, meta=meta)
+    calls = (UPDATE, EVALUATE) if data.heldout.ids else (UPDATE,)
+    state = run_stage(context, "sft", init, advance, meta=meta, announced=calls)
     return policy.holding(state.params)
 
 

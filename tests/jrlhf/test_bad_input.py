@@ -14,14 +14,15 @@ from safetensors.numpy import load_file, save_file
 
 from jrlhf.config.parse import build
 from jrlhf.config.schema import Config
-from jrlhf.errors import UserError, exit_code
+from jrlhf.errors import Preempted, RunFailure, UserError, exit_code
 from jrlhf.models import LoRAConfig, ModelConfig, init_lora
 from jrlhf.models.hf import export_adapter, read_config
 from jrlhf.models.weights import HeadKind
+from jrlhf.rewards.functions import RewardFailure
 from jrlhf.run.directory import open_run
 from jrlhf.run.metrics import read_metrics
 from jrlhf.stages.setup import load_task, select_mesh
-from jrlhf.train import cli
+from jrlhf.train import cli, main
 from tests.support.runs import digest
 
 WEIGHTS = "model.safetensors"
@@ -122,6 +123,55 @@ def test_a_sentence_is_one_line_whatever_it_quotes(capsys):
 def test_a_model_directory_that_is_not_what_it_says(refused, damaged):
     for damage, message in DAMAGES:
         assert message in refused(**SFT, model={"path": damaged(damage)}), message
+
+
+def not_a_number(directory: Path) -> None:
+    tensors = load_file(directory / WEIGHTS)
+    tensors["model.norm.weight"][3] = np.nan
+    save_file(tensors, directory / WEIGHTS)
+
+
+@pytest.mark.parametrize("role", ["actor", "critic", "reference", "reward"])
+def test_weights_that_are_not_finite_leave_nothing_behind(role, refused, tmp_path, user, settings, make_model):
+    """Headers are in order, so only the run that reads the weights finds it; the same command may then run again."""
+    model = tmp_path / "damaged"
+    if role == "reward":
+        make_model(model, scalar=True)
+    else:
+        shutil.copytree(user / "actor", model)
+    not_a_number(model)
+    first = ["sft"] if role == "actor" else ["ppo"]
+    sections = {"stages": first, "model": {"path": str(model if role == "actor" else user / "actor")}}
+    if role in ("critic", "reference"):
+        sections["roles"] = {role: str(model)}
+    sections["rewards"] = [{"name": "judge", "model": str(model)}] if role == "reward" else SCORED["rewards"]
+    sections |= {"rewards": []} if role == "actor" else {"validation": {}, "data": {"heldout_rows": 0}}
+    if role not in ("actor", "reward"):
+        sections["rewards"] = [{"name": "short", "function": f"{user / 'rewards.py'}:short"}]
+    for _ in range(2):
+        assert "numbers that are not finite" in refused(**sections)  # which also asserts that runs/ is not there
+
+
+def test_an_address_of_a_run_that_never_began_is_free(tmp_path, settings, damaged, memory):
+    model, runs = damaged(not_a_number), "memory://bucket/runs"
+    sections = SFT | {"model": {"path": model}, "storage": {"scratch": str(tmp_path / "scratch")}}
+    config = build(Config, settings(name="bad", run_dir=runs, **sections))
+    for _ in range(2):
+        with pytest.raises(UserError, match="not finite"):
+            main(config)
+        left = [path.name for path in (tmp_path / "scratch").rglob("*") if path.is_file()]
+        assert not memory.store and left == [".bad.claim"]  # a lock, which no process may delete
+
+
+@pytest.mark.parametrize("error", [Preempted("stopped"), RunFailure("resume"), RewardFailure("resume")])
+def test_a_new_run_that_is_to_be_resumed_is_kept(error, tmp_path, settings, monkeypatch):
+    def fail(*_) -> None:
+        raise error
+
+    monkeypatch.setattr("jrlhf.roles.initial.InitialModels.policy", fail)
+    with pytest.raises(type(error)):
+        main(build(Config, settings(name="kept", run_dir=str(tmp_path), **SFT)))
+    assert (tmp_path / "kept" / "config.yaml").is_file()
 
 
 def test_a_path_that_holds_no_model(refused, tmp_path, user):

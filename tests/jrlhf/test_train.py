@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 import jrlhf.__main__
+from jrlhf.algorithms.registry import stage_graph
 from jrlhf.config import config_yaml, load_config
 from jrlhf.export import cli as export
 from jrlhf.generate import load
@@ -56,6 +58,22 @@ def test_a_run_leaves_what_is_promised(sums):
     assert json.loads((sums / "model" / "prompting.json").read_text())["chat"] is False
     assert {record["stage"] for record in read_metrics(sums)} == {"sft", "ppo"}
     assert len([record for record in read_jsonl(sums / "samples.jsonl") if record["stage"] == "evaluation"]) == 8
+
+
+def test_the_console_names_the_calls_whose_programs_compile(sums):
+    """From the first program on, each once, with its place among the calls of a step."""
+    log = (sums.parent / "log.txt").read_text()
+    announcements = re.findall(r"^(\w+): compiling (\S+) \((\d+) of (\d+)\)$", log, re.MULTILINE)
+    config = load_config(str(sums / "config.yaml"))
+    for stage, calls in {
+        "sft": ["sft.update", "sft.evaluate"],
+        "ppo": [call.name for call in stage_graph(config, "ppo")],
+    }.items():
+        own = [(call, int(number), int(count)) for name, call, number, count in announcements if name == stage]
+        assert len(own) == len(set(own)) and {count for *_, count in own} == {len(calls)}
+        assert all(calls[number - 1] == call for call, number, _ in own)
+        assert {call for call in calls if "update" in call or call == "sft.evaluate"} <= {call for call, *_ in own}
+        assert log.index(f"{stage}: compiling") < log.index(f"\n{stage} 1/3")
 
 
 def test_the_invariants_of_training_hold(sums):

@@ -313,7 +313,7 @@ def test_a_run_that_a_reward_stopped_goes_on_in_the_same_bits(tmp_path, settings
 
 
 @pytest.mark.proof("runs")
-def test_stages_by_themselves(everything, tmp_path, settings, user):
+def test_stages_by_themselves(everything, tmp_path, settings, user, capsys):
     """Supervised learning alone is the same as in a whole run; a reward model alone learns from the actor as it is."""
     config = settings(name="alone", run_dir=str(tmp_path), stages=["sft"], rewards=[])
     summary = main(build(Config, config))
@@ -321,7 +321,11 @@ def test_stages_by_themselves(everything, tmp_path, settings, user):
     assert timeless(tmp_path / "alone") == [row for row in timeless(everything[0]) if row["stage"] == "sft"]
     assert not (tmp_path / "alone" / "reward_model").exists()
     config = settings(name="judge", run_dir=str(tmp_path), stages=["reward_model"], rewards=[])
+    capsys.readouterr()
     summary = main(build(Config, config))
+    announcements = [line for line in capsys.readouterr().out.splitlines() if ": compiling " in line]
+    calls = ["reward_model.update (1 of 2)", "reward_model.score (2 of 2)"]
+    assert announcements == [f"reward_model: compiling {call}" for call in calls]
     assert summary["reward_model_accuracy"] >= 0.5
     assert digest(tmp_path / "judge" / "model")["model.safetensors"] == digest(user / "actor")["model.safetensors"]
     # What it leaves is a reward that the next run can name.

@@ -59,9 +59,7 @@ def play(directory: Path, *, resume: bool = False, before: Before = lambda step:
         line=lambda text, style="": None,
         samples=lambda rows: None,
         status=lambda text: nullcontext(),
-        progress=lambda *_, **__: nullcontext(
-            SimpleNamespace(advance=lambda *_: None, compiling=lambda number, program: None)
-        ),
+        progress=lambda *_, **__: nullcontext(SimpleNamespace(advance=lambda *_: None, compiling=lambda call: None)),
     )
     config = load_config(str(source), settings)
     with open_run(config, resume=resume) as run, explained(run), PreemptionGuard() as guard, jax.set_mesh(mesh):
@@ -81,7 +79,7 @@ def play(directory: Path, *, resume: bool = False, before: Before = lambda step:
             texts = [{"prompt": "1+1=", "response": f"{step} \u2028 ü"}]
             return {"x": state["x"] * 1.5 + step + 1}, {"loss": 1 / (step + 3), SAMPLES: texts}
 
-        state = run_stage(context, "sft", init, advance, meta={"corpus": "task"})
+        state = run_stage(context, "sft", init, advance, meta={"corpus": "task"}, announced=())
         run.begin()
         records = [[row for row in read_jsonl(run.path / name)] for name in ("metrics.jsonl", "samples.jsonl")]
         timed = "perf/", "timing_"
@@ -198,7 +196,7 @@ def killed(directory: Path, seconds: float, hang: bool) -> None:
 
 
 def main(directory: Path, seed: int, damages: int, kills: int) -> None:
-    evaluate.grade_heldout = lambda *_, **__: Graded("gold", (Response((1, 2), "a", True),), ("",), SCORES, {}, None)
+    evaluate.evaluate = lambda *_: Graded("gold", (Response((1, 2), "a", True),), ("",), SCORES, {}, None)
     moments, whole, half = random.Random(f"{seed} kills"), directory / "whole", directory / "half"
     began = time.monotonic()
     assert child(lambda: play(whole)) == 0

@@ -9,7 +9,17 @@ import pytest
 import yaml
 
 from benchmarks.config_reference import reference_table
-from jrlhf.config import Config, build, config_names, config_yaml, load, load_config, validate
+from jrlhf.config import (
+    Config,
+    build,
+    config_names,
+    config_yaml,
+    load,
+    load_config,
+    make_config,
+    settings_of,
+    validate,
+)
 from jrlhf.config.keys import flatten
 from jrlhf.config.parse import Feature, parse_yaml
 from jrlhf.config.parse import override as put
@@ -194,16 +204,15 @@ OVERRIDES = {
     "seed": "override 'seed' is not understood: write key=value, for example seed=1",
     "ppo..x=1": "override 'ppo..x=1' is not understood: write key=value, for example seed=1",
     "seed.x=1": "override 'seed.x=1': seed=3 is no section, it has no x",
-    "ppo=null": "ppo has no value: give it one, or leave the key out for its default",
     "model={embed.x: 1}": "model.embed.x is not a known key: did you mean model.embed?",
     "ppo={actor.warmup: 3}": "ppo.actor.warmup: dots in keys are not read here, write {actor: {warmup: 3}}",
     "seed=": "seed has no value: give it one, or leave the key out for its default",
     "seed=-1": "seed=-1: it must be from 0 to 4294967295",
     "learning_rate=1": "learning_rate is not a known key: did you mean sft.learning_rate",
     "data={source: datasets, prompt: {path: a}}": "data.prompt is not a known key: did you mean data.prompts?",
-    "rewards[0].weight=2": "override 'rewards[0].weight=2' names a part of a list: give all of it, rewards=[...]",
-    "rewards.weight=2": "override 'rewards.weight=2' names a part of a list: give all of it, rewards=[...]",
-    "rewards.0.weight=2": "override 'rewards.0.weight=2' names a part of a list: give all of it, rewards=[...]",
+    "rewards[0].weight=2": "override 'rewards[0].weight=2' names no part of rewards: they are numbered from 0",
+    "rewards.weight=2": "override 'rewards.weight=2' names no part of rewards: they are numbered from 0",
+    "rewards.0.weight=2": "override 'rewards.0.weight=2' names no part of rewards: they are numbered from 0",
     "sft.learning_rate=-1": "sft.learning_rate=-1.0: it must be at least 0 and finite",
     "sft.steps=[1": "sft.steps, line 1",
     "sft.steps=2147483648": "sft.steps=2147483648: it must be at most 2147483647",
@@ -246,6 +255,42 @@ def test_a_wrong_override_is_one_sentence(tmp_path):
         with pytest.raises(UserError) as caught:
             load_config(write(tmp_path, "seed: 3"), [override])
         assert str(caught.value).startswith(message) and "\n" not in str(caught.value), (override, str(caught.value))
+
+
+def test_a_part_of_a_list_is_set_by_its_number(tmp_path):
+    path = write(tmp_path, "rewards: [{name: a, function: exact_match}, {name: b, function: 'f.py:g'}]")
+    parts = ["rewards.0.weight=2", "rewards[1].function=h.py:k", "rewards.1.options.depth=3"]
+    first, second = load_config(path, parts).rewards
+    assert (first.name, first.weight, first.function) == ("a", 2.0, "exact_match")
+    assert (second.function, second.options) == ("h.py:k", {"depth": 3})
+    whole = load_config(path, ["rewards=[{name: c, function: word_count}]", "rewards.0.name=d"]).rewards
+    assert [(part.name, part.function) for part in whole] == [("d", "word_count")]
+    for wrong in ("rewards.2.weight=1", "rewards.weight=1", "rewards[x].weight=1", "rewards.0=1"):
+        with pytest.raises(UserError, match="names no part of rewards: they are numbered from 0, as in rewards.0"):
+            load_config(path, [wrong])
+
+
+def test_a_command_line_removes_a_stages_section(tmp_path):
+    path = write(tmp_path, "stages: [sft, ppo]\nppo: {iterations: 3}\nrewards: [{name: a, function: exact_match}]")
+    with pytest.raises(UserError, match=r"section ppo has no effect .*: leave it out \(ppo=null on a command line\)"):
+        load_config(path, ["stages=[sft, grpo]"])
+    assert load_config(path, ["stages=[sft, grpo]", "ppo=null"]).stages == ("sft", "grpo")
+    assert load_config(path, ["ppo=null"]).rl.iterations == load_config(path, ["ppo={}"]).rl.iterations != 3
+
+
+def test_settings_in_a_text_are_words_of_a_shell():
+    text = """sft.steps=20 data.system="Be brief = good." 'stages=[sft, grpo]' plan=a=b"""
+    settings = settings_of(text)
+    assert settings == {"sft.steps": "20", "data.system": "Be brief = good.", "stages": "[sft, grpo]", "plan": "a=b"}
+    rewards = "rewards='[{name: a, function: exact_match}]'"
+    config = make_config({"model": {"path": "m"}, "data": {"source": "datasets"}}, settings_of(f"{text} {rewards}"))
+    assert config.stages == ("sft", "grpo") and config.sft.steps == 20 and config.rewards[0].name == "a"
+    assert isinstance(config.data, DatasetsData) and config.data.system == "Be brief = good."
+    assert settings_of(" ") == {}
+    with pytest.raises(UserError, match="'brief' in the settings .* is not key=value: put a value with blanks in"):
+        settings_of("data.system=Be brief")
+    with pytest.raises(UserError, match="No closing quotation"):
+        settings_of("data.system='Be brief")
 
 
 def test_a_command_line_switches_a_feature_of_the_file_off(tmp_path):

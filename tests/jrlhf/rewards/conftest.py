@@ -17,7 +17,7 @@ from tests.support.processes import alive, children
 
 
 def make_reward(spec: str, name: str = "judge", seed: int = 0, log: Path | None = None, **settings) -> FunctionReward:
-    own: dict[str, Any] = {"kind": settings.pop("kind")} if "kind" in settings else {}
+    own: dict[str, Any] = {key: settings.pop(key) for key in ("kind", "steps", "epochs") if key in settings}
     return FunctionReward(RewardConfig(name=name, function=spec, **settings), seed, log, **own)
 
 

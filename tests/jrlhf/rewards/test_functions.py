@@ -23,7 +23,7 @@ from .conftest import make_reward, make_sample, pids
 def test_trl_functions_score_rows_in_order_whatever_the_number_of_workers(start):
     source = """
     def f(prompts, completions, completion_ids, answer, weight=10, **columns):
-        assert sorted(columns) == ["data_source", "extra_info", "log_extra", "log_metric"], columns
+        assert sorted(columns) == ["data_source", "extra_info", "log_extra", "log_metric", "trainer_state"], columns
         assert columns["data_source"] == ["here"] * len(prompts)
         return [
             ids[0] + len(ids) / weight + (completion == "response " + prompt.split()[1]) * float(a)
@@ -112,6 +112,20 @@ def test_special_tokens_reach_a_model_that_asks_for_them():
         response = MARKED[row % 2]
         assert without.partition(before)[2].startswith(f"{response.text}<|im_end|>")
         assert with_marks.partition(before)[2].startswith(f"{response.marked or response.text}<|im_end|>")
+@pytest.mark.parametrize("arguments", ["completions, trainer_state", "completions, **rest"])
+@pytest.mark.parametrize("in_process", [False, True])
+def test_a_function_knows_how_far_the_run_is(arguments, in_process, start, tmp_path):
+    """It gets TRL's `trainer_state`, which no column of this name replaces."""
+    source = f"""
+    def f({arguments}):
+        state = {arguments.split()[-1].strip("*")}
+        state = state["trainer_state"] if isinstance(state, dict) else state
+        return [state.global_step + state.max_steps / 1000 + state.epoch / 1_000_000 for _ in completions]
+    """
+    reward = start(source, in_process=in_process, steps=40, epochs=0.25)
+    samples = [make_sample(row, trainer_state="a column") for row in range(3)]
+    np.testing.assert_allclose(reward.score(samples, 6).scores, [6.0400015] * 3, rtol=1e-12)
+    np.testing.assert_allclose(reward.score(samples).scores, [0.04] * 3, rtol=1e-12)
 
 
 def test_a_function_is_the_same_wherever_its_file_is(tmp_path):
@@ -349,7 +363,7 @@ STARTS = [  # source, arguments, sentence
     ("f = print", {}, "has the signature"),
     ("raise SystemExit", {}, "cannot be imported: SystemExit"),
     ("f = 3", {}, "is of type int: name a function"),
-    ("g = 3", {}, "there is no 'f' in .*, which has g"),
+    ("g = 3", {}, "there is no 'f' in .*: it has g"),
     ("import no_such_module", {}, r"cannot be imported: ModuleNotFoundError.* at .*function\d+.py:1"),
     ("print('going', flush=True)\nimport os; os.abort()", {}, r"ended while importing .*ended by SIGABRT, at .*:2"),
     ("def f(completions): ...", {"options": {"x": lambda: 1}}, "its options cannot be sent"),

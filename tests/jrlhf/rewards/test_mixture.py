@@ -128,7 +128,7 @@ def test_an_interrupted_run_does_not_wait_for_the_rows_of_a_call_at_work(tmp_pat
     section = {"name": "slow", "function": f"{tmp_path}/slow.py:f", "workers": 1}
     config = build(Config, {"stages": ["grpo"], "rewards": [section]})
     initial: Any = SimpleNamespace(config=config, console=SimpleNamespace(line=print), compute=Compute())
-    task: Any = SimpleNamespace(tokenizer=None)
+    task: Any = SimpleNamespace(tokenizer=None, prompts=SimpleNamespace(ids=[(1,)]))
     log, row = tmp_path / "reward-slow.log", (BATCH.examples[:2], BATCH.texts[:2], [Response((5,), "x", True)] * 2)
     with (
         pytest.raises(KeyboardInterrupt),

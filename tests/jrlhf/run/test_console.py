@@ -11,6 +11,7 @@ import pytest
 
 from jrlhf.config import Config
 from jrlhf.run.console import Console, clean, decimals, duration, validation_key
+from jrlhf.run.files import in_units
 
 
 class Clock:
@@ -123,16 +124,20 @@ def test_an_asynchronous_run_says_who_waits(plain):
     assert lines() == ["grpo 1/2  trainer waits 12.2  rollouts wait 0.0"]
 
 
-def test_a_phase_that_compiles_for_long_is_not_silent(plain, clock):
+def test_compilations_are_announced_once_for_each_call_from_the_first_on(plain):
     console, lines = plain
-    with console.progress("ppo", total=3) as progress:
-        for number in range(1, 8):
-            clock.time += 4
-            progress.compiling(number, "update")
+    with console.progress("ppo", total=3, calls=["actor.generate", "reward.score", "actor.update"]) as progress:
+        for call in ("", "actor.generate", "actor.generate", "of_aligned"):
+            progress.compiling(call)
         progress.advance(1)
-        clock.time += 60
-        progress.compiling(9, "update")
-    assert lines() == ["ppo: compiling program 3, update", "ppo: compiling program 6, update", "ppo 1/3"]
+        progress.compiling("actor.update")  # late, such as an evaluation
+    assert lines() == ["ppo: compiling actor.generate (1 of 3)", "ppo 1/3", "ppo: compiling actor.update (3 of 3)"]
+
+
+def test_sizes_are_written_in_the_largest_unit():
+    sizes = {0: "0 B", 12: "12 B", 1023: "1023 B", 1024: "1 KiB", 1536 << 10: "1.5 MiB", 80 << 30: "80 GiB"}
+    sizes |= {(80 << 30) + (41 << 20): "80.04 GiB", (1 << 30) - 1: "1 GiB", int(1602822.281 * 2**20): "1.53 TiB"}
+    assert {count: in_units(count) for count in sizes} == sizes
 
 
 def test_samples_are_cleaned_aligned_and_not_shown_too_often(plain, clock):

@@ -79,6 +79,29 @@ def test_the_same_run_needs_resume_and_resume_needs_a_run(make, tmp_path):
     open_run(make("name=second", f"run_dir={tmp_path / 'elsewhere'}", "plan=split"), resume=True).close()
 
 
+def test_what_a_new_run_leaves_if_it_never_began_is_what_was_there(make, tmp_path):
+    deep = f"run_dir={tmp_path / 'a' / 'b'}"
+    other, own = tmp_path / "runs" / "other", tmp_path / "runs" / "first"
+    with open_run(make(deep)) as run:
+        (run.path / "tensorboard").mkdir()
+        run.discard()
+    assert not (tmp_path / "a").exists()
+    other.mkdir(parents=True)
+    own.mkdir()  # the user's, and empty
+    with open_run(make()) as run:
+        assert run.new
+        run.discard()
+    assert other.exists() and own.exists() and not list(own.iterdir())
+    began = []
+    with open_run(make()) as run:
+        run.kept = lambda: began.append(run.path)
+        run.begin()
+        run.begin()
+        assert not run.new and began == [own]
+    with open_run(make(), resume=True) as run:
+        assert not run.new
+
+
 def test_another_config_is_refused_with_its_differences_and_nothing_changes(make, tmp_path):
     with open_run(make()) as run:
         run.add_samples([{"stage": "sft", "step": 1, "response": "x"}])

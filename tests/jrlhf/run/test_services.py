@@ -20,7 +20,7 @@ from jrlhf.run import devices
 from jrlhf.run.clock import Clock, Stopwatch, timed
 from jrlhf.run.devices import select
 from jrlhf.run.preemption import PreemptionGuard
-from jrlhf.run.profiler import CompilationWatch, traced
+from jrlhf.run.profiler import CompilationWatch, calling, traced
 
 
 class Sleeper:
@@ -51,8 +51,9 @@ def test_a_compilation_is_counted_and_after_settling_explained(caplog):
 
     double, begun = jax.jit(twice), []
     two, three = jnp.arange(2), jnp.arange(3)
-    with CompilationWatch(lambda number, name: begun.append((number, name))) as watch:
-        double(two)
+    with CompilationWatch(begun.append) as watch:
+        with calling("actor.update"):
+            double(two)
         names, causes = watch.take()
         assert len(names) == 1 and causes == []
         watch.explain()
@@ -67,7 +68,7 @@ def test_a_compilation_is_counted_and_after_settling_explained(caplog):
         ):
             logging.getLogger("jax._src.compiler").warning(message)
         assert watch.take() == ([], [])
-    assert begun == [(1, "twice"), (2, "twice")]
+    assert begun == ["actor.update", ""]
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert not jax.config.jax_explain_cache_misses  # pyright: ignore[reportAttributeAccessIssue]
     double(jnp.arange(4))

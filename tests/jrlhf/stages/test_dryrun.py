@@ -1,5 +1,6 @@
 """A dry run: adapters as rewards and costs, datasets that are not here, and the move of the last rows."""
 
+import json
 import sys
 from dataclasses import replace
 from functools import partial
@@ -20,9 +21,12 @@ from jrlhf.models import LoRAConfig, init_lora
 from jrlhf.models.hf import export_adapter, read_config
 from jrlhf.planning.fit import memory_of
 from jrlhf.planning.time import CostModel
+from jrlhf.run.files import in_units
 from jrlhf.stages import setup
 from jrlhf.stages.dryrun import describe
 from jrlhf.stages.setup import prices_of_rollouts, select_mesh
+from jrlhf.train import cli
+from tests.jrlhf.conftest import write_jsonl
 
 
 def test_adapters_of_rewards_and_costs_are_counted_and_lie_on_the_base(tmp_path, user, settings, monkeypatch):
@@ -50,14 +54,69 @@ def test_adapters_of_rewards_and_costs_are_counted_and_lie_on_the_base(tmp_path,
         assert roles[role] == {"weights": sum(tensor.nbytes for tensor in stored.values()) + bias}
     assert {"reward.score", "cost.score"} <= {call.name for call in graph_of(config)}
     trained = "actor", "critic", "cost_critic"
-    size = 3 * sum(roles[role]["weights"] for role in trained) / 2**20  # every device has all of an adapter
-    assert f"a checkpoint of safe_rlhf: {size:.3f} MiB; run_dir needs room for 3 of them" in describe(config)
+    size = 3 * sum(roles[role]["weights"] for role in trained)  # every device has all of an adapter
+    assert f"a checkpoint of safe_rlhf: {in_units(size)}; run_dir needs room for 3 of them" in describe(config)
     plan = {line.split()[0]: line for line in describe(config).split("plan of ")[1].splitlines() if line}
     assert all("layout generate" in plan[name] for name in ("reward.score", "cost.score", "cost_critic.values"))
 
     functions = sections | {"costs": [{"name": "words", "function": "word_count"}]}
     text = describe(build(Config, without_ppo(settings(**functions))))
-    assert "cost.score" in text and text.count("functions, beside the rest") == 1 and "cost words" not in text
+    assert "cost.score" in text and text.count("functions, beside the rest") == 1
+    assert text.count("cost words") == text.count("cost words of 2 made answers: ") == 1
+
+
+REWARDS = """
+from pathlib import Path
+
+def counted(completions, prompts, **columns):
+    with open(Path(__file__).with_name("calls"), "a") as file:
+        print(len(completions), prompts[0][0]["content"], completions[0][0]["content"], file=file)
+    return [float(len(completion[0]["content"])) for completion in completions]
+
+def single(completions):
+    return [1.0]
+
+def slow(completions):
+    import time
+    time.sleep(60)
+"""
+
+
+def test_the_first_prompt_is_shown_and_each_reward_function_called_once_on_it(tmp_path, settings, user, capsys):
+    (tmp_path / "mine.py").write_text(REWARDS)
+    rows = [{"question": "How many?", "answer": "It is 12."}, {"question": "How many more?", "answer": "3"}] * 20
+    columns = {"prompt": "question", "completion": "answer"}
+    prompts = {"path": str(write_jsonl(tmp_path / "rows.jsonl", rows)), "columns": columns}
+
+    def dry_run(function: str, **reward) -> tuple[int, str, str]:
+        own = [{"name": "mine", "function": f"{tmp_path / 'mine.py'}:{function}", **reward}]
+        data, runs = {"prompts": prompts, "heldout_rows": 1}, str(tmp_path / "runs")
+        (tmp_path / "config.yaml").write_text(json.dumps(settings(rewards=own, run_dir=runs, data=data)))
+        code = cli(["--config", str(tmp_path / "config.yaml"), "--dry-run"])
+        return code, *capsys.readouterr()
+
+    code, text, _ = dry_run("counted")
+    (call,) = (tmp_path / "calls").read_text().splitlines()
+    shown = text.split("the first prompt, as the model reads it:\n")[1].split("reward mine of ")[0]
+    question, mark, answer = call.removeprefix("2 ").partition("? ")
+    question += mark.strip()
+    assert code == 0 and answer == {"How many?": "It is 12.", "How many more?": "3"}[question]
+    assert f"<|im_start|>user\n  {question}<|im_end|>\n" in shown and shown.endswith("<|im_start|>assistant\n\n")
+    assert f"reward mine of 2 made answers: {len(answer)}, 17\n" in text
+    assert "weights are not read here: a run reads them before it trains" in text and not (tmp_path / "runs").exists()
+
+    code, _, error = dry_run("single")
+    assert code == 2 and "reward 'mine' failed (length: returned 1 scores for 2 samples) on a call with 2" in error
+    assert "set on_failure of reward 'mine' to a score for such samples\n" in error  # there is nothing to resume
+    code, _, error = dry_run("slow", deadline=1.0)
+    assert code == 2 and "reward 'mine' failed (hang" in error
+    code, text, _ = dry_run("single", on_failure=-3)
+    assert code == 0 and "reward mine of 2 made answers: -3, -3 (on_failure for failed ones: 2 length)\n" in text
+
+
+def test_the_first_text_is_shown_where_there_are_no_prompts(settings):
+    text = describe(build(Config, settings(stages=["sft"], rewards=[])))
+    assert "the first text to learn, as the model reads it:\n  <|im_start|>" in text
 
 
 def test_datasets_that_a_run_could_not_read_are_named(settings, monkeypatch):

@@ -1,5 +1,6 @@
 """Answers are graded by the task's measure or by the rewards; statistics of validation are checked by hand."""
 
+import io
 import json
 import re
 from collections import Counter
@@ -13,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from jrlhf.config import Config, config_yaml
+from jrlhf.config import Config, config_yaml, load_config
 from jrlhf.config.schema import EvaluationConfig, ModelSection
 from jrlhf.data.encode import Prompts
 from jrlhf.data.types import Example, Response
@@ -27,7 +28,16 @@ from jrlhf.run.console import Console
 from jrlhf.run.directory import Run
 from jrlhf.run.files import sha256, to_json
 from jrlhf.stages import finalize
-from jrlhf.stages.evaluate import Graded, compare, doubts, grade, grade_before, statistics
+from jrlhf.stages.evaluate import (
+    Graded,
+    compare,
+    doubts,
+    evaluate,
+    grade,
+    grade_before,
+    statistics,
+    validate,
+)
 from jrlhf.stages.identity import Identity
 
 TEXTS = ("a", "a b c", "a b")
@@ -35,12 +45,13 @@ RESPONSES = tuple(Response((1, 2), text, True) for text in TEXTS)
 PROMPTS = Prompts(((3,),) * 3, ("p",) * 3, examples=(Example("p"),) * 3)
 
 
-def words(samples, step) -> Scored:
+def words(samples, step, first=0) -> Scored:
+    assert len(samples) <= 2 and first in (0, 2)  # as many as in training, for which deadlines are set
     return Scored(np.array([len(sample.response.text.split()) for sample in samples], float))
 
 
-def failing(samples, step) -> Scored:
-    return Scored(np.zeros(len(samples)), failures=Counter({"nan": 2}))
+def failing(samples, step, first=0) -> Scored:
+    return Scored(np.zeros(len(samples)), failures=Counter({"nan": 2 - first}))
 
 
 def sum_of(**parts: tuple[float, Any]) -> Rewards:
@@ -53,7 +64,7 @@ def sum_of(**parts: tuple[float, Any]) -> Rewards:
 
 
 def context(gold=None) -> Any:
-    return cast(Any, SimpleNamespace(task=SimpleNamespace(gold=gold)))
+    return cast(Any, SimpleNamespace(task=SimpleNamespace(gold=gold), config=SimpleNamespace(sampled_rows=2)))
 
 
 def test_costs_are_measured_beside_the_score_and_are_no_part_of_it():
@@ -74,13 +85,46 @@ def test_a_measure_of_the_task_has_costs_besides():
     assert result.measure == "gold" and result.summary()["cost"] == 2.0 and set(result.items) == {"short"}
 
 
+@pytest.mark.parametrize(
+    "settings, measured, validated, line",
+    [
+        ([], 300, 256, "answering 300 held-out prompts ..."),
+        (["evaluation.prompts=7"], 7, 7, "answering 7 of 300 held-out prompts ..."),
+        (["evaluation.prompts=999"], 300, 300, "answering 300 held-out prompts ..."),
+        (["evaluation.prompts=290", "validation.prompts=5"], 290, 5, "answering 290 of 300 held-out prompts ..."),
+    ],
+)
+def test_all_heldout_prompts_are_measured_and_a_validation_has_its_own_number(settings, measured, validated, line):
+    """The number that is printed is the number that is measured."""
+    prompts = Prompts(((3,),) * 300, ("p",) * 300, examples=(Example("p"),) * 300)
+    out, asked = io.StringIO(), []
+    config = load_config("quickstart", ["evaluation.prompts=null", "validation.every=1", *settings])
+
+    def sample(policy, ids, key, sampling) -> list[Response]:
+        asked.append(len(ids))
+        return [Response((1,), "a", True)] * len(ids)
+
+    gold = lambda examples, texts: SimpleNamespace(scores=np.ones(len(texts)), items={})  # noqa: E731
+    services: Any = {"task": SimpleNamespace(heldout=prompts, gold=gold), "sampler": SimpleNamespace(sample=sample)}
+    services |= {"console": Console(file=out), "config": config, "sampling": SimpleNamespace()}
+    run = cast(Any, SimpleNamespace(**services))
+    graded = evaluate(run, cast(Any, None))
+    assert graded is not None and len(graded.scores) == measured and out.getvalue() == f"{line}\n"
+    run.task.gold = None
+    assert evaluate(run, cast(Any, None)) is None and out.getvalue() == f"{line}\n"  # nothing is answered, or told
+    run.task.gold = gold
+    clock = SimpleNamespace(run=lambda name, function: function())
+    metrics, samples = validate(run, cast(Any, None), cast(Any, None), 0, cast(Any, clock))
+    assert asked == [measured, validated] and len(samples) == validated and metrics["val-core/all/gold/mean@1"] == 1
+
+
 def test_the_policy_before_is_graded_once_and_read_back_bit_for_bit(tmp_path, monkeypatch):
     items = {"odd": np.array([0.1, np.nan, 0.3], np.float32), "words": np.array([1, 3, 2])}
     scores, learnt = np.array([0.1, 0.2, 1 / 3]), np.array([0.1, -2.5, 1e-8], np.float32)
     grades = Graded("gold", RESPONSES, ("a", "b", "a"), scores, items, learnt, {"x": 2})
     graded: list[str] = []
     monkeypatch.setattr(
-        "jrlhf.stages.evaluate.grade_heldout", lambda context, policy, *_: graded.append(policy.word) or grades
+        "jrlhf.stages.evaluate.evaluate", lambda context, policy, *_: graded.append(policy.word) or grades
     )
     services = {"run": Run(tmp_path), "console": Console(enabled=False), "task": SimpleNamespace(fingerprint="t")}
     services |= {"identity": Identity({"seeds": "2", "reward exact modules": "m"}), "phases": Stopwatch()}
@@ -180,7 +224,9 @@ def test_a_file_of_the_user_in_the_place_of_the_model_ends_the_run_with_a_senten
         config=Config(stages=("sft",)),
         run=Run(tmp_path, writes=False),
         task=SimpleNamespace(
-            tokenizer=SimpleNamespace(directory=None, eos_ids=(), pad_id=0, bos_id=None, to_json=str), heldout=None
+            tokenizer=SimpleNamespace(directory=None, eos_ids=(), pad_id=0, bos_id=None, to_json=str),
+            heldout=None,
+            gold=None,
         ),
         console=Console(enabled=False),
     )

@@ -46,7 +46,7 @@ class Services:
 
     @contextlib.contextmanager
     def progress(self, *_, **__):
-        yield SimpleNamespace(advance=lambda *_: None, compiling=lambda number, program: None)
+        yield SimpleNamespace(advance=lambda *_: None, compiling=lambda call: None)
 
 
 def context(path, *, steps=6, section=None, stop_after_skipped=5):
@@ -76,7 +76,7 @@ def advance(state, step):
 
 def run(here, step=advance, meta=None):
     with jax.set_mesh(MESH):
-        return run_stage(here, "sft", init, step, meta=meta or {})
+        return run_stage(here, "sft", init, step, meta=meta or {}, announced=())
 
 
 def test_the_seconds_of_a_stage_are_those_of_all_processes_that_advanced_it(tmp_path, monkeypatch):
@@ -271,7 +271,7 @@ def test_updates_that_nothing_is_learned_from_are_told_and_counted_and_end_the_r
                 break
         try:
             with jax.set_mesh(MESH):
-                run_stage(here, "sft", init, advance, meta={})
+                run_stage(here, "sft", init, advance, meta={}, announced=())
             assert end > len(kinds)
             ends["done"] += 1
         except RunFailure as error:

@@ -46,7 +46,7 @@ def test_sft_in_stages_is_sft_without(settings, tmp_path, monkeypatch):
     ends, stages, staged_calls = [], list[int](), list[str]()
     monkeypatch.setattr(setup, "refuse_cross_process", lambda plan, _: stages.append(plan["sft.update"].pipeline))
 
-    def run_stage(context, name, init, advance, *, meta):
+    def run_stage(context, name, init, advance, *, meta, announced):
         state, first = advance(init(), 0)
         state, second = advance(state, 1)
         ends.append((first, second, to_host(state.params)))
