@@ -70,7 +70,9 @@ def test_same_text_as_transformers():
     theirs = transformers.AutoTokenizer.from_pretrained(FAMILIES / "qwen")
     for template in TRICKY:
         expected = theirs.apply_chat_template(messages, chat_template=template, tools=TOOLS, tokenize=False)
-        assert render_chat(replace(QWEN, chat_template=template), messages, tools=TOOLS) == expected, template
+        assert render_chat(replace(QWEN, chat_template=template), messages, variables={"tools": TOOLS}) == expected, (
+            template
+        )
 
 
 def test_a_continued_message_ends_where_its_text_does():
