@@ -57,7 +57,7 @@ def load_task(config: Config, tokenizer: Tokenizer) -> Task:
     examples = [example for rows in encoded.values() for example in rows.examples]
     return Task(
         tokenizer=tokenizer,
-        fingerprint=fingerprint([tokenizer.to_json(), str(tokenizer.chat_template), *words]),
+        fingerprint=fingerprint([tokenizer.to_json(), *tokenizer.templates, *words]),
         description="\n".join(_describe(config, datasets, splits, encoded)),
         sft=sft,
         pairs=pairs,

@@ -37,6 +37,11 @@ class Tokenizer:
         return "the tokenizer" if self.directory is None else f"the tokenizer in {self.directory}"
 
     @property
+    def templates(self) -> tuple[str, ...]:
+        """The chat templates, as words that identify them."""
+        return str(self.chat_template), *([] if self.tool_template is None else [self.tool_template])
+
+    @property
     def eos_id(self) -> int:
         """The id that is appended to end a text."""
         return self.eos_ids[0]
