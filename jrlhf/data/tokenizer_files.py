@@ -38,7 +38,7 @@ def load_tokenizer(directory: Path | str, *, eos: Sequence[str] = ()) -> Tokeniz
         settings = _read_settings(directory, backend)
         name = class_of(settings, _read_json(directory / "config.json"), backend)
         named, extra = _special_tokens(settings, CLASSES.get(name or "", {}))
-        _add_tokens(backend, _listed(directory, settings, backend, name, named, extra), named, directory)
+        _add_tokens(backend, _listed(directory, settings, backend, alone=name is not None), named, directory)
         if name is not None:
             rebuild(backend, name, settings, named["unk_token"].content if "unk_token" in named else None)
         templates = _templates(directory, settings)
@@ -155,47 +155,37 @@ def _special_tokens(
     if not isinstance(extra, dict | list):
         raise ValueError(f"{' or '.join(_EXTRA)} {extra!r} must be a list of tokens, or an object of named ones")
     values = {key: settings.get(key, defaults.get(key)) for key in NAMED}
-    values |= {
-        key: value for key, value in settings.items() if key.endswith("_token") and isinstance(value, str | dict)
-    }
+    own = (key for key in settings if key.endswith("_token") and isinstance(settings[key], str | dict))
+    values |= {key: settings[key] for key in own}
     values |= extra if isinstance(extra, dict) else {}
     named = {key: _token(value, key) for key, value in values.items() if value is not None}
     return named, [] if isinstance(extra, dict) else [_token(value, "extra_special_tokens") for value in extra]
 
 
-def _token(value: Any, key: str) -> AddedToken:
-    """Returns a special token, which files write as a string or as an object with `content`."""
+def _token(value: Any, key: str, *, special: bool = True) -> AddedToken:
+    """Returns a token, which files write as a string or as an object with `content`. special: it is a special one, also
+    if the object does not say so."""
     try:
-        flags = {"content": value} if isinstance(value, str) else {k: value[k] for k in value if k != "__type"}
-        return AddedToken(**{**flags, "special": True})
+        flags = {"content": value} if special and isinstance(value, str) else {**value}
+        flags.pop("__type", None)
+        return AddedToken(flags.pop("content"), **(flags | {"special": True} if special else flags))
     except (KeyError, TypeError) as error:
         raise ValueError(f"{key} {value!r} is no token: correct it") from error
 
 
 def _listed(
-    directory: Path,
-    settings: Mapping[str, Any],
-    backend: tokenizers.Tokenizer,
-    name: str | None,
-    named: Mapping[str, AddedToken],
-    extra: Sequence[AddedToken],
+    directory: Path, settings: Mapping[str, Any], backend: tokenizers.Tokenizer, *, alone: bool
 ) -> dict[int, AddedToken]:
-    """Returns the added tokens by their ids: those of `added_tokens_decoder`, or else those of tokenizer.json and
-    added_tokens.json. name: the class; one of `CLASSES` has no other added tokens."""
+    """Returns the added tokens by their ids: those of tokenizer.json, or those that tokenizer_config.json lists with
+    flags of its own. alone: the tokenizer has no others."""
     present = backend.get_added_tokens_decoder()
+    contents = {token.content for token in present.values()}
     if "added_tokens_decoder" not in settings:
-        older = _read_json(directory / "added_tokens.json")
-        special = {token.content for token in (*(named[key] for key in NAMED if key in named), *extra)}
-        if not all(type(index) is int for index in older.values()):
-            raise ValueError("added_tokens.json beside it is no object of tokens with their ids: fetch the file again")
-        tokens = {
-            index: AddedToken(text, special=text in special, normalized=text not in special)
-            for text, index in older.items()
-        }
-        return {**tokens, **present}
+        if lost := _read_json(directory / "added_tokens.json").keys() - contents:
+            raise ValueError(f"added_tokens.json has {min(lost)!r}, which tokenizer.json lacks: add it there, too")
+        return present
     listed = _decoded(settings["added_tokens_decoder"], directory / SETTINGS)
-    lost = {token.content for token in present.values()} - {token.content for token in listed.values()}
-    if name is not None and lost:
+    if alone and (lost := contents - {token.content for token in listed.values()}):
         raise ValueError(f"added_tokens_decoder lacks {min(lost)!r}, which tokenizer.json adds: add it there, too")
     return listed
 
@@ -227,13 +217,7 @@ def _add_special_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[AddedTok
 def _decoded(decoder: Any, file: Path) -> dict[int, AddedToken]:
     """Returns the tokens of `added_tokens_decoder` by their ids."""
     try:
-        tokens = {
-            int(index): {key: entry[key] for key in entry if key != "__type"}
-            for index, entry in (decoder or {}).items()
-        }
-        if not all(isinstance(flags["content"], str) for flags in tokens.values()):
-            raise TypeError("a token's content is no text")
-        return {index: AddedToken(**flags) for index, flags in tokens.items()}
+        return {int(index): _token(entry, index, special=False) for index, entry in (decoder or {}).items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"added_tokens_decoder in {file} is no object of tokens by their ids ({error}): fetch the file again"

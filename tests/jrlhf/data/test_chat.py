@@ -137,6 +137,22 @@ def test_a_template_has_limits_of_time_and_size(monkeypatch):
         encode_chat(replace(QWEN, chat_template="{{ '\\ud800' }}"), USER)
 
 
+# Gemma 3's way with parts, and Llama 3.1's, which has none.
+JOINED = "{% for m in messages %}{% for part in m.content %}{{ part['text'] | trim }}{% endfor %}{% endfor %}"
+PRINTED = "{% for m in messages %}{{ m['content'] | trim }}{% endfor %}"
+
+
+def test_each_template_joins_the_parts_of_a_message_itself():
+    parts = [{"type": "text", "text": " How many "}, {"type": "text", "text": "eggs? "}]
+    tokenizer, message = replace(QWEN, chat_template=JOINED), {"role": "user", "content": parts}
+    assert render_chat(tokenizer, [message]) == "How manyeggs?"
+    assert render_chat(tokenizer, [message], continue_final=True) == "How manyeggs?"
+    assert len(parts) == 2 and parts[1]["text"] == "eggs? "  # messages are not changed
+    for template, sentence in ((PRINTED, "cannot read a message of several parts"), (QWEN.chat_template, "TypeError")):
+        with pytest.raises(UserError, match=sentence):
+            render_chat(replace(QWEN, chat_template=template), [message])
+
+
 def test_what_cannot_be_rendered_is_refused():
     with pytest.raises(
         UserError,

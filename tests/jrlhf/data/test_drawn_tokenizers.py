@@ -25,7 +25,7 @@ CLASSES = (
     "Qwen2Tokenizer", "Qwen2TokenizerFast", "GemmaTokenizer", "GemmaTokenizerFast", "GPT2Tokenizer",
     "GPT2TokenizerFast", "CodeLlamaTokenizer",
 )  # fmt: skip
-REFUSED = (*NEUTRAL, "tokenizer_class", "added_tokens_decoder", "which token ends a text", "to end a text with")
+REFUSED = (*NEUTRAL, "tokenizer_class", "added_tokens", "which token ends a text", "to end a text with")
 # A template that reads no parts, directories without a template for a row, and templates that refuse messages.
 REFUSED_CHATS = ("several parts", "no chat template", "refuses the messages", "fails on the messages", "Unk token")
 TEXTS = [
@@ -83,7 +83,9 @@ def directory(draw: random.Random, folder: Path) -> None:
             listed[str(fresh + (draw.random() < 0.1))] = {"content": "<tool>", "special": draw.random() < 0.5}
         settings["added_tokens_decoder"] = listed
     elif draw.random() < 0.2:
-        (folder / "added_tokens.json").write_text(json.dumps({"<tool>": fresh}))
+        (folder / "added_tokens.json").write_text(
+            json.dumps({"<tool>": fresh} if draw.random() < 0.3 else {added[0]["content"]: added[0]["id"]})
+        )
     elif draw.random() < 0.3:
         older = {"pad_token": {"content": "<extra>", **flags(draw)}, "additional_special_tokens": ["<tool>"]}
         (folder / "special_tokens_map.json").write_text(json.dumps(older))

@@ -242,7 +242,7 @@ def test_exactly_the_assistants_words_are_learned_in_conversations_of_any_shape(
     shapes = ["".join(shape) for n in (1, 2, 3, 4, 5) for shape in product("ua", repeat=n)]
     refused = 0
     for shape in [first + shape for first in ("", "s") for shape in shapes if "a" in shape]:
-        turns = [{"role": roles[role], "content": f"{role}{n} said"} for n, role in enumerate(shape)]
+        turns: list[dict] = [{"role": roles[role], "content": f"{role}{n} said"} for n, role in enumerate(shape)]
         turns[-1] |= {"weight": 0} if shape[-1] == "a" and shape.count("a") > 1 else {}
         words = [turn["content"] + end for turn in turns if turn["role"] == "assistant" and "weight" not in turn]
         try:
@@ -407,7 +407,7 @@ def test_the_prompt_of_two_texts_ends_at_a_border_of_tokens_that_both_have():
             # Prompt and answer have the tokens of the whole text, and the prompt those of the prompt alone.
             assert both == tuple((*tokenizer.prefix_ids, *ids, tokenizer.eos_id) for ids in whole)
             (example,) = Encoding(tokenizer).with_prompts(data).examples
-            assert tuple(tokenizer.encode_prompt(example.prompt)) == both[0][:length]
+            assert tuple(tokenizer.encode_prompt(str(example.prompt))) == both[0][:length]
             shared = len(os.path.commonprefix([list(ids) for ids in both]))
             assert begin <= length <= shared
             for border in range(length + 1 - begin, shared + 1 - begin):  # no later border would do

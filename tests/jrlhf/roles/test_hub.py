@@ -24,7 +24,8 @@ def answer(name):
             return [example.prompt for example in read_dataset(name.removeprefix("rows:")).examples]
         check_weights(name, "model.path")
         directory = locate(name, "model.path")
-        return [{path.name: path.stat().st_size for path in directory.rglob("*") if path.is_file()}, hub_model(str(directory), [])]
+        files = [path for path in directory.rglob("*") if path.is_file()]
+        return [{path.name: path.stat().st_size for path in files}, hub_model(str(directory), [])]
     except UserError as error:
         return f"error: {error}"
 
