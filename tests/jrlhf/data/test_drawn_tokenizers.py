@@ -91,8 +91,8 @@ def directory(draw: random.Random, folder: Path) -> None:
         (folder / "special_tokens_map.json").write_text(json.dumps(older))
     for key in ("bos_token", "eos_token", "pad_token", "unk_token", "mask_token", "image_token"):
         if draw.random() < 0.25:
-            known = draw.choice([token["content"] for token in added])
-            settings[key] = special(draw, draw.choice([known, known, "<extra>" if key != "eos_token" else known]))
+            content = draw.choice([token["content"] for token in added])
+            settings[key] = special(draw, draw.choice([content, content, "<extra>" if key != "eos_token" else content]))
         elif draw.random() < 0.1:
             settings[key] = None
     if draw.random() < 0.4:
