@@ -340,7 +340,8 @@ class Encoding:
             return len(before)
         asked = ({"role": "user", "content": "."},)
         header = _rest(self._rendered(example, asked, add_generation_prompt=True), self._rendered(example, asked))
-        empty = self._rendered(example, ({**messages[0], "content": ""},), continue_final=True)
+        bare = {**messages[0], "content": "", "tool_calls": None}
+        empty = self._rendered(example, (bare,), continue_final=True)
         _rest(whole, empty)
         # The header's last blanks may be missing from `empty`, if the template strips contents.
         at = whole.rfind(header, 0, len(empty) + len(header)) if header else -1

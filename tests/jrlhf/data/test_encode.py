@@ -155,7 +155,7 @@ def test_switches_of_a_row_reach_its_template():
     assert len({from_rows([row]).fingerprint for row in rows[:3]}) == 3
     for row, off in zip(rows[1:3], (False, True), strict=True):
         own = template_variables(row)
-        ids = encode_answered(tokenizer, (user("2?"),), (assistant("4"),), variables=own)
+        ids = encode_answered(tokenizer, (user("2?"),), (assistant("2?4"),), variables=own)
         assert tokenizer.decode(ids).startswith("<off>") is off
         encoded = encode_sft(from_rows([row | {"completion": [assistant("2?4")]}]), tokenizer, max_length=99)
         assert tokenizer.decode(encoded.ids[0]).startswith("<off>") is off
