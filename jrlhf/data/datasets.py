@@ -1,5 +1,6 @@
 """Makes a `Task` from datasets: the data of each stage, and held-out rows."""
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,9 +24,9 @@ def load_task(config: Config, tokenizer: Tokenizer) -> Task:
     """Reads and encodes the datasets that the config's stages need."""
     data = config.data
     assert isinstance(data, DatasetsData)
-    datasets = {key: _read(key, getattr(data, key)) for key in _used(config, data)}
-    splits = keep_apart(datasets, data.heldout_rows)
     encoding, length = Encoding(tokenizer, data.overlong, data.chat, data.system), data.max_prompt + data.max_response
+    datasets = {key: encoding.with_prompts(_read(key, getattr(data, key))) for key in _used(config, data)}
+    splits = keep_apart(datasets, data.heldout_rows)
     prompts = partial(encoding.prompts, max_prompt=data.max_prompt)
     encoders: dict[str, Callable[[Dataset], Any]] = {
         "sft": partial(encoding.sequences, max_length=length),
@@ -48,12 +49,19 @@ def load_task(config: Config, tokenizer: Tokenizer) -> Task:
         both = encoded["preferences", _LEARN], encoded.get(("preferences", _HELD), Pairs((), (), ()))
         pairs = lambda sampler: both  # noqa: E731
     words = [f"{key} {dataset.fingerprint}" for key, dataset in datasets.items()]
-    if any(not row.prompt and row.chosen for dataset in datasets.values() for row in dataset.examples):
+    rows = [row for dataset in datasets.values() for row in dataset.examples]
+    if any(isinstance(row.prompt, tuple) and prompt_text(row) != row.prompt[0].get("content") for row in rows):
+        words.append("whole prompts are held out")  # older versions compared what the user says in them
+    if any(row.columns.get(key) is not None for row in rows for key in ("chat_template_kwargs", "enable_thinking")):
+        words.append("rows give variables to their template")  # older versions ignored them, and weights of messages
+    if any(turn.get("weight") == 0 for row in rows if isinstance(row.prompt, tuple) for turn in row.prompt):
+        words.append("messages of weight 0 are not learned")
+    if any(not row.prompt and row.chosen for row in rows):
         words.append("pairs without a prompt are held out one by one")  # older versions held them out together
     examples = [example for rows in encoded.values() for example in rows.examples]
     return Task(
         tokenizer=tokenizer,
-        fingerprint=fingerprint([tokenizer.to_json(), str(tokenizer.chat_template), *words]),
+        fingerprint=fingerprint([tokenizer.to_json(), *tokenizer.templates, *words]),
         description="\n".join(_describe(config, datasets, splits, encoded)),
         sft=sft,
         pairs=pairs,
@@ -89,19 +97,29 @@ def keep_apart(datasets: Mapping[str, Dataset], count: int) -> dict[str, Split]:
         if not trained and key != "heldout":
             if {*prompts[key]} <= {*prompts.get("heldout", ())}:
                 raise UserError(f"data.heldout has every prompt of {dataset.source}: name other rows to hold out")
+            several = len(set(prompts[key])) > 1
+            remedy = "lower it" if several else "set it to 0, name rows of their own in data.heldout, or add prompts"
             raise UserError(
                 f"data.heldout_rows={count} leaves nothing of {dataset.source} to learn from: it has "
-                f"{len(dataset.examples)} rows and {len(set(prompts[key]))} prompts, lower it"
+                f"{len(dataset.examples)} rows and {len(set(prompts[key]))} prompts, {remedy}"
             )
         splits[key] = Split(dataset.take(trained), dataset.take(chosen[key]))
     return splits
 
 
 def prompt_text(example: Example) -> str:
-    """Returns the question: a plain prompt, or the user's messages of a conversation; or else the text or answer."""
+    """Returns what identifies a row's prompt: its text, or all messages before the last answer, with their roles and
+    the tools that are offered; of a row without a prompt, its text or answer.
+
+    A lone message of the user is the same prompt as its text.
+    """
     if isinstance(example.prompt, str):
         return example.prompt or str(example.completion or example.chosen)
-    return "\n".join(str(message.get("content")) for message in example.prompt if message.get("role") == "user")
+    turns = example.prompt[: -1 if example.prompt[-1]["role"] == "assistant" else None] or example.prompt
+    tools, only = example.columns.get("tools"), turns[0].get("content")
+    if len(turns) == 1 and turns[0]["role"] == "user" and isinstance(only, str) and not tools:
+        return only
+    return json.dumps([turns, tools], sort_keys=True, default=str)
 
 
 def _used(config: Config, data: DatasetsData) -> list[str]:

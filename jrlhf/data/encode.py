@@ -1,38 +1,45 @@
 """Encodes examples as token ids: prompts, sequences for supervised learning, and pairs of answers."""
 
+import os
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from os.path import commonprefix
 from statistics import median
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 
-from jrlhf.data.chat import render_chat
+from jrlhf.data.chat import render_chat, template_variables
 from jrlhf.data.read import Dataset
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Conversation, Example, Ids, Text
 from jrlhf.errors import UserError
-from jrlhf.models.hf.files import parse_json
 
 Overlong = Literal["error", "filter", "truncate_left"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Encoded rows. filtered: number of rows left out as too long. truncated: number of rows cut at the beginning."""
+    """Encoded rows.
+
+    filtered: number of rows left out as too long. truncated: number of rows cut at the beginning. twice: number of
+    plain texts that write out what the tokenizer puts before every text, so that they begin with it twice.
+    """
 
     examples: Sequence[Example] = ()
     filtered: int = 0
     truncated: int = 0
+    twice: int = 0
 
     def _describe(self, unit: str, rows: Sequence[Ids], remark: str = "") -> str:
         lengths = [len(row) for row in rows]
         line = f"{len(lengths)} {unit} of {min(lengths)} to {max(lengths)} tokens (median {median(lengths):g})"
         line += f"; {self.filtered} too long and left out" if self.filtered else ""
-        return line + (f"; {self.truncated} too long and cut off at the beginning" if self.truncated else "") + remark
+        line += f"; {self.truncated} too long and cut off at the beginning" if self.truncated else ""
+        again = "write out the token that the tokenizer puts before every text, and have it twice: remove it there"
+        return line + (f"; {self.twice} {again}" if self.twice else "") + remark
 
 
 @dataclass(frozen=True)
@@ -184,9 +191,10 @@ class Encoding:
         whole = isinstance(data, Dataset)
         places = data.places if whole else [f"row {row}" for row in range(1, len(data) + 1)]
         rows, counts, long, first = [], Counter[str](), list[int](), ""
+        prefix = self.tokenizer.prefix_ids
         for place, example in zip(places, data.examples if whole else data, strict=True):
             try:
-                row = encode(self._as_conversation(example), counts)
+                row = encode(self._as_conversation(self._with_prompt(example)), counts)
             except _Overlong as error:
                 row, first = None, first or f"{place}: {error}"
                 long.append(error.tokens)
@@ -194,6 +202,7 @@ class Encoding:
                 raise UserError(f"{place}: {error}") from error
             if row is not None:
                 rows.append(row)
+                counts["twice"] += len(prefix) > 0 and row[0][: 2 * len(prefix)] == 2 * prefix
         if long:
             raise UserError(
                 f"{first}; {len(long)} of {len(places)} rows are too long, the longest has {max(long)} tokens"
@@ -204,6 +213,26 @@ class Encoding:
             reasons = [longer] * (counts["filtered"] > 0 or not counts["same"]) + [equal] * (counts["same"] > 0)
             raise UserError(f"no row is left: {'; '.join(reasons)}")
         return zip(*rows, strict=True), counts
+
+    def with_prompts(self, data: Dataset) -> Dataset:
+        """Returns the dataset with a prompt in each pair of texts that has none, but begins alike.
+
+        The prompt is this beginning, up to the last border of tokens that the tokenizations of both texts share, and
+        at which the prompt alone has the same tokens.
+        """
+        return replace(data, examples=tuple(map(self._with_prompt, data.examples)))
+
+    def _with_prompt(self, example: Example) -> Example:
+        chosen, rejected = example.chosen, example.rejected
+        if example.prompt or not (isinstance(chosen, str) and isinstance(rejected, str)):
+            return example
+        (ids, ends), (others, _) = (self.tokenizer.encode_with_ends(text) for text in (chosen, rejected))
+        for border in range(len(os.path.commonprefix([ids, others])), 0, -1):
+            prompt = chosen[: ends[border - 1]]
+            if rejected.startswith(prompt) and self.tokenizer.encode(prompt) == ids[:border]:
+                answers = chosen[len(prompt) :], rejected[len(prompt) :]
+                return replace(example, prompt=prompt, chosen=answers[0], rejected=answers[1])
+        return example
 
     def _as_conversation(self, example: Example) -> Example:
         """Returns the example as a conversation, with its system message, if one of its texts is a conversation or
@@ -249,7 +278,7 @@ class Encoding:
     # One example -> token ids.
 
     def _rendered(self, example: Example, messages: Conversation, **options: bool) -> str:
-        return render_chat(self.tokenizer, messages, tools=tools_of(example.columns), **options)
+        return render_chat(self.tokenizer, messages, variables=template_variables(example.columns), **options)
 
     def _prompt(self, example: Example) -> tuple[str, Ids]:
         """Returns the text and the token ids of a prompt. A template writes the begin-of-text token itself."""
@@ -276,19 +305,16 @@ class Encoding:
         """Returns (ids, learn) of a whole conversation, up to the end of its last assistant turn.
 
         A turn begins where the rendered text of the messages before it, with a generation prompt, ends. It ends with
-        its first end-of-text token, or where a template without one ends it.
+        its first end-of-text token, or where a template without one ends it. A turn of weight 0 is not learned.
         """
         messages, eos_ids = example.prompt, self.tokenizer.eos_ids
         if isinstance(messages, str):
             raise UserError("there is nothing to learn: a prompt without an answer")
         whole = self._rendered(example, messages)
         ids, ends = self.tokenizer.encode_with_ends(whole)
-        learn = [False] * len(ids)
-        stop = 0
+        learn, weight, stop = [False] * len(ids), 0, 0
         for turn in (turn for turn, message in enumerate(messages) if message["role"] == "assistant"):
-            before = self._rendered(example, messages[:turn], add_generation_prompt=True) if turn else ""
-            _rest(whole, before)
-            start = bisect_right(ends, len(before))
+            start = bisect_right(ends, self._begin(example, messages, turn, whole))
             until = self._rendered(example, messages[: turn + 1])
             # Some templates render a turn differently when others follow; then its end-of-text token marks its end.
             limit = bisect_right(ends, len(until)) if whole.startswith(until) else None
@@ -297,9 +323,29 @@ class Encoding:
                 raise UserError(
                     "the chat template ends an assistant turn with no end-of-text token: name its end in eos"
                 )
-            learn[start:stop] = [True] * (stop - start)
+            weight = messages[turn].get("weight", 1)
+            learn[start:stop] = [weight == 1] * (stop - start)
         ended = _ended(self.tokenizer, ids[:stop]) if stop else ()
-        return ended, tuple(learn[:stop]) + (True,) * (len(ended) - stop)
+        return ended, tuple(learn[:stop]) + (weight == 1,) * (len(ended) - stop)
+
+    def _begin(self, example: Example, messages: Conversation, turn: int, whole: str) -> int:
+        """Returns the number of characters of the rendered conversation before the words of an assistant turn.
+
+        Templates cannot render the nothing before a first turn, where some write a system message of their own. That
+        turn begins where the header of answers ends, or with its content if the template has no header.
+        """
+        if turn:
+            before = self._rendered(example, messages[:turn], add_generation_prompt=True)
+            _rest(whole, before)
+            return len(before)
+        asked = ({"role": "user", "content": "."},)
+        header = _rest(self._rendered(example, asked, add_generation_prompt=True), self._rendered(example, asked))
+        bare = {**messages[0], "content": "", "tool_calls": None}
+        empty = self._rendered(example, (bare,), continue_final=True)
+        _rest(whole, empty)
+        # The header's last blanks may be missing from `empty`, if the template strips contents.
+        at = whole.rfind(header, 0, len(empty) + len(header)) if header else -1
+        return len(empty) if at < 0 else at + len(header)
 
 
 def _without_answer(example: Example) -> Example:
@@ -336,7 +382,7 @@ def encode_answered(
     prompt: Text,
     answer: Text,
     *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] = MappingProxyType({}),
     finished: bool = True,
     cut: bool = False,
 ) -> Ids:
@@ -345,7 +391,7 @@ def encode_answered(
     With a chat template: the whole conversation as `apply_chat_template` renders it; a plain text is the user's turn.
     Without one: the two texts one after the other, and an end-of-text token.
 
-    tools: tools of the prompt's row (`tools_of`), for the template.
+    variables: those of the prompt's row (`template_variables`), for the template.
     finished: whether the answer is complete; otherwise the sequence ends with the answer's last token.
     cut: the sequence ends with its last end-of-text token, without what a template writes after it, such as a line
         break, as in `Encoding.pairs` and in samples.
@@ -354,7 +400,7 @@ def encode_answered(
         ids = tokenizer.encode_prompt(prompt + answer)
         return _ended(tokenizer, ids) if finished else tuple(ids)
     messages = (*_conversation(prompt, "user"), *_conversation(answer, "assistant"))
-    ids = tokenizer.encode(render_chat(tokenizer, messages, continue_final=not finished, tools=tools))
+    ids = tokenizer.encode(render_chat(tokenizer, messages, continue_final=not finished, variables=variables))
     return tuple(_up_to_end(tokenizer, ids) if finished and cut else ids)
 
 
@@ -372,19 +418,7 @@ def answer_gap(tokenizer: Tokenizer) -> str:
 
 def without_gap(text: str, gap: str) -> str:
     """Returns the message whose text in a conversation is `text`."""
-    return text[len(commonprefix((text, gap))) :]
-
-
-def tools_of(columns: Mapping[str, Any]) -> Any:
-    """Returns the JSON schemas in a row's column `tools`, which has objects or JSON; None if it has none."""
-    tools = columns.get("tools")
-    try:
-        tools = parse_json(tools) if isinstance(tools, str) else tools  # a table's cell
-        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
-            raise ValueError("they must be a list of objects")
-        return tools
-    except ValueError as error:
-        raise UserError(f"the tools are not a list in JSON ({error}): repair the row") from error
+    return text[len(os.path.commonprefix((text, gap))) :]
 
 
 def _conversation(text: Text, role: str) -> Conversation:

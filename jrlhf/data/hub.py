@@ -48,7 +48,8 @@ def push(directory: Path, name: str, *, private: bool = False, revision: str | N
             )
         if revision is not None:
             hub.create_branch(name, branch=revision, revision=head.sha, exist_ok=True)
-        files = {path.name: path for path in sorted(directory.iterdir())}
+        paths = sorted(path for path in directory.rglob("*") if path.is_file())
+        files = {path.relative_to(directory).as_posix(): path for path in paths}
         old = [file for file in there if is_of_export(file) and file not in files]
         operations = [huggingface_hub.CommitOperationDelete(file) for file in old]
         operations += [huggingface_hub.CommitOperationAdd(file, path) for file, path in files.items()]

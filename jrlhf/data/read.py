@@ -4,7 +4,6 @@ import csv
 import difflib
 import hashlib
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any, Literal
 from jrlhf.config.places import expanded
 from jrlhf.config.schema import ColumnsConfig
 from jrlhf.data.hub import hub_reason
+from jrlhf.data.row_keys import EXTRA_INFO, MESSAGES, OF_SHAPES, ROWS, refuse_keys
 from jrlhf.data.types import Example, Message, Text
 from jrlhf.errors import UserError, beside, first_line
 from jrlhf.models.hf.files import check_file, parse_json
@@ -53,7 +53,8 @@ class Dataset:
     """A dataset, read and checked.
 
     shape: how the rows were read. "preference": a prompt and two answers, the prompt possibly implicit in what the two
-        have in common. "prompt-completion"; "prompt-only"; "verl": prompts with `data_source` and `reward_model`.
+        have in common: it is found here in messages, and by `Encoding.with_prompts` in texts. "prompt-completion";
+        "prompt-only"; "verl": prompts with `data_source` and `reward_model`.
         "messages": each example's prompt is the whole conversation, whose assistant turns are learned. "text": the
         prompt is empty and the completion is the text.
     """
@@ -335,6 +336,10 @@ def _detect(columns: ColumnsConfig, there: Sequence[str], source: str) -> tuple[
 
 def _example(shape: Shape, names: Mapping[str, str], row: Mapping[str, Any], there: Sequence[str]) -> Example:
     """Returns the example of a row. A ValueError says what is wrong with the row."""
+    unread = {key: value for key, value in row.items() if key not in names.values()}
+    refuse_keys(unread, {**ROWS, **OF_SHAPES.get(shape, {})}, "the row")
+    if isinstance(extra := row.get("extra_info"), Mapping):
+        refuse_keys(extra, EXTRA_INFO, "extra_info")
     texts = {name: _text(row[column], column) for name, column in names.items() if name != "source"}
     own = {column for name, column in names.items() if name == column}
     source = row[names["source"]] if "source" in names else None
@@ -359,6 +364,8 @@ def _example(shape: Shape, names: Mapping[str, str], row: Mapping[str, Any], the
         example = _with_prompt(example)
     for name in ("completion", "chosen", "rejected"):
         answer = getattr(example, name)
+        if isinstance(answer, tuple) and any(message.get("weight") == 0 for message in answer):
+            raise ValueError(f"{name} has a message of weight 0, but all of it is learned: write messages instead")
         if isinstance(answer, tuple) and answer[0]["role"] != "assistant":
             raise ValueError(f"{name} begins with a message of the {answer[0]['role']}, not of the assistant")
     return example
@@ -367,25 +374,21 @@ def _example(shape: Shape, names: Mapping[str, str], row: Mapping[str, Any], the
 def _with_prompt(example: Example) -> Example:
     """Returns the pair with a prompt. The row's own prompt is kept, except text before answers that are messages.
 
-    Without one, the prompt is the common beginning of the answers: whole messages, or the characters of two texts
-    without a blank at the end (as in TRL's `extract_prompt`).
+    Without one, the prompt is the messages with which both answers begin. Two texts stay whole, because only a
+    tokenizer can cut them (`Encoding.with_prompts`).
     """
     chosen, rejected = example.chosen, example.rejected
     assert chosen is not None and rejected is not None
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise ValueError("chosen and rejected must be both text or both lists of messages")
-    if isinstance(example.prompt, tuple) or (example.prompt and isinstance(chosen, str)):
+    if isinstance(example.prompt, tuple) or isinstance(chosen, str) or isinstance(rejected, str):
         return example
-    if isinstance(chosen, str) and isinstance(rejected, str):
-        common = len(os.path.commonprefix([chosen, rejected]))
-        common -= common > 0 and chosen[common - 1] == " "
-    else:
-        if not isinstance(chosen[-1], str) and chosen[-1]["role"] == "user":
-            raise ValueError("chosen ends with a message of the user, not with an answer of the assistant")
-        pairs = zip(chosen[:-1], rejected[:-1], strict=False)  # each keeps at least one message
-        common = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)) - 1)
-        if not common:
-            raise ValueError("chosen and rejected have no message in common, and there is no prompt of their kind")
+    if chosen[-1]["role"] == "user":
+        raise ValueError("chosen ends with a message of the user, not with an answer of the assistant")
+    pairs = zip(chosen[:-1], rejected[:-1], strict=False)  # each keeps at least one message
+    common = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)) - 1)
+    if not common:
+        raise ValueError("chosen and rejected have no message in common, and there is no prompt of their kind")
     return replace(example, prompt=chosen[:common], chosen=chosen[common:], rejected=rejected[common:])
 
 
@@ -408,6 +411,9 @@ def _message(message: Any, place: str) -> Message:
     message = {key: value for key, value in message.items() if value is not None}  # tables fill missing keys with nulls
     if message.get("role") not in _ROLES:
         raise ValueError(f"{place} has the role {message.get('role')!r}, which is none of {', '.join(_ROLES)}")
+    refuse_keys(message, MESSAGES, place)
+    if message.get("weight", 1) not in (0, 1):
+        raise ValueError(f"{place} has the weight {message['weight']!r}, which is neither 0 (not learned) nor 1")
     if "content" not in message:
         if message["role"] == "assistant" and message.get("tool_calls"):
             return message
@@ -415,14 +421,15 @@ def _message(message: Any, place: str) -> Message:
     return message | {"content": _content(message["content"], place)}
 
 
-def _content(content: Any, place: str) -> str:
-    """Returns a message's text, which may consist of parts."""
+def _content(content: Any, place: str) -> str | list[dict[str, str]]:
+    """Returns a message's text, or its parts if there are several, which each template joins in its own way."""
     if isinstance(content, (list, tuple)):
         for part in content:
             if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
                 kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
                 raise ValueError(f"{place} has a part of type {kind!r}, and only text can be read")
-        content = "".join(part["text"] for part in content)
+        texts = [_well_formed(part["text"], place) for part in content]
+        return [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
     if not isinstance(content, str):
         raise ValueError(f"the content of {place} is of type {type(content).__name__}, not text")
     return _well_formed(content, place)

@@ -22,6 +22,7 @@ class Tokenizer:
     bos_id: int | None = None  # begins a text; None: the model has no such token
     prefix_ids: tuple[int, ...] = ()  # put before a plain text, for models that were trained with them
     chat_template: str | None = None  # Jinja source, rendered by `jrlhf.data.chat`
+    tool_template: str | None = None  # the template of rows with tools, if it is another one
     # The template's variables in addition to the messages: bos_token, eos_token, ..., and a template's own switches.
     special_tokens: Mapping[str, Any] = field(default_factory=dict)
     directory: Path | None = None  # where its files are; an export copies them
@@ -35,6 +36,11 @@ class Tokenizer:
     def called(self) -> str:
         """The name of the tokenizer in messages."""
         return "the tokenizer" if self.directory is None else f"the tokenizer in {self.directory}"
+
+    @property
+    def templates(self) -> tuple[str, ...]:
+        """The chat templates, as words that identify them."""
+        return str(self.chat_template), *([] if self.tool_template is None else [self.tool_template])
 
     @property
     def eos_id(self) -> int:

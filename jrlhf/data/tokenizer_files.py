@@ -7,40 +7,53 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import AddedToken
 
 from jrlhf.data.tokenizer import Tokenizer, ask
+from jrlhf.data.tokenizer_classes import CLASSES, class_of, rebuild
 from jrlhf.errors import UserError, user_errors
-from jrlhf.models.hf.files import check_file, read_object
+from jrlhf.models.hf.files import TEMPLATES, check_file, read_object
+from jrlhf.models.hf.values import refuse_others
 
-# The names that chat templates have for special tokens.
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+SETTINGS = "tokenizer_config.json"
+_EXTRA = "extra_special_tokens", "additional_special_tokens"
+# The names that chat templates have for special tokens, in the order in which transformers adds them.
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 def load_tokenizer(directory: Path | str, *, eos: Sequence[str] = ()) -> Tokenizer:
     """Reads the tokenizer of a Hugging Face model directory.
 
-    It reads tokenizer.json; tokenizer_config.json and special_tokens_map.json (special tokens); generation_config.json,
-    or else config.json (further ids that end a response); chat_template.jinja, tokenizer_config.json or
-    chat_template.json.
+    It reads tokenizer.json; tokenizer_config.json, special_tokens_map.json and added_tokens.json (special and added
+    tokens); generation_config.json, or else config.json (further ids that end a response); chat_template.jinja and
+    additional_chat_templates/, or else tokenizer_config.json or chat_template.json. Ids and texts are those of
+    transformers; what would lead to others is refused by name.
 
     eos: names of the tokens that end a response, in place of those in the files; the first one is appended to texts.
         For example for a base model whose chat template ends a turn with a token other than its end-of-text token.
     """
     directory = Path(directory)
     backend = _read_backend(directory)
-    settings = _read_json(directory / "tokenizer_config.json")
-    # The older of the two files counts only where the newer one does not list the added tokens itself.
-    if "added_tokens_decoder" not in settings:
-        settings |= _read_json(directory / "special_tokens_map.json")
-    _add_missing(backend, settings, directory)
-    special_tokens = {name: text for name in _NAMED if (text := _content(settings.get(name))) is not None}
+    with user_errors(f"{directory / SETTINGS}"):
+        settings = _read_settings(directory, backend)
+        name = class_of(settings, _read_json(directory / "config.json"), backend)
+        named, extra = _special_tokens(settings, CLASSES.get(name or "", {}))
+        _add_tokens(backend, _listed(directory, settings, backend, alone=name is not None), named, directory)
+        if name is not None:
+            rebuild(backend, name, settings, named["unk_token"].content if "unk_token" in named else None)
+        templates = _templates(directory, settings)
+    special_tokens = {key: token.content for key, token in named.items()}
+    if not eos and "eos_token" in named:
+        _named_ids(backend, [named["eos_token"].content], directory)  # one that is added now would end no response
+    _add_special_tokens(backend, [*named.values(), *extra], plain=name == "Qwen2Tokenizer")
     return Tokenizer(
         backend=backend,
         eos_ids=_named_ids(backend, eos, directory) if eos else _eos_ids(backend, special_tokens, directory),
         pad_id=backend.token_to_id(special_tokens.get("pad_token", "")),
         bos_id=backend.token_to_id(special_tokens.get("bos_token", "")),
         prefix_ids=_prefix_ids(backend, directory),
-        chat_template=_chat_template(directory, settings),
+        chat_template=templates.get("default"),
+        tool_template=templates.get("tool_use"),
         special_tokens=special_tokens,
         directory=directory,
     )
@@ -107,36 +120,104 @@ def _read_json(path: Path) -> dict[str, Any]:
         return read_object(path, "fetch the file again", "a JSON object should be: fetch the file again")
 
 
-def _content(token: Any) -> str | None:
-    """Returns a token's text: files write it as a string or as an object with `content`."""
-    token = token.get("content") if isinstance(token, dict) else token
-    return token if isinstance(token, str) else None
+# Keys of tokenizer_config.json -> their values without an effect; other values are refused. The keys that are applied
+# are those that this module and `tokenizer_classes` read. All others, such as add_bos_token beside a tokenizer.json,
+# have no effect.
+NEUTRAL: Mapping[str, list[Any]] = {
+    "auto_map": [None, {}],  # Python code
+    "init_inputs": [None, []],
+    "model_specific_special_tokens": [None, {}],
+    "split_special_tokens": [None, False],
+    "fix_mistral_regex": [None, False],
+    "fast_tokenizer_files": [None, [], ["tokenizer.json"]],
+    "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": [None, False],
+}
 
 
-def _add_missing(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], directory: Path) -> None:
-    """Adds the special tokens that only tokenizer_config.json lists."""
-    file = directory / "tokenizer_config.json"
-    contents = {token.content for token in backend.get_added_tokens_decoder().values()}
-    for index, token in _listed(settings.get("added_tokens_decoder"), file):
-        if token.content not in contents:
-            backend.add_tokens([token])
-            if (here := backend.token_to_id(token.content)) != index:
-                raise UserError(
-                    f"{file} gives {token.content!r} the id {index}, but by tokenizer.json it is {here}: the two files "
-                    "are of different models, fetch them again"
-                )
-    contents = {token.content for token in backend.get_added_tokens_decoder().values()}
-    named = [text for name in _NAMED if (text := _content(settings.get(name))) is not None and text not in contents]
-    backend.add_special_tokens([text for text in named if backend.token_to_id(text) is not None])
+def _read_settings(directory: Path, backend: tokenizers.Tokenizer) -> dict[str, Any]:
+    """Returns what tokenizer_config.json says. special_tokens_map.json, which is older, counts only where that does not
+    list the added tokens itself."""
+    settings = _read_json(directory / SETTINGS)
+    refuse_others(settings, NEUTRAL)
+    if settings.get("clean_up_tokenization_spaces") and not isinstance(backend.model, tokenizers.models.BPE):
+        refuse_others(settings, {"clean_up_tokenization_spaces": [False]})
+    if "added_tokens_decoder" in settings:
+        return settings
+    older = _read_json(directory / "special_tokens_map.json")
+    return {**settings, **older, **{key: settings[key] for key in _EXTRA if settings.get(key)}}
 
 
-def _listed(decoder: Any, file: Path) -> list[tuple[int, tokenizers.AddedToken]]:
-    """Returns the tokens of `added_tokens_decoder` with their ids, in ascending order."""
+def _special_tokens(
+    settings: Mapping[str, Any], defaults: Mapping[str, str]
+) -> tuple[dict[str, AddedToken], list[AddedToken]]:
+    """Returns the special tokens by the names that templates have for them, and those without a name."""
+    extra = next((settings[key] for key in _EXTRA if settings.get(key)), [])
+    if not isinstance(extra, dict | list):
+        raise ValueError(f"{' or '.join(_EXTRA)} {extra!r} must be a list of tokens, or an object of named ones")
+    values = {key: settings.get(key, defaults.get(key)) for key in NAMED}
+    own = (key for key in settings if key.endswith("_token") and isinstance(settings[key], str | dict))
+    values |= {key: settings[key] for key in own}
+    values |= extra if isinstance(extra, dict) else {}
+    named = {key: _token(value, key) for key, value in values.items() if value is not None}
+    return named, [] if isinstance(extra, dict) else [_token(value, "extra_special_tokens") for value in extra]
+
+
+def _token(value: Any, key: str, *, special: bool = True) -> AddedToken:
+    """Returns a token, which files write as a string or as an object with `content`. special: it is a special one, also
+    if the object does not say so."""
     try:
-        entries = sorted((int(index), entry) for index, entry in (decoder or {}).items())
-        if not all(isinstance(entry["content"], str) for _, entry in entries):
-            raise TypeError("a token's content is no text")
-        return [(index, tokenizers.AddedToken(**entry)) for index, entry in entries]
+        flags = {"content": value} if special and isinstance(value, str) else {**value}
+        flags.pop("__type", None)
+        return AddedToken(flags.pop("content"), **(flags | {"special": True} if special else flags))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{key} {value!r} is no token: correct it") from error
+
+
+def _listed(
+    directory: Path, settings: Mapping[str, Any], backend: tokenizers.Tokenizer, *, alone: bool
+) -> dict[int, AddedToken]:
+    """Returns the added tokens by their ids: those of tokenizer.json, or those that tokenizer_config.json lists with
+    flags of its own. alone: the tokenizer has no others."""
+    present = backend.get_added_tokens_decoder()
+    contents = {token.content for token in present.values()}
+    if "added_tokens_decoder" not in settings:
+        if lost := _read_json(directory / "added_tokens.json").keys() - contents:
+            raise ValueError(f"added_tokens.json has {min(lost)!r}, which tokenizer.json lacks: add it there, too")
+        return present
+    listed = _decoded(settings["added_tokens_decoder"], directory / SETTINGS)
+    if alone and (lost := contents - {token.content for token in listed.values()}):
+        raise ValueError(f"added_tokens_decoder lacks {min(lost)!r}, which tokenizer.json adds: add it there, too")
+    return listed
+
+
+def _add_tokens(
+    backend: tokenizers.Tokenizer, listed: Mapping[int, AddedToken], named: Mapping[str, AddedToken], directory: Path
+) -> None:
+    """Adds the tokens that are listed. One that is there already gets these flags."""
+    contents = {token.content for token in named.values()}
+    for index, token in sorted(listed.items(), key=lambda entry: entry[0]):
+        token.special = token.special or token.content in contents
+        backend.add_tokens([token])
+        if (here := backend.token_to_id(token.content)) != index:
+            raise UserError(
+                f"added_tokens_decoder in {directory / SETTINGS} gives {token.content!r} the id {index}, but by "
+                f"tokenizer.json it is {here}: the two files are of different models, fetch them again"
+            )
+
+
+def _add_special_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[AddedToken], *, plain: bool) -> None:
+    """Adds special tokens that are not added yet. plain: all of them lose flags such as `lstrip`."""
+    there = {token.content for token in backend.get_added_tokens_decoder().values()}
+    distinct = {repr(token): token for token in tokens}.values()
+    backend.add_tokens([token for token in distinct if token.content not in there])
+    if plain:
+        backend.add_tokens([AddedToken(token.content, special=True) for token in distinct])
+
+
+def _decoded(decoder: Any, file: Path) -> dict[int, AddedToken]:
+    """Returns the tokens of `added_tokens_decoder` by their ids."""
+    try:
+        return {int(index): _token(entry, index, special=False) for index, entry in (decoder or {}).items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"added_tokens_decoder in {file} is no object of tokens by their ids ({error}): fetch the file again"
@@ -189,18 +270,28 @@ def _prefix_ids(backend: tokenizers.Tokenizer, directory: Path) -> tuple[int, ..
     return tuple(encoding.ids[: own.index(True)]) if True in own else ()
 
 
-def _chat_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
-    path = directory / "chat_template.jinja"
-    if path.exists():
-        try:
-            check_file(path)
-            return path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path} cannot be read ({error}): fetch the file again") from error
-    template = settings.get("chat_template")
-    if template is None:
-        template = _read_json(directory / "chat_template.json").get("chat_template")
-    if isinstance(template, list):  # named ones: [{"name": "default", "template": "..."}, ...]
-        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
-        template = named[-1].get("template") if named else None
-    return template if isinstance(template, str) else None
+def _templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the chat templates by name; the files of templates replace those in tokenizer_config.json."""
+    files = sorted((directory / TEMPLATES).glob("*.jinja"))
+    named = {path.name.removesuffix(".jinja"): path for path in files}
+    if (path := directory / "chat_template.jinja").exists():
+        named["default"] = path
+    if named:
+        return {name: _read_text(path) for name, path in named.items()}
+    templates = settings.get("chat_template")
+    if templates is None:
+        templates = _read_json(directory / "chat_template.json").get("chat_template")
+    if isinstance(templates, list) and all(isinstance(entry, dict) for entry in templates):
+        templates = {entry.get("name"): entry.get("template") for entry in templates}
+    templates = {"default": templates} if isinstance(templates, str) else templates or {}
+    if not isinstance(templates, dict) or not all(isinstance(text, str) for text in templates.values()):
+        raise ValueError("chat_template is neither a template nor a list of objects with name and template: correct it")
+    return templates
+
+
+def _read_text(path: Path) -> str:
+    try:
+        check_file(path)
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}): fetch the file again") from error

@@ -8,7 +8,8 @@ from jaxtyping import Array, Float
 
 from jrlhf.config.schema import RewardConfig
 from jrlhf.data.batches import pad_rows, program_width, put_rows
-from jrlhf.data.encode import encode_answered, tools_of
+from jrlhf.data.chat import template_variables
+from jrlhf.data.encode import encode_answered
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.tokenizer_files import check_vocabulary, load_tokenizer
 from jrlhf.data.types import Ids
@@ -124,7 +125,7 @@ class TextReward:
                 self._tokenizer,
                 sample.example.prompt,
                 sample.completion,
-                tools=tools_of(sample.example.columns),
+                variables=template_variables(sample.example.columns),
                 finished=sample.response.finished,
                 cut=self._cut,
             )

@@ -31,7 +31,8 @@ from jrlhf.storage.models import fetch
 # The files to download of a model directory: never code, and no weights but safetensors.
 _DESCRIPTIONS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", CARD)
 _WEIGHTS = ("*.safetensors",)
-_IGNORED = ["*/*", "consolidated*"]  # other formats of the same weights
+# Other formats of the same weights; templates in a folder belong to the model.
+_IGNORED = [*(f"*/{name}" for name in (*_DESCRIPTIONS, *_WEIGHTS) if name != "*.jinja"), "consolidated*"]
 
 
 def locate(path: str, key: str, *, weights: bool = False) -> Path:

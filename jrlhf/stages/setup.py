@@ -507,4 +507,4 @@ def _check_reward_model(path: str, key: str) -> str:
         )
     tokenizer = reward_tokenizer(path, key, checkpoint.model)
     ids = tokenizer.eos_ids, tokenizer.prefix_ids, sorted(tokenizer.special_tokens.items()), is_ours(path, key)
-    return fingerprint([tokenizer.to_json(), str(tokenizer.chat_template), str(ids)])
+    return fingerprint([tokenizer.to_json(), *tokenizer.templates, str(ids)])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jrlhf.config.places import StorageConfig
 from jrlhf.errors import UserError
-from jrlhf.models.hf.files import PROMPTING
+from jrlhf.models.hf.files import PROMPTING, TEMPLATES
 from jrlhf.run.files import cache_directory, sha256
 from jrlhf.storage.store import Store, StoreError, refused
 
@@ -29,7 +29,8 @@ def fetch(address: str, key: str, patterns: Sequence[str]) -> Path:
             unfinished = "config.yaml" in objects
             reason = "is a run that has not finished" if unfinished else "holds no config.json and no model/config.json"
             raise UserError(f"{key}={address} {reason}: name a model directory, or a run that has finished")
-        files = {name: version for name, version in objects.items() if name.rpartition("/")[0] == roots[0].rstrip("/")}
+        folders = roots[0].rstrip("/"), roots[0] + TEMPLATES
+        files = {name: version for name, version in objects.items() if name.rpartition("/")[0] in folders}
         return _download(store, files, patterns)
 
 
@@ -51,7 +52,8 @@ def _download(store: Store, files: Mapping[str, tuple[int, str]], patterns: Sequ
     """Downloads the files that match a pattern, and returns the directory of these versions of the files."""
     directory = cache_directory() / "models" / sha256(store.address + str(sorted(files.items())))[:16]
     for name, (size, _) in files.items():
-        file = directory / name.rpartition("/")[2]
+        folder, _, last = name.rpartition("/")
+        file = directory / (TEMPLATES if folder.endswith(TEMPLATES) else "") / last
         present = file.exists() and file.stat().st_size == size
         if not present and any(fnmatchcase(file.name, pattern) for pattern in patterns):
             if not store.download(name, file, size):

@@ -24,6 +24,7 @@ from jrlhf.models.hf.files import (
     PLOT,
     PROMPTING,
     SINGLE,
+    TEMPLATES,
     Planned,
     on_host,
     previous_export,
@@ -44,7 +45,9 @@ TOKENIZER_FILES = (
 ).split()
 _NAMES = ("config.json", "generation_config.json", SINGLE, INDEX, CARD, PLOT, PROMPTING, *TOKENIZER_FILES)
 _OF_ITS_WRITER = ("transformers_version", "_from_model_config")  # no settings of generation
-_WRITTEN = re.compile("|".join(map(re.escape, _NAMES)) + r"|model-\d{5}-of-\d{5}\.safetensors")
+_WRITTEN = re.compile(
+    "|".join(map(re.escape, _NAMES)) + rf"|model-\d{{5}}-of-\d{{5}}\.safetensors|{TEMPLATES}/[^/]+\.jinja"
+)
 
 
 def export_hf(
@@ -122,7 +125,9 @@ def export_hf(
         if tokenizer_json is not None:
             _write_tokenizer(folder, tokenizer_json, special, config.max_positions)
         for file in copied:
-            shutil.copyfile(file, folder / file.name)
+            copy = folder / file.relative_to(Path(str(tokenizer_dir)))
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
         write_tensors(folder, tensors, shard_bytes)
 
     if jax.process_index() != 0:
@@ -202,7 +207,7 @@ def _tokenizer_files(directory: Path) -> list[Path]:
     files = [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()]
     if not files:
         raise ValueError(f"{directory} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)}")
-    return files
+    return [*files, *sorted((directory / TEMPLATES).glob("*.jinja"))]
 
 
 def _write_tokenizer(directory: Path, text: str, special: Mapping[str, Any], max_positions: int) -> None:

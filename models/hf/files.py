@@ -44,6 +44,7 @@ _LARGEST = 1 << 28  # maximum bytes of a JSON file; the largest ones are tokeniz
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CARD, PLOT = "README.md", "progress.png"  # optional files for readers, next to the weights
 PROMPTING = "prompting.json"  # how to prompt the model
+TEMPLATES = "additional_chat_templates"  # the folder of a model with more chat templates, such as tool_use.jinja
 ADAPTER_FILES = "adapter_config.json", "adapter_model.safetensors"
 SIGNATURE = "Trained by jrlhf"  # a card without it is not ours
 _NEW, _PREVIOUS, _PARTIAL = "new", "previous", ".partial"  # of the hidden folder of an export
@@ -291,14 +292,18 @@ def previous_export(directory: Path, ours: Callable[[str], bool]) -> None:
     """Checks that an export may replace `directory`: it does not exist, is empty, or contains only plain files that the
     same kind of export writes, and no card but ours.
 
-    ours: name of a file -> whether an export writes it.
+    ours: name of a file, with that of its folder if it has one -> whether an export writes it.
     """
     if not directory.exists():
         return
     if not directory.is_dir():
         raise FileExistsError(f"{directory} is a file: choose another directory for the export")
-    entries = sorted(directory.iterdir())
-    foreign = [path.name for path in entries if path.is_symlink() or not path.is_file() or not ours(path.name)]
+    folder = directory / TEMPLATES
+    inner = sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else []
+    entries = {path.relative_to(directory).as_posix(): path for path in (*sorted(directory.iterdir()), *inner)}
+    if inner:
+        del entries[TEMPLATES]
+    foreign = [name for name, path in entries.items() if path.is_symlink() or not path.is_file() or not ours(name)]
     foreign += [CARD] if CARD not in foreign and is_foreign_card(directory / CARD) else []
     if foreign:
         more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
@@ -344,7 +349,7 @@ def _replacing(directory: Path) -> Iterator[Path]:
         with _locked(place):
             written.mkdir()
             yield written
-            for path in (*written.iterdir(), written):
+            for path in (*written.rglob("*"), written):
                 _sync(path)
             if target.exists():
                 target.rename(place / _PREVIOUS)

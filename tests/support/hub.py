@@ -52,7 +52,7 @@ class Hub:
         return inherited | ({} if token is None else {"HF_TOKEN": token})
 
     def add(self, name: str, directory: Path, **options: Any) -> None:
-        files = {path.name: path.read_bytes() for path in directory.iterdir()}
+        files = {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
         self.repositories[name] = Repository(branches={"main": files}, **options)
 
 

@@ -70,7 +70,9 @@ def test_same_text_as_transformers():
     theirs = transformers.AutoTokenizer.from_pretrained(FAMILIES / "qwen")
     for template in TRICKY:
         expected = theirs.apply_chat_template(messages, chat_template=template, tools=TOOLS, tokenize=False)
-        assert render_chat(replace(QWEN, chat_template=template), messages, tools=TOOLS) == expected, template
+        assert render_chat(replace(QWEN, chat_template=template), messages, variables={"tools": TOOLS}) == expected, (
+            template
+        )
 
 
 def test_a_continued_message_ends_where_its_text_does():
@@ -133,6 +135,22 @@ def test_a_template_has_limits_of_time_and_size(monkeypatch):
     assert render_chat(replace(QWEN, chat_template="{{ messages[0].content }}"), USER) == "How many eggs?"
     with pytest.raises(UserError, match="the tokenizer .* fails .* that it is given"):
         encode_chat(replace(QWEN, chat_template="{{ '\\ud800' }}"), USER)
+
+
+# Gemma 3's way with parts, and Llama 3.1's, which has none.
+JOINED = "{% for m in messages %}{% for part in m.content %}{{ part['text'] | trim }}{% endfor %}{% endfor %}"
+PRINTED = "{% for m in messages %}{{ m['content'] | trim }}{% endfor %}"
+
+
+def test_each_template_joins_the_parts_of_a_message_itself():
+    parts = [{"type": "text", "text": " How many "}, {"type": "text", "text": "eggs? "}]
+    tokenizer, message = replace(QWEN, chat_template=JOINED), {"role": "user", "content": parts}
+    assert render_chat(tokenizer, [message]) == "How manyeggs?"
+    assert render_chat(tokenizer, [message], continue_final=True) == "How manyeggs?"
+    assert len(parts) == 2 and parts[1]["text"] == "eggs? "  # messages are not changed
+    for template, sentence in ((PRINTED, "cannot read a message of several parts"), (QWEN.chat_template, "TypeError")):
+        with pytest.raises(UserError, match=sentence):
+            render_chat(replace(QWEN, chat_template=template), [message])
 
 
 def test_what_cannot_be_rendered_is_refused():

@@ -1,13 +1,17 @@
 """Token ids of prompts, of sequences to learn and of answers to compare: against transformers' ids and by hand."""
 
 import json
+import os
+import random
 from dataclasses import replace
+from itertools import product
 
 import pytest
+import tokenizers
 
 from jrlhf.config.schema import ColumnsConfig as Columns
-from jrlhf.data.chat import render_chat
-from jrlhf.data.encode import encode_answered, tools_of
+from jrlhf.data.chat import render_chat, template_variables
+from jrlhf.data.encode import Encoding, encode_answered
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Example
 from jrlhf.errors import UserError
@@ -123,15 +127,56 @@ def test_tools_of_a_row_reach_the_template():
     tool = {"type": "function", "function": {"name": "add"}}
     rows = [{"prompt": [user("2?")], "tools": tools} for tools in ([tool], json.dumps([tool]), None)]
     texts = encode_prompts(from_rows(rows), QWEN, max_prompt=300).texts
-    assert texts[0] == texts[1] == render_chat(QWEN, [user("2?")], add_generation_prompt=True, tools=[tool])
+    assert (
+        texts[0] == texts[1] == render_chat(QWEN, [user("2?")], add_generation_prompt=True, variables={"tools": [tool]})
+    )
     assert '"name": "add"' in texts[0] and "add" not in texts[2]
     pair = [row | {"chosen": [assistant("4")], "rejected": [assistant("5")]} for row in rows]
     encoded = encode_preferences(from_rows(pair), QWEN, max_length=300).chosen
     for row, ids in zip(rows, encoded, strict=True):  # what a reward model learns from is what it scores
-        assert encode_answered(QWEN, (user("2?"),), (assistant("4"),), tools=tools_of(row), cut=True) == ids
+        own = template_variables(row)
+        assert encode_answered(QWEN, (user("2?"),), (assistant("4"),), variables=own, cut=True) == ids
     assert encoded[0] == encoded[1] != encoded[2]
-    with pytest.raises(UserError, match="row 1: the tools are not a list in JSON"):
+    with pytest.raises(UserError, match="row 1: tools is not a list of objects in JSON"):
         encode_prompts(from_rows([{"prompt": [user("2?")], "tools": "[{"}]), QWEN, max_prompt=300)
+
+
+THINKS = "{% if enable_thinking is defined and not enable_thinking %}<off>{% endif %}{{ messages[-1].content }}"
+
+
+def test_switches_of_a_row_reach_its_template():
+    tokenizer = replace(QWEN, chat_template=THINKS, special_tokens={"enable_thinking": False})
+    rows: list[dict] = [{"prompt": [user("2?")]}]
+    rows += [{"prompt": [user("2?")], "chat_template_kwargs": {"enable_thinking": on}} for on in (True, False)]
+    rows += [{"prompt": [user("2?")], "chat_template_kwargs": '{"enable_thinking": true}', "enable_thinking": False}]
+    rows += [{"prompt": [user("2?")], "enable_thinking": True}, {"prompt": [user("2?")], "chat_template_kwargs": None}]
+    data = from_rows(rows)
+    assert encode_prompts(data, tokenizer, max_prompt=99).texts == ("<off>2?", "2?", "<off>2?", "2?", "2?", "<off>2?")
+    assert len({from_rows([row]).fingerprint for row in rows[:3]}) == 3
+    for row, off in zip(rows[1:3], (False, True), strict=True):
+        own = template_variables(row)
+        ids = encode_answered(tokenizer, (user("2?"),), (assistant("2?4"),), variables=own)
+        assert tokenizer.decode(ids).startswith("<off>") is off
+        encoded = encode_sft(from_rows([row | {"completion": [assistant("2?4")]}]), tokenizer, max_length=99)
+        assert tokenizer.decode(encoded.ids[0]).startswith("<off>") is off
+    for key in ("messages", "add_generation_prompt", "chat_template", "tokenize"):
+        with pytest.raises(UserError, match=f"row 1: chat_template_kwargs sets {key}, which is no variable"):
+            encode_prompts(from_rows([rows[0] | {"chat_template_kwargs": {key: True}}]), tokenizer, max_prompt=99)
+    with pytest.raises(UserError, match="row 1: chat_template_kwargs is of type list, not an object"):
+        encode_prompts(from_rows([rows[0] | {"chat_template_kwargs": [1]}]), tokenizer, max_prompt=99)
+
+
+def test_texts_that_write_out_the_beginning_of_every_text_are_counted():
+    for name, tokenizer in FAMILY.items():
+        begin = tokenizer.backend.decode(tokenizer.prefix_ids, skip_special_tokens=False)
+        rows = from_rows([{"prompt": "eggs"}, {"prompt": f"{begin}eggs"}])
+        prompts = encode_prompts(rows, tokenizer, max_prompt=99)
+        assert prompts.twice == (name != "qwen")  # qwen begins with no token
+        assert ("; 1 write out the token that the tokenizer puts before every" in prompts.describe()) is (
+            name != "qwen"
+        )
+        texts = from_rows([{"text": f"{begin}eggs"}])
+        assert encode_sft(texts, tokenizer, max_length=99).twice == (name != "qwen")
 
 
 # What is learnt.
@@ -175,6 +220,41 @@ def test_completions_assistant_turns_and_texts_are_learned_with_their_ends(name:
     assert encoded.ids == ((*tokenizer.encode_prompt("Janet has 16 eggs."), tokenizer.eos_id),)
     assert encoded.learn == ((False, *[True] * (len(encoded.ids[0]) - 1)),)
     assert encoded.prompt_lengths == (1,)
+
+
+# Llama 3.1's form: a system block of its own before every conversation.
+KNOWLEDGE = """{{- bos_token }}{%- set system = '' %}
+{%- if messages[0].role == 'system' %}{% set system = messages[0].content | trim %}{% set messages = messages[1:] %}
+{%- endif %}
+{{- '<|start_header_id|>system<|end_header_id|>\n\nToday is 26 Jul 2024\n\n' + system + '<|eot_id|>' }}
+{%- for m in messages %}
+{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"""
+LEARNERS = {**FAMILY, "llama 3.1": replace(FAMILY["llama"], chat_template=KNOWLEDGE)}
+
+
+@pytest.mark.parametrize("name", LEARNERS)
+def test_exactly_the_assistants_words_are_learned_in_conversations_of_any_shape(name: str):
+    """Conversations of up to five turns, the first of any role, against the words themselves."""
+    tokenizer, end = LEARNERS[name], END[name.split()[0]]
+    roles = {"s": "system", "u": "user", "a": "assistant"}
+    shapes = ["".join(shape) for n in (1, 2, 3, 4, 5) for shape in product("ua", repeat=n)]
+    refused = 0
+    for shape in [first + shape for first in ("", "s") for shape in shapes if "a" in shape]:
+        turns: list[dict] = [{"role": roles[role], "content": f"{role}{n} said"} for n, role in enumerate(shape)]
+        turns[-1] |= {"weight": 0} if shape[-1] == "a" and shape.count("a") > 1 else {}
+        words = [turn["content"] + end for turn in turns if turn["role"] == "assistant" and "weight" not in turn]
+        try:
+            encoded = encode_sft(from_rows([{"messages": turns}]), tokenizer, max_length=300)
+        except UserError as error:
+            assert "refuses the messages" in str(error) and name == "gemma"
+            refused += 1
+            continue
+        learned = "".join(text for yes, text in pieces(tokenizer, encoded.ids[0], encoded.learn[0]) if yes)
+        assert [part.strip() + end for part in learned.split(end)[:-1]] == words, shape  # Mistral's begin with a blank
+        assert learned.endswith(end)
+    assert refused == (110 if name == "gemma" else 0)  # of 114; its template wants user, assistant, user, ...
 
 
 THINKING = """{%- for m in messages %}
@@ -289,6 +369,52 @@ def test_pairs_have_the_tokens_of_sft_and_reward_models_read_them(name: str):
     unfinished = encode_answered(tokenizer, "2?", "4", finished=False)
     assert unfinished == whole[: len(unfinished)] and tokenizer.decode(unfinished).endswith("4")
     assert unfinished[-1] not in tokenizer.eos_ids
+
+
+def test_the_prompt_of_two_texts_ends_at_a_border_of_tokens_that_both_have():
+    pieces = [
+        "Human: 2?",
+        "\n\nAssistant:",
+        " blue",
+        "blueish",
+        "<|assistant|>",
+        "<|action|>",
+        "日本",
+        "日曜",
+        " ",
+        "a",
+    ]
+    draw, cut = random.Random(0), 0
+    for tokenizer in FAMILY.values():
+        backend = tokenizers.Tokenizer.from_str(tokenizer.to_json())
+        backend.add_special_tokens(["<|assistant|>", "<|action|>"])
+        tokenizer = replace(tokenizer, backend=backend)
+        begin = len(tokenizer.prefix_ids)
+        row = {"chosen": "2?<|assistant|>4", "rejected": "2?<|action|>add"}
+        pairs = encode_preferences(from_rows([row]), tokenizer, max_length=99)
+        asked = tokenizer.encode_prompt("2?")
+        assert pairs.chosen[0][: pairs.prompt_lengths[0]] == tuple(asked)
+        assert pairs.chosen[0][len(asked)] == backend.token_to_id("<|assistant|>")
+        for _ in range(60):
+            common, *answers = ("".join(draw.choices(pieces, k=draw.randint(0, 3))) for _ in range(3))
+            texts = [common + answer for answer in answers]
+            whole = [tokenizer.encode(text) for text in texts]
+            if whole[0] == whole[1]:
+                continue
+            data = from_rows([dict(zip(("chosen", "rejected"), texts, strict=True))])
+            pairs = encode_preferences(data, tokenizer, max_length=99)
+            (length,), both = pairs.prompt_lengths, (pairs.chosen[0], pairs.rejected[0])
+            # Prompt and answer have the tokens of the whole text, and the prompt those of the prompt alone.
+            assert both == tuple((*tokenizer.prefix_ids, *ids, tokenizer.eos_id) for ids in whole)
+            (example,) = Encoding(tokenizer).with_prompts(data).examples
+            assert tuple(tokenizer.encode_prompt(str(example.prompt))) == both[0][:length]
+            shared = len(os.path.commonprefix([list(ids) for ids in both]))
+            assert begin <= length <= shared
+            for border in range(length + 1 - begin, shared + 1 - begin):  # no later border would do
+                text = backend.decode(whole[0][:border], skip_special_tokens=False)
+                assert tokenizer.encode(text) != whole[0][:border] or not all(one.startswith(text) for one in texts)
+            cut += length > begin
+    assert cut > 100
 
 
 def test_a_reward_model_without_a_template_reads_the_texts_and_their_end():

@@ -65,11 +65,13 @@ def exported(tmp_path: Path) -> Path:
         (directory / name).write_bytes(draw.bytes(size))
     (directory / "README.md").write_text("---\nlibrary_name: transformers\n---\n\nTrained by jrlhf, which\n")
     (directory / "config.json").write_text('{"vocab_size": 8}\n')
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     return directory
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
 @pytest.fixture

@@ -130,27 +130,25 @@ def test_columns_that_are_named_decide_the_shape():
     assert read(messages="messages").describe().startswith("rows: 1 messages rows (conversations) from messages;")
 
 
-def test_the_implicit_prompt_is_the_one_that_trl_extracts():
-    """TRL's documented example of an implicit prompt, and a text that is the other's beginning."""
-    pairs = [
-        ("The sky is blue.", "The sky is green.", "The sky is"),
-        ("Human: 2?\n\nAssistant: 4", "Human: 2?\n\nAssistant: 5", "Human: 2?\n\nAssistant:"),
-        ("abc", "abcd", "abc"),
-        ("x", "y", ""),
-    ]
-    for chosen, rejected, prompt in pairs:
-        dataset = from_rows([{"chosen": chosen, "rejected": rejected}])
-        (example,) = dataset.examples
-        assert example.prompt == prompt
-        assert ("1 have no prompt, because their answers begin differently" in dataset.describe()) is (prompt == "")
-        assert (prompt + str(example.chosen), prompt + str(example.rejected)) == (chosen, rejected)
+def test_two_texts_without_a_prompt_stay_whole():
+    """Only a tokenizer can cut them: test_encode.py."""
+    dataset = from_rows([{"chosen": "The sky is blue.", "rejected": "The sky is green."}])
+    assert dataset.examples == (Example("", chosen="The sky is blue.", rejected="The sky is green."),)
 
 
 def test_messages_in_parts_and_nulls_of_tables():
     parts = [{"type": "text", "text": "2 +", "image": None}, {"type": "text", "text": " 2?"}]
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
     (example,) = from_rows([{"messages": [{"role": "user", "content": parts, "name": None}, call]}]).examples
-    assert example.prompt == (user("2 + 2?"), {"role": "assistant", "tool_calls": [{"name": "add"}]})
+    contents = [
+        {"type": "text", "text": "2 +"},
+        {"type": "text", "text": " 2?"},
+    ]  # each template joins them in its own way
+    assert example.prompt == (
+        {"role": "user", "content": contents},
+        {"role": "assistant", "tool_calls": [{"name": "add"}]},
+    )
+    assert from_rows([{"messages": [{"role": "user", "content": parts[:1]}]}]).examples[0].prompt == (user("2 +"),)
 
 
 def test_rows_may_lack_columns_that_are_not_needed():
@@ -228,6 +226,55 @@ ROWS: list[tuple[dict, str]] = [  # row, sentence
     ({"chosen": [Q], "rejected": [Q]}, "chosen ends with a message of the user, not with an answer of the assistant"),
     ({"chosen": [Q, A]}, "the columns of .* are chosen: rejected is missing, name its column in the dataset's key"),
 ]
+
+
+# Keys that TRL, verl and OpenAI's fine-tuning define: a row with them, and what is wrong with it ("" if nothing is).
+SAID = {"messages": [Q, A]}
+CALL = {"name": "add", "arguments": "{}"}
+KEYS: list[tuple[dict, str]] = [
+    *(
+        ({"prompt": "a", key: value}, f"the row has {key} .*only text can be read: remove the column")
+        for key in ("image", "images", "video", "videos", "audio", "audios")
+        for value in ([b"png"], "a.png")
+    ),
+    *(({"prompt": "a", "images": value}, "") for value in (None, [], "")),
+    ({**VERL, "prompt": [Q], "agent_name": "tool_agent"}, "has agent_name 'tool_agent'.*a response is one turn"),
+    ({**VERL, "prompt": [Q], "agent_name": "single_turn_agent"}, ""),
+    ({**VERL, "prompt": [Q], "extra_info": {"need_tools_kwargs": True}}, "extra_info has need_tools_kwargs True"),
+    ({**VERL, "prompt": [Q], "extra_info": {"interaction_kwargs": {"name": "x"}}}, "extra_info has interaction_kwargs"),
+    ({**VERL, "prompt": [Q], "extra_info": {"need_tools_kwargs": False, "interaction_kwargs": {}}}, ""),
+    ({**SAID, "functions": [CALL]}, "the row has functions .*: describe the functions in tools"),
+    ({**SAID, "parallel_tool_calls": False}, ""),
+    ({**SAID, "input_ids": [1, 2]}, "has input_ids .1, 2., which is not supported: the text is encoded again"),
+    ({"prompt": "a", "input_ids": [1, 2]}, ""),
+    ({"prompt": "a", "completion": "b", "label": False}, "label False.*not imitated: keep the rows with label true"),
+    ({"prompt": "a", "completion": "b", "label": True}, ""),
+    ({"prompt": "a", "completion": "b", "label": 0}, ""),
+    ({"prompt": "a", "label": False}, ""),
+    ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": 0.5}, "the row has margin 0.5.*losses have no margin"),
+    ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": 0.0, "score_chosen": 3}, ""),
+    ({"messages": [Q, A | {"refusal": "No."}]}, "message 2 of messages has refusal 'No.'"),
+    ({"messages": [Q, A | {"audio": {"id": "x"}}]}, "message 2 of messages has audio"),
+    (
+        {"messages": [Q, A | {"function_call": CALL}]},
+        "message 2 of messages has function_call .*: write it in tool_calls",
+    ),
+    ({"messages": [Q, A | {"refusal": None, "weight": 0}, A | {"weight": 1, "name": "x"}]}, ""),
+    ({"messages": [Q, A | {"weight": 0.5}]}, "message 2 of messages has the weight 0.5, which is neither 0"),
+    (
+        {"prompt": [Q], "completion": [A | {"weight": 0}]},
+        "completion has a message of weight 0, but all of it is learned",
+    ),
+]
+
+
+def test_keys_of_other_trainers_are_applied_or_refused_by_name():
+    for row, sentence in KEYS:
+        if sentence:
+            with pytest.raises(UserError, match=sentence):
+                from_rows([row])
+        else:
+            assert from_rows([row]).examples
 
 
 def test_a_bad_file_is_one_sentence_with_its_cause(tmp_path: Path):

@@ -41,6 +41,31 @@ def test_no_prompt_is_both_learnt_and_held_out_however_often_it_comes():
     assert [len(part.examples) for part in pairs["preferences"]] == [52, 8]
 
 
+def test_whole_prompts_are_compared():
+    """A question may stand in the system message, and two questions may differ in an earlier answer alone."""
+
+    def turns(*contents: str) -> list[dict]:
+        roles = ("system", "user", "assistant", "user")
+        return [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
+
+    asked = dataset([turns(text, "Answer.") for text in ASKED[:40]])
+    split = keep_apart({"prompts": asked}, 8)["prompts"]
+    assert (len(split.trained.examples), len(split.heldout.examples)) == (32, 8)
+    split = keep_apart({"prompts": dataset([turns("s", "Guess.", text, "Why?") for text in ASKED[:40]])}, 8)["prompts"]
+    assert (len(split.trained.examples), len(split.heldout.examples)) == (32, 8)
+    tools = [{"type": "function", "function": {"name": text}} for text in ASKED[:40]]
+    rows = from_rows([{"prompt": turns("s", "Act."), "tools": [tool]} for tool in tools])
+    assert len({prompt_text(example) for example in rows.examples}) == 40
+    # Several answers to one question are one prompt, also as whole conversations; so is the question as text.
+    answers = from_rows([{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]}
+                         for text in ASKED[:3]])  # fmt: skip
+    assert {*texts(answers), *texts(dataset(["q"])), *texts(dataset([turns("", "q")[1:]]))} == {"q"}
+    # One prompt alone cannot be divided, however few rows are to be held out.
+    with pytest.raises(UserError, match="has 40 rows and 1 prompts, set it to 0, name rows of their own in data.held"):
+        keep_apart({"prompts": dataset([turns("s", "q")] * 40)}, 1)
+    assert not keep_apart({"prompts": dataset([turns("s", "q")] * 40)}, 0)["prompts"].heldout.examples
+
+
 def test_what_one_dataset_holds_out_no_other_learns_from():
     turns = [[{"role": "user", "content": prompt}] for prompt in ASKED[:50]]  # the same prompts as conversations
     pairs = dataset(ASKED[5:], chosen="a", rejected="b")

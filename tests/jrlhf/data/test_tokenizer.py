@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import tokenizers
 
+from jrlhf.data.chat import render_chat
 from jrlhf.data.encode import encode_continuation
 from jrlhf.data.tokenizer import Tokenizer
-from jrlhf.data.tokenizer_files import check_vocabulary, load_tokenizer
+from jrlhf.data.tokenizer_files import NEUTRAL, check_vocabulary, load_tokenizer
 from jrlhf.errors import UserError
 
 from .conftest import FAMILIES, FAMILY, GOLDEN
@@ -127,6 +128,77 @@ def test_a_template_file_goes_before_the_settings(qwen: Path):
     assert load_tokenizer(qwen).chat_template is None
     write(qwen / "chat_template.json", {"chat_template": "{{ tools }}"})
     assert load_tokenizer(qwen).chat_template == "{{ tools }}"
+
+
+TOOL = [{"type": "function", "function": {"name": "add"}}]
+
+
+def test_rows_with_tools_are_written_by_the_models_template_for_tools(qwen: Path):
+    def written(**variables: object) -> str:
+        return render_chat(load_tokenizer(qwen), [{"role": "user", "content": "2?"}], variables=variables)
+
+    named = [{"name": name, "template": f"{name}: {{{{ messages[0].content }}}}"} for name in ("default", "tool_use")]
+    change(qwen / "tokenizer_config.json", chat_template=named)
+    assert (written(), written(tools=TOOL), written(tools=[])) == ("default: 2?", "tool_use: 2?", "tool_use: 2?")
+    (qwen / "additional_chat_templates").mkdir()
+    (qwen / "additional_chat_templates" / "tool_use.jinja").write_text("from the folder")
+    assert written(tools=TOOL) == "from the folder"  # files replace all that tokenizer_config.json has
+    with pytest.raises(UserError, match="has no chat template"):
+        written()
+    (qwen / "chat_template.jinja").write_text("{{ documents is not none }}{{ tools is not none }}")
+    assert (written(), written(tools=TOOL)) == ("FalseFalse", "from the folder")
+    assert load_tokenizer(qwen).templates == ("{{ documents is not none }}{{ tools is not none }}", "from the folder")
+    (qwen / "additional_chat_templates" / "tool_use.jinja").unlink()
+    assert written(tools=TOOL) == "FalseTrue"
+    for wrong in (3, [{"name": "default"}], {"default": 3}, ["x"]):
+        (qwen / "chat_template.jinja").unlink(missing_ok=True)
+        change(qwen / "tokenizer_config.json", chat_template=wrong)
+        with pytest.raises(UserError, match="chat_template is neither a template nor a list of objects with name"):
+            load_tokenizer(qwen)
+
+
+def test_a_class_builds_its_own_pipeline(tmp_path: Path):
+    """Llama 2's class: `legacy` says whether each text after a special token begins with a blank. By hand."""
+    directory = Path(shutil.copytree(FAMILIES / "mistral", tmp_path / "llama"))
+    write(directory / "config.json", {"model_type": "llama"})
+
+    def pieces(**settings: object) -> list[str]:
+        change(directory / "tokenizer_config.json", **settings)
+        return load_tokenizer(directory).backend.encode("the[INST] the", add_special_tokens=False).tokens
+
+    as_it_is, first = ["▁the", "[INST]", "▁▁", "the"], ["▁the", "[INST]", "▁the"]
+    assert pieces() == as_it_is  # PreTrainedTokenizerFast
+    assert pieces(tokenizer_class="LlamaTokenizer") == pieces(legacy=False) == pieces(legacy=True) == first
+    assert load_tokenizer(directory).backend.encode("[INST]the", add_special_tokens=False).tokens[1] == "▁the"
+    change(directory / "tokenizer_config.json", legacy=False)
+    assert load_tokenizer(directory).backend.encode("[INST]the", add_special_tokens=False).tokens[1] != "▁the"
+    assert pieces(add_prefix_space=False)[-1] == "▁the" != pieces(add_prefix_space=False)[0]
+    with pytest.raises(
+        UserError, match="tokenizer_class CodeLlamaTokenizer is not supported: .*PreTrainedTokenizerFast"
+    ):
+        pieces(tokenizer_class="CodeLlamaTokenizer")
+
+
+def test_settings_that_are_not_applied_are_refused_by_name(qwen: Path):
+    for key, values in NEUTRAL.items():
+        for value in values:
+            change(qwen / "tokenizer_config.json", **{key: value})
+            assert load_tokenizer(qwen).vocab_size == 333
+        change(qwen / "tokenizer_config.json", **{key: ["x"]})
+        with pytest.raises(UserError, match=f"tokenizer_config.json: {key} .'x'. is not supported"):
+            load_tokenizer(qwen)
+        change(qwen / "tokenizer_config.json", **{key: values[0]})
+    for key, value, sentence in (
+        ("pad_token", 3, "pad_token 3 is no token: correct it"),
+        ("extra_special_tokens", "<x>", "extra_special_tokens or additional_special_tokens '<x>' must be a list"),
+    ):
+        change(qwen / "tokenizer_config.json", **{key: value})
+        with pytest.raises(UserError, match=sentence):
+            load_tokenizer(qwen)
+        change(qwen / "tokenizer_config.json", **{key: None})
+    write(qwen / "added_tokens.json", {"<tool>": 333, "<|im_end|>": 332})
+    with pytest.raises(UserError, match="added_tokens.json has '<tool>', which tokenizer.json lacks: add it there"):
+        load_tokenizer(qwen)
 
 
 def test_tokens_that_only_the_settings_list_are_added(qwen: Path):

@@ -24,7 +24,8 @@ def answer(name):
             return [example.prompt for example in read_dataset(name.removeprefix("rows:")).examples]
         check_weights(name, "model.path")
         directory = locate(name, "model.path")
-        return [{path.name: path.stat().st_size for path in directory.iterdir()}, hub_model(str(directory), [])]
+        files = [path for path in directory.rglob("*") if path.is_file()]
+        return [{path.name: path.stat().st_size for path in files}, hub_model(str(directory), [])]
     except UserError as error:
         return f"error: {error}"
 
@@ -57,12 +58,19 @@ def ask() -> Iterator[Callable[..., list]]:
 
 def test_models_come_by_their_hub_name_or_with_a_sentence(ask, make_model, tmp_path: Path):
     model, home = make_model(tmp_path / "model"), tmp_path / "home"
-    expected = {path.name: path.stat().st_size for path in model.iterdir()}
+    expected = {path.name: path.stat().st_size for path in model.iterdir()} | {"tool_use.jinja": 5}
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
     with serving() as hub:
         hub.add("models/lab/tiny", model)
         hub.add("models/lab/gated", model, gated=True)
         hub.add("models/lab/private", model, private=True)
-        hub.repositories["models/lab/tiny"].branches["main"] |= {"model.bin": b"a pickle", "code.py": b"raise"}
+        hub.repositories["models/lab/tiny"].branches["main"] |= {
+            "model.bin": b"a pickle",
+            "code.py": b"raise",
+            "onnx/config.json": b"",
+            "onnx/model.safetensors": b"",
+        }
         names = ("lab/tiny", "lab/gated", "lab/private", "lab/none")
         tiny, gated, private, none = ask(hub.environment(home, token=None), *names)
         assert tiny == [expected, "lab/tiny"]

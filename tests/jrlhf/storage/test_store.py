@@ -206,10 +206,18 @@ def test_the_files_of_a_model_are_fetched_once_and_its_weights_when_they_are_nee
     memory.pipe_file(f"{ROOT}/config.yaml", b"")
     with pytest.raises(UserError, match=f"model.path={ADDRESS} is a run that has not finished"):
         locate(ADDRESS, "model.path")
-    for name in ("config.json", "model.safetensors", "merges.txt", "code.py", "deep/config.json"):
+    for name in (
+        "config.json",
+        "model.safetensors",
+        "merges.txt",
+        "code.py",
+        "deep/config.json",
+        "additional_chat_templates/a.jinja",
+    ):
         memory.pipe_file(f"{ROOT}/model/{name}", b'{"model_type": "none"}')
     first, fetched, download = locate(ADDRESS, "model.path"), list[str](), Store.download
-    assert {file.name for file in first.iterdir()} == {"config.json", "merges.txt"}
+    files = {file.relative_to(first).as_posix() for file in first.rglob("*") if file.is_file()}
+    assert files == {"config.json", "merges.txt", "additional_chat_templates/a.jinja"}
     monkeypatch.setattr(
         Store, "download", lambda self, name, *more: fetched.append(name) or download(self, name, *more)
     )

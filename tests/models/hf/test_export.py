@@ -19,6 +19,7 @@ from jrlhf.meshes import GENERATE, TRAIN, make_mesh, reshard
 from jrlhf.models import LoRAConfig, ModelConfig, export_hf, init_lora, lora_shardings, merge, param_shardings, to_int8
 from jrlhf.models.hf import drawn_with, export, files, hf_config, read_config
 from jrlhf.models.hf.config import _GENERATION
+from jrlhf.models.hf.files import TEMPLATES
 from tests.support.live import live_bytes
 
 LLAMA = ModelConfig(
@@ -83,13 +84,20 @@ def test_tokenizer_files_are_copied_as_they_are(reference, tmp_path):
     source.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt", "model.safetensors"):
         (source / name).write_bytes(name.encode() + b"\r\n\xff")
+    template = source / TEMPLATES / "tool_use.jinja"
+    template.parent.mkdir()
+    template.write_text("{{ tools }}")
     directory = export_hf(reference.random_params(LLAMA), LLAMA, tmp_path / "model", tokenizer_dir=source)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt"):
         assert (directory / name).read_bytes() == (source / name).read_bytes()
-    assert len(list(directory.iterdir())) == 7
+    assert len(list(directory.iterdir())) == 8
     # A model may be exported over the one that it came with.
     again = export_hf(reference.random_params(QWEN2), QWEN2, directory, tokenizer_dir=directory)
-    assert len(list(again.iterdir())) == 7
+    assert len(list(again.iterdir())) == 8
+    assert (again / TEMPLATES / "tool_use.jinja").read_text() == "{{ tools }}"
+    (again / TEMPLATES / "mine.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="additional_chat_templates/mine.txt', which an export does not write"):
+        export_hf(reference.random_params(QWEN2), QWEN2, directory, tokenizer_dir=source)
     assert (again / "merges.txt").read_bytes() == (source / "merges.txt").read_bytes()
 
 
