@@ -24,7 +24,7 @@ from jrlhf.models import (
     scalar_from,
     to_int8,
 )
-from jrlhf.models.params import Params
+from jrlhf.models.params import Params, matrices
 from jrlhf.roles.model import Architecture, Compute, Model
 from jrlhf.roles.pretrained import (
     actor_adapter,
@@ -151,8 +151,11 @@ def learning_rate(config: OptimizerConfig, *, updates: int) -> optax.Schedule:
 
 
 def adamw(config: OptimizerConfig, *, updates: int) -> optax.GradientTransformation:
-    """AdamW after clipping by the global norm, with the `learning_rate` of a run of `updates` updates."""
+    """AdamW after clipping by the global norm, with the `learning_rate` of a run of `updates` updates.
+
+    Matrices decay, with tables, heads and adapters; norms and biases do not, as in transformers' Trainer.
+    """
     schedule = learning_rate(config, updates=updates)
     clip = optax.identity() if config.max_grad_norm is None else optax.clip_by_global_norm(config.max_grad_norm)
-    adam = optax.adamw(schedule, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay)
-    return optax.chain(clip, adam)
+    decay = {"weight_decay": config.weight_decay, "mask": matrices}
+    return optax.chain(clip, optax.adamw(schedule, b1=config.b1, b2=config.b2, eps=config.eps, **decay))
