@@ -489,6 +489,7 @@ def _check_reward_model(path: str, key: str) -> str:
             f"{key}={path} is a language model, which has no head to score with: name a sequence classifier with one "
             "label, such as the reward_model/ of a run"
         )
-    tokenizer = reward_tokenizer(path, key, checkpoint.model)
+    tokenizer, pad_id = reward_tokenizer(path, key, checkpoint.model), checkpoint.score_pad_id
     ids = tokenizer.eos_ids, tokenizer.prefix_ids, sorted(tokenizer.special_tokens.items()), is_ours(path, key)
+    ids += (pad_id,) if pad_id in tokenizer.eos_ids else ()  # an answer is not read at its end
     return fingerprint([tokenizer.to_json(), str(tokenizer.chat_template), str(ids)])
