@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jrlhf.meshes import AXES, GENERATE, Layout
 from jrlhf.models.config.decoder import ModelConfig
-from jrlhf.models.weights import HeadKind, Path, weights
+from jrlhf.models.weights import VECTORS, HeadKind, Path, weights
 
 Params = dict[str, Any]
 
@@ -89,6 +89,11 @@ def made_in_place(make: Callable[..., Any], shardings: Any, mesh: Mesh) -> Calla
         # Under Explicit axes new arrays are replicated: each device would make all of them.
         make = jax.sharding.auto_axes(make, axes=mesh.axis_names, out_sharding=spec_tree(shardings))
     return jax.jit(make, out_shardings=shardings)
+
+
+def matrices(params: Params) -> Any:
+    """True for each weight that is none of the `VECTORS`; False for norms and biases."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: not (path and path[-1].key in VECTORS), params)
 
 
 def cast_matrices(params: Params, dtype: jnp.dtype) -> Params:

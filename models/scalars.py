@@ -33,15 +33,27 @@ def make_values(
 
 
 def make_scores(
-    config: ModelConfig, mesh: Mesh | AbstractMesh, layout: Layout, options: ForwardOptions = DEFAULTS, **keywords: Any
+    config: ModelConfig,
+    mesh: Mesh | AbstractMesh,
+    layout: Layout,
+    options: ForwardOptions = DEFAULTS,
+    *,
+    pad_id: int | None = None,
+    **keywords: Any,
 ) -> Callable[..., Float[Array, "B"]]:
     """Builds f(params, tokens [B, T], lengths [B]) -> scores [B], float32: the head's output at position length - 1.
 
     lengths: each row's real tokens, at least 1. Parameters as `init_scalar`; the rest as in `make_logprobs`.
+    pad_id: scores as a classifier of transformers with this `pad_token_id` (`HFConfig.score_pad_id`): the output at the
+        row's last real token that is not `pad_id`, at its first token if all are.
     """
     forward = _forward(config, mesh, layout, options, keywords)
 
     def local(params, tokens, lengths):
+        if pad_id is not None:
+            time = jnp.arange(tokens.shape[1])[None, :]
+            read = (tokens != pad_id) & (time < lengths[:, None])
+            lengths = jnp.max(jnp.where(read, time, 0), axis=1) + 1
         last = jax.vmap(lambda row, length: row[length - 1])(forward.hidden(params, tokens), lengths)
         return _outputs(forward, params, last)
 

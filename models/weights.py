@@ -162,6 +162,8 @@ def _lora_name(row: _Row) -> str | None:
 PROJECTIONS = tuple(name for row in _ROWS if (name := _lora_name(row)))  # names in PEFT
 
 
+# Last keys of norms and biases: vectors of the computation, whatever dimensions their arrays have.
+VECTORS = frozenset(row.path.split(".")[-1] for row in _ROWS if row.init in ("scale", "zero"))
 INPUTS: Mapping[str, int] = {row.path.split(".")[-1]: row.inputs for row in _ROWS if row.inputs}  # by last key
 
 

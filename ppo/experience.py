@@ -199,8 +199,7 @@ def rewarded(
         finite &= jnp.isfinite(_placed(other_scores, mask)[1])
     if config.truncation == "bootstrap" and scores.ndim < 2:
         placed = jnp.where(rollout.finished[:, None], placed, 0)
-    if config.truncation == "mask":
-        finite &= rollout.finished
+    finite &= config.counts(rollout.finished)
     if isinstance(config, GRPOConfig) and config.equal_groups == "drop":
         _, equal = group_spread(sums, config.samples, finite & jnp.any(mask, axis=1))
         finite &= jnp.zeros_like(finite) | ~jnp.repeat(equal, config.samples)

@@ -6,7 +6,7 @@ from typing import Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jrlhf.meshes.rows import whole
 from jrlhf.ppo.config.algorithms import SafeRLHFConfig
@@ -43,7 +43,13 @@ class MultiplierState:
         return jnp.sum(jnp.where(filled, self.costs, 0)) / jnp.maximum(seen, 1).astype(jnp.float32)
 
 
-def update_multiplier(state: MultiplierState, costs: Float[Array, "B"], *, config: SafeRLHFConfig) -> MultiplierState:
+def update_multiplier(
+    state: MultiplierState,
+    costs: Float[Array, "B"],
+    finished: Bool[Array, "B"] | None = None,
+    *,
+    config: SafeRLHFConfig,
+) -> MultiplierState:
     """Updates the multiplier with the costs of a batch of episodes: one step of gradient ascent on its logarithm.
 
         ln lambda <- min(ln lambda + multiplier_rate lambda (mean cost - cost_limit), ln multiplier_max)
@@ -51,9 +57,13 @@ def update_multiplier(state: MultiplierState, costs: Float[Array, "B"], *, confi
     (Dai et al. 2024, arXiv:2310.12773, section 3.3.) It runs before the batch's experience is made, as in the paper's
     algorithm. The mean is over the last `window` episodes; of a larger batch the last rows count. Costs that are not
     finite are ignored, and before the first finite cost nothing changes. Pure and jittable.
+
+    finished: the rollout's; costs of rows that `config.truncation` leaves out are ignored, too. None: all rows count.
     """
     costs, window = whole(costs).astype(jnp.float32), state.costs.shape[0]
     finite = jnp.isfinite(costs)
+    if finished is not None:
+        finite &= whole(config.counts(finished))
     number = jnp.cumsum(finite) - 1  # the index of each finite cost among the finite ones
     total = jnp.sum(finite)
     counted = finite & (number >= total - window)

@@ -86,6 +86,7 @@ def shape_scores(
     *,
     config: ScoreConfig,
     max_response: int,
+    counted: Bool[Array, "B"] | None = None,
 ) -> tuple[Float[Array, "B"] | Float[Array, "B R"], RunningMoments, dict[str, Float[Array, ""]]]:
     """Returns shaped scores, the moments updated with this batch, and metrics.
 
@@ -109,6 +110,7 @@ def shape_scores(
             ignored. Then the sum of a row is normalised, clipped and penalised: all its tokens get the same scale, and
             the last token gets the rest of the change.
         max_response: L, the limit on response tokens.
+        counted: mask of the rows whose scores enter the moments (`PolicyConfig.counts`); None: all.
     """
     rows = response_lengths.shape[0]
     if scores.ndim not in (1, 2) or scores.shape[0] != rows or finished.shape != (rows,):
@@ -127,7 +129,7 @@ def shape_scores(
     metrics = {"score/raw/mean": masked_mean(raw, finite)}
     factor = jnp.ones((), jnp.float32)
     if config.normalise:
-        moments = moments.add(scores)
+        moments = moments.add(scores if counted is None else jnp.where(counted, scores, jnp.nan))
         factor = 1 / jnp.maximum(moments.std, 1e-4 * jnp.maximum(1, jnp.abs(moments.mean)))
         scores = (scores - moments.mean) * factor
         metrics |= {"score/running_mean": moments.mean, "score/running_std": moments.std}

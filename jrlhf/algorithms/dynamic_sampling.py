@@ -21,7 +21,8 @@ Kept = tuple[Rollout, Array]  # the rows of the batch so far, and their scores
 class DynamicSampler:
     """Fills the batch of an iteration of DAPO, round by round.
 
-    A group is informative if its finite scores, before they are shaped, are not all equal. After `max_rounds` rounds
+    A group is informative if its finite scores, before they are shaped, are not all equal; only rows that `truncation`
+    does not leave out count. After `max_rounds` rounds
     the rest of the batch is filled with groups that are not informative, in their order.
 
     After an iteration `draws`, `prompts`, `raw` and `metrics()` are its results.
@@ -35,7 +36,7 @@ class DynamicSampler:
 
     def __init__(self, placement: RolePlacement, algorithm: DAPOConfig, clock: Clock, reward: Rewards):
         self.placement, self.clock, self._reward = placement, clock, reward
-        self._samples, self._max_rounds = algorithm.samples, algorithm.max_rounds
+        self._samples, self._max_rounds, self._counts = algorithm.samples, algorithm.max_rounds, algorithm.counts
 
     def start(self, draws: int, draw_batch: Callable[[int], Batch]) -> None:
         """Begins an iteration after `draws` batches of prompts. draw_batch: number of a batch -> its prompts."""
@@ -62,7 +63,8 @@ class DynamicSampler:
         The reward must have scored these prompts: its raw scores tell which groups are informative.
         """
         raw = to_host(self._reward.raw[prompts.step])
-        fresh = informative(raw, self._samples)
+        counted = self._counts(to_host(rollout.finished))
+        fresh = informative(np.where(counted, raw, np.nan), self._samples)
         if self._batch is None:  # the first round; merged with itself, so that the program is compiled in any case
             self._batch, self.prompts, self.raw, self._informative = (rollout, scores), prompts, raw, fresh
             source = np.arange(len(fresh))

@@ -34,7 +34,7 @@ def safe_rlhf(
     old, ref = policy_logprobs(actor, reference, rollout)
     values = critic.values(rollout)
     cost_values = cost_critic.values(rollout)
-    multiplier = constraint.update(costs)
+    multiplier = constraint.update(costs, rollout)
     experience, cost_experience = estimator.safe_experience(
         rollout, scores, costs, old, ref, *values, *cost_values, kl_coef, multiplier
     )

@@ -25,7 +25,8 @@ class OptimizerConfig(Section):
     # Updates over which the learning rate rises linearly from 0. A stage of no more updates takes a tenth of them.
     warmup: int = natural(20)
     final: float = between(0.1, 0.0, 1.0)  # share of the learning rate at the end of its cosine decay; 1: no decay
-    weight_decay: float = non_negative(0.01)  # as in AdamW, times the learning rate
+    # As in AdamW, times the learning rate. Matrices and tables decay, norms and biases do not.
+    weight_decay: float = non_negative(0.01)
     b1: float = checked(0.9, lambda value: 0 <= value < 1, "at least 0 and below 1")  # decay of the gradients' mean
     b2: float = checked(0.95, lambda value: 0 <= value < 1, "at least 0 and below 1")  # decay of their squares' mean
     eps: float = positive(1e-8)  # added to the root of that mean

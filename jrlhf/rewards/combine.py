@@ -40,13 +40,16 @@ def combine(
     moments: RunningMoments,
     *,
     samples: int | None = None,
+    counts: Callable[[Array], Array] = jnp.ones_like,
 ) -> Combined:
     """Adds the weighted scores of token reward models to `texts`, the sum of the text rewards, and shapes the result.
 
     on_failure: replaces a model's non-finite scores. A row whose sum is not finite is not learned from.
     samples: number of rows of a group, in which the scores of each reward are normalised before they are summed; None:
         they are not. If given, `texts` has the scores of each text reward by name.
+    counts: `finished` -> the mask of the rows whose scores enter moments and groups.
     """
+    counted = counts(finished)
     failed = {name: ~jnp.isfinite(scores) for name, scores in learned.items()}
     learned = {name: jnp.where(failed[name], on_failure[name], scores) for name, scores in learned.items()}
     parts = {**learned, **texts} if isinstance(texts, Mapping) else learned
@@ -56,10 +59,10 @@ def combine(
         scores = texts + (rows if texts.ndim == 1 else on_last_token(rows, response_lengths, texts.shape[1]))
     raw = scores if scores.ndim == 1 else jnp.sum(scores, axis=1)
     if samples is not None:
-        normalise = partial(group_advantages, samples=samples, divide_by_std=True, mask=jnp.isfinite(raw))
+        normalise = partial(group_advantages, samples=samples, divide_by_std=True, mask=counted & jnp.isfinite(raw))
         normalised = sum((weights[name] * normalise(scores) for name, scores in parts.items()), jnp.zeros_like(raw))
         scores = jnp.where(jnp.isfinite(raw), normalised, raw)
-    shaped, moments, shaping = shape(scores, response_lengths, finished, moments)
+    shaped, moments, shaping = shape(scores, response_lengths, finished, moments, counted=counted)
     statistics = {}
     for name, own in learned.items():
         failures = jnp.sum(failed[name], dtype=jnp.float32)

@@ -71,6 +71,7 @@ class Rewards:
     kind: names the metrics: `rewards/NAME/mean` or `costs/NAME/mean`.
     trained: the reward model that this run trained; it is stored where it was trained until `free_original`.
     samples: number of responses to a prompt, if `shaping` normalises the scores of each reward over them.
+    counts: as in `combine`.
     """
 
     moments: RunningMoments  # running mean and variance of all scores so far
@@ -90,6 +91,7 @@ class Rewards:
         kind: Kind,
         trained: Model | None,
         samples: int,
+        counts: Callable[[Array], Array],
     ):
         assert token_parts or text_parts, "nothing would score"
         self.token_parts, self.text_parts, self.trained = token_parts, text_parts, trained
@@ -104,7 +106,8 @@ class Rewards:
         self._group = samples if shaping.combine == "normalise_then_sum" else None  # None: texts are summed on the host
         on_failure = {name: math.nan if part.on_failure is None else part.on_failure for name, part in parts}
         shape = partial(shape_scores, config=shaping, max_response=max_response)
-        self._combine = jax.jit(partial(combine, shape, kind, weights, on_failure, samples=self._group))
+        fixed = {"samples": self._group, "counts": counts}
+        self._combine = jax.jit(partial(combine, shape, kind, weights, on_failure, **fixed))
         self._metrics: Metrics = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
 

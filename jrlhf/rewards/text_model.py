@@ -16,6 +16,7 @@ from jrlhf.data.types import Ids
 from jrlhf.errors import UserError
 from jrlhf.meshes import to_host
 from jrlhf.models import ModelConfig
+from jrlhf.models.hf.config import ENDS
 from jrlhf.models.hf.files import parse_json
 from jrlhf.models.params import Params
 from jrlhf.rewards.functions import RewardFailure
@@ -26,9 +27,6 @@ from jrlhf.roles.pretrained import locate
 from jrlhf.run.clock import may_deadlock
 
 Begun = tuple[Sequence[Sample], list[Array]]  # samples, and the scores [batch] of each batch of them
-
-# A key of an exported reward model's config.json; "eos": an answer ends at its end-of-text token.
-ENDS = "answers_end_with"
 
 
 def reward_tokenizer(path: str, key: str, model: ModelConfig) -> Tokenizer:
@@ -43,6 +41,7 @@ def is_ours(path: str, key: str) -> bool:
 class TextReward:
     """A frozen reward model that reads text: `encode_answered` tokenizes it again with the model's own tokenizer.
 
+    Its scores are those of transformers, which reads them at the last token that is not the model's pad.
     A score that is not finite is a failure, as in reward functions.
 
     key: the setting that names the model, for messages. usual: maximum sequence length under the actor's tokenizer.
@@ -79,7 +78,7 @@ class TextReward:
         self._score = compiled.score_sequences()
 
     def score(self, samples: Sequence[Sample], step: int = 0) -> Scored:
-        """Returns the model's score of every sample, read at its last token."""
+        """Returns the model's score of every sample."""
         return self.finish([self.begin(samples)])
 
     def begin(self, samples: Sequence[Sample]) -> Begun:

@@ -119,7 +119,8 @@ class CompiledModel:
     @_shared
     def score_sequences(self) -> Function:
         """(params, tokens, lengths) -> scores [B]."""
-        return self._scoring(self._make(make_scores, self.compute.score_layout), reads_lengths=True)
+        scores = self._make(make_scores, self.compute.score_layout, pad_id=self.architecture.pad_id)
+        return self._scoring(scores, reads_lengths=True)
 
     @_shared
     def generate(self, sampling: SamplingConfig, schedule: Schedule | None, samples: int = 1) -> Engine:

@@ -93,9 +93,11 @@ class Constraint:
 
     @call("compute", "multiplier")
     @timed("adv")
-    def update(self, costs: Float[Array, "B"] | Float[Array, "B R"]) -> Float[Array, ""]:
-        """The multiplier after an iteration's costs."""
-        self.state = self._update(self.state, sum_rows(costs))
+    def update(
+        self, costs: Float[Array, "B"] | Float[Array, "B R"], rollout: Rollout | None = None
+    ) -> Float[Array, ""]:
+        """The multiplier after an iteration's costs. rollout: tells the rows that `truncation` leaves out."""
+        self.state = self._update(self.state, sum_rows(costs), None if rollout is None else rollout.finished)
         return self.state.value
 
     def metrics(self) -> dict[str, Array]:

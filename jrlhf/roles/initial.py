@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jrlhf.config.schema import Config
 from jrlhf.config.stages import OptimizerConfig
 from jrlhf.data.batches import key_for
-from jrlhf.meshes import GENERATE, TRAIN, reshard
+from jrlhf.meshes import GENERATE, TRAIN, reshard, to_host
 from jrlhf.models import (
     LoRAConfig,
     ModelConfig,
@@ -24,11 +24,12 @@ from jrlhf.models import (
     scalar_from,
     to_int8,
 )
-from jrlhf.models.params import Params
+from jrlhf.models.params import Params, matrices
 from jrlhf.roles.model import Architecture, Compute, Model
 from jrlhf.roles.pretrained import (
     actor_adapter,
     copied,
+    describe,
     fresh_model,
     frozen_copy,
     load_weights,
@@ -96,7 +97,11 @@ class InitialModels:
     def reward_adapter(self, policy: Model, path: str, key: str) -> Model:
         """A frozen reward model that is an adapter and a head on the policy's base."""
         lora, adapter = reward_adapter(self.config, path, key, policy.config, self.mesh)
-        model = Model(Architecture(policy.config, lora, shared=True), adapter, policy.base)
+        pad_id, base = None, self.config.model.path
+        # PEFT's head has no bias: an adapter with one was trained here, and is read at an answer's end.
+        if base is not None and not to_host(adapter["value_head"]["bias"]):
+            pad_id = describe(base, "model.path").score_pad_id
+        model = Model(Architecture(policy.config, lora, shared=True, pad_id=pad_id), adapter, policy.base)
         return stored(model, self.config.offloading.reward)
 
     def _base(self, params: Params) -> Params:
@@ -121,7 +126,8 @@ class InitialModels:
     def _load(self, path: str, key: str, **options: Any) -> Model:
         with self.console.loading(path) as progress:
             config, params = load_weights(path, key, self.mesh, progress=progress, **options)
-        return Model(Architecture(config.model), params)
+        pad_id = config.score_pad_id if config.head == "scalar" else None
+        return Model(Architecture(config.model, pad_id=pad_id), params)
 
 
 def scalar_model(policy: Model) -> Model:
@@ -151,8 +157,11 @@ def learning_rate(config: OptimizerConfig, *, updates: int) -> optax.Schedule:
 
 
 def adamw(config: OptimizerConfig, *, updates: int) -> optax.GradientTransformation:
-    """AdamW after clipping by the global norm, with the `learning_rate` of a run of `updates` updates."""
+    """AdamW after clipping by the global norm, with the `learning_rate` of a run of `updates` updates.
+
+    Matrices decay, with tables, heads and adapters; norms and biases do not, as in transformers' Trainer.
+    """
     schedule = learning_rate(config, updates=updates)
     clip = optax.identity() if config.max_grad_norm is None else optax.clip_by_global_norm(config.max_grad_norm)
-    adam = optax.adamw(schedule, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay)
-    return optax.chain(clip, adam)
+    decay = {"weight_decay": config.weight_decay, "mask": matrices}
+    return optax.chain(clip, optax.adamw(schedule, b1=config.b1, b2=config.b2, eps=config.eps, **decay))

@@ -24,11 +24,13 @@ class Architecture:
     lora: the adapter that is trained on a frozen base; None: there is no adapter.
     shared: the weights are stored in GENERATE, where generation, scoring and an adapter's training all use the same
         buffers. Otherwise they are stored in TRAIN.
+    pad_id: of a frozen reward model, as in `make_scores`.
     """
 
     config: ModelConfig
     lora: LoRAConfig | None = None
     shared: bool = False
+    pad_id: int | None = None
 
     def layout(self, otherwise: Layout) -> Layout:
         """Returns the layout of a call's weights: GENERATE if all calls share the buffers, else `otherwise`."""

@@ -14,10 +14,10 @@ from jrlhf.config.places import is_address
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.errors import UserError
 from jrlhf.models.hf import drawn_with, export_adapter, export_hf
+from jrlhf.models.hf.config import ENDS
 from jrlhf.models.weights import HeadKind
 from jrlhf.ppo import SafeRLHFConfig
 from jrlhf.rewards.mixture import Rewards
-from jrlhf.rewards.text_model import ENDS
 from jrlhf.roles.model import Model
 from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.pretrained import base_name, describe, locate
@@ -138,6 +138,7 @@ def export(
     if config.drawing:
         generation = drawn_with(generation, config.drawing)
     name, adapter_name = ("model", "adapter") if head == "lm" else ("reward_model", "reward_adapter")
+    pad_id = tokenizer.pad_id if head == "lm" else _pad_of_classifier(tokenizer)
     params, lora = model.onloaded().params, model.architecture.lora
     if lora is not None:
         base, card = base_name(config.model.path, facts.record.hub if facts else ()), _card(facts, head, adapter=True)
@@ -153,14 +154,30 @@ def export(
         tokenizer_json=tokenizer.to_json() if tokenizer.directory is None else None,
         tokenizer_dir=tokenizer.directory,
         eos_ids=tokenizer.eos_ids,
-        pad_id=tokenizer.pad_id,
+        pad_id=pad_id,
         bos_id=origin.bos_id if origin is not None and tokenizer.bos_id is None else tokenizer.bos_id,
         generation=generation,
         card=_card(facts, head),
     )
     if head == "scalar" and run.writes:
-        settings = json.loads((run.path / name / "config.json").read_text(encoding="utf-8")) | {ENDS: "eos"}
-        run.write(f"{name}/config.json", json.dumps(settings, indent=2) + "\n")
+        named = {} if pad_id is None else {"pad_token": tokenizer.backend.id_to_token(pad_id)}
+        changes = {"config.json": {ENDS: "eos"}, "tokenizer_config.json": named, "special_tokens_map.json": named}
+        for file, more in changes.items():
+            path = run.path / name / file
+            if path.exists():
+                settings = json.loads(path.read_text(encoding="utf-8")) | more
+                run.write(f"{name}/{file}", json.dumps(settings, indent=2) + "\n")
+
+
+def _pad_of_classifier(tokenizer: Tokenizer) -> int | None:
+    """A special token with which no answer ends, for padding: transformers reads a score at the last token that is not
+    the pad. None: there is no such token, and transformers takes one text at a time."""
+    if tokenizer.pad_id is not None and tokenizer.pad_id not in tokenizer.eos_ids:
+        return tokenizer.pad_id
+    added = tokenizer.backend.get_added_tokens_decoder().items()
+    ids = {index: token.content for index, token in added if token.special and index < tokenizer.vocab_size}
+    others = ids.keys() - set(tokenizer.eos_ids)
+    return min(others, key=lambda index: ("pad" not in ids[index].lower(), index), default=None)
 
 
 def _card(facts: "Facts | None", head: HeadKind, *, adapter: bool = False) -> dict[str, bytes]:

@@ -35,6 +35,7 @@ from jrlhf.meshes.plan import Plan, plan_of
 from jrlhf.models import ModelConfig
 from jrlhf.models.flash import computes
 from jrlhf.models.hf.files import PROMPTING
+from jrlhf.models.weights import HeadKind
 from jrlhf.planning.auto import Setting, auto_plan, prices_here
 from jrlhf.planning.fit import check_memory
 from jrlhf.planning.fusion.last_rows import Moves, rollouts_of
@@ -404,11 +405,6 @@ def architectures(config: Config) -> dict[str, ModelConfig]:
     for role in (role for role, is_needed in needed.items() if is_needed):
         path = getattr(config.roles, role)
         models[role] = actor if path is None else architecture(path, f"roles.{role}")
-        if models[role].vocab_size != actor.vocab_size:
-            raise UserError(
-                f"roles.{role}={path} has a vocabulary of {models[role].vocab_size} and the actor one of "
-                f"{actor.vocab_size}: the {role} reads the actor's tokens, choose one of the same family"
-            )
     if algorithm is None:
         return models
     if config.algorithm == "safe_rlhf":
@@ -473,9 +469,9 @@ def check_sources(config: Config, task: Task, actor: ModelConfig, mesh: Mesh) ->
     if config.lora is not None:
         words |= numbers("lora", actor_adapter(config.lora, actor, mesh)[0])
     if config.algorithm is not None and config.roles.critic is not None:
-        check_weights(config.roles.critic, "roles.critic", head="scalar")
+        _check_reader("critic", config.roles.critic, task.tokenizer, head="scalar")
     if config.roles.reference is not None and (config.algorithm is not None or "dpo" in config.stages):
-        check_weights(config.roles.reference, "roles.reference")
+        _check_reader("reference", config.roles.reference, task.tokenizer)
     for key, kind, part in config.rewards_and_costs if config.algorithm is not None else ():
         if part.model is not None:
             words[f"{kind} {part.name} tokenizer"] = _check_reward_model(part.model, f"{key}.model")
@@ -485,6 +481,16 @@ def check_sources(config: Config, task: Task, actor: ModelConfig, mesh: Mesh) ->
         elif part.function is not None:
             words |= from_main(partial(_check_function, part, config.seed, kind, task))
     return words
+
+
+def _check_reader(role: str, path: str, tokenizer: Tokenizer, *, head: HeadKind = "lm") -> None:
+    """Checks a model that reads the actor's tokens. Its table may have more rows, or fewer unused ones."""
+    rows = check_weights(path, f"roles.{role}", head=head).model.vocab_size
+    if rows < tokenizer.vocab_size:
+        raise UserError(
+            f"roles.{role}={path} has a vocabulary of {rows}, and the actor's tokenizer has {tokenizer.vocab_size} "
+            f"tokens, which the {role} reads: choose a model of the actor's family"
+        )
 
 
 def _check_function(reward: RewardConfig, seed: int, kind: Kind, task: Task) -> dict[str, str]:
@@ -505,6 +511,7 @@ def _check_reward_model(path: str, key: str) -> str:
             f"{key}={path} is a language model, which has no head to score with: name a sequence classifier with one "
             "label, such as the reward_model/ of a run"
         )
-    tokenizer = reward_tokenizer(path, key, checkpoint.model)
+    tokenizer, pad_id = reward_tokenizer(path, key, checkpoint.model), checkpoint.score_pad_id
     ids = tokenizer.eos_ids, tokenizer.prefix_ids, sorted(tokenizer.special_tokens.items()), is_ours(path, key)
+    ids += (pad_id,) if pad_id in tokenizer.eos_ids else ()  # an answer is not read at its end
     return fingerprint([tokenizer.to_json(), *tokenizer.templates, str(ids)])

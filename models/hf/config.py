@@ -23,6 +23,7 @@ from jrlhf.models.weights import HeadKind
 _DTYPES = ("float32", "bfloat16", "float16")
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
+ENDS = "answers_end_with"  # a key of reward models that runs export; "eos": a score is read at an answer's end-of-text
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class HFConfig:
     eos_ids, bos_id, pad_id: the tokens that end a response, begin a text and fill a row, from generation_config.json
         if it names them. Empty or None if there is none; ids outside the vocabulary are dropped, because they cannot be
         drawn.
+    score_pad_id: the pad in config.json. A classifier of transformers reads its score at the last token that is not it.
+        None for one with the key `ENDS`.
     dtype: dtype of the written weights: float32, bfloat16 or float16.
     generation: the content of generation_config.json; without one, the generation settings in config.json, where older
         versions of transformers wrote them.
@@ -48,6 +51,7 @@ class HFConfig:
     pad_id: int | None
     dtype: str
     generation: Json = field(default_factory=dict)
+    score_pad_id: int | None = None
 
     @property
     def sampling(self) -> Json:
@@ -146,7 +150,8 @@ def read_config(directory: str | os.PathLike[str]) -> HFConfig:
         values = {**FAMILIES[name].defaults, **raw}
         eos_ids = _eos_ids(chosen, model) or _eos_ids(values, model)
         bos_id, pad_id = (_token_id(key, (values | chosen)[key], model) for key in ("bos_token_id", "pad_token_id"))
-        return HFConfig(model, name, head, eos_ids, bos_id, pad_id, dtype, settings)
+        score_pad_id = None if ENDS in raw else _token_id("pad_token_id", values["pad_token_id"], model)
+        return HFConfig(model, name, head, eos_ids, bos_id, pad_id, dtype, settings, score_pad_id)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

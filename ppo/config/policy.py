@@ -133,6 +133,10 @@ class PolicyConfig(Section):
     # The settings that weigh or mask tokens by pi_old / pi_rollout.
     CORRECTIONS: ClassVar = ("importance", "mask_token", "mask_sequence", "mask_sequence_mean", "mask_k3")
 
+    def counts(self, finished: Any) -> Any:
+        """Returns the mask of the rows that `truncation` does not leave out of losses and statistics. finished: [B]."""
+        return finished | (self.truncation != "mask")
+
     @property
     def needs_reference(self) -> bool:
         """The KL to a reference enters the rewards or the loss."""

@@ -112,6 +112,8 @@ def test_special_tokens_reach_a_model_that_asks_for_them():
         response = MARKED[row % 2]
         assert without.partition(before)[2].startswith(f"{response.text}<|im_end|>")
         assert with_marks.partition(before)[2].startswith(f"{response.marked or response.text}<|im_end|>")
+
+
 @pytest.mark.parametrize("arguments", ["completions, trainer_state", "completions, **rest"])
 @pytest.mark.parametrize("in_process", [False, True])
 def test_a_function_knows_how_far_the_run_is(arguments, in_process, start, tmp_path):

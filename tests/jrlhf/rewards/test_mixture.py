@@ -49,7 +49,7 @@ class Calls:
         self.dispatched = threading.Event()
         tokenizer = cast(Any, SimpleNamespace(continuation=lambda _, ids: "x" * len(ids), marks=frozenset()))
         own = {"placement": RolePlacement.of(MESH), "compute": Compute(), "clock": Clock(deadline=10.0)}
-        own |= {"shaping": shaping, "kind": kind, "trained": None, "samples": samples}
+        own |= {"shaping": shaping, "kind": kind, "trained": None, "samples": samples, "counts": jnp.ones_like}
         self.rewards = Rewards({}, parts, **own, tokenizer=tokenizer, max_response=3)
         self.rewards.start(jax.device_put(RunningMoments.create()))
 

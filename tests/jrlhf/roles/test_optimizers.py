@@ -1,6 +1,7 @@
 """The optimizer: AdamW with warmup, a cosine and clipped gradients."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,10 @@ import numpy as np
 import optax
 
 from jrlhf.config.stages import OptimizerConfig
+from jrlhf.models import LoRAConfig, ModelConfig
+from jrlhf.models.lora import adapter_weights
+from jrlhf.models.params import leaf_at, nested
+from jrlhf.models.weights import weights
 from jrlhf.roles.initial import adamw
 
 
@@ -57,3 +62,41 @@ def test_moments_and_epsilon_are_adams():
         mean, square = 0.7 * mean + 0.3 * gradient, 0.8 * square + 0.2 * gradient**2
         expected = mean / (1 - 0.7**number) / (np.sqrt(square / (1 - 0.8**number)) + 0.5)
         np.testing.assert_allclose(-np.asarray(update).item(), 0.1 * expected, rtol=1e-5)
+
+
+def test_matrices_decay_and_norms_and_biases_do_not():
+    """One step of AdamW by hand (Loshchilov & Hutter 2019, algorithm 2), of every weight that a model or adapter may
+    have. Names in files tell which are norms and biases, as in transformers' Trainer; layers are stacked.
+    """
+    sizes: dict[str, Any] = {
+        "vocab_size": 8,
+        "embed": 4,
+        "layers": 2,
+        "heads": 2,
+        "kv_heads": 1,
+        "head_dim": 2,
+        "mlp": 4,
+    }
+    every = ModelConfig(
+        **sizes, max_positions=8, tie_embeddings=False, qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm=True
+    )
+    gpt2 = replace(every, norm="layer", positions="learned", gated_mlp=False, kv_heads=2, qk_norm=False)
+    gemma = replace(every, post_norms=True, norm_offset=True)
+    config = OptimizerConfig(learning_rate=0.1, warmup=0, final=1.0, weight_decay=0.5, max_grad_norm=None)
+    optimizer, draw, decayed = adamw(config, updates=9), np.random.default_rng(0), set()
+    tables = (
+        weights(gemma),
+        weights(gpt2, "scalar"),
+        adapter_weights(every, LoRAConfig(2, 4.0), "scalar"),
+    )
+    for table in tables:
+        params, grads = (nested((w.path, draw.normal(size=w.shape).astype(np.float32)) for w in table) for _ in "wg")
+        update = jax.jit(lambda p, g: optimizer.update(g, optimizer.init(p), p)[0])(params, grads)
+        for weight in table:
+            names = " ".join(weight.names.values())
+            spared = any(part in names for part in ("norm", "ln_", "bias"))
+            w, g, moved = (leaf_at(tree, weight.path) for tree in (params, grads, update))
+            expected = -0.1 * (g / (np.abs(g) + 1e-8) + (0 if spared else 0.5) * w)
+            np.testing.assert_allclose(moved, expected, rtol=1e-4, atol=1e-6, err_msg=".".join(weight.path))
+            decayed |= set() if spared else {weight.path[-1]}
+    assert decayed == {*"wq wk wv wo gate up down a b".split(), "embedding", "unembedding", "positions", "kernel"}
