@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -139,7 +138,7 @@ class Asked:
 
 def asked_of(path: str) -> Asked:
     """Returns the form of prompts for the model of a run; the defaults if `path` is not a run."""
-    directory = fetch_run(path, "model") if is_address(path) else expanded(path)
+    directory = fetch_run(path, "model") if is_address(path) else expanded(path, "model")
     if not directory.exists():
         directory = locate(path, "model")
     prompting, saved = read_prompting(directory), directory / CONFIG
@@ -168,7 +167,7 @@ def load(
     dtype: auto is bfloat16 on an accelerator, float32 on a CPU. asked: None: as recorded in the run, if it is one.
     """
     asked = asked_of(path) if asked is None else asked
-    sampling = {"max_new_tokens": asked.data.max_response, **sampling}
+    folder = None if adapter is None else expanded(adapter, "adapter")
     with_sampling(SamplingConfig(max_new_tokens=TOKENS), sampling)  # before the model, which takes longer
     devices = select(DeviceConfig(platform=platform))
     config = describe(path, "model").model
@@ -180,11 +179,13 @@ def load(
     with jax.set_mesh(mesh):
         _, params = load_weights(path, "model", mesh, layout=GENERATE, dtype=compute.dtype)
         model = Model(Architecture(config, shared=True), params)
-        if adapter is not None:
+        if folder is not None:
             with user_errors(f"adapter={adapter}"):
-                lora, weights = load_adapter(Path(adapter), config, mesh)
+                lora, weights = load_adapter(folder, config, mesh)
             model = Model(Architecture(config, lora, shared=True), weights, params)
     limit = tokenizer.vocab_size if tokenizer.vocab_size < config.vocab_size else None
+    new, half = asked.data.max_response, max(config.max_positions // 2, 1)  # a default must leave room for a prompt
+    sampling = {"max_new_tokens": new if new < config.max_positions else half, **sampling}
     options = SamplingConfig(**sampling, stop_ids=tokenizer.eos_ids, token_limit=limit)
     return Generator(model, tokenizer, mesh, compute, options, -(-batch // mesh.size) * mesh.size, asked)
 
