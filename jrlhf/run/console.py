@@ -184,16 +184,19 @@ class Console:
             self.line(("  " + "  ".join(padded)).rstrip())
 
     def summary(
-        self, figures: Iterable[tuple[str, Sequence[str], str]], phases: Mapping[str, float], run_dir: Path | str
+        self, figures: Iterable[tuple[str, Sequence[str], str]], phases: Mapping[str, float], run_dir: Path | str | None
     ) -> None:
-        """Shows the results of a run, each with a title, values and a note, and the paths of report and model."""
+        """Shows the results of a run, each with a title, values and a note, and the paths of report and model.
+
+        run_dir: None: its files are still to be copied to an address, and `written` is told when they are there.
+        """
         self.line("")
         for title, values, note in figures:
             self.line(f"{title}: {' → '.join(values)}  ({note})", style="bold")
         for name, seconds in phases.items():
             self.line(f"{name}: {duration(seconds)}", style="dim")
-        self.line(f"report: {run_dir}/report.html")
-        self.line(f"model: {run_dir}/model, in Hugging Face form")
+        for line in () if run_dir is None else written(run_dir):
+            self.line(line)
 
     def commands(self, config: Config) -> None:
         """Shows shell commands for what to do next with a run that has ended."""
@@ -206,6 +209,11 @@ class Console:
         self.line(f"to upload it: python -m jrlhf.export {run} --push USER/NAME")
         if (length := length_key(config)) is not None:
             self.line(f"to train it longer: python -m jrlhf.train --config {run}/config.yaml --resume {length}=N")
+
+
+def written(run_dir: Path | str) -> tuple[str, str]:
+    """Returns the lines that tell where a run's report and model are."""
+    return f"report: {run_dir}/report.html", f"model: {run_dir}/model, in Hugging Face form"
 
 
 @dataclass

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jrlhf.config.places import is_address
 from jrlhf.config.schema import Config
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.errors import UserError
@@ -64,7 +65,8 @@ def finish(context: Context, outcome: Outcome) -> dict[str, Any]:
             raise UserError(f"{error}; then resume the run") from error
     from_main(lambda: str(write_report(run.path)))
     if run.writes:
-        context.console.summary(results(read_run(run.path)), summary["phases"], run.shown)
+        place = None if is_address(context.config.run_dir) else run.path  # an address gets the files at the end
+        context.console.summary(results(read_run(run.path)), summary["phases"], place)
     return summary
 
 
