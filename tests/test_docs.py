@@ -6,7 +6,10 @@ import json
 import math
 import re
 import shlex
+import sys
 import textwrap
+import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +91,32 @@ def test_the_lines_of_plans_are_read(tmp_path):
 def test_the_readme_is_short():
     assert len(README.splitlines()) <= 200
     assert len(README.encode()) <= 12_000
+
+
+def distributions(requirements: list[str]) -> set[str]:
+    """Names of the distributions that are required, as package indexes compare them."""
+    return {re.split(r"[^\w.-]", each, maxsplit=1)[0].lower().replace("_", "-") for each in requirements}
+
+
+@pytest.mark.parametrize("path", [path for path, text in DOCUMENTS.items() if "```py" in text], ids=lambda p: p.name)
+def test_the_code_of_a_page_needs_only_what_readers_have_installed(path: Path):
+    """That is `.[test]`, the README's lines, and what the page itself tells to install with pip."""
+    text, project = DOCUMENTS[path], tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = re.findall(r"pip install (?:'jrlhf\[\w+\]'|([\w-]+))", text)
+    installed = distributions([*project["dependencies"], *project["optional-dependencies"]["test"], *named])
+    known, foreign = packages_distributions(), path.stem.removeprefix("from-")  # the library that is compared with
+    own = {"jrlhf", *re.findall(r"`(\w+)\.py`", text)}
+    for block in re.findall(r"```py(?:thon)?\n(.*?)```", text, re.DOTALL):
+        nodes = [node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Import | ast.ImportFrom)]
+        names = {
+            name
+            for node in nodes
+            for name in ([node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names])
+        }
+        modules = {str(name).partition(".")[0] for name in names} - sys.stdlib_module_names - own
+        if foreign not in modules:
+            for module in modules:
+                assert distributions(known.get(module, [module])) & installed, f"{path.name} imports {module}"
 
 
 @pytest.mark.full
