@@ -217,7 +217,11 @@ def cli(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--raw", action="store_true", help="prompts are plain text even if there is a chat template")
     parser.add_argument("--system", help="a system message")
     parser.add_argument("-n", type=int, default=1, help="answers to each prompt")
-    parser.add_argument("--max-new-tokens", type=int, help=f"{TOKENS} by default, of a run its data.max_response")
+    parser.add_argument(
+        "--max-new-tokens",
+        type=int,
+        help=f"{TOKENS}, or half of a small model's positions; of a run its data.max_response",
+    )
     parser.add_argument("--temperature", type=float, default=1.0, help="0: always the most likely token")
     parser.add_argument("--top-k", type=int)
     parser.add_argument("--top-p", type=float)

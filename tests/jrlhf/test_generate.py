@@ -254,6 +254,13 @@ def test_answers_of_a_run_are_as_long_as_in_its_training(tmp_path, user, monkeyp
     assert asked == [3, 256]
 
 
+def test_the_default_length_leaves_room_for_a_prompt_in_a_small_model(make_model, tmp_path):
+    model = make_model(tmp_path / "small", max_positions=16)
+    loaded = generate.load(str(model), {})
+    assert loaded.sampling.max_new_tokens == 8 and loaded.longest == 8
+    assert generate.load(str(model), {"max_new_tokens": 15}).longest == 1
+
+
 def test_bad_input_is_one_sentence(ask, tmp_path, user):
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
