@@ -3,7 +3,7 @@
 import ast
 import posixpath
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return posixpath.relpath(target, posixpath.dirname(here))
 
     markdown = LINK.sub(relinked, markdown)
-    return re.sub(r"^::: jrlhf\.([\w.]+)$", lambda name: "\n".join(_names(name[1])), markdown, flags=re.MULTILINE)
+    shown = set(re.findall(r"^::: (jrlhf\.[\w.]+)$", markdown, re.MULTILINE))  # the names that a page puts first
+    return re.sub(
+        r"^::: jrlhf\.([\w.]+)$", lambda name: "\n".join(_names(name[1], shown)), markdown, flags=re.MULTILINE
+    )
 
 
 def _in_the_repository(page: str, link: str) -> str:
@@ -47,8 +50,8 @@ def _in_the_repository(page: str, link: str) -> str:
     return posixpath.normpath(posixpath.join(folder, link))
 
 
-def _names(package: str) -> Iterator[str]:
-    """Yields the names that a package's __init__.py imports, under the module that each comes from."""
+def _names(package: str, shown: Collection[str]) -> Iterator[str]:
+    """Yields the names that a package's __init__.py imports and that are not `shown`, under their modules."""
     file = ROOT / package.replace(".", "/") / "__init__.py"
     if not file.is_file():  # a module, or one name: mkdocstrings knows what to do
         yield f"::: jrlhf.{package}"
@@ -58,12 +61,42 @@ def _names(package: str) -> Iterator[str]:
         if isinstance(node, ast.ImportFrom):
             modules.setdefault(str(node.module), []).extend(alias.name for alias in node.names)
     for module, names in modules.items():
+        names = [name for name in names if f"jrlhf.{package}.{name}" not in shown]
+        if not names:
+            continue
         path = ROOT / module.removeprefix("jrlhf.").replace(".", "/")
         source = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
         about = ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or ""
         yield f"\n## {module.removeprefix('jrlhf.')}\n\n{about}\n"
         for name in names:
             yield f"\n::: jrlhf.{package}.{name}\n"
+
+
+def with_sections(text: str, parameters: Collection[str]) -> str:
+    """Returns a docstring in Google's style, so that its arguments become a table.
+
+    Docstrings here describe arguments in paragraphs such as "data: rows of text. seed: of the order; None: 0.", and
+    errors in one that begins with "Raises ValueError if". parameters: the function's.
+    """
+    head, *paragraphs = text.split("\n\n")
+    names = "|".join(map(re.escape, parameters))
+    if not names or "\nArgs:\n" in text:
+        return text
+    start = re.compile(rf"(?:^|(?<=[.)] ))((?:{names})(?:, (?:{names}))*): ")
+    arguments, errors, rest = list[str](), list[str](), list[str]()
+    for paragraph in paragraphs:
+        words = " ".join(paragraph.split())
+        if start.match(words):
+            _, *parts = start.split(words)
+            for named, about in zip(parts[::2], parts[1::2], strict=True):
+                arguments += [f"    {name}: {about.strip()}" for name in named.split(", ")]
+        elif (raised := re.fullmatch(r"Raises (\w+) (.*)", words)) and not paragraph.startswith(" "):
+            parts = re.split(r"[;,] (?:and )?(\w+(?:Error|Failure)) ", f"; {raised[1]} {raised[2]}")[1:]
+            errors += [f"    {error}: {about.strip()}" for error, about in zip(parts[::2], parts[1::2], strict=True)]
+        else:
+            rest.append(paragraph)
+    sections = ["\n".join([title, *lines]) for title, lines in (("Args:", arguments), ("Raises:", errors)) if lines]
+    return "\n\n".join([head, *rest, *sections])
 
 
 class FieldComments(Extension):
@@ -79,3 +112,13 @@ class FieldComments(Extension):
             comments = [at_the_end[1]] if at_the_end else [line.strip("# ") for line in lines[above : attr.lineno - 1]]
             if comments:
                 attr.docstring = Docstring(" ".join(comments), parent=attr)
+
+
+class Sections(Extension):
+    """Shows the arguments of functions as tables; see `with_sections`."""
+
+    def on_function_instance(self, *, func: Any, **_: Any) -> None:
+        if func.docstring is not None:
+            func.docstring.value = with_sections(
+                func.docstring.value, [each.name.lstrip("*") for each in func.parameters]
+            )

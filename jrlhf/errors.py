@@ -71,10 +71,28 @@ def report(error: BaseException) -> int | None:
     return code
 
 
-def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message, or its class if there is none."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+def one_line(error: BaseException, *, kind: bool = False) -> str:
+    """Returns an error's message, all its lines in one, or its class if it has none. kind: begins with the class.
+
+    The first line alone is often a heading, and the reason follows. The middle of a very long message is left out.
+    """
+    text, name = " ".join(str(error).split()), type(error).__name__
+    text = text if len(text) <= 600 else f"{text[:400]} ... {text[-150:]}"
+    return f"{name}: {text}" if kind and text else text or name
+
+
+def path_error(path: str | os.PathLike[str]) -> str | None:
+    """Returns why a path cannot be looked up; None if it can, also if nothing is there.
+
+    For example: a name is too long, links form a loop, a folder may not be read, or the text holds a null byte.
+    """
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return None
 
 
 def alike(word: str, names: Iterable[str], otherwise: str) -> str:

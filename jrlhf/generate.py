@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -153,7 +152,7 @@ class Asked:
 
 def asked_of(path: str) -> Asked:
     """Returns the form of prompts for the model of a run, also for its model/; the defaults if `path` is neither."""
-    directory = fetch_run(path, "model") if is_address(path) else expanded(path)
+    directory = fetch_run(path, "model") if is_address(path) else expanded(path, "model")
     if not directory.exists():
         directory = locate(path, "model")
     if directory.resolve().name == "model" and (directory.resolve().parent / ENVIRONMENT).is_file():
@@ -187,6 +186,7 @@ def load(
     dtype: auto is bfloat16 on an accelerator, float32 on a CPU. asked: None: as recorded in the run, if it is one.
     """
     asked = asked_of(path) if asked is None else asked
+    folder = None if adapter is None else expanded(adapter, "adapter")
     with_sampling(SamplingConfig(max_new_tokens=TOKENS), sampling)  # before the model, which takes longer
     devices = select(DeviceConfig(platform=platform))
     described = describe(path, "model")
@@ -200,9 +200,9 @@ def load(
     with jax.set_mesh(mesh):
         _, params = load_weights(path, "model", mesh, layout=GENERATE, dtype=compute.dtype)
         model = Model(Architecture(config, shared=True), params)
-        if adapter is not None:
+        if folder is not None:
             with user_errors(f"adapter={adapter}"):
-                lora, weights = load_adapter(Path(adapter), config, mesh)
+                lora, weights = load_adapter(folder, config, mesh)
             model = Model(Architecture(config, lora, shared=True), weights, params)
     limit = tokenizer.vocab_size if tokenizer.vocab_size < config.vocab_size else None
     options = replace(own, stop_ids=tokenizer.eos_ids, token_limit=limit)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from jrlhf.algorithms.registry import planned_graph
 from jrlhf.config import Config, config_names, load_config, mesh_sizes, parse_with_settings
+from jrlhf.config.places import local
 from jrlhf.errors import UserError, exit_code_of_printing, user_errors
 from jrlhf.fleet import predict
 from jrlhf.meshes.hardware import Cluster
@@ -61,8 +62,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     overlap = "let iterations overlap; runs do not, because they read the metrics of each iteration"
     parser.add_argument("--overlap", action="store_true", help=overlap)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="the timeline as SVG or PNG")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="the plan as YAML, for plan=FILE of a config")
+    parser.add_argument("--plot", metavar="FILE", help="the timeline as SVG or PNG")
+    parser.add_argument("--save", metavar="FILE", help="the plan as YAML, for plan=FILE of a config")
     return parse_with_settings(parser, arguments)
 
 
@@ -73,7 +74,8 @@ def cli(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> None:
     for name in ("plot", "save"):
         if (path := getattr(options, name)) is not None:
-            check_writable(f"--{name} {path}", path)
+            setattr(options, name, local(f"--{name}", path))
+            check_writable(f"--{name} {path}", getattr(options, name))
     if options.plot is not None:
         show.check_picture(options.plot)
     config = load_config(options.config, options.overrides)
@@ -134,18 +136,19 @@ class Planned:
 
     def plot(self, path: str | Path) -> None:
         """Draws the timeline into an SVG, PNG or PDF."""
-        show.check_picture(Path(path))
+        path = local("path", path)
+        show.check_picture(path)
         workload, cluster = self.prices.workload, self.prices.cluster
         title = f"{workload.graph.name} on {cluster.devices} x {cluster.hardware.name}"
         with _writing(path):
             tables = show.tables(workload, self.plan, self.prices.per_process)
-            show.plot(self.outcome, title, Path(path), tables, self.rollouts())
+            show.plot(self.outcome, title, path, tables, self.rollouts())
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as YAML, for `plan: FILE` of a config."""
         text = plans.plan_yaml(leave_to_budgets(self.config, self.prices.workload.graph, self.plan))
         with _writing(path):
-            Path(path).write_text(text, encoding="utf-8")
+            local("path", path).write_text(text, encoding="utf-8")
 
     def check(self) -> None:
         """Raises UserError if no run can use the plan: it does not fit, or a call spans parts of several processes."""
@@ -217,7 +220,9 @@ def _given(config: Config, search: Search, prices: CostModel) -> _Priced:
     devices = prices.cluster.devices
     if search.cluster is not None and search.plan in plans.NAMES:
         mesh_sizes(config.mesh, devices, simulates=False)
-    plan = plans.plan_of_config(replace(config, plan=search.plan), prices.workload, devices)
+    with user_errors():
+        config = replace(config, plan=search.plan)
+    plan = plans.plan_of_config(config, prices.workload, devices)
     prices = fused_prices(prices, plan)
     outcome = simulate(prices.workload.graph, plan, prices, lockstep=not search.overlap)
     return prices, outcome, [show.describe_plan(prices, outcome)]

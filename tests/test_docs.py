@@ -5,8 +5,13 @@ import inspect
 import json
 import math
 import re
+import runpy
 import shlex
+import sys
 import textwrap
+import tomllib
+import types
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +20,10 @@ import numpy as np
 import pytest
 import yaml
 
+import jrlhf.api
+import jrlhf.meshes
+import jrlhf.models
+import jrlhf.ppo
 from benchmarks.config_reference import reference_table
 from jrlhf import plan, train
 from jrlhf.algorithms import registry as algorithms
@@ -43,6 +52,7 @@ EXAMPLES = {  # page with Python code -> the tests that run it; tests/jrlhf/test
     "docs/layouts.md": "tests/benchmarks/test_figures.py",
     "docs/plans.md": "tests/jrlhf/planning/test_fusion.py",
     "docs/python.md": "tests/jrlhf/test_api.py",
+    **{f"docs/reference/{name}.md": "tests/test_docs.py" for name in ("kernels", "meshes", "models", "ppo")},
 }
 README, ALGORITHMS, METRICS, RESULTS = (
     DOCUMENTS[ROOT / name] for name in ("README.md", "docs/algorithms.md", "docs/metrics.md", "docs/results.md")
@@ -88,6 +98,72 @@ def test_the_lines_of_plans_are_read(tmp_path):
 def test_the_readme_is_short():
     assert len(README.splitlines()) <= 200
     assert len(README.encode()) <= 12_000
+
+
+def distributions(requirements: list[str]) -> set[str]:
+    """Names of the distributions that are required, as package indexes compare them."""
+    return {re.split(r"[^\w.-]", each, maxsplit=1)[0].lower().replace("_", "-") for each in requirements}
+
+
+@pytest.mark.parametrize("path", [path for path, text in DOCUMENTS.items() if "```py" in text], ids=lambda p: p.name)
+def test_the_code_of_a_page_needs_only_what_readers_have_installed(path: Path):
+    """That is `.[test]`, the README's lines, and what the page itself tells to install with pip."""
+    text, project = DOCUMENTS[path], tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = re.findall(r"pip install (?:'jrlhf\[\w+\]'|([\w-]+))", text)
+    installed = distributions([*project["dependencies"], *project["optional-dependencies"]["test"], *named])
+    known, foreign = packages_distributions(), path.stem.removeprefix("from-")  # the library that is compared with
+    own = {"jrlhf", *re.findall(r"`(\w+)\.py`", text)}
+    for block in re.findall(r"```py(?:thon)?\n(.*?)```", text, re.DOTALL):
+        nodes = [node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Import | ast.ImportFrom)]
+        names = {
+            name
+            for node in nodes
+            for name in ([node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names])
+        }
+        modules = {str(name).partition(".")[0] for name in names} - sys.stdlib_module_names - own
+        if foreign not in modules:
+            for module in modules:
+                assert distributions(known.get(module, [module])) & installed, f"{path.name} imports {module}"
+
+
+@pytest.mark.parametrize("page", ["kernels.md", "meshes.md", "models.md", "ppo.md"])
+def test_the_example_of_a_page_of_reference_computes_what_its_comments_say(page: str):
+    (code,) = re.findall(r"```python\n(.*?)```", DOCUMENTS[ROOT / "docs/reference" / page], re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    if page == "ppo.md":
+        np.testing.assert_allclose(names["advantages"], [0.8, 0.6, 0.4], rtol=1e-6)
+        np.testing.assert_allclose(names["kl"], math.log(2) - 0.5, rtol=1e-6)
+        moved = names["state"].params["logits"] - names["table"]["logits"]
+        assert float(moved[2:, 3].min()) > 0 == float(abs(moved[:2]).max())  # responses have more of what is rewarded
+    elif page == "models.md":
+        assert names["logprobs"].shape == (2, 8)
+    elif page == "meshes.md":
+        np.testing.assert_array_equal(names["array"], np.arange(64.0).reshape(8, 8))
+    else:
+        logits = names["hidden"] @ names["head"].T
+        np.testing.assert_allclose(names["logprobs"], jax.nn.log_softmax(logits)[range(5), range(5)], rtol=1e-5)
+
+
+def test_arguments_of_a_docstring_become_a_table_and_no_word_is_lost(monkeypatch):
+    for name in ("griffe", "mkdocs", "mkdocs.structure", "mkdocs.structure.files"):  # of the site's environment
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(Docstring=None, Extension=object, File=None))
+    with_sections = runpy.run_path(str(ROOT / "docs/hooks.py"))["with_sections"]
+    raised = "Raises ValueError if a: b, TypeError\nif c."
+    text = f"Does it.\n\nrows, more: of text. seed:\n    of 1. None: 0.\n\nIt says more.\n\n{raised}"
+    arguments = "Args:\n    rows: of text.\n    more: of text.\n    seed: of 1. None: 0."
+    errors = "Raises:\n    ValueError: if a: b\n    TypeError: if c."
+    assert with_sections(text, ["rows", "more", "seed"]) == f"Does it.\n\nIt says more.\n\n{arguments}\n\n{errors}"
+    tables = 0
+    for package in (jrlhf.ppo, jrlhf.models, jrlhf.meshes, jrlhf.api):
+        for name in getattr(package, "__all__", ("train", "load", "plan")):
+            if inspect.isfunction(function := getattr(package, name)):
+                written = inspect.getdoc(function) or ""
+                shown = with_sections(written, list(inspect.signature(function).parameters))
+                lost = set(re.findall(r"\w+", written)) - set(re.findall(r"\w+", shown)) - {"Raises", "and"}
+                assert not lost, (name, lost)
+                tables += "Args:\n" in shown
+    assert tables > 50
 
 
 @pytest.mark.full

@@ -8,10 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,6 +43,7 @@ class Notebook:
         self.cells = nbformat.read(COLAB / f"{name}.ipynb", as_version=4)
         self._settings = {"timeout": 600, "kernel_name": kernel, "resources": {"metadata": {"path": str(folder)}}}
         self._client = NotebookClient(self.cells, **self._settings)
+        self._stored = [kinds_of(cell) for cell in self.cells.cells]
 
     @contextmanager
     def kernel(self) -> Iterator[None]:
@@ -56,7 +58,17 @@ class Notebook:
         chosen = code[first:last]
         for index, cell in chosen:
             self._client.execute_cell(cell, index)
+        if any(self._stored) and (first, last) == (0, None):  # what readers see is what the notebook shows
+            assert [kinds_of(cell) for cell in self.cells.cells] == self._stored
         return "".join(output.get("text", "") for _, cell in chosen for output in cell.outputs)
+
+
+def kinds_of(cell: Mapping[str, Any]) -> set[str]:
+    """What a cell shows that notebooks are stored with: a printed text, a picture."""
+    kinds = set[str]()
+    for output in cell.get("outputs", ()):
+        kinds |= {output.get("name", "")} | set(output.get("data", ()))
+    return kinds & {"stdout", "image/png"}
 
 
 def code_of(name: str) -> list[str]:
@@ -97,13 +109,24 @@ def test_the_memory_on_the_page_is_that_of_the_notebook(tmp_path):
         assert [f"{one.peak / 2**30:.1f}" for one in plans] == written
 
 
-def test_notebooks_are_stored_without_outputs():
+UNEXECUTED = {"NOTYET"}
+
+
+def test_notebooks_are_stored_with_the_outputs_of_one_execution_from_top_to_bottom():
+    """`python -m benchmarks.notebooks NAME` stores them."""
     for path in COLAB.glob("*.ipynb"):
         text = path.read_text(encoding="utf-8")
         notebook = json.loads(text)
         assert text == json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", path
-        for cell in notebook["cells"]:
-            assert cell["cell_type"] == "markdown" or (cell["outputs"] == [] and cell["execution_count"] is None)
+        code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+        if path.stem in UNEXECUTED:
+            assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+            continue
+        assert [cell["execution_count"] for cell in code] == [*range(1, len(code) + 1)], path
+        outputs = [output for cell in code for output in cell["outputs"]]
+        assert not [output for output in outputs if output["output_type"] == "error"], path
+        assert {"stdout", "image/png"} <= set().union(*map(kinds_of, code)), path
+        assert len(text) < 500_000 and not re.search(r"/(tmp|root|home|work|Users)/|site-packages", text), path
 
 
 def test_a_machine_with_an_accelerator_is_never_given_simulated_devices(monkeypatch):

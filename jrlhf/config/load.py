@@ -15,6 +15,7 @@ import numpy as np
 
 from jrlhf.config.aliases import modernize
 from jrlhf.config.parse import Override, build, override, parse_yaml, section_with
+from jrlhf.config.places import expanded
 from jrlhf.config.schema import Config
 from jrlhf.errors import UserError, alike, beside, user_errors
 
@@ -147,7 +148,7 @@ def _packaged() -> Traversable:
 
 
 def _find(path_or_name: str) -> Path | Traversable:
-    path = Path(path_or_name)
+    path = expanded(path_or_name, "config")
     if path.is_file():
         return path
     names = config_names()

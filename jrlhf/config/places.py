@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jrlhf.errors import UserError
+from jrlhf.errors import UserError, path_error
 from jrlhf.ppo.fields import LONGEST, Section, checked, positive
 
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}  # scheme of an address -> the client package of the store
@@ -43,16 +43,24 @@ def is_address(text: str) -> bool:
     return separator != "" and scheme in PACKAGES and _is_path(rest) and not {"", ".", ".."} & {*names}
 
 
-def expanded(text: Path | str) -> Path:
-    """Returns a path with the home directory in place of `~`; with an unknown user it stays unchanged."""
-    return Path(os.path.expanduser(text))
+def expanded(text: Path | str, key: str = "") -> Path:
+    """Returns a path with the home directory in place of `~`; with an unknown user it stays unchanged.
+
+    All paths from outside come through here: what the system cannot look up is refused with its reason. key: the
+    setting or argument, for the message.
+    """
+    path = Path(os.path.expanduser(text))
+    if (reason := path_error(path)) is not None:
+        what = f"{key}={text}" if key else text
+        raise UserError(f"{what} cannot be looked up on this machine ({reason}): correct the path")
+    return path
 
 
 def local(argument: str, text: Path | str) -> Path:
     """Returns the path in an argument of a command or a function; refuses an address."""
     if re.match(r"\w+:/", str(text)):
         raise UserError(f"{argument}={text} is an address: give a path on this machine (of a run: a copy)")
-    return expanded(text)
+    return expanded(text, argument)
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,11 @@ from jrlhf.config.schema import ColumnsConfig
 from jrlhf.data.hub import hub_reason
 from jrlhf.data.row_keys import EXTRA_INFO, MESSAGES, OF_SHAPES, ROWS, refuse_keys
 from jrlhf.data.types import Example, Message, Text
-from jrlhf.errors import UserError, beside, first_line
+from jrlhf.errors import UserError, beside, one_line
 from jrlhf.models.hf.files import check_file, parse_json
 from jrlhf.run.devices import host_memory
 from jrlhf.run.files import sha256
+from jrlhf.storage.outward import hub_requests
 
 Shape = Literal["preference", "prompt-completion", "verl", "prompt-only", "messages", "text"]
 Numbered = tuple[str, Any]  # (position of a row, for messages; the row)
@@ -107,7 +108,12 @@ def read_rows(source: Path | str, split: str = SPLIT) -> Iterator[Numbered]:
         _check_whole(path, split)
         return _from_file(path)
     name, _, configuration = str(source).partition(":")
-    load = partial(hub_library(source).load_dataset, name, configuration or None, split=split)
+    library = hub_library(source)
+
+    def load() -> Any:
+        with hub_requests():
+            return library.load_dataset(name, configuration or None, split=split)
+
     return _from_arrow(str(source), load, split)
 
 
@@ -208,7 +214,7 @@ def _parquet(path: Path) -> Iterator[Numbered]:
         with parquet.ParquetFile(path) as file:
             yield from _numbered(path, (row for batch in file.iter_batches() for row in batch.to_pylist()))
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path} cannot be read as Parquet ({first_line(error)}): fetch the file again") from error
+        raise UserError(f"{path} cannot be read as Parquet ({one_line(error)}): fetch the file again") from error
 
 
 _READERS: dict[str, Callable[[Path], Iterator[Numbered]]] = {
@@ -260,7 +266,7 @@ def _from_arrow(source: str, load: Callable[[], Any], split: str) -> Iterator[Nu
     try:
         dataset = load()
     except Exception as error:  # from the library, the network or the file system
-        reason = hub_reason(error, source) or first_line(error)
+        reason = hub_reason(error, source) or one_line(error)
         raise UserError(f"the dataset {source} (split {split!r}) cannot be loaded: {reason}") from error
     if isinstance(dataset, dict):
         if split not in dataset:

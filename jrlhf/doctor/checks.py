@@ -20,6 +20,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from jrlhf.doctor.places import Finding, check_hub, check_places, check_run_dir
+from jrlhf.errors import one_line
 from jrlhf.run.files import in_units
 
 START_SECONDS = 180  # deadline for the start of JAX
@@ -158,7 +159,7 @@ def probe() -> None:
         facts["seconds"] = time.perf_counter() - start
         facts["logprob_error"] = float(np.abs(np.asarray(logprobs) - right).max())
     except Exception as error:  # a driver or a package may raise anything
-        facts["error"] = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])  # an assertion has no text
+        facts["error"] = one_line(error, kind=True)
     print(json.dumps(facts))
 
 

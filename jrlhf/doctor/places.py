@@ -4,7 +4,6 @@ import http.client
 import os
 import re
 import shutil
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -12,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from jrlhf.errors import UserError
+from jrlhf.errors import UserError, path_error
 from jrlhf.run.files import file_error, in_units
+from jrlhf.storage.outward import within
 
 GIB = 2**30
 LEAST_FREE, FEW_FREE = 1 * GIB, 20 * GIB  # free bytes: below the first a problem, below the second a note
@@ -55,22 +55,19 @@ def check_hub() -> Iterator[Finding]:
 
 
 def _hub_error(address: str) -> str | None:
-    errors: list[str | None] = []
-
     def ask() -> None:
-        try:
-            request = urllib.request.Request(address, method="HEAD")
-            urllib.request.urlopen(request, timeout=HUB_SECONDS).close()
-            errors.append(None)
-        except urllib.error.HTTPError:
-            errors.append(None)  # it answers
-        except (OSError, ValueError, http.client.HTTPException) as error:  # also of an address that is none
-            errors.append(f"{address}: {getattr(error, 'reason', error)}")
+        request = urllib.request.Request(address, method="HEAD")
+        urllib.request.urlopen(request, timeout=HUB_SECONDS).close()
 
-    asking = threading.Thread(target=ask, daemon=True)  # a name server that does not answer has no deadline
-    asking.start()
-    asking.join(HUB_SECONDS)
-    return errors[0] if errors else f"no answer within {HUB_SECONDS} s"
+    try:
+        within(HUB_SECONDS, ask)  # a name server that does not answer has no deadline
+    except urllib.error.HTTPError:
+        pass  # it answers
+    except TimeoutError as error:
+        return str(error)
+    except (OSError, ValueError, http.client.HTTPException) as error:  # also of an address that is none
+        return f"{address}: {getattr(error, 'reason', error)}"
+    return None
 
 
 def check_places() -> Iterator[Finding]:
@@ -84,7 +81,7 @@ def check_places() -> Iterator[Finding]:
     except ImportError:
         pass  # a finding on packages
     for variable, (what, name, place) in places.items():
-        if (error := file_error(place)) is not None:
+        if (error := path_error(name) or file_error(place)) is not None:
             remedy = f"set {variable} to a directory that can be written"
             yield Finding(variable, "problem", f"{what} {name} cannot be written ({error})", remedy)
 
@@ -96,7 +93,8 @@ def check_run_dir(run_dir: str) -> Iterator[Finding]:
     else:
         path = Path(os.path.expanduser(run_dir)).absolute()
         place, run_dir = _existing(path), str(path)
-        error, free = file_error(place), shutil.disk_usage(place).free
+        error = path_error(path) or file_error(place)
+        free = 0 if error else shutil.disk_usage(place).free
         space = f"{in_units(free)} free"
     if error is not None:
         remedy = "mend that, or choose another place: run_dir=PLACE"
@@ -111,7 +109,7 @@ def check_run_dir(run_dir: str) -> Iterator[Finding]:
 
 
 def _existing(path: Path) -> Path:
-    return next(folder for folder in (path, *path.parents) if folder.exists())
+    return next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
 
 
 def _store_error(address: str) -> str | None:

@@ -13,7 +13,7 @@ from jrlhf.config.check import divisors, indivisible, mesh_sizes
 from jrlhf.config.parse import parse_yaml
 from jrlhf.config.places import expanded
 from jrlhf.config.schema import Config
-from jrlhf.errors import UserError, alike, beside
+from jrlhf.errors import UserError, alike, beside, one_line
 from jrlhf.meshes import Call
 from jrlhf.meshes.graph import Kind
 from jrlhf.meshes.plan import LayoutName, Placement, Plan, Slice, plan_of
@@ -49,7 +49,7 @@ def plan_of_config(config: Config, workload: Workload, devices: int, search: Cal
         placed = {call.name: scaled_placement(config, workload, call, slices[call.name], devices) for call in calls}
         plan = Plan(config.plan, placed)
     else:
-        plan = read_plan(expanded(config.plan))
+        plan = read_plan(expanded(config.plan, "plan"))
     validate_plan(plan, config, workload, devices)
     return plan
 
@@ -88,7 +88,7 @@ def read_plan(path: Path) -> Plan:
     try:
         return plan_of(parse_yaml(path.read_text(encoding="utf-8"), f"plan={path}"))
     except (OSError, UnicodeDecodeError) as error:
-        reason = str(error).split("\n")[0]
+        reason = one_line(error)
         raise UserError(f"plan={path} cannot be read ({reason}): it must be YAML with `calls`") from error
     except ValueError as error:
         raise UserError(f"plan={path}: {error}") from error

@@ -11,7 +11,7 @@ import numpy as np
 from jrlhf.config.keys import flatten
 from jrlhf.config.parse import parse_yaml
 from jrlhf.config.stages import TITLES
-from jrlhf.errors import UserError, beside
+from jrlhf.errors import UserError, beside, one_line
 from jrlhf.meshes.plan import Plan, plan_of
 from jrlhf.run.directory import CONFIG, ENVIRONMENT, HUB, PLAN, SAMPLES, read_fused, read_prompting, read_summary
 from jrlhf.run.files import read_jsonl
@@ -148,12 +148,15 @@ def read_run(run_dir: Path | str) -> Record:
         raise UserError(f"{directory} holds no run (neither {CONFIG} nor {METRICS}): {remedy}")
 
     def text(name: str) -> str:
-        return (directory / name).read_text(encoding="utf-8") if (directory / name).exists() else ""
+        try:
+            return (directory / name).read_text(encoding="utf-8") if (directory / name).exists() else ""
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{directory / name} cannot be read ({error}): bring it back from a backup") from error
 
     try:
         plan = plan_of(parse_yaml(text(PLAN), PLAN)) if text(PLAN) else None
     except (ValueError, UserError) as error:
-        reason = str(error).split("\n")[0]
+        reason = one_line(error)
         raise UserError(f"{directory / PLAN} holds no plan ({reason}): delete it and resume the run") from error
     metrics: dict[str, list[Metrics]] = {}
     for record in read_metrics(directory):

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
-from jrlhf.errors import UserError, printable
+from jrlhf.errors import UserError, one_line, printable
 
 PREFIX = "<python>:"
 _PLAIN = (type(None), bool, int, float, complex, str, type(...), type(NotImplemented))
@@ -61,7 +61,7 @@ class PythonCode:
 
 
 def _refused(called: str, what: str, error: Exception) -> UserError:
-    reason = printable(" ".join(f"{type(error).__name__}: {error}".split())[:300])
+    reason = printable(one_line(error, kind=True)[:300])
     return UserError(
         f"{called} cannot be {what} ({reason}): do not let it capture such a value, make the value when it is called"
     )

@@ -17,7 +17,7 @@ from jrlhf.data.hub import hub_reason
 from jrlhf.data.read import is_hub_name
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.tokenizer_files import check_vocabulary, load_tokenizer
-from jrlhf.errors import UserError, beside, first_line, user_errors
+from jrlhf.errors import UserError, beside, one_line, user_errors
 from jrlhf.meshes import TRAIN, Layout
 from jrlhf.models import PRESETS, LoRAConfig, ModelConfig, init_lm, lora_shardings, param_shardings
 from jrlhf.models.hf import HFConfig, check_hf, load_adapter, load_hf, read_config
@@ -27,6 +27,7 @@ from jrlhf.models.weights import HeadKind
 from jrlhf.planning.workload import adapter_of
 from jrlhf.run.directory import HUB
 from jrlhf.storage.models import fetch
+from jrlhf.storage.outward import hub_requests
 
 # The files to download of a model directory: never code, and no weights but safetensors.
 _DESCRIPTIONS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", CARD)
@@ -43,7 +44,7 @@ def locate(path: str, key: str, *, weights: bool = False) -> Path:
     wanted = _DESCRIPTIONS + (_WEIGHTS if weights else ())
     if is_address(path):
         return fetch(path, key, wanted)
-    directory = expanded(path)
+    directory = expanded(path, key)
     if (directory / "config.json").is_file():
         return directory
     if (directory / "model" / "config.json").is_file():
@@ -63,13 +64,15 @@ def locate(path: str, key: str, *, weights: bool = False) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
+    fetch_files = partial(snapshot_download, path, allow_patterns=[*wanted])
     try:
-        try:
-            return Path(snapshot_download(path, allow_patterns=[*wanted], ignore_patterns=_IGNORED))
-        except LocalEntryNotFoundError:  # offline: a cached copy without a model card is enough
-            return Path(snapshot_download(path, allow_patterns=[*wanted], ignore_patterns=[*_IGNORED, CARD]))
+        with hub_requests():
+            try:
+                return Path(fetch_files(ignore_patterns=_IGNORED))
+            except LocalEntryNotFoundError:  # offline: a cached copy without a model card is enough
+                return Path(fetch_files(ignore_patterns=[*_IGNORED, CARD], local_files_only=True))
     except Exception as error:  # the library's own, the network's, the file system's
-        reason = hub_reason(error, path) or f"it cannot be downloaded ({type(error).__name__}: {first_line(error)})"
+        reason = hub_reason(error, path) or f"it cannot be downloaded ({one_line(error, kind=True)})"
         here = beside(path, "").replace("did you mean", "; did you mean")
         raise UserError(f"{key}={path} is no directory in {Path.cwd()}, and {reason}{here}") from error
 
@@ -172,16 +175,17 @@ def actor_adapter(section: LoRASection, actor: ModelConfig, mesh: Mesh) -> tuple
             lora = adapter_of(section, actor)
             lora_shardings(actor, mesh, lora)
             return lora, None
-        lora, adapter = load_adapter(_adapter(section.path), actor, mesh)
+        lora, adapter = load_adapter(_adapter(section.path, "lora.path"), actor, mesh)
         if "value_head" in adapter:
             raise ValueError(f"path={section.path} is a reward model's adapter: name one of a language model")
         return lora, adapter
 
 
-def _adapter(path: str) -> Path:
-    if not is_here(path):
+def _adapter(path: str, key: str) -> Path:
+    directory = expanded(path, key)
+    if not directory.exists():
         raise ValueError(f"{path} does not exist: {beside(path, 'name the directory of an adapter')}")
-    return expanded(path)
+    return directory
 
 
 def reward_adapter(config: Config, path: str, key: str, actor: ModelConfig, mesh: Mesh) -> tuple[LoRAConfig, Params]:
@@ -189,7 +193,7 @@ def reward_adapter(config: Config, path: str, key: str, actor: ModelConfig, mesh
     if config.lora is None:
         raise UserError(f"{key}={path} is put on the actor's frozen base, which only lora has: set lora.rank")
     with user_errors(f"{key}={path}"):
-        lora, adapter = load_adapter(_adapter(path), actor, mesh)
+        lora, adapter = load_adapter(_adapter(path, key), actor, mesh)
     if "value_head" not in adapter:
         raise UserError(f"{key}={path}: it has no scalar head (task type SEQ_CLS): name a reward model's adapter")
     return lora, adapter

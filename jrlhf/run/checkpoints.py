@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Shaped, UInt32
 
-from jrlhf.errors import UserError, first_line
+from jrlhf.errors import UserError, one_line
 from jrlhf.meshes import to_host
 from jrlhf.meshes.offload import DEVICE, groups, offload, onload
 from jrlhf.meshes.spread import move, spread, spread_sharding
@@ -144,7 +144,7 @@ class Checkpoints(Closing):
         try:
             save()
         except Exception as error:
-            reason = first_line(error)
+            reason = one_line(error)
             raise RuntimeError(f"a checkpoint could not be saved into {self._directory}: {reason}") from error
 
 

@@ -188,16 +188,19 @@ class Console:
             self.line(("  " + "  ".join(padded)).rstrip())
 
     def summary(
-        self, figures: Iterable[tuple[str, Sequence[str], str]], phases: Mapping[str, float], run_dir: Path | str
+        self, figures: Iterable[tuple[str, Sequence[str], str]], phases: Mapping[str, float], run_dir: Path | str | None
     ) -> None:
-        """Shows the results of a run, each with a title, values and a note, and the paths of report and model."""
+        """Shows the results of a run, each with a title, values and a note, and the paths of report and model.
+
+        run_dir: None: its files are still to be copied to an address, and `written` is told when they are there.
+        """
         self.line("")
         for title, values, note in figures:
             self.line(f"{title}: {' → '.join(values)}  ({note})", style="bold")
         for name, seconds in phases.items():
             self.line(f"{name}: {duration(seconds)}", style="dim")
-        self.line(f"report: {run_dir}/report.html")
-        self.line(f"model: {run_dir}/model, in Hugging Face form")
+        for line in () if run_dir is None else written(run_dir):
+            self.line(line)
 
     def commands(self, config: Config) -> None:
         """Shows shell commands for what to do next with a run that has ended."""
@@ -214,6 +217,11 @@ class Console:
         if words := longer(config):
             anew = "" if "--resume" in words else ", anew, because its learning rates depend on its length"
             self.line(f"to train it longer{anew}: python -m jrlhf.train --config {run}/config.yaml {words}")
+
+
+def written(run_dir: Path | str) -> tuple[str, str]:
+    """Returns the lines that tell where a run's report and model are."""
+    return f"report: {run_dir}/report.html", f"model: {run_dir}/model, in Hugging Face form"
 
 
 @dataclass

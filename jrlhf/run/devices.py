@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jrlhf.config.schema import DeviceConfig, DistributedConfig
-from jrlhf.errors import UserError, first_line
+from jrlhf.errors import UserError, one_line
 from jrlhf.meshes.mesh import Device
 from jrlhf.run import processes
 from jrlhf.run.files import cache_directory
@@ -40,7 +40,7 @@ def select(config: DeviceConfig, distributed: DistributedConfig | None = None) -
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:  # JAX asserts, without a text, if it has no such plugin
-        reason = first_line(error) if str(error) else "JAX has no plugin for it"
+        reason = one_line(error) if str(error) else "JAX has no plugin for it"
         raise UserError(
             f"device.platform={config.platform} is not available here ({reason}): set it to auto or cpu; for a dry run "
             "set device.platform=cpu device.simulated=8, or as many as there will be"

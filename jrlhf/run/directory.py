@@ -221,9 +221,9 @@ def first_day(directory: Path, now: datetime.datetime) -> str:
 def run_path(config: Config) -> Path:
     """Returns a run's working directory: run_dir/name or, if that is an address, its directory in storage.scratch."""
     if not is_address(config.run_dir):
-        return expanded(config.run_dir) / config.name
+        return expanded(config.run_dir, "run_dir") / config.name
     scratch = config.storage.scratch
-    place = cache_directory() / "runs" if scratch is None else expanded(scratch)
+    place = cache_directory() / "runs" if scratch is None else expanded(scratch, "storage.scratch")
     return place.joinpath(*config.run_dir.replace("://", "/").rstrip("/").split("/"), config.name)
 
 

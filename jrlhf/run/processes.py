@@ -29,7 +29,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import multihost
 
 from jrlhf.config.schema import DistributedConfig
-from jrlhf.errors import FAILED, UserError, first_line
+from jrlhf.errors import FAILED, UserError, one_line
 from jrlhf.meshes import reshard, to_host
 from jrlhf.meshes.mesh import absent_processes
 from jrlhf.run.files import decode, encode
@@ -68,7 +68,7 @@ def start(config: DistributedConfig) -> None:
             shutdown_timeout_seconds=_END,
         )
     except (ValueError, RuntimeError) as error:
-        reason = first_line(error)
+        reason = one_line(error)
         if config.coordinator is not None or not (NO_CLUSTER in reason or TOO_LATE in reason):
             raise UserError(_why(config, reason)) from error
     finally:

@@ -83,7 +83,8 @@ def finish(context: Context, outcome: Outcome) -> dict[str, Any]:
     if run.writes:
         for doubt in summary.get("held_out", {}).get("doubts", ()):
             context.console.warn(doubt)
-        context.console.summary(results(read_run(run.path)), summary["phases"], run.shown)
+        place = None if is_address(config.run_dir) else run.path  # an address gets the files at the end
+        context.console.summary(results(read_run(run.path)), summary["phases"], place)
     return summary
 
 

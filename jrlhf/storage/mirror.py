@@ -24,6 +24,7 @@ from jrlhf.config import Config
 from jrlhf.config.places import is_address
 from jrlhf.errors import Preempted, RunFailure, UserError
 from jrlhf.run.checkpoints import saved_steps
+from jrlhf.run.console import written
 from jrlhf.run.directory import CONFIG, FLEET, Run, check_directory, refuse_other, refuse_unshared, run_path, writable
 from jrlhf.run.files import Closing, sha256, write_atomic
 from jrlhf.run.processes import from_main, is_main
@@ -355,6 +356,9 @@ def mirrored(config: Config, *, resume: bool, tell: Callable[[str], None]) -> It
         mirror.close()
         raise
     mirror.close()
+    if (run_path(config) / "report.html").exists():  # only now is it, and the model, where users will look for it
+        for line in written(mirror.address):
+            tell(line)
 
 
 def _address(config: Config) -> str:

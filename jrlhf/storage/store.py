@@ -7,18 +7,17 @@ import importlib
 import logging
 import math
 import os
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 from jrlhf.config.places import PACKAGES, StorageConfig
-from jrlhf.errors import UserError
+from jrlhf.errors import UserError, one_line
+from jrlhf.storage.outward import within
 
 T = TypeVar("T")
 
@@ -27,7 +26,6 @@ _SILENT, _AGAIN = 5.0, 60.0  # seconds of failures after which users are told, a
 _SLOWEST = 1e6  # bytes per second; slower transfers are aborted
 _AN_ERROR = object()  # in place of `missing`: there must be an object
 _FIRST = StorageConfig(timeout=15.0, patience=10.0)  # for the first request, for which a user waits
-_NOTICE = 3.0  # seconds without a first answer after which the waiting user is told
 # Codes of errors that repetition cannot cure: words of S3, numbers of HTTP.
 _DENIED = "401", "403", "AccessDenied", "ExpiredToken", "InvalidAccessKeyId", "SignatureDoesNotMatch"
 _CREDENTIALS = {
@@ -181,7 +179,7 @@ class Store:
         while True:
             limit = self._section.timeout + size / _SLOWEST
             try:
-                answer = _within(max(limit, until - time.monotonic()) if changes else limit, request, self._notice)
+                answer = within(max(limit, until - time.monotonic()) if changes else limit, request, self._notice)
                 self._told = True
                 return answer
             except Exception as error:
@@ -228,7 +226,7 @@ class Store:
 
 
 def _reason(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    return one_line(error, kind=True)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -263,24 +261,3 @@ def _unknown(error: BaseException) -> bool:
     """True if a request was denied because this machine has no credentials, or none for the profile."""
     names = [type(one).__name__ for one in _chain(error)]  # names in botocore and google.auth
     return _code(error) == "401" or any("Credential" in name or name == "ProfileNotFound" for name in names)
-
-
-def _within(seconds: float, request: Callable[[], T], notice: Callable[[], None]) -> T:
-    """Calls `request` in a thread; raises TimeoutError if it takes longer. Libraries do so for some calls only.
-
-    notice: called once if there is no answer for a while.
-    """
-    answer: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(request())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=run, name="request", daemon=True).start()
-    if not wait([answer], min(seconds, _NOTICE)).done:
-        notice()
-        if not wait([answer], max(seconds - _NOTICE, 0.0)).done:
-            raise TimeoutError(f"no answer within {seconds:g} seconds")
-    return answer.result()

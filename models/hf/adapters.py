@@ -5,6 +5,7 @@ a critic's scalar head is saved with them as `score`, as PEFT does for task type
 """
 
 import os
+import re
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -46,10 +47,11 @@ _SUPPORTED = frozenset(
     """
     peft_type task_type r lora_alpha target_modules use_rslora modules_to_save bias init_lora_weights
     auto_mapping exclude_modules eva_config base_model_name_or_path inference_mode lora_dropout megatron_core
-    peft_version qalora_group_size revision runtime_config
+    peft_version qalora_group_size revision runtime_config layers_to_transform layers_pattern
     """.split()
 )
 
+_WHERE = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
 _UNSET = (None, False, {}, [])  # a setting that is not in use
 
 
@@ -102,12 +104,16 @@ def export_adapter(
 def load_adapter(directory: str | os.PathLike[str], config: ModelConfig, mesh: Mesh) -> tuple[LoRAConfig, Params]:
     """Loads an adapter that PEFT or `export_adapter` wrote, in float32, stored as `lora_shardings` says.
 
-    It has a scalar head if its task type is SEQ_CLS. Dropout, which only training uses, is ignored.
+    It has a scalar head if its task type is SEQ_CLS. Dropout, which only training uses, is ignored. A layer that the
+    settings leave out has an adapter of zeros, which computes nothing and never changes.
     """
     directory = Path(directory)
-    lora, head, tensors = _read(directory)
+    settings, lora, head, tensors = _read(directory)
 
     def take(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        module, matrix, _ = name.removeprefix(_PREFIX).partition(".lora_")
+        if matrix and not _is_target(settings, module):
+            return np.zeros(shape, np.float32)
         if name not in tensors:
             raise ValueError(f"{directory / _WEIGHTS}: tensor {name} is missing: the adapter is not whole")
         tensor = tensors.pop(name)
@@ -148,11 +154,34 @@ def _module(weight: WeightInfo, layer: int) -> str:
 
 def read_adapter_config(directory: str | os.PathLike[str]) -> LoRAConfig:
     """An adapter's rank, scale and targets; its weights are not read."""
-    return _read(Path(directory))[0]
+    return _read(Path(directory))[1]
 
 
-def _read(directory: Path) -> tuple[LoRAConfig, HeadKind, dict[str, Tensor]]:
-    """Returns the settings, the kind of head, and the positions of the tensors in the file."""
+def _is_target(settings: Mapping[str, Any], module: str) -> bool:
+    """True if PEFT adapts a module, such as model.layers.0.mlp.up_proj (its `check_target_module_exists`)."""
+
+    def named(patterns: Any) -> bool:
+        if isinstance(patterns, str):
+            return re.fullmatch(patterns, module) is not None
+        return any(f".{module}".endswith(f".{name}") for name in patterns or ())
+
+    targets, layers = settings.get("target_modules"), settings.get("layers_to_transform")
+    if settings.get("exclude_modules") and named(settings["exclude_modules"]):
+        return False
+    if targets in (None, "all-linear"):
+        targets = PROJECTIONS
+    if isinstance(targets, list) and module in targets:
+        return True
+    if layers in (None, []) or not named(targets):
+        return named(targets)
+    patterns = settings.get("layers_pattern") or r"[^.]*"
+    matches = [re.match(rf".*\.{p}\.(\d+)\.", module) for p in ([patterns] if isinstance(patterns, str) else patterns)]
+    numbers = [int(match[1]) for match in matches if match]
+    return bool(numbers) and numbers[0] in (layers if isinstance(layers, list) else [layers])
+
+
+def _read(directory: Path) -> tuple[dict[str, Any], LoRAConfig, HeadKind, dict[str, Tensor]]:
+    """Returns the settings, ours of them, the kind of head, and the positions of the tensors in the file."""
     path = directory / _CONFIG
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist: an adapter is a directory with {_CONFIG} and {_WEIGHTS}")
@@ -164,7 +193,7 @@ def _read(directory: Path) -> tuple[LoRAConfig, HeadKind, dict[str, Tensor]]:
         hint = f": {other.name} is a pickle, save the adapter as safetensors" if other.exists() else ""
         raise FileNotFoundError(f"{path} does not exist{hint}")
     tensors = read_header(path)
-    return _config(settings, tensors, directory), head, tensors
+    return settings, _config(settings, tensors, directory), head, tensors
 
 
 def _settings(lora: LoRAConfig, scalar: bool, base_name: str | None) -> dict[str, Any]:
@@ -206,6 +235,11 @@ def _check(settings: dict[str, Any], path: Path) -> HeadKind:
     begun = settings.get("init_lora_weights", True)
     if not (isinstance(begun, bool) or begun in ("gaussian", "eva", "orthogonal")):
         raise ValueError(f"{path}: init_lora_weights={begun!r} is not supported: it changes the base's weights")
+    try:
+        _is_target(settings, "model.layers.0.mlp.up_proj")
+    except (TypeError, re.error) as error:
+        named = ", ".join(f"{key}={settings[key]!r}" for key in _WHERE if settings.get(key))
+        raise ValueError(f"{path}: {named} do not say which modules are adapted ({error})") from error
     for name, value in settings.items():
         if name not in _SUPPORTED and not is_one_of(value, _UNSET):
             raise ValueError(f"{path}: {name}={value!r} is not supported: load it without, or merge it into its base")

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 TOKEN, USER, ORGANISATION = "hf_writes", "someone", "lab"
+SILENT = "never an answer"
 
 
 @dataclass
@@ -34,16 +35,18 @@ class Repository:
 
 @dataclass
 class Hub:
-    """What the server holds. failures: (method, start of a path) -> statuses of the next answers; 200 is no
-    failure, and 0 drops the connection. requests: how often each was asked for. between: files that
-    someone else commits just before the next commit."""
+    """What the server holds. failures: (method, start of a path) -> the next answers, each a status (200 is no failure,
+    0 drops the connection, a negative status is answered after all was done), (status, reason), or a text: the page of
+    a proxy; SILENT never answers. requests: how often each was asked for. between: files that someone else commits
+    just before the next commit."""
 
     repositories: dict[str, Repository] = field(default_factory=dict)  # "models/USER/NAME"
     objects: dict[str, bytes] = field(default_factory=dict)  # large files, by their SHA-256
-    failures: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    failures: dict[tuple[str, str], list[int | str | tuple[int, str]]] = field(default_factory=dict)
     requests: Counter[str] = field(default_factory=Counter)
     between: dict[str, bytes] = field(default_factory=dict)
     address: str = ""
+    closed: threading.Event = field(default_factory=threading.Event)
 
     def environment(self, home: Path, token: str | None = TOKEN) -> dict[str, str]:
         """Variables of a process that uses this hub, and keeps its cache in `home`."""
@@ -60,6 +63,18 @@ def sha(files: dict[str, bytes]) -> str:
     return hashlib.sha1(b"".join(name.encode() + content for name, content in sorted(files.items()))).hexdigest()
 
 
+def _is_large(name: str) -> bool:
+    return name.endswith((".safetensors", ".png"))
+
+
+def _hashes(name: str, content: bytes) -> dict[str, Any]:
+    """The git hash of what is in the repository: the file, or the pointer to a large one."""
+    pointer = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
+    blob = repr(pointer).encode() if _is_large(name) else content
+    oid = hashlib.sha1(f"blob {len(blob)}\0".encode() + blob).hexdigest()
+    return {"oid": oid} | ({"lfs": pointer} if _is_large(name) else {})
+
+
 @contextmanager
 def serving() -> Iterator[Hub]:
     """Serves a hub on a free port of this machine."""
@@ -71,6 +86,7 @@ def serving() -> Iterator[Hub]:
     try:
         yield hub
     finally:
+        hub.closed.set()
         server.shutdown()
         server.server_close()
         thread.join()
@@ -78,6 +94,7 @@ def serving() -> Iterator[Hub]:
 
 class _Handler(BaseHTTPRequestHandler):
     hub: Hub
+    late = 0  # the status in place of the next answer's
     protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *args: Any) -> None:
@@ -102,17 +119,28 @@ class _Handler(BaseHTTPRequestHandler):
         for (verb, start), statuses in self.hub.failures.items():
             if verb != method or not path.startswith(start) or not statuses or (status := statuses.pop(0)) == 200:
                 continue
-            if status:
-                self._send(status, {"error": "not now"})
-            else:
-                self.close_connection = True
-                self.connection.close()
+            if isinstance(status, int) and status < 0:
+                self.late = -status
+                break
+            self._fail(status)
             return
         for verb, pattern, name in _ROUTES:
             if method in verb.split() and (match := re.fullmatch(pattern, path)):
                 getattr(self, name)(body, **match.groupdict())
                 return
         self._send(404, {"error": f"no route {method} {path}"})
+
+    def _fail(self, answer: int | str | tuple[int, str]) -> None:
+        if answer == SILENT:
+            self.hub.closed.wait()
+        if answer in (SILENT, 0):
+            self.close_connection = True
+            self.connection.close()
+        elif isinstance(answer, str):
+            self._send(200, data=answer.encode(), Content_Type="text/html")
+        else:
+            status, reason = answer if isinstance(answer, tuple) else (answer, "not now")
+            self._send(status, {"error": reason})
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding") != "chunked":
@@ -125,6 +153,8 @@ class _Handler(BaseHTTPRequestHandler):
         return b"".join(parts)
 
     def _send(self, status: int, value: Any = None, data: bytes | None = None, **headers: str) -> None:
+        if self.late:
+            status, value, data, self.late = self.late, {"error": "too late"}, None, 0
         content = json.dumps(value).encode() if data is None else data
         self.send_response(status)
         for name, text in {"Content-Length": str(len(content)), "Content-Type": "application/json", **headers}.items():
@@ -184,7 +214,7 @@ class _Handler(BaseHTTPRequestHandler):
     def preupload(self, body: bytes, kind: str, repo: str, revision: str) -> None:
         if self._writable(kind, repo):
             names = [file["path"] for file in json.loads(body)["files"]]
-            modes = {name: "lfs" if name.endswith((".safetensors", ".png")) else "regular" for name in names}
+            modes = {name: "lfs" if _is_large(name) else "regular" for name in names}
             files = [{"path": name, "uploadMode": modes[name], "shouldIgnore": False, "oid": None} for name in names]
             self._send(200, {"files": files})
 
@@ -238,8 +268,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(404, {"error": f"{folder} does not exist"}, X_Error_Code="EntryNotFound")
                 return
             files = repository.files(revision) or {}
-            oids = {name: hashlib.sha1(content).hexdigest() for name, content in files.items()}
-            rows = [{"type": "file", "path": n, "size": len(c), "oid": oids[n]} for n, c in files.items()]
+            rows = [{"type": "file", "path": n, "size": len(c), **_hashes(n, c)} for n, c in files.items()]
             self._send(200, rows)
 
     def resolve(self, body: bytes, repo: str, revision: str, file: str, kind: str | None = None) -> None:

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from jrlhf.errors import RunFailure, UserError, first_line
+from jrlhf.errors import RunFailure, UserError, one_line
 from jrlhf.fleet.processes.shared import SharedArrays
 from jrlhf.run.child import Worker
 from jrlhf.run.files import decode, encode
@@ -87,7 +87,7 @@ def _join() -> None:
             socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
         ray.init("auto", log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # Ray has a type for each step that may fail
-        reason = first_line(error)
+        reason = one_line(error)
         if "AuthenticationError" in str(error.__cause__):
             remedy, reason = "set RAY_AUTH_MODE=token", "the cluster asks for a token"
         raise UserError(f"fleet.engine=ray cannot join a Ray cluster: {remedy} ({reason})") from error
@@ -130,7 +130,7 @@ class RayWorker:
             actor: Any = ray.remote(**options, scheduling_strategy=place)(_Host)
             self._host = actor.remote(dict(environment))
         except RayError as error:
-            raise RunFailure(f"the Ray cluster does not answer ({first_line(error)})") from error
+            raise RunFailure(f"the Ray cluster does not answer ({one_line(error)})") from error
         self._gpus, self._log, self._reserved = gpus, log, False
         self._arrays: SharedArrays | None = None
 

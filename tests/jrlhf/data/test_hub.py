@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.hub import TOKEN, Hub, Repository, serving
+from tests.support.hub import SILENT, TOKEN, Hub, Repository, serving
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
@@ -20,7 +21,10 @@ from pathlib import Path
 import huggingface_hub
 from jrlhf.data import hub
 from jrlhf.errors import UserError
-hub._WAITS = (0.0, 0.0)
+from jrlhf.storage import outward
+hub._WAITS, hub._PATIENCE = (0.0, 0.0), 5.0
+outward.SILENCE = dict.fromkeys(outward.SILENCE, 0.3)
+outward._SILENCE_OF_CHANGES, outward.NOTICE, outward._AGAIN = 0.3, 0.1, 0.0
 for line in sys.stdin:
     token, function, arguments, options = json.loads(line)
     os.environ.pop("HF_TOKEN", None)
@@ -32,20 +36,27 @@ for line in sys.stdin:
     except UserError as error:
         print(json.dumps(f"error: {error}"), flush=True)
 """
+CONSOLE = "console.txt"  # what the process prints beside its answers
 Call = tuple[str | None, str, list[Any], dict[str, Any]]  # token, function of jrlhf.data.hub, arguments, options
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory) -> Iterator[tuple[Hub, subprocess.Popen[str]]]:
+def home(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def served(home: Path) -> Iterator[tuple[Hub, subprocess.Popen[str]]]:
     """One hub and one process for all tests; the fixture `hub` empties the hub before each."""
-    with serving() as hub, program(hub, tmp_path_factory.mktemp("home")) as process:
+    with serving() as hub, program(hub, home) as process:
         yield hub, process
 
 
 def program(hub: Hub, home: Path) -> subprocess.Popen[str]:
     environment = hub.environment(home) | {"PYTHONPATH": str(ROOT)}
     streams: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-c", PROGRAM], env=environment, **streams)
+    with open(home / CONSOLE, "w") as console:
+        return subprocess.Popen([sys.executable, "-c", PROGRAM], env=environment, stderr=console, **streams)
 
 
 @pytest.fixture
@@ -151,6 +162,60 @@ def test_what_fails_in_passing_is_tried_again_and_nothing_is_half_committed(
     assert lost.startswith(f"{start} cannot be reached (") and broken.startswith(f"{start} answers with 500")
     assert repository.branches == {"main": contents(exported)} and repository.commits == 1
     assert hub.failures == {("PUT", "/objects"): [], commit: []}
+
+
+COMMIT, INFO = ("POST", "/api/models/someone/mine/commit"), ("GET", "/api/models/someone/mine")
+PAGE = "<html><body>Please log in to the network</body></html>"
+REASON = "the card's metadata is wrong\n- license: must be one of the list\n- tags: must be texts"
+WHOLE = "the card's metadata is wrong - license: must be one of the list - tags: must be texts"
+NOTHING = "error: --push someone/mine: nothing was committed, because "
+
+
+@pytest.mark.parametrize(
+    ("failures", "commits", "sentence"),
+    [
+        ({COMMIT: [-500]}, 1, None),
+        ({COMMIT: [500, -503]}, 1, None),
+        ({COMMIT: [-400]}, 1, None),
+        ({COMMIT: [-500], INFO: [200, 200, 500]}, 1, None),  # found by the next attempt
+        ({COMMIT: [500] * 3}, 0, f"{NOTHING}the hub answers with 500 (not now): try again later"),
+        ({COMMIT: [(400, REASON)]}, 0, f"{NOTHING}the hub answers with 400 ({WHOLE}): mend what it names"),
+        ({COMMIT: [(403, "storage limit:\nbuy more")]}, 0, "someone/mine (storage limit: buy more): check the name"),
+        ({COMMIT: [PAGE]}, 0, f"{NOTHING}something else answers with a page in place of the hub: see HF_ENDPOINT, the"),
+        ({INFO: [PAGE]}, 0, f"{NOTHING}something else answers with a page in place of the hub: see HF_ENDPOINT, the"),
+        (
+            {COMMIT: [SILENT] * 3},
+            0,
+            f"{NOTHING}the hub cannot be reached (ReadTimeout: timed out): try again when it can",
+        ),
+        ({COMMIT: [500], INFO: [200, 200, *[(400, "no")] * 9]}, 0, "hub does not say whether it was committed (see"),
+    ],
+)
+def test_a_failed_commit_is_looked_at_again_and_the_reason_is_whole(
+    hub: Hub, call, exported: Path, failures, commits: int, sentence: str | None
+):
+    repository = hub.repositories["models/someone/mine"] = Repository()
+    hub.failures = failures
+    (answer,) = call([push(exported, "someone/mine")])
+    assert answer == f"{hub.address}/someone/mine" if sentence is None else sentence in answer
+    assert repository.commits == commits and repository.branches == {"main": contents(exported) if commits else {}}
+
+
+def test_what_is_there_already_is_not_committed_again(hub: Hub, call, exported: Path):
+    first, second = call([push(exported, "someone/mine")] * 2)
+    assert first == second and hub.repositories["models/someone/mine"].commits == 1
+
+
+def test_a_hub_that_never_answers_is_given_up_and_the_user_is_told_meanwhile(hub: Hub, call, home: Path):
+    start, asked = time.monotonic(), (TOKEN, "account_name", ["mine"], {})
+    hub.failures = {("GET", "/api/whoami-v2"): [SILENT] * 9}
+    (answer,) = call([asked])
+    assert time.monotonic() - start < 5
+    assert answer.startswith("error: --push mine: nothing was exported, because the hub cannot be reached (http://")
+    assert "gave no answer within 0.3 seconds): try again" in answer
+    assert f"waiting for the hub at {hub.address} to answer" in (before := (home / CONSOLE).read_text())
+    hub.failures = {}
+    assert call([asked]) == ["someone/mine"] and (home / CONSOLE).read_text() == before
 
 
 def test_what_cannot_be_uploaded_is_one_sentence(hub: Hub, call, exported: Path):

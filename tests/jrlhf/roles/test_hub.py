@@ -4,12 +4,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.hub import TOKEN, Repository, serving
+from tests.support.hub import SILENT, TOKEN, Repository, serving
 from tests.support.runs import ROOT
 
 PROGRAM = """
@@ -17,7 +18,9 @@ import json, os, sys
 from jrlhf.data.read import read_dataset
 from jrlhf.errors import UserError
 from jrlhf.roles.pretrained import check_weights, hub_model, locate
+from jrlhf.storage import outward
 
+outward.SILENCE = dict.fromkeys(outward.SILENCE, 0.5)
 def answer(name):
     try:
         if name.startswith("rows:"):
@@ -83,6 +86,11 @@ def test_models_come_by_their_hub_name_or_with_a_sentence(ask, make_model, tmp_p
         with_token = hub.environment(home)
         assert with_token["HF_TOKEN"] == TOKEN and ask(with_token, "lab/private") == [[expected, "lab/private"]]
         hub.repositories["models/lab/tiny"] = Repository()
+        hub.failures = {("GET", "/api/models/lab"): [SILENT] * 9}
+        start = time.monotonic()
+        cached, other = ask(with_token, "lab/private", "lab/other")
+        assert cached == [expected, "lab/private"] and "and the hub cannot be reached (ReadTimeout" in other
+        assert time.monotonic() - start < 10
     # Now the hub is gone.
     cached, gated = ask(with_token | {"HF_HUB_OFFLINE": "1"}, "lab/private", "lab/gated")
     assert cached == [expected, "lab/private"] and "HF_HUB_OFFLINE is set and lab/gated is not whole" in gated
@@ -100,6 +108,13 @@ def test_datasets_come_by_their_hub_name_or_with_a_sentence(ask, tmp_path: Path)
         hub.add("datasets/lab/rows", rows)
         hub.add("datasets/lab/gated", rows, gated=True)
         read, gated, none = ask(hub.environment(tmp_path / "home"), "rows:lab/rows", "rows:lab/gated", "rows:lab/none")
+        hub.failures = {(verb, "/"): [SILENT] * 20 for verb in ("GET", "HEAD")}
+        start = time.monotonic()
+        (silent,) = ask(hub.environment(tmp_path / "empty"), "rows:lab/rows")
+        assert time.monotonic() - start < 20
+    assert silent.startswith(
+        "error: the dataset lab/rows (split 'train') cannot be loaded: the hub cannot be reached ("
+    )
     assert read == ["one", "two"]
     start = "error: the dataset lab/{} (split 'train') cannot be loaded: "
     assert gated.startswith(start.format("gated") + "lab/gated is gated: accept its licence on its page")

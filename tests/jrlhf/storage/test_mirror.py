@@ -137,9 +137,11 @@ def test_a_store_that_lost_its_run_after_any_write_holds_one_that_can_be_resumed
 
 @pytest.mark.full
 @pytest.mark.usefixtures("quick_compilation")
-def test_a_run_at_an_address_and_its_resume_elsewhere_are_those_of_a_directory(memory, config, tmp_path):
+def test_a_run_at_an_address_and_its_resume_elsewhere_are_those_of_a_directory(memory, config, tmp_path, capsys):
     main(load_config(str(tmp_path / "given.yaml"), [f"run_dir={tmp_path}", "name=local"]))
+    assert f"model: {tmp_path}/local/model, in" in capsys.readouterr().out
     main(config, resume="auto")  # there is none, so it begins one
+    assert capsys.readouterr().out.count("model: memory://bucket/runs/run/model, in") == 1
     stored, local = objects(memory), tmp_path / "local"
     assert ".mirror/claim.json" not in stored and ".lock" not in stored
     assert timeless(run_path(config)) == timeless(local) and digest(run_path(config) / "model") == digest(
@@ -366,6 +368,33 @@ def test_a_run_whose_files_cannot_be_copied_ends_in_a_sentence(memory, config, m
                 monkeypatch.setattr(type(memory), "pipe_file", broken)
                 mirror._thread.join(20)
                 run.check_present()
+
+
+def test_places_are_told_when_their_files_are_there_and_not_after_an_outage(memory, config, monkeypatch):
+    sentences = list[str]()
+
+    def tell(sentence: str) -> None:
+        assert objects(memory)["report.html"] == b"page"
+        sentences.append(sentence)
+
+    def run(resume: bool) -> None:
+        with copied(config, resume=resume, tell=tell) as mirror:
+            mirror.begin()
+            with open_run(config, resume=resume) as run:
+                mirror.start(run)
+                run.write("report.html", "page" if not resume else "later")
+                if resume:
+                    monkeypatch.setattr(type(memory), "pipe_file", broken)
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise OSError("503 SlowDown")
+
+    run(resume=False)
+    place = "memory://bucket/runs/run"
+    assert sentences == [f"report: {place}/report.html", f"model: {place}/model, in Hugging Face form"]
+    with pytest.raises(RunFailure, match="cannot be written"):
+        run(resume=True)
+    assert len(sentences) == 2
 
 
 def test_failed_requests_are_repeated_and_a_hang_has_a_deadline(memory, config, monkeypatch):

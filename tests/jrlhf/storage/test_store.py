@@ -13,6 +13,7 @@ from jrlhf.doctor.places import _store_error
 from jrlhf.errors import UserError
 from jrlhf.roles.pretrained import architecture, locate
 from jrlhf.run.directory import read_prompting, read_summary
+from jrlhf.storage import outward
 from jrlhf.storage import store as module
 from jrlhf.storage.claim import NAME, Claim
 from jrlhf.storage.models import fetch, fetch_run
@@ -160,7 +161,7 @@ BAD_NAME = "(no bucket can have the name bucket): names have 3 to 63 lowercase l
 def test_a_first_request_that_nobody_answers_ends_soon_and_says_what_is_missing(monkeypatch, scheme, answer, sentence):
     pytest.importorskip("gcsfs")
     monkeypatch.setattr(module, "_FIRST", StorageConfig(timeout=0.1, patience=0.05))
-    monkeypatch.setattr(module, "_NOTICE", 0.01)
+    monkeypatch.setattr(outward, "NOTICE", 0.01)
     sentences = list[str]()
     store = Store(f"{scheme}://bucket/x", StorageConfig(), sentences.append)
     store._files = client(answer)

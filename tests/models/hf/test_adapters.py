@@ -8,6 +8,7 @@ adapters.json holds what peft 0.21, transformers 5.23 and torch 2.13 computed on
 
 import json
 import os
+import re
 import warnings
 from functools import partial
 from pathlib import Path
@@ -203,7 +204,9 @@ def test_what_we_do_not_compute_is_refused_by_name(written, tmp_path):
         ({"use_dora": True}, {}, "use_dora=True is not supported"),
         ({"bias": "all"}, {}, "bias='all' is not supported"),
         ({"rank_pattern": {"q_proj": 8}}, {}, "rank_pattern={'q_proj': 8} is not supported"),
-        ({"layers_to_transform": [0]}, {}, r"layers_to_transform=\[0\] is not supported"),
+        ({"layers_to_transform": [0]}, {}, "layers.1.mlp.down_proj.lora_A.weight is no part of an adapter that can"),
+        ({"layers_to_transform": {"a": 1}, "layers_pattern": 3}, {}, "layers_pattern=3 do not say which modules"),
+        ({"target_modules": "(q_proj"}, {}, r"target_modules='\(q_proj' do not say which modules are adapted"),
         ({"modules_to_save": ["lm_head"]}, {}, r"modules_to_save=\['lm_head'\] is not supported"),
         ({"modules_to_save": 5}, {}, "modules_to_save=5 is not supported"),
         ({"modules_to_save": [["score"]]}, {}, r"modules_to_save=\[\['score'\]\] is not supported"),
@@ -233,6 +236,51 @@ def test_target_patterns_and_missing_task_types_are_read(written, tmp_path):
         change(written / "lm", tmp_path / "changed", changes), CONFIG, make_mesh(devices=jax.devices()[:1])
     )
     assert lora == LORA["lm"]
+
+
+SOME: list[tuple[dict[str, Any], str]] = [  # settings, and a pattern of the modules that they leave out
+    ({"layers_to_transform": [1]}, r"layers\.0\."),
+    ({"layers_to_transform": 0, "layers_pattern": "layers"}, r"layers\.1\."),
+    ({"layers_to_transform": [1], "layers_pattern": ["h", "layers"]}, r"layers\.0\."),
+    ({"target_modules": r".*layers\.0\..*_proj"}, r"layers\.1\."),
+    ({"target_modules": r".*(layers\.0\.self_attn.*|layers\.1\.mlp.*)"}, r"layers\.(0\.mlp|1\.self_attn)"),
+    ({"target_modules": ["model.layers.1.mlp.up_proj", "q_proj"]}, r"(?!.*(layers\.1\.mlp\.up_proj|q_proj))"),
+    ({"exclude_modules": ["model.layers.0.self_attn.q_proj", "down_proj"]}, r"layers\.0\.self_attn\.q_proj|down_proj"),
+    ({"exclude_modules": r".*layers\.1.*"}, r"layers\.1\."),
+]
+
+
+@pytest.mark.parametrize(("settings", "left_out"), SOME)
+def test_an_adapter_of_some_layers_has_zeros_in_the_others(written, tmp_path, settings, left_out):
+    whole = load_file(written / "lm" / "adapter_model.safetensors")
+    gone = {name for name in whole if re.search(left_out, name)}
+    directory = change(written / "lm", tmp_path / "some", settings, dict.fromkeys(gone))
+    mesh = make_mesh(devices=jax.devices()[:1])
+    lora, adapter = load_adapter(directory, CONFIG, mesh)
+    targets = {name.partition(".lora_")[0].rpartition(".")[2] for name in whole.keys() - gone}
+    assert 0 < len(gone) < len(whole) and set(lora.targets) == targets
+    rounded = export_adapter(jax.device_get(adapter), CONFIG, lora, tmp_path / "again")
+    again = load_file(rounded / "adapter_model.safetensors")
+    for name, tensor in again.items():
+        np.testing.assert_array_equal(tensor, np.zeros_like(tensor) if name in gone else whole[name])
+
+    kept = min(whole.keys() - gone)
+    change(directory, tmp_path / "half", {}, {kept: None})
+    with pytest.raises(ValueError, match=f"{kept} is missing: the adapter is not whole"):
+        load_adapter(tmp_path / "half", CONFIG, mesh)
+
+
+@pytest.mark.parametrize(("settings", "left_out"), SOME)
+def test_the_layers_left_out_are_those_that_peft_leaves_out(written, settings, left_out):
+    peft = pytest.importorskip("peft", reason="compares with peft itself")
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    named = json.loads((written / "lm" / "adapter_config.json").read_text()) | settings
+    keys = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+    config = peft.LoraConfig(**{key: named[key] for key in keys if key in named})
+    for name in load_file(written / "lm" / "adapter_model.safetensors"):
+        module = name.removeprefix("base_model.model.").partition(".lora_")[0]
+        assert bool(check_target_module_exists(config, module)) == (re.search(left_out, name) is None), name
 
 
 def test_half_adapters_are_refused(written, tmp_path):
