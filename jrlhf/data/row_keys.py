@@ -20,7 +20,8 @@ _IDS = {"input_ids": "the text is encoded again: remove the column"}
 OF_SHAPES: Mapping[str, Mapping[str, str]] = {
     "text": _IDS,
     "messages": _IDS,
-    "prompt-completion": _IDS | {"label": "a bad answer is not imitated: keep the rows with label true"},
+    "prompt-completion": _IDS
+    | {"label": "a bad answer is not imitated: keep the rows with label true, or remove the column"},
     "preference": {"margin": "the losses have no margin: remove the column"},
 }
 EXTRA_INFO: Mapping[str, str] = {  # verl's column
@@ -36,15 +37,15 @@ MESSAGES: Mapping[str, str] = {
 
 def refuse_keys(values: Mapping[str, Any], refused: Mapping[str, str], place: str) -> None:
     """Raises a ValueError for a key that is refused, and whose value has an effect. place: what has the keys."""
-    for key in refused.keys() & values.keys():
-        if _has_effect(key, value := values[key]):
+    for key in refused:
+        if _has_effect(key, value := values.get(key)):
             raise ValueError(f"{place} has {key} {reprlib.repr(value)}, which is not supported: {refused[key]}")
 
 
 def _has_effect(key: str, value: Any) -> bool:
     if key == "label":  # of KTO: whether the completion is a good answer
         return value is False
-    empty = value is None or (
-        not value if isinstance(value, int | float) else isinstance(value, Sized) and not len(value)
-    )
-    return not empty and value != "single_turn_agent"  # an `agent_name`: verl's for one turn
+    if value is None or isinstance(value, int | float):
+        return bool(value)
+    empty = isinstance(value, Sized) and not len(value)
+    return not empty and not (isinstance(value, str) and value == "single_turn_agent")  # verl's `agent_name`
