@@ -220,7 +220,7 @@ def cli(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--max-new-tokens",
         type=int,
-        help=f"{TOKENS}, or half of a small model's positions; of a run its data.max_response",
+        help="by default 256, at most half of the positions; of a run its data.max_response",
     )
     parser.add_argument("--temperature", type=float, default=1.0, help="0: always the most likely token")
     parser.add_argument("--top-k", type=int)
