@@ -23,7 +23,7 @@ from jrlhf.run.directory import open_run
 from jrlhf.run.metrics import read_metrics
 from jrlhf.stages.setup import load_task, select_mesh
 from jrlhf.train import cli
-from tests.support.runs import digest
+from tests.support.runs import ROOT, digest
 
 WEIGHTS = "model.safetensors"
 SFT = {"stages": ["sft"], "rewards": []}  # the stage that needs least
@@ -127,9 +127,8 @@ def test_errors_of_others_are_quoted_with_all_their_lines():
     assert one_line(KeyError()) == one_line(KeyError(), kind=True) == "KeyError"
     assert len(one_line(ValueError("x " * 9999))) < 600 and one_line(ValueError("a" + "b" * 999)).startswith("abb")
     cut = re.compile(r"str\(error\)[^\n]*(?:splitlines\(\)|split\(\"\\n\"[^)]*\))\[:?[01]")
-    sources = [
-        path for folder in ("jrlhf", "models", "meshes", "ppo", "kernels") for path in Path(folder).rglob("*.py")
-    ]
+    folders = "jrlhf", "models", "meshes", "ppo", "kernels"
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     assert len(sources) > 200 and [path for path in sources if cut.search(path.read_text(encoding="utf-8"))] == []
 
 
