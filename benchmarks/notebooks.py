@@ -38,10 +38,10 @@ def execute(name: str) -> Path:
 
 
 def kept(outputs: Sequence[Any], folder: str) -> list[Any]:
-    """Returns the outputs that are stored: one stream of text for each of stdout and stderr, results and pictures."""
+    """Returns the outputs that are stored: what was printed, as one text, results and pictures; no warnings."""
     streams, rest = dict[str, Any](), list[Any]()
     for output in outputs:
-        if output.output_type == "stream":
+        if output.output_type == "stream" and output.name == "stdout":
             first = streams.setdefault(output.name, output)
             if first is output:
                 rest.append(output)

@@ -258,7 +258,8 @@ def cli(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--system", help="a system message")
     parser.add_argument("-n", type=int, default=1, help="answers to each prompt")
     own = "default: that of the model's run, else of its generation_config.json, else"
-    parser.add_argument("--max-new-tokens", type=int, help=f"{own} {TOKENS}")
+    longest = f"{own} {TOKENS}, at most half of the positions"
+    parser.add_argument("--max-new-tokens", type=int, help=longest)
     parser.add_argument("--temperature", type=float, help=f"0: always the most likely token; {own} 1")
     parser.add_argument("--top-k", type=int, help=f"draw from the k most likely tokens; {own} from all")
     parser.add_argument("--top-p", type=float, help=f"draw from those of this probability together; {own} from all")

@@ -86,7 +86,7 @@ def usual(name: str, given: Mapping[str, str]) -> str | None:
 
 def wrong(name: str, value: str, given: Mapping[str, str]) -> str:
     """Returns what is wrong with an answer, as the second half of a sentence; "" if nothing is wrong."""
-    data, here = given.get("data", ""), name in ("model", "data", "reward") and is_here(value)
+    data, here = given.get("data", ""), name in ("model", "data", "reward") and is_here(value, name)
     match name:
         case "model" if value != TINY:
             if here:

@@ -123,7 +123,10 @@ def make_ppo_step(
 
     logprob_fn: (params, tokens [B, T], *frozen) -> (log-probabilities, entropies), [B, T] each; `[:, t]` is of token t
         given those before it. value_fn: (params, tokens[, frozen]) -> values [B, T]; `[:, t]` is V before token t.
-    frozen: weights that are not trained, such as the base under an adapter; both functions get the same ones.
+    actor_optimizer, critic_optimizer: of optax, with clipping and schedules. config: the algorithm's settings. sums_fn:
+        the actor's, as in `make_actor_step`.
+
+    `frozen` are weights that are not trained, such as the base under an adapter; both functions get the same ones.
 
     The step donates its state, a `PPOState`. Inside of `jax.jit`, `lax.scan` or `jax.vmap` it donates nothing.
     `target_kl` stops the actor only. `sums_fn` and the texts of `config.ptx_coef` are the actor's, as in

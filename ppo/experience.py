@@ -61,8 +61,12 @@ def make_group_experience(
 
     The sums of the responses' rewards are compared, so the KL counts if it is in the reward (RLOO). Whitening
     (REINFORCE++-baseline) is over all response tokens of the batch, as in verl: long responses weigh more in it.
-    Row = prompt * samples + sample; the rows must be a multiple of `config.samples`. `help(jrlhf.ppo.experience)`
-    explains the arguments.
+    Row = prompt * samples + sample; the rows must be a multiple of `config.samples`.
+
+    scores: one per row or per token. old_logprobs: under the actor before its update; None: the rollout's.
+    ref_logprobs: under the reference; None without a KL penalty. kl_coef: the KL penalty's coefficient.
+
+    `help(jrlhf.ppo.experience)` has the formulas.
     """
     check_class("config", config, GRPOConfig)
     experience = rewarded(rollout, scores, old_logprobs, ref_logprobs, kl_coef, config)

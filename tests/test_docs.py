@@ -134,7 +134,7 @@ def test_the_example_of_a_page_of_reference_computes_what_its_comments_say(page:
     if page == "ppo.md":
         np.testing.assert_allclose(names["advantages"], [0.8, 0.6, 0.4], rtol=1e-6)
         np.testing.assert_allclose(names["kl"], math.log(2) - 0.5, rtol=1e-6)
-        moved = names["state"].params["logits"] - names["table"]["logits"]
+        moved = names["state"].params["logits"]  # from 0
         assert float(moved[2:, 3].min()) > 0 == float(abs(moved[:2]).max())  # responses have more of what is rewarded
     elif page == "models.md":
         assert names["logprobs"].shape == (2, 8)
@@ -142,7 +142,7 @@ def test_the_example_of_a_page_of_reference_computes_what_its_comments_say(page:
         np.testing.assert_array_equal(names["array"], np.arange(64.0).reshape(8, 8))
     else:
         logits = names["hidden"] @ names["head"].T
-        np.testing.assert_allclose(names["logprobs"], jax.nn.log_softmax(logits)[range(5), range(5)], rtol=1e-5)
+        np.testing.assert_allclose(names["logprobs"], np.diagonal(jax.nn.log_softmax(logits)), rtol=1e-5)
 
 
 def test_arguments_of_a_docstring_become_a_table_and_no_word_is_lost(monkeypatch):
@@ -163,7 +163,7 @@ def test_arguments_of_a_docstring_become_a_table_and_no_word_is_lost(monkeypatch
                 lost = set(re.findall(r"\w+", written)) - set(re.findall(r"\w+", shown)) - {"Raises", "and"}
                 assert not lost, (name, lost)
                 tables += "Args:\n" in shown
-    assert tables > 50
+    assert tables > 25
 
 
 @pytest.mark.full

@@ -100,9 +100,9 @@ def fresh_model(model: ModelSection) -> ModelConfig:
         return ModelConfig(**sizes)
 
 
-def is_here(path: str) -> bool:
+def is_here(path: str, key: str = "") -> bool:
     """True if a path to a model or to data is on this machine; otherwise it may be a name on the hub."""
-    return expanded(path).exists()
+    return expanded(path, key).exists()
 
 
 def hub_names(config: Config) -> list[str]:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from jrlhf.config.parse import build
 from jrlhf.config.schema import Config
-from jrlhf.errors import Preempted, RunFailure, UserError, exit_code
+from jrlhf.errors import Preempted, RunFailure, UserError, exit_code, one_line
 from jrlhf.models import LoRAConfig, ModelConfig, init_lora
 from jrlhf.models.hf import export_adapter, read_config
 from jrlhf.models.weights import HeadKind
@@ -23,7 +24,7 @@ from jrlhf.run.directory import open_run
 from jrlhf.run.metrics import read_metrics
 from jrlhf.stages.setup import load_task, select_mesh
 from jrlhf.train import cli, main
-from tests.support.runs import digest
+from tests.support.runs import ROOT, digest
 
 WEIGHTS = "model.safetensors"
 SFT = {"stages": ["sft"], "rewards": []}  # the stage that needs least
@@ -118,6 +119,18 @@ def test_a_sentence_is_one_line_whatever_it_quotes(capsys):
     error = capsys.readouterr().err
     assert error.startswith("error: key=") and error.endswith("one of : correct it\n")
     assert error.count("\n") == 1 and "\x1b" not in error and len(error) < 2000
+
+
+def test_errors_of_others_are_quoted_with_all_their_lines():
+    error = ValueError("Bad request:\n  - licence: not in the list\n\n  - tags: must be texts")
+    text = "Bad request: - licence: not in the list - tags: must be texts"
+    assert one_line(error) == text and one_line(error, kind=True) == f"ValueError: {text}"
+    assert one_line(KeyError()) == one_line(KeyError(), kind=True) == "KeyError"
+    assert len(one_line(ValueError("x " * 9999))) < 600 and one_line(ValueError("a" + "b" * 999)).startswith("abb")
+    cut = re.compile(r"str\(error\)[^\n]*(?:splitlines\(\)|split\(\"\\n\"[^)]*\))\[:?[01]")
+    folders = "jrlhf", "models", "meshes", "ppo", "kernels"
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    assert len(sources) > 200 and [path for path in sources if cut.search(path.read_text(encoding="utf-8"))] == []
 
 
 def test_a_model_directory_that_is_not_what_it_says(refused, damaged):

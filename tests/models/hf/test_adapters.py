@@ -244,7 +244,7 @@ SOME: list[tuple[dict[str, Any], str]] = [  # settings, and a pattern of the mod
     ({"layers_to_transform": [1], "layers_pattern": ["h", "layers"]}, r"layers\.0\."),
     ({"target_modules": r".*layers\.0\..*_proj"}, r"layers\.1\."),
     ({"target_modules": r".*(layers\.0\.self_attn.*|layers\.1\.mlp.*)"}, r"layers\.(0\.mlp|1\.self_attn)"),
-    ({"target_modules": ["model.layers.1.mlp.up_proj", "q_proj"]}, r"(?!.*(layers\.1\.mlp\.up_proj|q_proj))"),
+    ({"target_modules": ["model.layers.1.mlp.up_proj", "q_proj"]}, r"^(?!.*(layers\.1\.mlp\.up_proj|q_proj))"),
     ({"exclude_modules": ["model.layers.0.self_attn.q_proj", "down_proj"]}, r"layers\.0\.self_attn\.q_proj|down_proj"),
     ({"exclude_modules": r".*layers\.1.*"}, r"layers\.1\."),
 ]
