@@ -16,7 +16,7 @@ from jrlhf.errors import UserError
 from jrlhf.meshes import Call
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.plan import Placement, Slice
-from jrlhf.planning.memory import GIB
+from jrlhf.planning.memory import GIB, call_bytes
 from jrlhf.planning.time import CostModel, Price
 from jrlhf.planning.workload import LEARNER, Workload
 
@@ -198,7 +198,8 @@ def call_candidates(prices: CostModel, call: Call, *, hypothetical: bool = False
     if not fitting:
         widest, smallest = every[-1].placement.devices.count, min(every, key=lambda candidate: candidate.bytes)
         limit = "" if widest == cluster.devices else f", {widest} of which can divide its {workload.rows} rows"
-        weights = max(smallest.resident, smallest.moved)
+        needs = call_bytes(workload, call, smallest.placement, prices.backend)
+        weights = max(smallest.resident, smallest.moved, needs.active.get("generation weights", 0.0))
         problem = NoPlan(
             f"{call.name} fits nowhere on {cluster.devices} device(s) of {prices.capacity / GIB:.4g} GiB{limit}: it "
             f"needs {smallest.bytes / GIB:.1f} GiB of each device, {weights / GIB:.1f} of it for weights"

@@ -24,7 +24,7 @@ from jrlhf.planning.fusion.last_rows import RECENT
 from jrlhf.planning.fusion.tiles import describe as describe_moves
 from jrlhf.planning.fusion.tiles import scored_early
 from jrlhf.planning.fusion.updates import fused_updates
-from jrlhf.planning.memory import away_parts, checkpoint_bytes
+from jrlhf.planning.memory import PlanMemory, away_parts, checkpoint_bytes
 from jrlhf.planning.plans import colocated
 from jrlhf.planning.show import in_columns
 from jrlhf.planning.workload import Workload, workload_of
@@ -89,14 +89,15 @@ class _DryRun:
     def memory(self) -> list[str]:
         """The memory of each role's state in the last stage."""
         graph = stage_graph(self.config, self.config.stages[-1])
-        roles = memory_of(self.config, graph, self.mesh, self.models, self.plan).roles
+        memory = memory_of(self.config, graph, self.mesh, self.models, self.plan)
+        roles = memory.roles
         rows = [(role, f"{sum(parts.values()) / MIB:.3f}", _parts(parts)) for role, parts in roles.items()]
         head = "memory of a device where a role lives, MiB, of what it keeps there:"
-        return [head, *in_columns(rows), *self._places(graph, roles)]
+        return [head, *in_columns(rows), *self._places(graph, memory)]
 
-    def _places(self, graph: Graph, roles: Mapping[str, Mapping[str, float]]) -> list[str]:
-        """The sizes of a stage's state in host memory and on disk. roles: the parts of each on a device, in bytes."""
-        config, keep = self.config, self.config.checkpoints.keep
+    def _places(self, graph: Graph, memory: PlanMemory) -> list[str]:
+        """The sizes of a stage's state in host memory and on disk, and what saving it adds on a device."""
+        config, keep, roles = self.config, self.config.checkpoints.keep, memory.roles
         workload = workload_of(config, graph, self.models)
         size, lines = checkpoint_bytes(workload), list[str]()
         asleep = defaultdict[str, float](float)
@@ -105,7 +106,8 @@ class _DryRun:
         if host := max(asleep.values(), default=0.0):
             lines.append(f"host memory for what sleeps, at most {host / MIB:.3f} MiB for each device")
         room = f"{keep + 1} of them: checkpoints.keep={keep}, and the one that is written"
-        return [*lines, f"a checkpoint of {graph.name}: {size / MIB:.3f} MiB; run_dir needs room for {room}"]
+        saving = f"saving takes at most {memory.saving / MIB:.3f} MiB of a device in addition to what roles keep"
+        return [*lines, f"a checkpoint of {graph.name}: {size / MIB:.3f} MiB; run_dir needs room for {room}; {saving}"]
 
     def calls(self) -> list[str]:
         """A table of the calls: all memory of a device during each, and the memory that the call alone needs."""

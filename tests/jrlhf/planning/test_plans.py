@@ -440,6 +440,26 @@ def test_a_model_that_fits_nowhere_is_told():
     assert call_candidates(prices, PPO["actor.update"])
 
 
+def test_tensor_spans_the_fast_links_of_the_hardware():
+    """The eight GPUs of a node, or a whole slice of TPUs: 70B models generate on a v5e-256 in 16 slices."""
+    for hardware, devices, widest in (("h100", 16, 8), ("v5e", 16, 16)):
+        prices = problem(devices, "7b", "7b", hardware=hardware)
+        calls = placements(prices.workload, PPO["actor.generate"], devices, prices.cluster.node)
+        assert max(placed.tensor for placed in calls) == widest
+    prices = problem(256, "70b", "70b", rows=256, minibatches=1, hardware="v5e")
+    fitting = call_candidates(prices, PPO["actor.generate"])
+    assert fitting and min(price.placement.tensor for price in fitting) >= 16
+
+
+def test_rows_are_no_remedy_where_the_weights_do_not_fit():
+    for hardware, by_weights in (("h100", True), ("h200", False)):
+        with pytest.raises(NoPlan) as caught:
+            call_candidates(
+                problem(2, "70b", "70b", rows=4096, minibatches=1, hardware=hardware), PPO["actor.generate"]
+            )
+        assert caught.value.by_weights is by_weights
+
+
 def test_what_overlaps_in_part_or_does_not_fit_is_one_sentence():
     whole = Slice(0, 16)
     usual = {
