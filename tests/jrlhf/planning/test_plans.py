@@ -452,11 +452,9 @@ def test_tensor_spans_the_fast_links_of_the_hardware():
 
 
 def test_rows_are_no_remedy_where_the_weights_do_not_fit():
-    for hardware, by_weights in (("h100", True), ("h200", False)):
+    for devices, by_weights in ((1, True), (2, False)):
         with pytest.raises(NoPlan) as caught:
-            call_candidates(
-                problem(2, "70b", "70b", rows=4096, minibatches=1, hardware=hardware), PPO["actor.generate"]
-            )
+            call_candidates(problem(devices, "70b", "70b", rows=4096, minibatches=1), PPO["actor.generate"])
         assert caught.value.by_weights is by_weights
 
 
