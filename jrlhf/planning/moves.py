@@ -1,6 +1,5 @@
 """Predicts the seconds of data movement: collectives, weights to another placement, rows to another call."""
 
-from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
@@ -96,21 +95,25 @@ def _kept_share(home: Placement, placement: Placement) -> float:
     """
     if not (home.devices.start <= placement.devices.start and placement.devices.stop <= home.devices.stop):
         return 0.0
-    home = replace(home, fsdp=home.stored[1], pipeline=1)
     devices, shares = np.arange(placement.devices.start, placement.devices.stop), 1.0
-    for (count, index), (parts, part) in zip(_divisions(home, devices), _divisions(placement, devices), strict=True):
+    before = _divisions(home, devices, (1, *home.stored))
+    after = _divisions(placement, devices, (placement.pipeline, *placement.sizes))
+    for (count, index), (parts, part) in zip(before, after, strict=True):
         first, last = np.maximum(index / count, part / parts), np.minimum((index + 1) / count, (part + 1) / parts)
         shares = shares * np.maximum(last - first, 0)
     return float(np.min(shares))
 
 
-def _divisions(placement: Placement, devices: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """Returns the number of parts, and the part of each device, of layers, embed and the other dimension."""
-    sizes = [getattr(placement, axis) for axis in _AXES]
+def _divisions(
+    placement: Placement, devices: np.ndarray, sizes: tuple[int, int, int, int]
+) -> list[tuple[int, np.ndarray]]:
+    """Returns the number of parts, and the part of each device, of layers, embed and the other dimension.
+
+    sizes: of the mesh, over pipeline, data, fsdp and tensor.
+    """
     stage, _, fsdp, tensor = np.unravel_index(devices - placement.devices.start, sizes)
-    whole = 1, np.zeros(len(devices), int)
-    embed = whole if placement.layout == "generate" else (placement.fsdp, fsdp)
-    return [(placement.pipeline, stage), embed, (placement.tensor, tensor)]
+    embed = (1, np.zeros(len(devices), int)) if placement.layout == "generate" else (sizes[2], fsdp)
+    return [(sizes[0], stage), embed, (sizes[3], tensor)]
 
 
 def _move_seconds(size: float, source: Slice, target: Slice, cluster: Cluster) -> float:

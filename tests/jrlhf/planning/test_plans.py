@@ -376,8 +376,9 @@ def test_shapes_divide_devices_models_and_rows():
 
 def test_samples_of_a_prompt_stay_with_their_group_and_slots_divide():
     for changes, count, node, groups in (
-        ({"samples": 64}, 16, 16, {2, 4, 8}),  # of 16 devices, 512 / 64 prompts; tensor is at most 8
-        ({"samples": 64, "slots": 256}, 16, 16, {2, 4}),  # each has slots for a prompt's samples
+        ({"samples": 64}, 16, 16, {1, 2, 4, 8}),  # of 16 devices, 512 / 64 prompts; tensor is at most the node
+        ({"samples": 64}, 16, 8, {2, 4, 8}),
+        ({"samples": 64, "slots": 256}, 16, 16, {1, 2, 4}),  # each has slots for a prompt's samples
         ({"slots": 24}, 16, 16, set()),
         ({"samples": 4, "slots": 8}, 16, 8, set()),
         ({"samples": 4, "slots": 8}, 8, 8, {1, 2}),  # two groups have 8 of a prompt's samples
