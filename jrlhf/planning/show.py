@@ -76,8 +76,8 @@ def _fused(prices: CostModel, best: Simulation, serial: Simulation) -> str:
     together, apart = (_busy(one, best.plan.fused) for one in (best, serial))
     above, saved, whole = together / least - 1, 1 - together / apart, 1 - best.seconds / serial.seconds
     return (
-        f"fused updates: {_time(together)}, {100 * above:.1f} % above what any table needs and {100 * saved:.1f} % less "
-        f"than one after the other; an iteration takes {100 * whole:.1f} % less"
+        f"fused updates: {_time(together)}, {100 * above:.1f} % above what any table needs and {100 * saved:.1f} % "
+        f"less than one after the other; an iteration takes {100 * whole:.1f} % less"
     )
 
 
