@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
@@ -28,6 +29,28 @@ MOST_NUMBERED = 400  # maximum number of operations of a schedule whose micro-ba
 FORMATS = (".svg", ".png", ".pdf")
 # Of forward, backward and gradients of weights, for the first call and for one that is fused with it.
 TICK_COLORS = ("#2f6fed", "#e07a1f", "#0f9d7a"), ("#8b5cf6", "#e23d6d")
+
+# The calls of the algorithms, by the names of their times in metrics; each has a colour of its own in all pictures.
+_TIMES = {
+    "actor.generate": "gen",
+    "reward.score": "reward",
+    "actor.logprobs": "old_log_prob",
+    "reference.logprobs": "ref",
+    "critic.values": "values",
+    "critic.update": "update_critic",
+    "actor.update": "update_actor",
+    "cost_critic.values": "cost_values",
+    "cost_critic.update": "update_cost_critic",
+    "cost.score": "cost",
+}
+_COLORS = "#2f6fed #e07a1f #0f9d7a #8b5cf6 #e23d6d #0e93b8 #a16207 #64748b #7c3f58 #4d7c0f".split()
+
+
+def call_color(name: str) -> str:
+    """The colour of a call, given by its name in a graph or in the metrics: the same in every picture and run."""
+    names = list(_TIMES.values())
+    name = _TIMES.get(name, name)
+    return _COLORS[names.index(name) if name in names else crc32(name.encode()) % len(_COLORS)]
 
 
 def describe(prices: CostModel, result: Result) -> str:
@@ -288,7 +311,7 @@ def plot(
 
     groups = simulation.memory
     names = list(dict.fromkeys(span.call for span in simulation.spans if span.kind == "call"))
-    colours = {name: f"C{index % 10}" for index, name in enumerate(names)}
+    colours = {name: call_color(name) for name in names}
     heights = [1.8 + 0.6 * len(groups), *[3.0] * len(rollouts), *(1.0 + 0.3 * one.table.devices for one in staged)]
     figure = Figure(figsize=(11, sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)

@@ -6,7 +6,7 @@ import pytest
 
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.planning.search import search
-from jrlhf.planning.show import _range, bottleneck, critical_path, describe, operations, plot, timeline
+from jrlhf.planning.show import _range, bottleneck, call_color, critical_path, describe, operations, plot, timeline
 from jrlhf.planning.simulate import simulate
 from tests.jrlhf.planning.synthetic import PPO, Table, problem
 
@@ -84,6 +84,13 @@ def test_times_tell_their_range_and_what_they_are_calibrated_on(hardware: str, d
     prices = problem(devices, hardware=hardware)
     assert _range(prices, 123.456) == f"100 s to {float(f'{123.456 * most:.2g}'):g} s"
     assert re.search(source, prices.cluster.hardware.calibration)
+
+
+def test_a_call_has_one_colour_in_all_pictures():
+    """By its name in the graph and in the metrics, whatever other calls there are; and no other call has it."""
+    for name, metric in (("actor.generate", "gen"), ("reference.logprobs", "ref"), ("critic.update", "update_critic")):
+        assert call_color(name) == call_color(metric)
+    assert len({call_color(name) for name in CALLS}) == len(CALLS)
 
 
 def test_the_timeline_is_drawn(tmp_path):
