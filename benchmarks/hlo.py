@@ -23,6 +23,13 @@ _CALLED = re.compile(
     r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.-]+)"
     r"|\b(?:branch_computations|called_computations)=\{([^}]*)\}"
 )
+_PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
+_SIZE, _AXIS = re.compile(r"'([^']+)'=(\d+)"), re.compile(r"'([^']+)'(?::\(\d+\)(\d+))?")
+_PAIR = re.compile(r"(\d+),(\d+)")
+# Groups of a collective, in the three forms of HLO: lists of devices, [groups,size]<=..., and axes of a mesh.
+_GROUPS = re.compile(
+    r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\]<=|mesh\[([^\]]*)\](?:, device_ids=\(.*?\)\))? ?\{([^}]*)\})"
+)
 # What no device spends time on: names for memory that is there, and the second halves of asynchronous pairs.
 _FREE = re.compile(
     r"parameter|constant|tuple|get-tuple-element|bitcast|after-all|opt-barrier|while|call|.*-(done|update)"
@@ -68,20 +75,57 @@ def collective_traffic(program: Compiled | str) -> dict[str, Traffic]:
 
     In a loop whose trips the compiler does not know, it counts once; so does one in each branch of a conditional.
     """
-    computations = _parse(_text(program))
     total: dict[str, Traffic] = {}
+    for kind, _, size, times in _run(program):
+        total[kind] = total.get(kind, Traffic()) + Traffic(times, times * size)
+    return total
 
-    def visit(computation: "_Computation", times: int) -> None:
+
+def _run(program: Compiled | str) -> Iterator[tuple[str, "_Instruction", int, int]]:
+    """Yields the kind, the instruction, the bytes and the number of executions of each collective."""
+    computations = _parse(_text(program))
+
+    def visit(computation: "_Computation", times: int) -> Iterator[tuple[str, "_Instruction", int, int]]:
         for instruction in computation.instructions:
             if kind := instruction.collective:
-                traffic = Traffic(times, times * computation.collective_bytes(instruction))
-                total[kind] = total.get(kind, Traffic()) + traffic
+                yield kind, instruction, computation.collective_bytes(instruction), times
             else:
                 for name in instruction.called:
-                    visit(computations[name], times * (_trips(instruction, computations) or 1))
+                    yield from visit(computations[name], times * (_trips(instruction, computations) or 1))
 
-    visit(computations[""], 1)
+    yield from visit(computations[""], 1)
+
+
+def received_bytes(program: Compiled | str, devices: int) -> list[float]:
+    """Returns the bytes that each device receives in collectives, by position; a device's own part does not count.
+
+    Of a group of g devices, each receives (g - 1) / g of the result of an all-gather, of the operands of an all-to-all
+    or reduce-scatter, and twice that of an all-reduce. A permutation sends its operand to each receiver.
+    """
+    total = [0.0] * devices
+    for kind, instruction, size, times in _run(program):
+        if kind == "collective-permute":
+            for sender, receiver in _PAIR.findall(_PAIRS.search(instruction.rest)[1]):  # type: ignore[index]
+                total[int(receiver)] += size * times * (sender != receiver)
+        else:
+            group = _group_size(instruction.rest, devices)
+            share = (group - 1) / group * (2 if kind == "all-reduce" else 1)
+            total = [received + size * times * share for received in total]
     return total
+
+
+def _group_size(attributes: str, devices: int) -> int:
+    if "replica_groups={}" in attributes:
+        return devices
+    match = _GROUPS.search(attributes)
+    assert match is not None, f"groups in a form that is not known: {attributes}"
+    listed, size, mesh, axes = match.groups()
+    if listed is not None:
+        return len(listed.split(","))
+    if size is not None:
+        return int(size)
+    sizes = dict(_SIZE.findall(mesh))  # a part of an axis is written 'axis':(factors before it)size
+    return prod(int(part or sizes[axis]) for axis, part in _AXIS.findall(axes))
 
 
 def loops(program: Compiled | str) -> list[Loop]:

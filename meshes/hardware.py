@@ -74,6 +74,7 @@ class Hardware:
     collective: fraction of links and network that collectives reach. stream: fraction of the bandwidth that elementwise
         work reaches.
     platform: its name in JAX, "gpu" or "tpu".
+    calibration: what the fractions were measured on, and what is assumed.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Hardware:
     collective: float = 0.75
     stream: float = 0.85
     platform: Literal["gpu", "tpu"] = "gpu"
+    calibration: str = "nothing; all fractions are assumed"
 
 
 @dataclass(frozen=True)
@@ -122,8 +124,11 @@ def _gpu(name: str, memory: float, link: float, network: float, host: float) -> 
     quarters of the link, as NCCL's bus bandwidth does with large messages; 20 us is the time of its small all-reduces
     in a node.
     """
-    fractions: Any = {"infer": 0.78, "train": 0.78, "decode": 0.72}
-    return Hardware(name, memory, *_rates(name), 8, link, network, host, **fractions, launch=15e-6, latency=20e-6)
+    rest: Any = {"infer": 0.78, "train": 0.78, "decode": 0.72, "launch": 15e-6, "latency": 20e-6}
+    rest["calibration"] = "programs on one H200; what collectives reach is assumed"
+    if name != "h200":
+        rest["calibration"] += f", and that a {name} reaches the fractions of an H200"
+    return Hardware(name, memory, *_rates(name), 8, link, network, host, **rest)
 
 
 def _tpu(name: str, memory: float, node: int, link: float, network: float, host: float, per_host: int = 8) -> Hardware:

@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 
 from jrlhf.meshes.exchange import copied, landing_of, stage_of
 from jrlhf.meshes.mesh import Device, mesh_of
+from jrlhf.meshes.repartition import division_between, repartitioned
 
 GROUP_BYTES = 256 * 2**20
 T = TypeVar("T")
@@ -228,6 +229,7 @@ def _within(group: Sequence[Move], dtype: DTypeLike | None, donate: bool) -> lis
 
 def _program_of(group: Sequence[Move], dtype: DTypeLike | None, donate: bool) -> Any:
     return _program(
+        tuple(move.source_sharding for move in group),
         tuple(move.targets for move in group),
         tuple(move.indices for move in group),
         tuple(move.dtype(dtype) for move in group),
@@ -237,6 +239,7 @@ def _program_of(group: Sequence[Move], dtype: DTypeLike | None, donate: bool) ->
 
 @lru_cache(maxsize=4096)
 def _program(
+    origins: tuple[Sharding, ...],
     targets: tuple[tuple[NamedSharding, ...], ...],
     indices: tuple[range | None, ...],
     dtypes: tuple[np.dtype, ...],
@@ -247,10 +250,27 @@ def _program(
     def place(*sources: jax.Array) -> list[tuple[jax.Array, ...]]:
         # Cast, then unstack, then gather: half the bytes travel, and no more than the source's shards is temporary.
         cast = [x if x.dtype == dtype else x.astype(dtype) for x, dtype in zip(sources, dtypes, strict=True)]
-        parts = [_unstack(x, layers) for x, layers in zip(cast, indices, strict=True)]
+        parts = [_parts(x, *route) for x, *route in zip(cast, origins, targets, indices, strict=True)]
         return jax.device_put(parts, list(targets))
 
     return jax.jit(place, out_shardings=list(targets), donate_argnums=donated)
+
+
+def _parts(
+    x: jax.Array, origin: Sharding, targets: tuple[NamedSharding, ...], indices: range | None
+) -> tuple[jax.Array, ...]:
+    """Unstacks an array, after an exchange of its parts between devices if it needs one on the way to the targets."""
+    target = targets[0]
+    if indices is not None:
+        target = NamedSharding(target.mesh, P(None, *target.spec), memory_kind=target.memory_kind)
+    between = None if jnp.issubdtype(x.dtype, jax.dtypes.extended) else division_between(origin, target, x.shape)
+    if between is None:
+        return _unstack(x, indices)
+    if indices is not None and len(indices) < x.shape[0]:
+        x, indices = lax.slice_in_dim(x, indices.start, indices.stop), range(len(indices))
+    x = repartitioned(x, origin, between)
+    with jax.sharding.use_abstract_mesh(mesh_of(between).abstract_mesh):
+        return _unstack(x, indices)
 
 
 def _unstack(x: jax.Array, indices: range | None) -> tuple[jax.Array, ...]:

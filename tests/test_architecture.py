@@ -33,7 +33,7 @@ ORDER = (
 )
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 AT_THE_TOP = ("kernels", "meshes", "models", "ppo", "configs")
-MOST_FILES, MOST_LINES = 15, 800  # of a folder, of a file
+MOST_LINES = 800  # of a file
 
 
 @cache
@@ -131,11 +131,8 @@ def test_files_of_a_folder_form_no_cycle():
     assert graph == {}
 
 
-def test_folders_and_files_stay_small():
+def test_files_stay_small():
     files = modules()
-    folders = {file.parent for file in files}
-    counts = {str(folder.relative_to(ROOT)): sum(file.parent == folder for file in files) for folder in folders}
-    assert {folder: count for folder, count in counts.items() if count > MOST_FILES} == {}
     lengths = {str(file.relative_to(ROOT)): len(file.read_text().splitlines()) for file in files}
     assert {file: length for file, length in lengths.items() if length > MOST_LINES} == {}
 

@@ -91,7 +91,8 @@ class Setting:
             return with_pipelines(prices, result, self._runs, lockstep=lockstep)
         except NoPlan as problem:
             changes = (text for text, changed in self._changes() if changed._has_plan(hypothetical))
-            text = next(changes, "a smaller model, shorter responses or fewer rows")
+            others = "or devices with more memory" if problem.by_weights else "shorter responses or fewer rows"
+            text = next(changes, f"a smaller model{' ' if problem.by_weights else ', '}{others}")
             raise UserError(f"{problem}: choose {text}") from problem
 
     def splits(self) -> list[Simulation]:

@@ -16,11 +16,11 @@ from jrlhf.errors import UserError
 from jrlhf.meshes import Call
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.plan import Placement, Slice
+from jrlhf.planning.memory import call_bytes
 from jrlhf.planning.time import CostModel, Price
 from jrlhf.planning.workload import LEARNER, Workload
 from jrlhf.run.files import in_units
 
-TENSOR = 8  # maximum number of slices of a layer, as in ReaL
 ALL_RANGES = 8  # maximum number of nodes for which every range of nodes is a slice
 MOST = 1000  # maximum number of candidates of a call, as in ReaL
 MOST_STEPS = 100  # maximum change of the number of rows that is tried for a remedy
@@ -28,7 +28,12 @@ OF_A_SIZE = 16  # number of candidates per slice size that are kept even if they
 
 
 class NoPlan(UserError):
-    """No placement or plan can run and fits. The message names the problem, without a remedy."""
+    """No placement or plan can run and fits. The message names the problem, without a remedy.
+
+    by_weights: the weights alone are too large, so that fewer rows do not help.
+    """
+
+    by_weights = False
 
 
 def slices(cluster: Cluster) -> list[Slice]:
@@ -68,7 +73,7 @@ def placements(
     for layout, stages in product(workload.layouts(call), [1, *(size for size in divisors(count)[1:] if size <= most)]):
         for tensor, fsdp in product(divisors(count // stages), repeat=2):
             data, rest = divmod(count // stages, tensor * fsdp)
-            if rest or tensor > min(TENSOR, node) or (layout == "train_tp" and tensor == 1):
+            if rest or tensor > node or (layout == "train_tp" and tensor == 1):
                 continue
             if any(next(indivisible(model, fsdp, tensor), None) for model in models):
                 continue
@@ -192,12 +197,16 @@ def call_candidates(prices: CostModel, call: Call, *, hypothetical: bool = False
         if candidate.bytes <= prices.capacity
     )
     if not fitting:
-        widest, smallest = every[-1].placement.devices.count, min(candidate.bytes for candidate in every)
+        widest, smallest = every[-1].placement.devices.count, min(every, key=lambda candidate: candidate.bytes)
         limit = "" if widest == cluster.devices else f", {widest} of which can divide its {workload.rows} rows"
-        raise NoPlan(
+        needs = call_bytes(workload, call, smallest.placement, prices.backend)
+        weights = max(smallest.resident, smallest.moved, needs.active.get("generation weights", 0.0))
+        problem = NoPlan(
             f"{call.name} fits nowhere on {cluster.devices} device(s) of {in_units(prices.capacity)}{limit}: it "
-            f"needs {in_units(smallest)} of each device"
+            f"needs {in_units(smallest.bytes)} of each device, {in_units(weights)} of it for weights"
         )
+        problem.by_weights = weights > prices.capacity
+        raise problem
     survivors: list[Price] = []
     for alternatives in fitting.values():
         least = float("inf")

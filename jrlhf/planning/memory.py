@@ -16,6 +16,7 @@ from jrlhf.config.schema import Config, SleepConfig
 from jrlhf.meshes import GENERATE, TRAIN, Call, Layout
 from jrlhf.meshes.pipeline import SCHEDULES, ScheduleName, peak
 from jrlhf.meshes.plan import Placement, Plan, Slice
+from jrlhf.meshes.reshard import GROUP_BYTES
 from jrlhf.models import LoRAConfig, ModelConfig, Schedule
 from jrlhf.models.lora import adapter_weights
 from jrlhf.models.weights import HeadKind, weights
@@ -40,7 +41,7 @@ class Shards:
 
     vectors, matrices: of all weights. layers: of the layers; gathered_last: of those among them whose last dimension is
     sharded over fsdp. int8: of the matrices that int8 stores, and of their scales, one for each output. tiles: of all
-    matrices after padding to a TPU's tiles; padded: of those that this changes.
+    matrices after padding to a TPU's tiles; padded: of those that this changes. largest: of the largest array.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Shards:
         self.gathered_last = _size(shape for axis, shape in layers if axis == "embed")
         scales = _size((shape[0], *shape[1 + count :]) for count, shape in inputs)
         self.int8 = _size(shape for _, shape in inputs), scales
+        self.largest = float(max(prod(shape) for _, shape in shards))
         self.tiles = float(sum(map(tiled, matrices)))
         self.padded = float(sum(tiled(shape) for shape in matrices if tiled(shape) != prod(shape)))
 
@@ -91,6 +93,21 @@ def checkpoint_bytes(workload: Workload) -> float:
     """Returns the bytes of weights and optimizer states in a checkpoint: three float32 for each trained number."""
     stored = [model for models in keepers(workload).values() for model in models]
     return sum(3 * trained_bytes(model, 1, 1) for model in stored if model.trained)
+
+
+def saving_bytes(workload: Workload, plan: Plan) -> float:
+    """Predicts the temporary bytes of a device while a checkpoint is saved: of the arrays whose fingerprints a program
+    computes, which are a group or a larger single one (`run.checkpoints.fingerprints`)."""
+    total = largest = 0.0
+    for role, models in keepers(workload).items():
+        if (call := home_of(workload.graph, role, plan)) is not None:
+            home = plan[call.name]
+            for model in models if call.kind == "train" else ():
+                layout, fsdp = (TRAIN, home.stored[1]) if model.lora is None else (GENERATE, 1)
+                shards = shards_of(model.config, model.head, layout, fsdp, home.tensor, model.lora)
+                total += 3 * trained_bytes(model, home.fsdp, home.tensor, home.pipeline)
+                largest = max(largest, WIDE * shards.largest)
+    return min(total, max(GROUP_BYTES, largest))
 
 
 def state_bytes(models: Sequence[RoleModel], itemsize: int, home: Placement) -> dict[str, float]:
@@ -340,10 +357,12 @@ class CallPhase:
 
 @dataclass(frozen=True)
 class PlanMemory:
-    """Memory of a plan. roles: role -> part -> bytes on each device of its home; "base" is a separate role."""
+    """Memory of a plan. roles: role -> part -> bytes on each device of its home; "base" is a separate role. saving: the
+    temporary bytes while a checkpoint is saved; they are at most an update's gradients, so they are not in the peak."""
 
     roles: Mapping[str, Mapping[str, float]]
     phases: tuple[CallPhase, ...]
+    saving: float = 0.0
 
     @property
     def peak(self) -> float:
@@ -422,4 +441,5 @@ def plan_memory(workload: Workload, plan: Plan, backend: Backend = DEFAULT, *, a
             active["moved weights"] = needs.moved
         fullest = max(stored(call, group) for group in groups if placement.devices.overlaps(group))
         phases.append(CallPhase(call.name, base + fullest, active))
-    return PlanMemory(({"base": {"weights": base}} if base else {}) | states, tuple(phases))
+    roles = ({"base": {"weights": base}} if base else {}) | states
+    return PlanMemory(roles, tuple(phases), saving_bytes(workload, plan))

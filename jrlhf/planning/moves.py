@@ -3,6 +3,8 @@
 from math import prod
 from typing import NamedTuple
 
+import numpy as np
+
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.plan import Placement, Slice
 
@@ -87,15 +89,31 @@ def stored_alike(home: Placement, placement: Placement) -> bool:
 
 
 def _kept_share(home: Placement, placement: Placement) -> float:
-    """Returns the minimum, over devices, of the share of the model that a device has already of its new shard."""
+    """Returns the minimum, over devices, of the share of the model that a device has already of its new shard.
+
+    Matrices have a dimension that is divided over `fsdp` and one over `tensor`, and layers are divided over stages.
+    """
     if not (home.devices.start <= placement.devices.start and placement.devices.stop <= home.devices.stop):
         return 0.0
-    old, new = stored_share(home), stored_share(placement)
-    if home.sizes == placement.sizes and home.pipeline == placement.pipeline and home.devices == placement.devices:
-        return min(old, new)  # the remaining axes stay where they were: one shard contains the other
-    if home.pipeline == placement.pipeline and home.tensor == placement.tensor:
-        return old * new * home.tensor * home.pipeline  # the same slices of heads and mlp, other slices of embed
-    return old * new  # slices of different dimensions: their intersection
+    devices, shares = np.arange(placement.devices.start, placement.devices.stop), 1.0
+    before = _divisions(home, devices, (1, *home.stored))
+    after = _divisions(placement, devices, (placement.pipeline, *placement.sizes))
+    for (count, index), (parts, part) in zip(before, after, strict=True):
+        first, last = np.maximum(index / count, part / parts), np.minimum((index + 1) / count, (part + 1) / parts)
+        shares = shares * np.maximum(last - first, 0)
+    return float(np.min(shares))
+
+
+def _divisions(
+    placement: Placement, devices: np.ndarray, sizes: tuple[int, int, int, int]
+) -> list[tuple[int, np.ndarray]]:
+    """Returns the number of parts, and the part of each device, of layers, embed and the other dimension.
+
+    sizes: of the mesh, over pipeline, data, fsdp and tensor.
+    """
+    stage, _, fsdp, tensor = np.unravel_index(devices - placement.devices.start, sizes)
+    embed = (1, np.zeros(len(devices), int)) if placement.layout == "generate" else (sizes[2], fsdp)
+    return [(sizes[0], stage), embed, (sizes[3], tensor)]
 
 
 def _move_seconds(size: float, source: Slice, target: Slice, cluster: Cluster) -> float:

@@ -1,7 +1,7 @@
 """Sections about the calls of an iteration: the duration of each, and its devices."""
 
 from collections.abc import Mapping, Sequence
-from itertools import cycle, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ from jrlhf.errors import UserError
 from jrlhf.meshes.pipeline import table_of
 from jrlhf.meshes.plan import Slice
 from jrlhf.planning.memory import segments
-from jrlhf.planning.show import TICK_COLORS
+from jrlhf.planning.show import TICK_COLORS, call_color
 from jrlhf.report.charts import COLORS
 from jrlhf.report.read import Metrics, Record
 from jrlhf.run.console import duration
@@ -100,7 +100,7 @@ def timeline(run: Record) -> tuple[str, list[Lane]]:
     seconds: dict[str, float] = {}
     for span in spans:
         seconds[span.name] = seconds.get(span.name, 0.0) + span.end - span.start
-    draw = _Painter(length, dict(zip(seconds, cycle(COLORS), strict=False)))
+    draw = _Painter(length, {name: call_color(name) for name in seconds})
     lanes = [
         draw.lane(name, _CALLS.get(name, ""), [span for span in spans if span.name == name], busy)
         for name, busy in seconds.items()
@@ -252,20 +252,19 @@ def placement(run: Record) -> tuple[str, list[Lane]]:
         return "", []
     text = (
         f"The plan is {plan.name}. A bar spans the devices, of {plan.devices}, that a call runs on, "
-        "in its layout (docs/layouts.md) and mesh; one colour is one role."
+        "in its layout (docs/layouts.md) and mesh, in the call's colour in the timeline."
     )
     if any(call.micro_batches > 1 for call in plan.placements.values()):
         text += " × n: a device computes its rows in n parts."
     if away := [part for part in SleepConfig.SWITCHES if run.settings.get(f"sleep.{part}") == "host"]:
         text += f" In host memory while others compute: {', '.join(away)}."
-    colors = dict(zip(dict.fromkeys(name.partition(".")[0] for name in plan.placements), cycle(COLORS), strict=False))
     lanes = []
     for name, call in plan.placements.items():
         sizes = zip(("data", "fsdp", "tensor", "pipeline"), (*call.sizes, call.pipeline), strict=True)
         mesh = " × ".join(f"{axis} {size}" for axis, size in sizes if size > 1) or "one device"
         mesh += f" by {call.schedule}" if call.pipeline > 1 and _updates(name) else ""
         parts = f"× {call.micro_batches}" if call.micro_batches > 1 else ""
-        bar = Bar(call.devices.start / plan.devices, call.devices.count / plan.devices, colors[name.partition(".")[0]])
+        bar = Bar(call.devices.start / plan.devices, call.devices.count / plan.devices, call_color(name))
         lanes.append(Lane(name, f"{call.layout} · {mesh}", [bar], (str(call.devices), parts)))
     return text, lanes
 

@@ -235,12 +235,15 @@ def _set_aside(path: Path) -> str:
 
 
 def fingerprints(leaves: dict[str, Array]) -> dict[str, int]:
-    """Returns the fingerprint of every leaf. Leaves that are offloaded to the host are brought back in groups."""
-    offloaded = {name: leaf for name, leaf in leaves.items() if is_on_host(leaf)}
-    numbers = _by_mesh({name: leaf for name, leaf in leaves.items() if name not in offloaded})
-    names = list(offloaded)
-    for group in groups(list(offloaded.values())):
-        numbers |= _by_mesh(onload({names[i]: offloaded[names[i]] for i in group}))
+    """Returns the fingerprint of every leaf. Leaves that are offloaded to the host are brought back.
+
+    A program computes those of a group of leaves, because its temporary memory is as large as they are.
+    """
+    numbers: dict[str, Any] = {}
+    for offloaded in (False, True):
+        names = [name for name, leaf in leaves.items() if is_on_host(leaf) == offloaded]
+        for group in groups([leaves[name] for name in names]):
+            numbers |= _by_mesh(onload({names[i]: leaves[names[i]] for i in group}))
     return {name: int(numbers[name]) for name in leaves}
 
 

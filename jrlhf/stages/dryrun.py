@@ -29,7 +29,7 @@ from jrlhf.planning.fusion.last_rows import RECENT
 from jrlhf.planning.fusion.tiles import describe as describe_moves
 from jrlhf.planning.fusion.tiles import scored_early
 from jrlhf.planning.fusion.updates import fused_updates
-from jrlhf.planning.memory import away_parts, checkpoint_bytes
+from jrlhf.planning.memory import PlanMemory, away_parts, checkpoint_bytes
 from jrlhf.planning.plans import colocated
 from jrlhf.planning.show import in_columns
 from jrlhf.planning.workload import Workload, workload_of
@@ -103,14 +103,15 @@ class _DryRun:
     def memory(self) -> list[str]:
         """The memory of each role's state in the last stage."""
         graph = stage_graph(self.config, self.config.stages[-1])
-        roles = memory_of(self.config, graph, self.mesh, self.models, self.plan).roles
+        memory = memory_of(self.config, graph, self.mesh, self.models, self.plan)
+        roles = memory.roles
         rows = [(role, in_units(sum(parts.values())), _parts(parts)) for role, parts in roles.items()]
         head = "memory of a device where a role lives, of what it keeps there:"
-        return [head, *in_columns(rows), *self._places(graph, roles)]
+        return [head, *in_columns(rows), *self._places(graph, memory)]
 
-    def _places(self, graph: Graph, roles: Mapping[str, Mapping[str, float]]) -> list[str]:
-        """The sizes of a stage's state in host memory and on disk. roles: the parts of each on a device, in bytes."""
-        config, keep = self.config, self.config.checkpoints.keep
+    def _places(self, graph: Graph, memory: PlanMemory) -> list[str]:
+        """The sizes of a stage's state in host memory and on disk, and what saving it adds on a device."""
+        config, keep, roles = self.config, self.config.checkpoints.keep, memory.roles
         workload = workload_of(config, graph, self.models)
         lines = list[str]()
         asleep = defaultdict[str, float](float)
@@ -119,9 +120,11 @@ class _DryRun:
         if host := max(asleep.values(), default=0.0):
             lines.append(f"host memory for what sleeps, at most {in_units(host)} for each device")
         room = f"{keep + 1} of them: checkpoints.keep={keep}, and the one that is written"
+        size, saving = map(in_units, (checkpoint_bytes(workload), memory.saving))
         return [
             *lines,
-            f"a checkpoint of {graph.name}: {in_units(checkpoint_bytes(workload))}; run_dir needs room for {room}",
+            f"a checkpoint of {graph.name}: {size}; run_dir needs room for {room}; saving takes at most {saving} of a "
+            "device in addition to what roles keep",
         ]
 
     def calls(self) -> list[str]:

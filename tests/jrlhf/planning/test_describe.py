@@ -6,7 +6,7 @@ import pytest
 
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.planning.search import search
-from jrlhf.planning.show import bottleneck, critical_path, describe, operations, plot, timeline
+from jrlhf.planning.show import _range, bottleneck, call_color, critical_path, describe, operations, plot, timeline
 from jrlhf.planning.simulate import simulate
 from tests.jrlhf.planning.synthetic import PPO, Table, problem
 
@@ -48,7 +48,7 @@ def test_the_timeline_shows_who_works_when():
         assert drawn[row].count(letter) == pytest.approx(seconds * columns, abs=1)
     assert drawn["devices 0-1"].count(" ") == pytest.approx((2 + 19) * columns, abs=2)
     assert " " not in drawn["devices 2-3"]
-    assert scale.endswith("57.0 s")
+    assert scale.endswith(" 57 s")
 
 
 def test_a_result_is_told_with_all_that_a_user_asks_for():
@@ -65,8 +65,32 @@ def test_a_result_is_told_with_all_that_a_user_asks_for():
         assert int(first) == round(100 * max(parts.values()) / sum(parts.values()))
         assert int(mfu) == round(100 * operations(prices.workload, PPO[name]) / sum(parts.values()) / peak) < 100
     assert "bottleneck: " in text and "timeline of an iteration" in text
-    assert f"plan for ppo on 16 x h100: {result.best.seconds:.2f} s an iteration" in text
+    [numbers] = re.findall(r"plan for ppo on 16 x h100: (\S+) s an iteration \((\S+) s to (\S+) s\)", text)
+    for number, factor in zip(numbers, (1, 0.84, 2.8), strict=True):  # two digits
+        assert float(number) == float(f"{factor * result.best.seconds:.2g}")
+    assert "calibrated on programs on one H200; what collectives reach is assumed, and that a h100 reaches" in text
     assert max(len(line) for line in text.splitlines() if line.startswith("  devices")) < 100
+
+
+@pytest.mark.parametrize(
+    ("hardware", "devices", "most", "source"),
+    [
+        ("h200", 1, 1.16, "assumed$"),
+        ("h200", 8, 2.8, "assumed$"),
+        ("v5p", 8, 2.8, "nothing; all fractions are assumed$"),
+    ],
+)
+def test_times_tell_their_range_and_what_they_are_calibrated_on(hardware: str, devices: int, most: float, source: str):
+    prices = problem(devices, hardware=hardware)
+    assert _range(prices, 123.456) == f"100 s to {float(f'{123.456 * most:.2g}'):g} s"
+    assert re.search(source, prices.cluster.hardware.calibration)
+
+
+def test_a_call_has_one_colour_in_all_pictures():
+    """By its name in the graph and in the metrics, whatever other calls there are; and no other call has it."""
+    for name, metric in (("actor.generate", "gen"), ("reference.logprobs", "ref"), ("critic.update", "update_critic")):
+        assert call_color(name) == call_color(metric)
+    assert len({call_color(name) for name in CALLS}) == len(CALLS)
 
 
 def test_the_timeline_is_drawn(tmp_path):

@@ -26,7 +26,7 @@ from jrlhf.models.quantize import int8_shardings, to_int8
 from jrlhf.planning.activations import Backend
 from jrlhf.planning.candidates import placements
 from jrlhf.planning.fit import suggest_settings
-from jrlhf.planning.memory import Away, away_parts, call_bytes, plan_memory, state_bytes, tiled
+from jrlhf.planning.memory import COUNTERS, Away, away_parts, call_bytes, plan_memory, saving_bytes, state_bytes, tiled
 from jrlhf.planning.simulate import simulate
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import RoleModel, Workload, home_of
@@ -402,3 +402,16 @@ def test_memory_of_drawn_programs_is_as_recorded():
         assert summary(programs["results"]) == programs["summary"] and len(programs["results"]) >= 50
     for programs in sets.values():
         assert programs["summary"]["within 10 %"] >= 0.94 * len(programs["results"])
+
+
+def test_saving_needs_the_largest_group_of_arrays():
+    """With 8B models the stacked mlp, 32 layers of it; models that are smaller than a group are one group."""
+    largest = 4 * 32 * 4096 * 14336 / 8
+    for fsdp, tensor in ((8, 1), (2, 4)):
+        assert saving_bytes(ppo(), everywhere(ppo(), fsdp, tensor)) == largest
+    small = ppo(
+        models={**ppo().models, "actor": (replace(ACTOR, config=GQA),), "critic": (replace(CRITIC, config=GQA),)}
+    )
+    states = plan_memory(small, everywhere(small)).roles
+    total = sum(sum(states[role].values()) - COUNTERS for role in ("actor", "critic"))
+    assert saving_bytes(small, everywhere(small)) == total == plan_memory(small, everywhere(small)).saving

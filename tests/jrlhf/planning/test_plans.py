@@ -376,8 +376,9 @@ def test_shapes_divide_devices_models_and_rows():
 
 def test_samples_of_a_prompt_stay_with_their_group_and_slots_divide():
     for changes, count, node, groups in (
-        ({"samples": 64}, 16, 16, {2, 4, 8}),  # of 16 devices, 512 / 64 prompts; tensor is at most 8
-        ({"samples": 64, "slots": 256}, 16, 16, {2, 4}),  # each has slots for a prompt's samples
+        ({"samples": 64}, 16, 16, {1, 2, 4, 8}),  # of 16 devices, 512 / 64 prompts; tensor is at most the node
+        ({"samples": 64}, 16, 8, {2, 4, 8}),
+        ({"samples": 64, "slots": 256}, 16, 16, {1, 2, 4}),  # each has slots for a prompt's samples
         ({"slots": 24}, 16, 16, set()),
         ({"samples": 4, "slots": 8}, 16, 8, set()),
         ({"samples": 4, "slots": 8}, 8, 8, {1, 2}),  # two groups have 8 of a prompt's samples
@@ -433,10 +434,29 @@ def test_rows_that_no_placement_divides_are_one_sentence():
 
 def test_a_model_that_fits_nowhere_is_told():
     prices = problem(8, "70b", "70b")
-    with pytest.raises(NoPlan, match=r"fits nowhere on 8 device\(s\) of 79 GiB: it needs .* GiB of each device$"):
+    sentence = r"79\.\d+ GiB: it needs .* GiB of each device, [\d.]+ of it for weights$"
+    with pytest.raises(NoPlan, match=rf"fits nowhere on 8 device\(s\) of {sentence}"):
         call_candidates(prices, PPO["actor.update"])
     prices = problem(32, "70b", "70b")
     assert call_candidates(prices, PPO["actor.update"])
+
+
+def test_tensor_spans_the_fast_links_of_the_hardware():
+    """The eight GPUs of a node, or a whole slice of TPUs: 70B models generate on a v5e-256 in 16 slices."""
+    for hardware, devices, widest in (("h100", 16, 8), ("v5e", 16, 16)):
+        prices = problem(devices, "7b", "7b", hardware=hardware)
+        calls = placements(prices.workload, PPO["actor.generate"], devices, prices.cluster.node)
+        assert max(placed.tensor for placed in calls) == widest
+    prices = problem(256, "70b", "70b", rows=256, minibatches=1, hardware="v5e")
+    fitting = call_candidates(prices, PPO["actor.generate"])
+    assert fitting and min(price.placement.tensor for price in fitting) >= 16
+
+
+def test_rows_are_no_remedy_where_the_weights_do_not_fit():
+    for devices, by_weights in ((1, True), (2, False)):
+        with pytest.raises(NoPlan) as caught:
+            call_candidates(problem(devices, "70b", "70b", rows=4096, minibatches=1), PPO["actor.generate"])
+        assert caught.value.by_weights is by_weights
 
 
 def test_what_overlaps_in_part_or_does_not_fit_is_one_sentence():

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks import published
 from benchmarks.records import RESULTS
-from jrlhf.meshes import AXES, TRAIN, make_mesh
+from jrlhf.meshes import AXES, GENERATE, TRAIN, make_mesh, reshard_cost
 from jrlhf.meshes.hardware import HARDWARE, Cluster, cluster
 from jrlhf.meshes.pipeline import SCHEDULES, forwards, makespan, needs_of
 from jrlhf.meshes.plan import Placement, Slice
@@ -32,6 +33,7 @@ from jrlhf.planning.moves import (
     transfer_seconds,
 )
 from jrlhf.planning.time import CostModel, Parts
+from tests.support.switches import shapes
 
 SMALL = PRESETS["meta-llama/Meta-Llama-3-8B"]
 LAYERS, TABLES = SMALL.layers * 218_103_808, 2 * 128256 * 4096  # weights in the matrices of SMALL
@@ -360,6 +362,21 @@ def test_collectives_are_rings_over_groups_of_mesh_axes():
     aligned, across = place("train_tp", tensor=8), place("train_tp", start=4, tensor=8)
     assert group(aligned, 8, "tensor") == Group(8, 8) and group(across, 8, "tensor") == Group(8, 4)
     assert priced(across, rows=64)["tensor"] > priced(aligned, rows=64)["tensor"]
+
+
+def test_planned_bytes_are_those_of_the_switch():
+    """Between all shapes of 8 devices, the share that a device receives is that of `reshard_cost` for one matrix, which
+    the compiled programs send (`tests/meshes/test_repartition.py`)."""
+    on, size = Cluster(replace(HARDWARE["h100"], collective=1.0, latency=0.0), 8), 24 * 24
+    for old, new, layout in product(shapes(8), shapes(8), (TRAIN, GENERATE)):
+        home, target = (
+            place(name, **dict(zip(AXES, shape, strict=True))) for name, shape in (("train", old), (layout.name, new))
+        )
+        ends = (one.sharding(make_mesh(*shape), ("embed", "mlp")) for one, shape in ((TRAIN, old), (layout, new)))
+        received = max(reshard_cost((24, 24), 1, *ends).received.values())
+        casts = size * (stored_share(home) + stored_share(target)) / (on.hardware.bandwidth * on.hardware.stream)
+        expected = 0 if home == target else received / LINK + casts
+        assert reallocation_seconds(size, size, home, target, on) == pytest.approx(expected), (old, new, layout.name)
 
 
 def test_weights_and_values_travel():

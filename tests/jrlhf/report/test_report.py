@@ -18,9 +18,10 @@ from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.planning.plans import plan_yaml
+from jrlhf.planning.show import call_color
 from jrlhf.report import read_run, render, write_report
 from jrlhf.report.__main__ import cli
-from jrlhf.report.charts import COLORS, Chart
+from jrlhf.report.charts import Chart
 from jrlhf.report.timeline import _CALLS
 from jrlhf.run.files import append_jsonl
 
@@ -327,9 +328,9 @@ def test_pages_need_and_run_nothing_else(pages):
 
 
 def test_bars_of_calls_span_their_times_and_their_devices(pages):
-    def bars(section: str) -> list[tuple[int, float, float]]:
+    def bars(section: str) -> list[tuple[str, float, float]]:
         matches = re.findall(r'class=bar style="--color:(#\w+);left:([\d.]+)%;width:([\d.]+)%"', section)
-        return [(COLORS.index(color), float(left), float(width)) for color, left, width in matches]
+        return [(color, float(left), float(width)) for color, left, width in matches]
 
     sections = dict(re.findall(r'<section id="(\w+)">(.*?)</section>', pages["gold"], re.DOTALL))
     # The calls in their order, one of which is not known, then the rest of the step.
@@ -337,7 +338,13 @@ def test_bars_of_calls_span_their_times_and_their_devices(pages):
     assert names == ["reshard", "gen", "update_actor", "custom", "rest"]
     placed = [(0, 6.25), (6.25, 25), (31.25, 50), (81.25, 6.25), (87.5, 12.5)]
     assert [bar[1:] for bar in bars(sections["timeline"])] == placed
-    assert bars(sections["plan"]) == [(0, 0, 100), (0, 0, 75), (1, 75, 25)]
+    spans = (0, 100), (0, 75), (75, 25)
+    calls = re.findall(r"class=what><b>([\w.]+)</b>", sections["plan"])
+    assert bars(sections["plan"]) == [(call_color(name), *span) for name, span in zip(calls, spans, strict=True)]
+    assert [bar[0] for bar in bars(sections["timeline"])][1:3] == [
+        call_color("actor.generate"),
+        call_color("actor.update"),
+    ]
     assert re.findall(r"class=what><b>(\w+)</b>", pages["user"]) == ["gen", "reward_wait"]  # functions have no bar
 
 

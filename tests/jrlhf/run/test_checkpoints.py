@@ -30,7 +30,9 @@ from jax.sharding import PartitionSpec as P
 
 from jrlhf.errors import UserError
 from jrlhf.meshes import make_mesh
+from jrlhf.meshes.offload import groups
 from jrlhf.ppo import TrainState
+from jrlhf.run import checkpoints
 from jrlhf.run.checkpoints import Checkpoints, fingerprint, is_obstacle, like
 
 MESH = make_mesh(fsdp=4, tensor=2)
@@ -198,6 +200,27 @@ def test_fingerprints_are_those_of_an_independent_implementation_whole_and_in_sl
     mesh = make_mesh(2, 2, 2, axis_type=AxisType.Explicit)
     with jax.set_mesh(mesh):
         assert int(jax.jit(fingerprint)(put(x, "fsdp", "data", "tensor", mesh=mesh))) == numpy_fingerprint(x)
+
+
+def test_fingerprints_need_temporary_memory_for_one_group_only(monkeypatch: pytest.MonkeyPatch):
+    """Compiled programs: the temporary bytes of each are at most those of its group, not of the whole state."""
+    mesh = make_mesh(8, 1, 1)
+    sizes = {"a": (64, 8), "b": (64, 8), "c": (256, 8), "d": (64, 8)}
+    host = {name: np.random.default_rng(0).standard_normal(size).astype(np.float32) for name, size in sizes.items()}
+    leaves = {name: put(x, "data", mesh=mesh) for name, x in host.items()}
+    compute, temporary = checkpoints._fingerprints, []
+
+    def recorded(own: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        memory = compute.lower(own).compile().memory_analysis()
+        assert memory is not None
+        temporary.append((sorted(own), memory.temp_size_in_bytes))
+        return compute(own)
+
+    monkeypatch.setattr(checkpoints, "_fingerprints", recorded)
+    monkeypatch.setattr(checkpoints, "groups", partial(groups, group_bytes=2 * 64 * 8 * 4 // 8))
+    assert checkpoints.fingerprints(leaves) == {name: numpy_fingerprint(x) for name, x in host.items()}
+    assert [names for names, _ in temporary] == [["a", "b"], ["c"], ["d"]]
+    assert all(size <= 256 * 8 * 4 / 8 + 1024 for _, size in temporary)
 
 
 def test_fingerprints_see_every_flipped_bit_and_every_exchange():

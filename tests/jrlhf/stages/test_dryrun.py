@@ -56,6 +56,7 @@ def test_adapters_of_rewards_and_costs_are_counted_and_lie_on_the_base(tmp_path,
     trained = "actor", "critic", "cost_critic"
     size = 3 * sum(roles[role]["weights"] for role in trained)  # every device has all of an adapter
     assert f"a checkpoint of safe_rlhf: {in_units(size)}; run_dir needs room for 3 of them" in describe(config)
+    assert f"saving takes at most {in_units(size)} of a device" in describe(config)  # all arrays are one group
     plan = {line.split()[0]: line for line in describe(config).split("plan of ")[1].splitlines() if line}
     assert all("layout generate" in plan[name] for name in ("reward.score", "cost.score", "cost_critic.values"))
 
