@@ -434,7 +434,7 @@ def test_rows_that_no_placement_divides_are_one_sentence():
 
 def test_a_model_that_fits_nowhere_is_told():
     prices = problem(8, "70b", "70b")
-    sentence = r"79\.\d+ GiB: it needs .* GiB of each device, [\d.]+ of it for weights$"
+    sentence = r"79\.\d+ GiB: it needs .* GiB of each device, [\d.]+ GiB of it for weights$"
     with pytest.raises(NoPlan, match=rf"fits nowhere on 8 device\(s\) of {sentence}"):
         call_candidates(prices, PPO["actor.update"])
     prices = problem(32, "70b", "70b")
