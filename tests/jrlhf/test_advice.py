@@ -250,7 +250,7 @@ def test_a_reward_that_changed_is_refused_before_work_and_the_remedies_work(tmp_
     """Once the run has ended, only a new run learns from the changed function."""
     shell, rewards = Shell(tmp_path, dict(os.environ)), tmp_path / "rewards.py"
     rewards.write_text("def low(completions, **_):\n    return [-float(len(text)) for text in completions]\n")
-    train = f"{TINY} 'stages=[grpo]' 'rewards=[{{name: low, function: rewards.py:low}}]'"
+    train = f"{TINY} 'stages=[sft, grpo]' 'rewards=[{{name: low, function: rewards.py:low}}]'"
     shell(f"{train} name=r")
     rewards.write_text(rewards.read_text().replace("-float", "float"))
     before = (tmp_path / "runs" / "r" / "summary.json").read_bytes()
