@@ -107,7 +107,7 @@ def distributions(requirements: list[str]) -> set[str]:
 
 @pytest.mark.parametrize("path", [path for path, text in DOCUMENTS.items() if "```py" in text], ids=lambda p: p.name)
 def test_the_code_of_a_page_needs_only_what_readers_have_installed(path: Path):
-    """That is `.[test]`, the README's lines, and what the page itself tells to install with pip."""
+    """Readers have `.[test]`, by the README's lines, and what the page itself tells to install with pip."""
     text, project = DOCUMENTS[path], tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     named = re.findall(r"pip install (?:'jrlhf\[\w+\]'|([\w-]+))", text)
     installed = distributions([*project["dependencies"], *project["optional-dependencies"]["test"], *named])
