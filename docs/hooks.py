@@ -120,5 +120,5 @@ class Sections(Extension):
     def on_function_instance(self, *, func: Any, **_: Any) -> None:
         if func.docstring is not None:
             func.docstring.value = with_sections(
-                func.docstring.value, [each.name.lstrip("*") for each in func.parameters]
+                func.docstring.value, [parameter.name.lstrip("*") for parameter in func.parameters]
             )

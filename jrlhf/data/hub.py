@@ -125,24 +125,24 @@ def hub_reason(error: BaseException, name: str) -> str | None:
             return f"the hub has no {name} for you: check the name; if it is private, {LOG_IN}"
         if "LocalTokenNotFoundError" in kinds:
             return f"there is no token for the hub: {LOG_IN}, with a token that may write"
-        said = " ".join((getattr(cause, "server_message", None) or one_line(cause)).split())
+        words = " ".join((getattr(cause, "server_message", None) or one_line(cause)).split())
         if status == 401:
-            return f"the hub does not know the token ({said}): {LOG_IN}, with a new one"
+            return f"the hub does not know the token ({words}): {LOG_IN}, with a new one"
         if status == 403:
-            return f"the token may not do this with {name} ({said}): check the name, or {LOG_IN} with a token that may"
+            return f"the token may not do this with {name} ({words}): check the name, or {LOG_IN} with a token that may"
         if "OfflineModeIsEnabled" in kinds:  # also after a silence, see `hub_requests`
             from huggingface_hub import constants
 
             if constants.HF_HUB_OFFLINE:
                 return f"HF_HUB_OFFLINE is set and {name} is not whole in the cache: unset it, or bring the cache"
-            return f"the hub cannot be reached ({said}): try again when it can"
+            return f"the hub cannot be reached ({words}): try again when it can"
         if kinds & _LOST:
             return f"the hub cannot be reached ({one_line(cause, kind=True)}): try again when it can"
         if status == 412:
             return f"{name} was changed meanwhile: look at it and push again"
         if status >= 400:
             remedy = "try again later" if _is_busy(status) else "mend what it names"
-            return f"the hub answers with {status} ({said}): {remedy}"
+            return f"the hub answers with {status} ({words}): {remedy}"
         if str(getattr(cause, "doc", "")).lstrip().startswith("<"):  # a JSONDecodeError's text
             return "something else answers with a page in place of the hub: see HF_ENDPOINT, the proxy and the network"
     return None

@@ -100,7 +100,7 @@ def test_a_bad_path_is_one_sentence(command: str, tmp_path: Path, user, settings
     run, words = COMMANDS[command]
     config = tmp_path / "config.json"
     config.write_text(json.dumps(settings(run_dir=str(tmp_path / "runs"))))
-    known = {"ACTOR": user / "actor", "ROWS": user / "qa.jsonl", "NEW": tmp_path / "new.yaml", "CONFIG": config}
+    paths = {"ACTOR": user / "actor", "ROWS": user / "qa.jsonl", "NEW": tmp_path / "new.yaml", "CONFIG": config}
     for folder in (tmp_path, *tmp_path.parents[:2], user):
         folder.chmod(0o755)
     for kind, make in KINDS.items():
@@ -109,7 +109,7 @@ def test_a_bad_path_is_one_sentence(command: str, tmp_path: Path, user, settings
         bad = make(tmp_path)
         capsys.readouterr()
         with nobody() if kind == "no permission" else nullcontext():
-            code = run([str(known.get(word, word)).replace("BAD", bad) for word in words])
+            code = run([str(paths.get(word, word)).replace("BAD", bad) for word in words])
         error = capsys.readouterr().err
         assert code == 2 and error.startswith("error: ") and error.count("\n") == 1, (kind, code, error)
 

@@ -451,7 +451,7 @@ def test_texts_fit_their_places(tmp_path, undrawn):
     prompt = "first\nsecond\r\nthird " + 5000 * "x" + " #### 72\n"
     samples = [{"stage": "evaluation", "step": 0, "prompt": prompt, "before": "<b>", "score_before": None}]
     html = render(read_run(write(tmp_path / "run", texts=samples)))
-    (cell,) = re.findall(r"<td class=code><div class=text>(.*?)</div></td>", html, re.DOTALL)
+    (cell,) = re.findall(r'<td class=code data-label="prompt"><div class=text>(.*?)</div></td>', html, re.DOTALL)
     assert cell.startswith("first\nsecond\nthird xxx") and cell.endswith("xxx #### 72") and len(cell) < 1700
     assert "[…3,528 characters…]" in cell and "<div class=text>&lt;b&gt;</div></td>" in html
 

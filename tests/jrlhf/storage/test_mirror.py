@@ -223,11 +223,11 @@ def test_a_dry_run_tries_out_the_place_and_leaves_nothing_there(memory, config, 
     before = sorted(tmp_path.rglob("*"))
     for place in (tmp_path / "file" / "x", tmp_path / "loop", tmp_path / "dangling", Path("/proc/x")):
         for run in (describe, main):
-            known = place.name != "loop"
-            reason = "cannot be written .*another storage.scratch=" if known else "cannot be looked up .*correct the"
+            usual = place.name != "loop"
+            reason = "cannot be written .*another storage.scratch=" if usual else "cannot be looked up .*correct the"
             with pytest.raises(UserError, match=f"^(run directory |storage.scratch=){place}.* {reason}"):
                 run(replace(config, storage=replace(config.storage, scratch=str(place))))
-            reason = "/run cannot be written .*choose another run_dir=" if known else " cannot be looked up .*correct"
+            reason = "/run cannot be written .*choose another run_dir=" if usual else " cannot be looked up .*correct"
             with pytest.raises(UserError, match=f"^(run directory |run_dir=){place}{reason}"):
                 run(replace(config, run_dir=str(place), storage=StorageConfig()))
     assert sorted(tmp_path.rglob("*")) == before

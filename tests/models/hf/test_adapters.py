@@ -264,9 +264,9 @@ def test_an_adapter_of_some_layers_has_zeros_in_the_others(written, tmp_path, se
     for name, tensor in again.items():
         np.testing.assert_array_equal(tensor, np.zeros_like(tensor) if name in gone else whole[name])
 
-    kept = min(whole.keys() - gone)
-    change(directory, tmp_path / "half", {}, {kept: None})
-    with pytest.raises(ValueError, match=f"{kept} is missing: the adapter is not whole"):
+    tensor_name = min(whole.keys() - gone)
+    change(directory, tmp_path / "half", {}, {tensor_name: None})
+    with pytest.raises(ValueError, match=f"{tensor_name} is missing: the adapter is not whole"):
         load_adapter(tmp_path / "half", CONFIG, mesh)
 
 
