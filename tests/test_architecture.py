@@ -33,7 +33,7 @@ ORDER = (
 )
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 AT_THE_TOP = ("kernels", "meshes", "models", "ppo", "configs")
-MOST_FILES, MOST_LINES = 15, 500  # of a folder, of a file
+MOST_FILES, MOST_LINES = 15, 800  # of a folder, of a file
 
 
 @cache

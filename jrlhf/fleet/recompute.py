@@ -250,6 +250,10 @@ class Recompute:
             f"{own.tokens} tokens are off by {own.distance / own.tokens:.2g} on average, and rounding explains "
             f"{self._most(own) / own.tokens:.2g}"
         )
+        self.refuse(sentence, worker)
+
+    def refuse(self, sentence: str, worker: int = NONE) -> None:
+        """Raises RunFailure; or warns, once for each worker (NONE: for no one), and counts the alarm."""
         if self._warn is None or self.alarms is None:
             raise RunFailure(f"{sentence}; nothing was learned from the newest of them")
         if worker not in self.alarms:

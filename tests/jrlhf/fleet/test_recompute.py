@@ -26,6 +26,7 @@ from tests.jrlhf.fleet.faulty import (
     FLOAT,
     PROGRAMS,
     REPORTS,
+    S,
     setting,
 )
 
@@ -50,6 +51,32 @@ def seen(
             batch, _ = own.iterate(fleet, version)
             newest = max(row[:n].max() for row, n in zip(batch.rows.versions, batch.rows.lengths, strict=True))
             assert dtype == BFLOAT or newest < onset
+
+
+@pytest.mark.parametrize("mode", ["keep_cache", pytest.param("finish", marks=pytest.mark.full)])
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_a_batch_of_whose_version_nothing_was_compared_is_refused(mode, shift):
+    """Tokens have the number of another version: the one before, or the next one."""
+    own, onset = setting((1, 1, 1), FLOAT, mode), 2
+    fleet = own.fleet()
+    record = fleet._record
+
+    def wrong(lane, progress, seconds):
+        record(lane, progress, seconds)
+        for row in progress if lane.version >= onset else ():
+            versions = fleet._groups[row.row // S].rows.versions
+            versions[row.row % S, row.start : row.end] = lane.version + shift
+
+    fleet._record = wrong
+    with pytest.raises(RunFailure, match="the versions of the tokens are wrong"):
+        for version in range(1, onset + 4):
+            batch, _ = own.iterate(fleet, version)
+            newest = max(row[:n].max() for row, n in zip(batch.rows.versions, batch.rows.lengths, strict=True))
+            assert newest < onset + min(shift, 0) or version <= onset
+    fleet = own.fleet()
+    for version in range(1, 10):
+        own.iterate(fleet, version)
+        assert fleet.metrics()["async/unchecked_versions"] == 0
 
 
 DEFAULT = "caches are rounded to float8", "other tokens are reported", "new weights are read one chunk late"
