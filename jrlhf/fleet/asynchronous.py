@@ -139,7 +139,7 @@ class AsynchronousRollouts(Closing):
             with jax.set_mesh(self._mesh):
                 self._fleet.start(state, *published)
             if self._wall:
-                self._placeholder = FleetState(None, state.started, state.times)
+                self._placeholder = FleetState(None, state.started, state.times, rounding=state.rounding)
                 for leaf in jax.tree.leaves(state.times):  # deleted, so that nobody saves the outdated state
                     leaf.delete()
 

@@ -134,17 +134,21 @@ class Fleet:
         places = int(self._rules.batch * (self._rules.staleness + 1))  # `may_start` admits no more groups
         now, blank = self._times.rollouts, Drawn.blank(self._samples, limit=self._limit)
         started = pack(self._count, self._groups, places, blank, now)
-        host = started, jax.tree.map(np.int32, replace(self._times, rollouts=0, trainer=self._times.trainer - now))
-        started, times = to_devices(host, NamedSharding(self.mesh, P()))
+        times = jax.tree.map(np.int32, replace(self._times, rollouts=0, trainer=self._times.trainer - now))
+        rounding = self._recompute.calibration if self._recompute.compares else FleetState.rounding
+        started, times, rounding = to_devices((started, times, rounding), NamedSharding(self.mesh, P()))
         slots = decoding[0] if len(decoding) == 1 else tuple(decoding)
         present = self._lanes[0].updates[-1]
         lagging = None if present.saved is None else (present.saved, present.expected)
         # With the wall clock the lanes depend on the number of processes, so a resume does not track rows.
-        return FleetState(slots, started, times, lagging, None if self._wall else self._lanes[0].tracked)
+        tracked = None if self._wall else self._lanes[0].tracked
+        return FleetState(slots, started, times, lagging, tracked, rounding)
 
     def start(self, state: FleetState, weights: Weights, expected: Identity, updates: Any = None) -> None:
         """Continues from a state, with the trainer's present weights, their identity, and the updates so far."""
-        started, times = self._read((state.started, state.times))
+        started, times, rounding = self._read((state.started, state.times, state.rounding))
+        if self._recompute.compares:
+            self._recompute.calibrate(*rounding)
         self._times = jax.tree.map(int, times)
         self._groups, self._count = unpack(started, self._prompt), int(started.count)
         self._resumed = self._times.version
