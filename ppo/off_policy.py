@@ -98,6 +98,7 @@ def without_older(experience: Experience, ages: Array, config: PolicyConfig) -> 
 
     Weights and masks of whole responses are those of the other tokens, as the ratios of whole responses are.
     """
+    assert config.staleness is not None
     fresh = experience.response_mask & (ages <= config.staleness)
     if experience.importance is None:
         return replace(experience, importance=fresh.astype(jnp.float32))

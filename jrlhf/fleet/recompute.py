@@ -247,8 +247,10 @@ class Recompute:
     def _most(self, own: Compared) -> float:
         """The threshold for the distance of these tokens. Until the spread of rounding is known it is a gross one, with
         at least the relative rounding of the dtype in place of the spread."""
-        known, square = self._all.tokens >= self._enough, self._all.squares / max(1, self._all.tokens)
-        spread = math.sqrt((square if known else max(square, self._epsilon**2)) * max(own.tokens, FEW))
+        square = self._all.squares / max(1, self._all.tokens)
+        if self._all.tokens < self._enough:
+            square = max(square, self._epsilon**2)
+        spread = math.sqrt(square * max(own.tokens, FEW))
         return ROUNDING * own.rounding + SPREAD * spread + LEAST * own.tokens
 
     def _alarm(self, worker: int, own: Compared) -> None:

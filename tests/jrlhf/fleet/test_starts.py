@@ -10,15 +10,21 @@ from tests.jrlhf.fleet.test_runs import REWARD, SETTINGS
 from tests.support.runs import Training, stage_of
 
 STARTS, ITERATIONS = 10, 3
-SECTION = f"iterations={ITERATIONS} rollout_batch=16 actor.learning_rate=0.01 actor.warmup=0 algorithm.samples=2".split()
-SLICES = "plan=disaggregated", "grpo.algorithm.old_logprobs=rollout", "grpo.asynchronous={staleness: 2, update_steps: 3}"
+SECTION = (
+    f"iterations={ITERATIONS} rollout_batch=16 actor.learning_rate=0.01 actor.warmup=0 algorithm.samples=2".split()
+)
+SLICES = (
+    "plan=disaggregated",
+    "grpo.algorithm.old_logprobs=rollout",
+    "grpo.asynchronous={staleness: 2, update_steps: 3}",
+)
 SHAPE = "device.simulated=4", "mesh.data=2", "mesh.fsdp=2"
 KINDS = {
     "synchronous": ("plan=colocate", *SHAPE),
     "split": ("plan=disaggregated", *SHAPE),
     "slices": (*SLICES, *SHAPE),
     "slices of whole models": (*SLICES, "device.simulated=4", "mesh.data=4", "mesh.fsdp=1"),
-    "fleet": (*SLICES, "plan=colocate", "fleet.workers=1", *SHAPE),
+    "fleet": (*ASYNCHRONOUS, "plan=colocate", "fleet.workers=1", *SHAPE),
     "pipeline": ("plan=colocate", "device.simulated=2", "mesh.data=1", "mesh.fsdp=2", "sft.pipeline.stages=2"),
 }
 # A step that waits for ever, as a device does whose peers have gone.
