@@ -96,6 +96,7 @@ def measure(work: Path, case: Case, seed: int) -> dict[str, Any]:
     config["grpo"] |= {"iterations": RATES[case.rate], "save_every": RATES[case.rate]}
     config["grpo"]["actor"]["learning_rate"] = case.rate
     config["grpo"]["asynchronous"] = {"staleness": case.staleness, "update_steps": UPDATE_STEPS}
+    config["grpo"]["asynchronous"] |= {"uncorrected": case.correction == "none" and case.staleness > 1}
     config["grpo"]["algorithm"] |= CORRECTIONS[case.correction]
     run = train(config)
     accuracy = run.summary["held_out"]["after"]["score"]

@@ -13,6 +13,7 @@ from jrlhf.fleet.predict import pace, token_versions
 from jrlhf.fleet.schedule import first_batch, fresh, may_start
 from jrlhf.fleet.simulate import WAITING, Trace
 
+Rule = Literal["token_bound", "completed_first", "capacity", "in_order", "drop_oldest", "discard_stale"]
 DROPPED = -2  # in `Trace.trained`: groups that were dropped
 
 
@@ -22,16 +23,19 @@ class Scenario(run.Scenario):
 
     together: all samples of a prompt enter the slots together, as in a run; otherwise a row takes any free slot.
     publish: number of updates from one publication of weights to the next.
-    rule: `token_bound` is the rule of a run: admission by capacity, and a bound per token. `capacity` is admission
-        alone (AReaL). With `in_order`, a batch is the groups that started first, and the trainer waits for them. With
-        `drop_oldest`, groups always start; if more than `queue` batches of complete groups wait, the oldest groups are
-        dropped. With `discard_stale`, groups always start; those whose first token is more than `staleness` versions
-        older than the weights to be updated are dropped.
+    rule: `token_bound` is the rule of a run: admission by capacity, groups in the order in which they started, and a
+        bound per token. `completed_first` has the groups that were completed first instead. `capacity` is that without
+        the bound per token (AReaL). With `in_order`, a batch is the groups that started first, and the trainer waits
+        for them. With `drop_oldest`, groups always start; if more than `queue` batches of complete groups wait, the
+        oldest groups are dropped. With `discard_stale`, groups always start; those whose first token is more than
+        `staleness` versions older than the weights to be updated are dropped.
     """
 
     together: bool = True
     publish: int = 1
-    rule: Literal["token_bound", "capacity", "in_order", "drop_oldest", "discard_stale"] = "token_bound"
+    rule: Literal["token_bound", "completed_first", "capacity", "in_order", "drop_oldest", "discard_stale"] = (
+        "token_bound"
+    )
     queue: int = 1
 
     def __post_init__(self) -> None:
@@ -65,7 +69,7 @@ class _Pipeline(run.Pipeline):
 
     def may_start(self) -> bool:
         scenario = self.scenario
-        bounded = scenario.rule in ("token_bound", "capacity", "in_order")
+        bounded = scenario.rule in ("token_bound", "completed_first", "capacity", "in_order")
         return not bounded or may_start(scenario.rules, len(self.drawn), self.version)
 
     def start_rows(self) -> None:
@@ -78,6 +82,8 @@ class _Pipeline(run.Pipeline):
             self.start_row(len(self.drawn) - 1, self.pending.pop())
 
     def end_rows(self) -> None:
+        if self.scenario.rule != "token_bound":
+            self.train()  # on groups that were complete before the rows that end now
         super().end_rows()
         if self.scenario.rule == "drop_oldest":
             self.drop(sorted(self.complete)[: -self.scenario.queue * self.scenario.rules.batch])
@@ -89,7 +95,12 @@ class _Pipeline(run.Pipeline):
         elif self.scenario.rule == "discard_stale":
             self.drop([item for item in complete if version - self.drawn[item[1]] > rules.staleness])
             complete = self.complete
-        return first_batch(complete, rules)
+        if self.scenario.rule == "token_bound":
+            return first_batch(complete, rules, self.trainer_free)
+        if len(complete) < rules.batch:
+            return None
+        batch = sorted(complete)[: rules.batch]  # those that were completed first
+        return batch[-1][0], sorted(number for _, number in batch)
 
     def drop(self, items: list[tuple[float, int]]) -> None:
         self.remove([number for _, number in items], DROPPED)
@@ -137,7 +148,7 @@ def cost(scenario: Scenario, versions: int, seed: int = 0) -> Cost:
     rows, drawn, tokens = token_versions(trace, learned)
     trained = np.repeat(trace.trained[learned], scenario.samples)[rows]
     ages, young = trained - drawn, fresh(drawn, trained, scenario.rules.staleness)
-    full = young if scenario.rule == "token_bound" else np.ones_like(young)
+    full = young if scenario.rule in ("token_bound", "completed_first") else np.ones_like(young)
     weighted = np.zeros(trace.lengths.shape)
     weighted[learned] = np.bincount(rows, tokens * full, weighted[learned].size).reshape(-1, scenario.samples)
     lengths, weighted = trace.lengths[middle].ravel(), weighted[middle].ravel()

@@ -7,6 +7,7 @@ writes `results/staleness.json`, which holds everything that docs/asynchronous.m
 closed_form: the simulator against the formula of Applied Compute for the mean staleness, at the parameters of its six
     runs ("Staleness in fully asynchronous RL", 2026, figures from a third party's notes).
 rules: the rule of a run and others, for a heavy tail of lengths.
+orders: the order of the queue, where the trainer is slower than the rollouts.
 settings: the trade-off over `staleness`, for each way to take new weights.
 verl: step times that verl published for a 7B model on 128 H20 (docs/advance/fully_async.md of its repository).
 """
@@ -120,6 +121,21 @@ RULES: Mapping[str, Scenario] = {
         RUN, rules=replace(RUN.rules, staleness=2), lengths=lognormal(1000, 1.0, 2000)
     ),
 }
+
+
+# 256 rows in a batch and as many slots. An update takes 400 decode steps, and drawing a batch about 350.
+SLOWER = Scenario(Rules(256, 4, 400.0), slots=256, samples=1, lengths=lognormal(300, 0.8, 1024))
+ORDERS = {"completed_first": "completed first", "token_bound": "**started first**"}
+
+
+def orders() -> list[dict[str, Any]]:
+    """What the order of the queue costs where the trainer is the slower side."""
+    rows = []
+    for rule in ORDERS:
+        for bound in (1, 2, 4, 8):
+            scenario = replace(SLOWER, rule=rule, rules=replace(SLOWER.rules, staleness=bound))
+            rows.append({"order": rule, "staleness": bound, **record_of(scenario, cost(scenario, VERSIONS))})
+    return rows
 
 
 def record_of(scenario: Scenario, result: Cost) -> dict[str, Any]:
@@ -241,6 +257,11 @@ def tables(record: Mapping[str, Any]) -> dict[str, str]:
         for row in record["settings"]
     ]
     older = ("rows dropped", "older tokens", "full weight by quartile of length", "time per batch")
+    orders = [
+        (ORDERS[row["order"]], row["staleness"], f"{row['step']:.2f}", f"{row['mean_age']:.1f}", row["max_age"])
+        + (f"{row['older']:.1%}", _quartiles(row), f"{row['time_per_batch']:.2f}")
+        for row in record["orders"]
+    ]
     verl = record["verl"]
     ranges = {name: [row[name] for row in verl["with_other_lengths"]] for name in verl["published"]}
     seconds = [
@@ -253,6 +274,9 @@ def tables(record: Mapping[str, Any]) -> dict[str, str]:
         "rules": _table(("rule", *costs, "length ratio", "time per batch"), rules),
         "settings": _table(
             ("sigma", "on_new_weights", "staleness", "step", "trainer waits", "mean age", "max age", *older), settings
+        ),
+        "orders": _table(
+            ("groups that", "staleness", "step", "mean age", "max age", "older tokens", *older[2:]), orders
         ),
         "verl": _table(("", "published, s", "simulated, s", "with other lengths, s"), seconds),
     }
@@ -363,6 +387,7 @@ def main() -> None:
         "closed_form": closed_form(),
         "rules": rules(),
         "settings": settings(),
+        "orders": orders(),
         "verl": verl(),
     }
     write(options.out, record)

@@ -93,15 +93,23 @@ WEIGHT_MEANS = _MEAN, _TRUNCATED, _MASKED = (
 )
 
 
-def without_older(experience: Experience, ages: Array, staleness: int) -> Experience:
-    """Returns the experience with weight 0 for tokens whose age exceeds `staleness`."""
-    weights = experience.importance
-    if weights is None:
-        weights = experience.response_mask.astype(jnp.float32)
-    return replace(experience, importance=jnp.where(ages <= staleness, weights, 0))
+def without_older(experience: Experience, ages: Array, config: PolicyConfig) -> Experience:
+    """Returns the experience with weight 0 for tokens whose age exceeds `config.staleness`.
+
+    Weights and masks of whole responses are those of the other tokens, as the ratios of whole responses are.
+    """
+    assert config.staleness is not None
+    fresh = experience.response_mask & (ages <= config.staleness)
+    if experience.importance is None:
+        return replace(experience, importance=fresh.astype(jnp.float32))
+    return replace(experience, importance=importance_weights(_log_ratio(experience), fresh, config))
 
 
-def weight_shares(experience: Experience, config: PolicyConfig) -> Metrics:
+def _log_ratio(experience: Experience) -> Float[Array, "B T"]:
+    return experience.old_logprobs - experience.logprobs.astype(jnp.float32)
+
+
+def weight_shares(experience: Experience, ages: Array, config: PolicyConfig) -> Metrics:
     """The shares of tokens whose weight is truncated or 0, and of rows with a token of weight 0.
 
     And by quartile of the rows' lengths, the shortest rows first, the shares of tokens whose weight is neither:
@@ -109,7 +117,8 @@ def weight_shares(experience: Experience, config: PolicyConfig) -> Metrics:
     """
     weights, mask = experience.importance, experience.response_mask
     assert weights is not None
-    log_ratio = jnp.where(mask, experience.old_logprobs - experience.logprobs.astype(jnp.float32), 0)
+    fresh = mask if config.staleness is None else mask & (ages <= config.staleness)
+    log_ratio = jnp.where(fresh, _log_ratio(experience), 0)
     terms = weight_terms(weights, log_ratio, config)
     rows = jnp.any(mask & (weights == 0), axis=1).astype(jnp.float32)
     full = mask & (terms[_TRUNCATED] == 0) & (terms[_MASKED] == 0)

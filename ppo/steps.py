@@ -11,6 +11,7 @@ argument: weights that are not trained, such as the base under an adapter. It is
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -147,7 +148,7 @@ def actor_update(
         _check_match(config, experience, texts)
         ages = experience.ages(state.step)
         if config.staleness is not None:
-            experience = without_older(experience, ages, config.staleness)
+            experience = without_older(experience, ages, config)
         rows = TokenRows(
             tokens=experience.tokens,
             mask=experience.response_mask,
@@ -160,8 +161,12 @@ def actor_update(
         prepare = Partial(with_weights, experience.kl_coef)
         state, run = yield from loop(state, batch, prepare, tuple(frozen))
         metrics = {name if "/" in name else f"actor/{name}": mean for name, mean in run.means.items()}
+        # Their sums over devices wait for those of the loop: XLA for CPUs does not order independent ones in a program
+        # that it reads from disk, so two devices could wait for each other for ever. (It removes optimization_barrier.)
+        mask = experience.response_mask & (run.counts["skipped_updates"] >= 0)
+        experience = replace(experience, response_mask=mask)
         if experience.importance is not None and not config.weighs_in_loss:
-            metrics |= weight_shares(experience, config)
+            metrics |= weight_shares(experience, ages, config)
         if experience.versions is not None:
             metrics |= age_metrics(experience, ages)
         metrics["actor/initial_ratio_gap"] = run.first["ratio_gap"]
@@ -263,7 +268,7 @@ def _policy_terms(
         rollout_logprobs, old_logprobs = old_logprobs, proximal_logprobs(logprobs, old_logprobs, rows.ages)
         if config.corrections:
             gap = old_logprobs - rollout_logprobs
-            weights = jnp.where(pg_weights > 0, importance_weights(gap, rows.mask, config), 0)
+            weights = importance_weights(gap, pg_weights > 0, config)  # a response's weight is that of these tokens
             pg_weights, corrected = pg_weights * weights, weight_terms(weights, gap, config)
     action = log_ratio = logprobs - old_logprobs
     if config.ratio != "token":

@@ -61,7 +61,7 @@ def uncorrected(config: Config) -> str | None:
     return (
         f"{name}.asynchronous.staleness={config.asynchronous.staleness} without an off-policy correction learns "
         "from tokens of older weights as if the present ones had drawn them: set "
-        f"{name}.algorithm.old_logprobs=rollout, or importance=token"
+        f"{name}.algorithm.old_logprobs=rollout, or {name}.algorithm.importance=token"
     )
 
 
@@ -428,6 +428,14 @@ def _algorithm(config: Config, name: str) -> Iterator[str]:
         yield (
             f"{name}.asynchronous.clock=wall takes new weights between two chunks, and on_new_weights=finish waits "
             "for rows: set keep_cache or prefill_again"
+        )
+    if asynchronous is not None and not asynchronous.uncorrected and asynchronous.staleness > 1:
+        if sentence := uncorrected(config):
+            yield f"{sentence}; or {name}.asynchronous.uncorrected=true, to do so although runs were seen to fail"
+    if asynchronous is not None and asynchronous.uncorrected and uncorrected(config) is None:
+        yield (
+            f"{name}.asynchronous.uncorrected=true has no effect with a correction, or with {name}.asynchronous."
+            f"staleness={asynchronous.staleness}: leave it out"
         )
     if asynchronous is not None and section.solved_score is not None:
         yield (

@@ -144,6 +144,8 @@ class AsynchronousConfig(Section):
     # Maximum age of a token with full weight: versions between the weights that drew it and the weights that learn from
     # it; 0: a synchronous run.
     staleness: int = natural(1, most=1000)
+    # Allows a staleness above 1 without algorithm.old_logprobs=rollout or algorithm.importance.
+    uncorrected: bool = False
     on_new_weights: Literal["keep_cache", "prefill_again", "finish"] = "keep_cache"
     """What happens to unfinished rows when new weights arrive. "keep_cache": they continue with the new weights and the
     keys and values of the old ones (PipelineRL, arXiv:2509.19128). "prefill_again": their caches are recomputed (AReaL,

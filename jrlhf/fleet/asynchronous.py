@@ -7,8 +7,11 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh
+from jaxtyping import Array
 
 from jrlhf.config.schema import Config
 from jrlhf.data.batches import Batch, to_response
@@ -27,8 +30,10 @@ from jrlhf.models import SamplingConfig
 from jrlhf.models.generation.chunks import ToHosts
 from jrlhf.models.generation.continuous import ContinuousBatch, Weights
 from jrlhf.models.lora import base_on
+from jrlhf.ppo import TrainState
 from jrlhf.rewards.mixture import Answers, Rewards
 from jrlhf.roles.actor import Actor
+from jrlhf.roles.initial import learning_rate
 from jrlhf.roles.pretrained import copied
 from jrlhf.run.directory import run_path
 from jrlhf.run.files import Closing
@@ -98,6 +103,7 @@ class AsynchronousRollouts(Closing):
                 samples=config.samples,
                 limit=sampling.max_new_tokens,
                 recompute=_recompute(config, actor, sampling, lanes, tell, read),
+                rate=learning_rate(config.rl.optimizer_of("actor"), updates=config.rl.updates),
                 clock=options.clock,
                 on_chunk=self._clock.add_chunk,
                 read=read,
@@ -119,21 +125,21 @@ class AsynchronousRollouts(Closing):
         with jax.set_mesh(self._mesh):
             return self._fleet.state()
 
-    def fresh(self, actor: Actor) -> FleetState:
-        """The state before anything is drawn, with the actor's weights."""
-        published = self._published(actor)
+    def fresh(self, actor: Actor, trained: TrainState) -> FleetState:
+        """The state before anything is drawn, with the actor's weights. trained: the state of which they are."""
+        published = self._published(actor, trained)
         with jax.set_mesh(self._mesh):
             return self._fleet.fresh(*published)
 
-    def start(self, state: FleetState | None, actor: Actor) -> None:
+    def start(self, state: FleetState | None, actor: Actor, trained: TrainState) -> None:
         """Starts the fleet from a state, with the actor's weights. Later calls do nothing: the fleet has its state."""
         if not self._fleet.started:
             assert state is not None
-            published = self._published(actor)
+            published = self._published(actor, trained)
             with jax.set_mesh(self._mesh):
                 self._fleet.start(state, *published)
             if self._wall:
-                self._placeholder = FleetState(None, state.started, state.times)
+                self._placeholder = FleetState(None, state.started, state.times, rounding=state.rounding)
                 for leaf in jax.tree.leaves(state.times):  # deleted, so that nobody saves the outdated state
                     leaf.delete()
 
@@ -155,14 +161,17 @@ class AsynchronousRollouts(Closing):
             }
             return self._stream.batch(collected, step, answers)
 
-    def publish(self, actor: Actor) -> None:
-        """Publishes the actor's new weights to the fleet."""
+    def publish(self, actor: Actor, trained: TrainState, grad_norm: Array | float) -> None:
+        """Publishes the actor's new weights to the fleet.
+
+        trained: the state that a checkpoint saves. grad_norm: mean norm of the gradients of its update.
+        """
         if several():  # a copy from other processes makes the rollouts' devices wait for the update
             with jax.set_mesh(self._mesh):
                 self._clock.run("gen", self._fleet.draw_ahead, actor.model.params)
-        published = self._published(actor)
+        published = self._published(actor, trained)
         with jax.set_mesh(self._mesh):
-            self._clock.run("gen", self._fleet.publish, *published)
+            self._clock.run("gen", self._fleet.publish, *published, grad_norm)
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of an iteration after its `state`, which compares what replaced weights drew.
@@ -190,18 +199,23 @@ class AsynchronousRollouts(Closing):
             if rewards.text_parts
         }
 
-    def _published(self, actor: Actor) -> tuple[Weights, Identity]:
-        """Returns the weights for decoding programs, and the identity that they must have."""
+    def _published(self, actor: Actor, trained: TrainState) -> tuple[Weights, Identity, Array]:
+        """Returns the weights for decoding programs, the identity that they must have, and the number of updates.
+
+        The weights are those of the actor, the identity is that of the state that a checkpoint saves: each would show
+        that the other one is outdated.
+        """
         model = actor.model
         with jax.set_mesh(model.mesh):
             if model.base is None:
-                expected = trained_identity(model.params, dtype=actor.compute.dtype)
+                expected = trained_identity(trained.params, dtype=actor.compute.dtype)
             else:
                 self._base = self._base or drawing_identity(base_on(model.base, model.mesh))
-                expected = copied(self._base) | adapter_identity(model.params)  # states may be freed
+                expected = copied(self._base) | adapter_identity(trained.params)  # states may be freed
+            updates = jax.jit(jnp.copy)(optax.tree.get_all_with_path(trained.opt_state, "count")[0][1])
         weights, adapter = actor.drawing_weights()
         with jax.set_mesh(self._mesh):
-            return (weights, copied(adapter)), expected
+            return (weights, copied(adapter)), expected, updates
 
 
 def _lanes(

@@ -43,6 +43,7 @@ from jrlhf.models.generation.continuous import Decoding, Progress, Prompt, Weigh
 from jrlhf.run.clock import TrainerWait
 from jrlhf.run.processes import several
 
+_WRONG_VERSIONS = "the versions of the tokens are wrong"
 _Swap = tuple[Published, Mapping[int, Prompt] | None]  # new weights; prompts of the rows whose caches to recompute
 
 
@@ -57,6 +58,7 @@ class Fleet:
     data; further calls may come from the thread that draws ahead.
     on_complete: called with each group as soon as it is complete; possibly from that thread, too.
     samples: rows of a group. limit: maximum tokens of a row.
+    rate: number of an update -> its learning rate.
     on_chunk: called with (number of a lane, seconds) after each chunk of other processes, from other threads.
     read: copies arrays of one mesh to the host, in every process.
     """
@@ -72,6 +74,7 @@ class Fleet:
         samples: int,
         limit: int,
         recompute: Recompute,
+        rate: Callable[[Any], Any] = lambda update: 0.0,
         clock: Clock = "virtual",
         on_chunk: Callable[[int, float], None] = lambda lane, seconds: None,
         read: ToHosts = to_host,
@@ -89,7 +92,12 @@ class Fleet:
         self._newest: Published | None = None
         # Not compared yet: version, identity of the weights at the workers, expected identity.
         self._identities: list[tuple[int, Identity, Identity]] = []
+        # Versions that are not compared yet with the one before, each with the gradients' norm of the update between.
+        self._rate, self._changes = rate, list[tuple[Published, Published, Any]]()
         self._recompute, self._compared = recompute, Compared()
+        self._verified = set[int]()  # versions of which tokens were compared
+        self._resumed, self._unchecked = 0, 0  # the version that drew at the start; see `_check_versions`
+        self._drew = set[tuple[int, int]]()  # (worker, version) that drew tokens, until one of these is seen
         self._ready = 0  # time at which the batch in training was complete
         self._waits: dict[str, float] = {}
         self._trainer_wait = TrainerWait()
@@ -98,9 +106,9 @@ class Fleet:
 
     # ---- the state for checkpoints
 
-    def fresh(self, weights: Weights, expected: Identity) -> FleetState:
+    def fresh(self, weights: Weights, expected: Identity, updates: Any = None) -> FleetState:
         """Returns the state before anything is drawn, with the first weights."""
-        self._newest = Published(0, None, expected, self._saved(weights))
+        self._newest = Published(0, None, expected, self._saved(weights), updates)
         self._lanes[0].updates = [self._newest]
         self._lanes[0].tracked = self._recompute.fresh()
         return self._state([state for lane in self._lanes for state in lane.workers.fresh()])
@@ -126,23 +134,28 @@ class Fleet:
         places = int(self._rules.batch * (self._rules.staleness + 1))  # `may_start` admits no more groups
         now, blank = self._times.rollouts, Drawn.blank(self._samples, limit=self._limit)
         started = pack(self._count, self._groups, places, blank, now)
-        host = started, jax.tree.map(np.int32, replace(self._times, rollouts=0, trainer=self._times.trainer - now))
-        started, times = to_devices(host, NamedSharding(self.mesh, P()))
+        times = jax.tree.map(np.int32, replace(self._times, rollouts=0, trainer=self._times.trainer - now))
+        rounding = self._recompute.calibration if self._recompute.compares else FleetState.rounding
+        started, times, rounding = to_devices((started, times, rounding), NamedSharding(self.mesh, P()))
         slots = decoding[0] if len(decoding) == 1 else tuple(decoding)
         present = self._lanes[0].updates[-1]
         lagging = None if present.saved is None else (present.saved, present.expected)
         # With the wall clock the lanes depend on the number of processes, so a resume does not track rows.
-        return FleetState(slots, started, times, lagging, None if self._wall else self._lanes[0].tracked)
+        tracked = None if self._wall else self._lanes[0].tracked
+        return FleetState(slots, started, times, lagging, tracked, rounding)
 
-    def start(self, state: FleetState, weights: Weights, expected: Identity) -> None:
-        """Continues from a state, with the trainer's present weights and their identity."""
-        started, times = self._read((state.started, state.times))
+    def start(self, state: FleetState, weights: Weights, expected: Identity, updates: Any = None) -> None:
+        """Continues from a state, with the trainer's present weights, their identity, and the updates so far."""
+        started, times, rounding = self._read((state.started, state.times, state.rounding))
+        if self._recompute.compares:
+            self._recompute.calibrate(*rounding)
         self._times = jax.tree.map(int, times)
         self._groups, self._count = unpack(started, self._prompt), int(started.count)
+        self._resumed = self._times.version
         published, decoding = self._times.published, state.decoding
         decoding = decoding if isinstance(decoding, tuple) else (decoding,)
         put = self._lanes[0].workers.put
-        self._newest = drawing = Published(published, put(weights), expected, self._saved(weights))
+        self._newest = drawing = Published(published, put(weights), expected, self._saved(weights), updates)
         if self._times.version < published:
             lagging, expected = state.weights
             lagging = lagging[0] or weights[0], lagging[1]
@@ -179,20 +192,22 @@ class Fleet:
         """
         self._finish_drawing()
         if not self._has_batch:
-            self._compared, self._waits = Compared(), {}
+            self._compared, self._waits, self._unchecked = Compared(), {}, 0
         self._times = replace(self._times, spare=self._times.spare + self._has_batch)
         self._has_batch = True
         self._load_prompts()
         with self._trainer_wait.counted():
             groups = self._next_groups()
             batch = collected(groups, self._times.version)
+            self._check_labels(groups)
             drawn = self._drawn_by_version(groups)
             self._check_present_weights()
-            if self._wall:
-                self._compare_retired()
+            self._compare_retired()
         self._finish_drawing = self._draw_ahead()
         for lane, update, rows in drawn:  # while workers in other processes draw on
             self._compared += self._compare(lane, update, rows)[0]
+        if self._recompute.compares:
+            self._check_versions(batch)
         return batch
 
     def draw_ahead(self, update: Any) -> None:
@@ -204,11 +219,13 @@ class Fleet:
         with self._trainer_wait.counted():
             self._finish_drawing()
 
-    def publish(self, weights: Weights, expected: Identity) -> None:
+    def publish(self, weights: Weights, expected: Identity, updates: Any = None, grad_norm: Any = 0.0) -> None:
         """Draws as long as the update takes; then workers take the new weights as soon as the rules allow it.
 
         expected: the identity of these weights, computed by the trainer. If the workers' weights differ from it, the
-        next `state` or `collect` raises RunFailure, so no batch of theirs is returned.
+        next `state` or `collect` raises RunFailure, so no batch of theirs is returned. So it does if the identity is
+        that of the version before although updates changed the weights. updates: see `Published`. grad_norm: mean norm
+        of the gradients of the updates between.
         """
         if not several():  # otherwise `draw_ahead` began to wait
             self._trainer_wait.update = jax.tree.leaves(weights)
@@ -219,7 +236,9 @@ class Fleet:
         with self._trainer_wait.counted():
             self._finish_drawing()
         times, end, version, self._has_batch = self._times, self._end, self._times.published + 1, False
-        self._newest = Published(version, handle, expected, self._saved(weights))
+        before, self._newest = self._newest, Published(version, handle, expected, self._saved(weights), updates)
+        if before is not None and updates is not None:
+            self._changes.append((before, self._newest, grad_norm))
         if self._wall:
             self._times = replace(times, published=version, version=version, trainer=times.rollouts)
             if self._threads is not None:
@@ -249,6 +268,7 @@ class Fleet:
         if not self._recompute.compares:
             return metrics
         metrics["async/recomputed_tokens"] = float(self._compared.tokens)
+        metrics["async/unchecked_versions"] = float(self._unchecked)
         if self._recompute.alarms is not None:
             metrics["async/logprob_alarms"] = float(sum(self._recompute.alarms.values()))
         if self._compared.tokens:
@@ -263,7 +283,7 @@ class Fleet:
 
     def _next_groups(self) -> dict[int, Group]:
         """Draws until a batch is complete; removes and returns its groups."""
-        while (batch := first_batch(self._complete, self._rules)) is None:
+        while (batch := first_batch(self._complete, self._rules, self._times.trainer)) is None:
             self._advance()
         self._ready, numbers = batch
         return {number: self._groups.pop(number) for number in numbers}
@@ -327,6 +347,18 @@ class Fleet:
                     f"the rollouts' weights of version {version} are not the trainer's: {len(wrong)} of "
                     f"{len(expected)} differ, {wrong[0]} first; nothing was learned from what they drew"
                 )
+        while self._changes:
+            before, after, grad_norm = self._changes.pop(0)
+            first, end = self._read((before.updates, after.updates))
+            learned = self._read(grad_norm) > 0 and any(
+                self._rate(update) > 0 for update in range(int(first), int(end))
+            )
+            if learned and not differences(*map(self._read, (before.expected, after.expected))):
+                raise RunFailure(
+                    f"the weights of version {after.version} are those of version {before.version}, although "
+                    f"{int(end) - int(first)} updates with gradients were applied between them: the trainer published "
+                    "old weights, or its learning rate is too small to change any weight"
+                )
 
     # ---- log-probabilities
 
@@ -335,7 +367,38 @@ class Fleet:
             return Compared(), lane.tracked
         assert lane.tracked is not None
         weights = self._lanes[0].workers.weights(update.handle)
-        return self._recompute.compare(update.version, weights, rows, lane.tracked)
+        compared, tracked = self._recompute.compare(update.version, weights, rows, lane.tracked)
+        if compared.tokens:
+            self._verified.add(update.version)
+        return compared, tracked
+
+    def _check_labels(self, batch: Mapping[int, Group]) -> None:
+        """Ends the run if tokens of a batch have a version that is not there yet, or if a version drew, but no token
+        has it."""
+        groups, future = [*batch.values(), *self._groups.values()], self._times.published + 1
+        for worker, version in sorted(self._drew):
+            own = [group.rows.versions for group in groups if group.worker == worker]
+            if not any((versions == version).any() for versions in own):
+                raise RunFailure(
+                    f"logical worker {worker} drew with version {version} of the weights: {_WRONG_VERSIONS}"
+                )
+        self._drew.clear()
+        if any((group.rows.versions >= future).any() for group in batch.values()):
+            raise RunFailure(f"there is no version {future} of the weights yet: {_WRONG_VERSIONS}")
+
+    def _check_versions(self, batch: Collected) -> None:
+        """Refuses a batch that has a row of a version of which nothing was compared: its versions must be wrong.
+
+        A row that started with a version could be compared with it. Only rows that go on with caches of older weights
+        (`keep_cache`) cannot: if a version drew nothing else, it is counted.
+        """
+        versions, lengths = batch.rows.versions, batch.rows.lengths
+        drew = {int(version) for row, length in zip(versions, lengths, strict=True) for version in row[:length]}
+        unchecked = {version for version in drew if version >= self._resumed} - self._verified
+        self._unchecked += len(unchecked)
+        if wrong := sorted(unchecked & {int(version) for version in versions[:, 0]}):
+            self._recompute.refuse(f"nothing of version {wrong[0]} of the weights was compared: {_WRONG_VERSIONS}")
+        self._verified = {version for version in self._verified if version >= min(drew)}
 
     def _retire(self, lane: Lane, running: DrawnRows | None) -> None:
         """Records the rows of versions that no longer draw. running: None if unknown; then the next `state` does it."""
@@ -471,6 +534,7 @@ class Fleet:
             group = self._groups[number]
             drawn = group.rows
             drawn.versions[sample, row.start : row.end] = lane.version
+            self._drew.add((group.worker, lane.version))
             if row.response is not None:
                 own = sample, slice(row.end)
                 drawn.tokens[own], drawn.logprobs[own], drawn.finished[sample] = row.response

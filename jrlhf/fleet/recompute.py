@@ -68,7 +68,7 @@ class Compared:
     tokens: int = 0
     distance: float = 0.0  # distances of the recorded log-probabilities
     rounding: float = 0.0  # distances of the scoring pass in the compute dtype
-    squares: float = 0.0  # squared distances of the same pass
+    squares: float = 0.0  # squared distances of the same pass, as a float32, as a checkpoint holds it
     versions: tuple[int, ...] = ()  # versions of the weights that drew the tokens
 
     def __add__(self, other: "Compared") -> "Compared":
@@ -76,7 +76,7 @@ class Compared:
             self.tokens + other.tokens,
             self.distance + other.distance,
             self.rounding + other.rounding,
-            self.squares + other.squares,
+            float(np.float32(self.squares + other.squares)),
             tuple(sorted({*self.versions, *other.versions})),
         )
 
@@ -118,7 +118,7 @@ class Recompute:
         exact = replace(options, dtype=jnp.float32, attention="xla", implementation=None)
         exactly = make_mixture(config, mesh, exact, by_head=True)  # XLA stores [T, T] scores
         same = options.dtype == jnp.float32 and mesh.devices.flat[0].platform == "cpu"  # no TF32 there
-        self._enough = 0 if same else ENOUGH
+        self._enough, self._epsilon = 0 if same else ENOUGH, float(jnp.finfo(options.dtype).eps)
 
         @jax.jit
         def both(weights: Weights, tokens: Any, since: Any, caches: Any) -> Any:
@@ -134,6 +134,15 @@ class Recompute:
         self.alarms: dict[int, int] | None = None if warn is None else {}  # worker -> number of its alarms
         self._all = Compared()  # all tokens so far
         self._pools = dict[int, Compared]()  # worker -> its tokens since the last verdict on enough of them
+
+    @property
+    def calibration(self) -> tuple[np.int32, np.float32]:
+        """What is known of rounding: the number of all tokens so far, and the sum of their squared rounding."""
+        return np.int32(min(self._all.tokens, np.iinfo(np.int32).max)), np.float32(self._all.squares)
+
+    def calibrate(self, tokens: int, squares: float) -> None:
+        """Continues from the `calibration` of a state."""
+        self._all = Compared(int(tokens), squares=float(squares))
 
     def fresh(self) -> Tracked:
         """Returns a `Tracked` without rows."""
@@ -188,7 +197,7 @@ class Recompute:
             pool = self._pools.get(worker, Compared()) + own
             if far := [tokens for tokens in (own, pool) if tokens.distance > self._most(tokens)]:
                 self._alarm(worker, far[0])
-            judged = pool.tokens >= FEW and self._most(pool) < math.inf
+            judged = pool.tokens >= FEW and self._all.tokens >= self._enough
             self._pools[worker] = Compared() if judged else pool
 
     def _going_on(self, chosen: Mapping[int, Row], caches: Any) -> Tracked:
@@ -236,10 +245,12 @@ class Recompute:
             )
 
     def _most(self, own: Compared) -> float:
-        """The threshold for the distance of these tokens; infinite until the spread of rounding is known."""
+        """The threshold for the distance of these tokens. Until the spread of rounding is known it is a gross one, with
+        at least the relative rounding of the dtype in place of the spread."""
+        square = self._all.squares / max(1, self._all.tokens)
         if self._all.tokens < self._enough:
-            return math.inf
-        spread = math.sqrt(self._all.squares / max(1, self._all.tokens) * max(own.tokens, FEW))
+            square = max(square, self._epsilon**2)
+        spread = math.sqrt(square * max(own.tokens, FEW))
         return ROUNDING * own.rounding + SPREAD * spread + LEAST * own.tokens
 
     def _alarm(self, worker: int, own: Compared) -> None:
@@ -250,6 +261,10 @@ class Recompute:
             f"{own.tokens} tokens are off by {own.distance / own.tokens:.2g} on average, and rounding explains "
             f"{self._most(own) / own.tokens:.2g}"
         )
+        self.refuse(sentence, worker)
+
+    def refuse(self, sentence: str, worker: int = NONE) -> None:
+        """Raises RunFailure; or warns, once for each worker (NONE: for no one), and counts the alarm."""
         if self._warn is None or self.alarms is None:
             raise RunFailure(f"{sentence}; nothing was learned from the newest of them")
         if worker not in self.alarms:

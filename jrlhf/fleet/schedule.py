@@ -43,16 +43,19 @@ def may_start(rules: Rules, started: int, version: int) -> bool:
     return started < rules.batch * (version + rules.staleness + 1)
 
 
-def first_batch(complete: Sequence[tuple[Time, int]], rules: Rules) -> tuple[Time, list[int]] | None:
-    """Returns when the next batch is complete, and the sorted numbers of its groups; None: too few are complete.
+def first_batch(complete: Sequence[tuple[Time, int]], rules: Rules, trainer: float) -> tuple[Time, list[int]] | None:
+    """Returns when enough groups are complete, and the sorted numbers of the next batch; None: too few are complete.
 
-    complete: (time of completion, number) of the groups that wait. The groups that were completed first form the
-    batch; of groups with the same time, those with the lowest numbers.
+    complete: (time of completion, number) of the groups that wait. trainer: time from which the trainer is free. Of the
+    groups that are complete when the update can begin, those that started first form the batch. So the update begins
+    as early as with those that were completed first, but no group waits longer than later ones. (Where rows outlast an
+    update, the order of completion delays every long row by the whole queue, however high the bound.)
     """
     if len(complete) < rules.batch:
         return None
-    batch = sorted(complete)[: rules.batch]
-    return batch[-1][0], sorted(number for _, number in batch)
+    enough = sorted(time for time, _ in complete)[rules.batch - 1]
+    begin = max(enough, trainer)
+    return enough, sorted(number for time, number in complete if time <= begin)[: rules.batch]
 
 
 def may_swap(rules: Rules, running: int) -> bool:

@@ -189,7 +189,6 @@ class Pipeline:
         else:
             self.waited += min(times) - self.now
             self.now = min(times)
-        self.train()  # on groups that were complete before the rows that end now
         self.end_rows()
         self.train()
 
@@ -216,7 +215,7 @@ class Pipeline:
 
     def batch(self) -> tuple[float, list[int]] | None:
         """Returns the time at which the next batch is complete, and its groups; None: too few are complete."""
-        return first_batch(self.complete, self.scenario.rules)
+        return first_batch(self.complete, self.scenario.rules, self.trainer_free)
 
     def remove(self, groups: Sequence[int], trained: int) -> None:
         """Removes complete groups, and records the version that learned from them; see `Trace.trained`."""

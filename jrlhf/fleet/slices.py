@@ -79,8 +79,9 @@ class Published(NamedTuple):
 
     version: int
     handle: Any
-    expected: Identity  # computed by the trainer from its own weights
+    expected: Identity  # computed by the trainer from the state that a checkpoint saves
     saved: Weights | None
+    updates: Any = None  # number of updates that its optimizer has applied so far
 
 
 @dataclass

@@ -86,6 +86,7 @@ class FleetState:
     times: Times
     weights: Any = None  # with "finish": (weights that draw, their identity); they may be older than the trainer's
     tracked: Tracked | None = None
+    rounding: Any = (np.int32(0), np.float32(0))  # `Recompute.calibration`
 
 
 class Collected(NamedTuple):

@@ -3,9 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+from jaxtyping import Array
+
 from jrlhf.data.batches import Batch
 from jrlhf.data.order import Solved
 from jrlhf.fleet.state import FleetState
+from jrlhf.ppo import TrainState
 from jrlhf.roles.actor import Actor
 from jrlhf.run.files import Closing
 
@@ -25,11 +28,11 @@ class SynchronousRollouts(Closing):
 
     def close(self) -> None: ...
 
-    def fresh(self, actor: Actor) -> None: ...
+    def fresh(self, actor: Actor, trained: TrainState) -> None: ...
 
-    def start(self, state: FleetState | None, actor: Actor) -> None: ...
+    def start(self, state: FleetState | None, actor: Actor, trained: TrainState) -> None: ...
 
-    def publish(self, actor: Actor) -> None: ...
+    def publish(self, actor: Actor, trained: TrainState, grad_norm: Array | float) -> None: ...
 
     def state(self) -> None: ...
 

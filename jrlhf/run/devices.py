@@ -68,13 +68,14 @@ def keep_programs(platform: str) -> None:
     The directory is `~/.cache/jrlhf/programs`, or that in JAX_COMPILATION_CACHE_DIR. JAX_ENABLE_COMPILATION_CACHE=false
     switches this off.
 
-    Several processes on CPUs never store programs, because a program read from disk waits for its peers forever (seen
-    with jax 0.10.2).
+    Several CPU devices, of one process or of several, never store programs: XLA loses the order of the collectives of a
+    program that it reads from disk, so two devices may wait for each other for ever (seen with jax 0.10.2).
     """
     settings = jax.config.values
-    if jax.process_count() > 1:
-        if platform == "cpu":
-            jax.config.update("jax_enable_compilation_cache", False)
+    if platform == "cpu" and jax.device_count() > 1:
+        jax.config.update("jax_enable_compilation_cache", False)
+    elif jax.process_count() > 1:
+        return
     elif settings["jax_enable_compilation_cache"] and settings["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "programs"))
 

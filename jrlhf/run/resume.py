@@ -23,7 +23,8 @@ _SAME = (
     *("name", "run_dir", "distributed.*", "deadline", "fleet.*", "sleep.*", "profile.*", "checkpoints.*", "export.*"),
     *(f"{kind}[[]*.{key}" for kind in ("rewards", "costs") for key in ("deadline", "workers", "on_failure")),
     # These only observe.
-    *("*.asynchronous.logprob_check", "stop_after_skipped", "storage.*", "wandb.*", "prometheus"),
+    *("*.asynchronous.logprob_check", "*.asynchronous.uncorrected", "stop_after_skipped"),
+    *("storage.*", "wandb.*", "prometheus"),
     *("evaluation.*", "validation.*", "*.eval_every", "*.save_every"),
 )
 # or the same up to rounding, as sums are computed in another order.

@@ -41,7 +41,14 @@ from jrlhf.run.devices import select
 from jrlhf.run.files import in_units
 from jrlhf.run.processes import from_main
 from jrlhf.run.resume import refuse_other_processes
-from jrlhf.stages.setup import check_sources, load_task, prices_of_rollouts, select_resources, tiles_of_a_new_run
+from jrlhf.stages.setup import (
+    check_sources,
+    load_task,
+    prices_of_rollouts,
+    select_resources,
+    tiles_of_a_new_run,
+    warnings_of,
+)
 from jrlhf.storage.mirror import check_place
 
 SHOWN = 2000  # maximum number of characters of a text
@@ -61,7 +68,8 @@ def describe(config: Config, *, all_settings: bool = False) -> str:
     settings = config_yaml(config, defaults=all_settings).rstrip()
     head = "all settings:" if all_settings else "settings that are not the defaults (--all prints all):"
     tables = run.memory(), run.calls(), run.plan_rows(), run.step_rows()
-    parts = [list(config.notices), *tables, data, [head, indent(settings, "  ")]]
+    warnings = [f"warning: {warning}" for warning in warnings_of(config)]
+    parts = [list(config.notices), warnings, *tables, data, [head, indent(settings, "  ")]]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 

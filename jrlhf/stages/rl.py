@@ -142,7 +142,7 @@ class Iterations:
     def init(self, models: Mapping[str, Model]) -> RLState:
         """Returns the state before the first iteration. models: by role."""
         trained = {name: role.create(models[name].params) for name, role in self.roles.trained.items()}
-        fleet = self.rollouts.fresh(self.roles.actor.bind(trained["actor"]))
+        fleet = self.rollouts.fresh(self.roles.actor.bind(trained["actor"]), trained["actor"])
         kl = KLState(jnp.asarray(self.algorithm.kl_coef, jnp.float32))
         multiplier = MultiplierState.create(self.algorithm) if isinstance(self.algorithm, SafeRLHFConfig) else None
         solved = None if self.context.config.rl.solved_score is None else np.full(self.order.count, UNSOLVED, np.int32)
@@ -159,9 +159,10 @@ class Iterations:
         roles = self.roles.bind(state.trained, draws, draw, **start)
         validated, validation_samples = self._validate(roles.actor.model, step)
         with calling("actor.generate"):
-            self.rollouts.start(state.fleet, roles.actor)
+            self.rollouts.start(state.fleet, roles.actor, state.trained["actor"])
         experience, metrics, drawn = self._run_dataflow(roles, draws, draw, state.kl.coef)
-        self.rollouts.publish(roles.actor)
+        trained = roles.states
+        self.rollouts.publish(roles.actor, trained["actor"], metrics.get("actor/grad_norm", 0.0))
         with jax.set_mesh(self.home):
             measured, kl, learned = self.measure(experience, state.kl)
             measured |= {} if roles.constraint is None else roles.constraint.metrics()
@@ -187,7 +188,7 @@ class Iterations:
 
         draws, solved = _replicated((np.int32(drawn.draws), solved), self.home)
         multiplier = None if roles.constraint is None else roles.constraint.state
-        return RLState(roles.states, kl, roles.reward.moments, draws, multiplier, fleet, solved), metrics
+        return RLState(trained, kl, roles.reward.moments, draws, multiplier, fleet, solved), metrics
 
     @property
     def _clock(self) -> Clock:

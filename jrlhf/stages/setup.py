@@ -233,10 +233,15 @@ def _open_console(config: Config) -> Console:
     console = Console(enabled=is_main())
     for notice in config.notices:
         console.line(notice)
-    for warning in (config.device.platform == "auto" and idle_accelerator(), uncorrected(config), unrepeatable(config)):
-        if warning:
-            console.warn(warning)
+    for warning in warnings_of(config):
+        console.warn(warning)
     return console
+
+
+def warnings_of(config: Config) -> list[str]:
+    """Returns what a run, and its dry run, warn of before they begin."""
+    idle = idle_accelerator() if config.device.platform == "auto" else None
+    return [warning for warning in (idle, uncorrected(config), unrepeatable(config)) if warning]
 
 
 def _headline(config: Config, mesh: Mesh) -> str:

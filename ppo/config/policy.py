@@ -44,7 +44,8 @@ class PolicyConfig(Section):
     kl_estimator: KLEstimator = checked("k1", **_KL)
     # Weight of the KL (beta); the start value if it adapts. 0 with kl_target null: no reference model is needed.
     kl_coef: float = non_negative(0.05)
-    # Goal of the adaptive controller for objective/kl, in nats per sequence; null: kl_coef stays fixed.
+    # Goal of the adaptive controller for objective/kl, in nats per sequence; null: kl_coef stays fixed. That KL is of
+    # the weights that drew the tokens if old_logprobs is "rollout".
     kl_target: float | None = positive(None, _SWITCHED)
     # Time constant of the adaptive controller, in sequences.
     kl_horizon: float = positive(10_000.0, POSITIVE, **_ADAPTIVE)

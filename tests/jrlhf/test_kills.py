@@ -23,7 +23,7 @@ STAGES: dict[str, dict[str, Any]] = {
     "dapo": {**LOOP, "algorithm": {"samples": 4}},
     "grpo": {**LOOP, "algorithm": {"samples": 2}},
 }
-ASYNCHRONOUS = {"staleness": 2, "update_steps": 3, "logical_workers": 2}
+ASYNCHRONOUS = {"staleness": 2, "uncorrected": True, "update_steps": 3, "logical_workers": 2}
 DELTA = {"engine": "local", "workers": 2, "transfer": "delta", "anchor_every": 3}
 # Stage, what happens to unfinished rows when new weights arrive, rollout processes.
 CASES = [

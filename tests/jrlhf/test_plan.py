@@ -94,7 +94,7 @@ def test_asynchronous_settings_are_predicted(tmp_path, capsys):
     """A saved plan gives the same table again; with a fleet of processes the search finds the trainer's plan."""
     lengths = "--mean-response", "300", "--sigma", "0.5"
     saved, apart = tmp_path / "plan.yaml", ("--config", "llama3-8b-ppo", "--cluster", "16xh100", *lengths)
-    settings = "ppo.asynchronous.staleness=2", "ppo.rollout_batch=64"
+    settings = "ppo.asynchronous={staleness: 2, uncorrected: true}", "ppo.rollout_batch=64"
     assert cli([*apart, *settings, "--save", str(saved)]) == 0
     table = capsys.readouterr().out.partition("\nasynchronous: ")[2]
     assert (

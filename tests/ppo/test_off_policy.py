@@ -20,7 +20,7 @@ from jrlhf.ppo import (
     make_actor_step,
     make_group_experience,
 )
-from jrlhf.ppo.off_policy import weight_shares
+from jrlhf.ppo.off_policy import weight_shares, without_older
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes", "quick_compilation")
 ROWS, TIME, STEP = 8, 9, 6
@@ -77,7 +77,7 @@ def test_full_weight_by_quartile_of_length(toy, cap):
     config = PolicyConfig() if cap is None else PolicyConfig(importance="token", importance_cap=cap)
     arrays = {"importance": weights, "response_mask": mask, "old_logprobs": np.log(rho), "logprobs": 0 * rho}
     experience = replace(toy.experience(rows, time), **jax.tree.map(jnp.asarray, arrays))
-    metrics = shares_of(experience, config)
+    metrics = shares_of(experience, 0 * experience.tokens, config)
     full = mask & (weights != 0) & (rho <= (cap or np.inf))
     truncated = (mask & (weights != 0) & ~full).sum() / mask.sum()
     np.testing.assert_allclose(metrics["rollout_corr/rollout_is_ratio_fraction_high"], truncated, rtol=1e-6)
@@ -93,6 +93,48 @@ def test_full_weight_by_quartile_of_length(toy, cap):
         np.testing.assert_allclose(metrics[f"rollout_corr/full_weight/quartile_{part}"], expected, rtol=1e-5)
 
 
+WHOLE: dict[str, Any] = {
+    "sequence": {"importance": "sequence", "importance_cap": 3.0},
+    "capped": {"importance": "sequence", "importance_cap": 1.0},
+    "mask_sequence": {"mask_sequence": (0.5, 2.0)},
+    "mask_sequence_mean": {"mask_sequence_mean": (0.9, 1.2)},
+    "mask_k3": {"mask_k3": 0.03},
+    "both": {"importance": "sequence", "mask_sequence_mean": (0.9, 1.2), "mask_token": (0.6, 1.7)},
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_weights_of_whole_responses_leave_out_older_tokens(toy, name):
+    """The older tokens are no part of the response, as in the ratios of whole responses."""
+    rng, config = np.random.default_rng(5), PolicyConfig(kl_coef=0.0, staleness=1, **WHOLE[name])
+    experience = toy.experience(ROWS, TIME)
+    mask, ages = np.asarray(experience.response_mask), rng.integers(0, 4, (ROWS, TIME))
+    gap = rng.normal(0, 0.3, (ROWS, TIME)).astype(np.float32)
+    experience = replace(experience, old_logprobs=experience.logprobs + gap)
+    product = weights_of(jnp.asarray(gap), experience.response_mask, config)
+    bounded = jax.jit(without_older, static_argnames="config")(replace(experience, importance=product), ages, config)
+    fresh = mask & (ages <= 1)
+    assert (fresh.sum(1) < mask.sum(1)).any()
+    truncated = np.zeros_like(mask)
+    for row, (own, counted) in enumerate(zip(gap, fresh, strict=True)):
+        whole, n = own[counted].sum(), max(counted.sum(), 1)
+        weights = np.ones(TIME)
+        if config.importance:
+            weights *= min(np.exp(whole), config.importance_cap)
+        truncated[row] = counted & (config.importance is not None and np.exp(whole) > config.importance_cap)
+        for bounds, statistic in ((config.mask_sequence, whole), (config.mask_sequence_mean, whole / n)):
+            if bounds and not bounds[0] <= np.exp(statistic) <= bounds[1]:
+                weights *= 0
+        if config.mask_token:
+            weights *= (config.mask_token[0] <= np.exp(own)) & (np.exp(own) <= config.mask_token[1])
+        if config.mask_k3 and (np.exp(own) - 1 - own)[counted].sum() / n > config.mask_k3:
+            weights *= 0
+        np.testing.assert_allclose(bounded.importance[row], np.where(counted, weights, 0), rtol=1e-5, atol=1e-6)
+    share = shares_of(bounded, ages, config)["rollout_corr/rollout_is_ratio_fraction_high"]
+    truncated &= np.asarray(bounded.importance) > 0
+    np.testing.assert_allclose(share, truncated.sum() / mask.sum(), rtol=1e-5)
+
+
 def test_without_a_gap_every_weight_is_1_and_full(toy):
     experience = toy.experience(ROWS, TIME)
     experience = replace(experience, logprobs=experience.old_logprobs)
@@ -103,7 +145,7 @@ def test_without_a_gap_every_weight_is_1_and_full(toy):
     ):
         weights = weights_of(jnp.zeros((ROWS, TIME)), experience.response_mask, config)
         np.testing.assert_array_equal(weights, experience.response_mask)
-        for name, share in shares_of(replace(experience, importance=weights), config).items():
+        for name, share in shares_of(replace(experience, importance=weights), experience.tokens, config).items():
             assert share == float("full_weight" in name), name
 
 

@@ -187,6 +187,13 @@ GRPO ; grpo.algorithm.samples=3 ; grpo.rollout_batch=48 ; mesh.tensor=2 ; rollou
     8 or more
 GRPO ; grpo.asynchronous.staleness=1001
     grpo.asynchronous.staleness=1001: it must be at most 1000
+GRPO ; grpo.asynchronous.staleness=2
+    grpo.asynchronous.staleness=2 without an off-policy correction learns from tokens of older weights as if the
+    present ones had drawn them: set grpo.algorithm.old_logprobs=rollout, or grpo.algorithm.importance=token; or
+    grpo.asynchronous.uncorrected=true, to do so although runs were seen to fail
+GRPO ; grpo.asynchronous={staleness: 2, uncorrected: true} ; grpo.algorithm.importance=token
+    grpo.asynchronous.uncorrected=true has no effect with a correction, or with grpo.asynchronous.staleness=2: leave it
+    out
 GRPO ; grpo.asynchronous.update_steps=10000000
     grpo.asynchronous.update_steps=10000000: it must be at most 1000000
 SETS ; GIVEN ; data.sft.path=s

@@ -283,7 +283,7 @@ MARKS = pytest.mark.full, pytest.mark.proof("processes"), pytest.mark.proof("pro
 def test_the_others_repeat_the_commands_if_no_machine_has_room_for_a_successor(name, tmp_path, monkeypatch):
     """With the bits of one process."""
     on_new_weights, settings, losses, expected_counts = LOSSES[name]
-    options: dict[str, Any] = {"staleness": 2, "update_steps": 3, "logical_workers": 3}
+    options: dict[str, Any] = {"staleness": 2, "uncorrected": True, "update_steps": 3, "logical_workers": 3}
     settings = [*settings, "rollout.slots=24", "grpo.iterations=6"]
     expected = run(config(tmp_path, "one", "grpo", settings, **options, on_new_weights=on_new_weights))
     ask, send, sent = ProcessWorkers._ask, Process._send, Counter[str]()

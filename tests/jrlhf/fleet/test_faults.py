@@ -38,7 +38,7 @@ FAULTS = 20  # of a run
 GOES_ON = 30.0
 ASK, SEND = Process.ask, Process._send
 LOGICAL = 3
-OPTIONS: dict[str, Any] = {"staleness": 2, "update_steps": 3, "logical_workers": LOGICAL}
+OPTIONS: dict[str, Any] = {"staleness": 2, "uncorrected": True, "update_steps": 3, "logical_workers": LOGICAL}
 SETTINGS = *SLOWLY, "rollout.slots=24", "grpo.iterations=10", "checkpoints.keep=2"
 
 

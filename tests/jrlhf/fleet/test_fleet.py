@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from jrlhf.errors import RunFailure
 from jrlhf.fleet.fleet import Fleet
 from jrlhf.fleet.predict import token_versions
 from jrlhf.fleet.schedule import Rules
@@ -139,6 +140,29 @@ def test_a_saved_state_has_the_same_bits_however_long_the_run_is():
         jax.tree.map(np.testing.assert_array_equal, states[0], state)
     waiting = states[0].started.time[states[0].started.number != FREE]
     assert (waiting < 0).any() and (waiting == NEVER).any()  # some are complete, and some are not
+
+
+def test_equal_weights_of_two_versions_between_which_an_update_was_applied_end_the_run():
+    """Not where no update was applied, its learning rate was 0, or its gradients were."""
+    scenario, same, other = Scenario(Rules(2, 1, 6.0), 4, 1, measured([3])), {"w": np.uint32(1)}, {"w": np.uint32(2)}
+    for identity, updates, rate, norm in (
+        (other, 1, 0.1, 1.0),
+        (same, 0, 0.1, 1.0),
+        (same, 1, 0.0, 1.0),
+        (same, 1, 0.1, 0.0),
+        (same, 1, 0.1, np.nan),  # no update was sound
+        (same, 2, 0.1, 1.0),
+    ):
+        fleet = fleet_of(Rows(scenario, np.full(80, 3)))
+        fleet._newest = Published(0, None, same, None, np.int32(0))
+        fleet._rate = lambda update, rate=rate: rate
+        fleet.collect()
+        fleet.publish(({}, {}), identity, np.int32(updates), np.float32(norm))
+        if identity is same and updates * rate * norm > 0:
+            with pytest.raises(RunFailure, match="of version 1 are those of version 0, although 2 updates"):
+                fleet.collect()
+        else:
+            fleet.collect()
 
 
 def test_a_decode_step_takes_the_seconds_of_the_chunks_divided_by_their_steps(monkeypatch):

@@ -155,7 +155,12 @@ def test_without_prices_another_plan_for_rollouts_apart_is_named():
 def test_measured_devices_are_divided_into_measured_sides(count, drawing, monkeypatch, tmp_path):
     """A profile has costs of groups of three devices, which divide 96 rows, too, only if they divide its devices."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    settings = "plan=auto", "grpo.asynchronous.staleness=2", "grpo.rollout_batch=96", "grpo.algorithm.samples=2"
+    settings = (
+        "plan=auto",
+        "grpo.asynchronous={staleness: 2, uncorrected: true}",
+        "grpo.rollout_batch=96",
+        "grpo.algorithm.samples=2",
+    )
     config, devices = load_config("arithmetic-grpo", settings), [Device("abacus", "gpu")] * count
     own = Setting(config, planned_graph(config), architectures(config), devices)
     wanted = wanted_curves(own.workload, devices)
@@ -166,7 +171,7 @@ def test_measured_devices_are_divided_into_measured_sides(count, drawing, monkey
 
 def test_two_slots_are_compared_with_one():
     settings = "mesh.fsdp=2", "ppo.algorithm.minibatches=1", "ppo.algorithm.micro_batches=1", "ppo.rollout_batch=2"
-    config = load_config("gsm8k-ppo", [*settings, "ppo.asynchronous.staleness=2"])
+    config = load_config("gsm8k-ppo", [*settings, "ppo.asynchronous={staleness: 2, uncorrected: true}"])
     own = Setting(config, planned_graph(config), architectures(config), cluster("2xh100"))
     assert {one.slots for one in alternatives(config, own.prices, choose(own)[0].outcome)} == {2, 1}
 

@@ -19,7 +19,9 @@ from tests.support.runs import timeless
 def start(count: int, runs: Path, name: str, algorithm: str, *more: str) -> Launched:
     """Starts an asynchronous run in `count` processes with 8 devices together: updates on 0-3, rollouts on 4-7."""
     settings = [setting for setting in SETTINGS if not setting.startswith("device.simulated")]
-    asynchronous = [f"{algorithm}.asynchronous.{value}" for value in ("staleness=2", "update_steps=3")]
+    asynchronous = [
+        f"{algorithm}.asynchronous.{value}" for value in ("staleness=2", "uncorrected=true", "update_steps=3")
+    ]
     section = [f"{algorithm}.{value}" for value in SECTION]
     stages = f"stages=[sft, {algorithm}]", *ALGORITHMS[algorithm]
     text = Path("configs/arithmetic-grpo.yaml").read_text().partition("\ngrpo:")[0]

@@ -256,7 +256,7 @@ def test_what_no_successor_mends_is_one_sentence(process):
 
 @pytest.mark.proof("runs")
 def test_bits_of_ppo_do_not_depend_on_processes(tmp_path):
-    options: dict[str, Any] = {"staleness": 2, "update_steps": 3, "logical_workers": 2}
+    options: dict[str, Any] = {"staleness": 2, "uncorrected": True, "update_steps": 3, "logical_workers": 2}
     expected = bits(run(config(tmp_path, "one", "ppo", **options)))
     for workers in (1, 2):
         path = run(config(tmp_path, f"with-{workers}", "ppo", [f"fleet.workers={workers}"], **options))
@@ -270,7 +270,7 @@ DELTA, SLOWLY = ("fleet.workers=2", "fleet.transfer=delta", "fleet.anchor_every=
 @pytest.mark.proof("kills")
 def test_bits_with_an_adapter_do_not_depend_on_processes(tmp_path, monkeypatch):
     """Nor on their kills. The base travels once, and at an update the adapter alone."""
-    options = {"staleness": 2, "update_steps": 3, "logical_workers": 2}
+    options = {"staleness": 2, "uncorrected": True, "update_steps": 3, "logical_workers": 2}
     one = run(config(tmp_path, "one", "grpo", ADAPTER, **options))
     sizes, put, decode, kills = [], ProcessWorkers.put, ProcessWorkers.decode, []
 
@@ -296,7 +296,7 @@ def test_bits_with_an_adapter_do_not_depend_on_processes(tmp_path, monkeypatch):
 @pytest.mark.proof("kills")
 def test_bits_do_not_depend_on_kills_of_the_run(tmp_path):
     """The run is killed at random moments of its rollouts and resumed; nothing of it lives on."""
-    options = {"staleness": 2, "update_steps": 3, "logical_workers": 2}
+    options = {"staleness": 2, "uncorrected": True, "update_steps": 3, "logical_workers": 2}
     for name, workers in (("one", SLOWLY), ("killed", [*SLOWLY, *DELTA])):
         (tmp_path / f"{name}.yaml").write_text(config_yaml(config(tmp_path, name, "grpo", workers, **options)))
     Training("--config", tmp_path / "one.yaml", log=tmp_path / "log", programs=tmp_path / "programs").wait()

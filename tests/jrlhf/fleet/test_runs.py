@@ -151,7 +151,7 @@ def test_a_validation_is_that_of_the_trainers_weights_outside_of_an_asynchronous
 @pytest.mark.parametrize("case", [["keep_cache"], ["prefill_again", *ADAPTER], ["finish"]], ids=str)
 def test_a_run_that_goes_on_from_any_step_has_the_same_bits(case, tmp_path):
     on_new_weights, *settings = case
-    options = {"staleness": 2, "update_steps": 3, "on_new_weights": on_new_weights}
+    options = {"staleness": 2, "uncorrected": True, "update_steps": 3, "on_new_weights": on_new_weights}
     whole = config(tmp_path, "whole", settings=["checkpoints.keep=4", *settings], **options)
     path = run(whole)
     expected = timeless(path), (path / "model" / "model.safetensors").read_bytes()

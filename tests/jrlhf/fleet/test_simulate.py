@@ -14,7 +14,7 @@ from benchmarks.staleness import PUBLISHED
 from jrlhf.fleet.predict import costs, summarise, token_versions
 from jrlhf.fleet.schedule import Rules, first_batch, fresh
 from jrlhf.fleet.simulate import Scenario, lognormal, measured, simulate
-from jrlhf.ppo import Experience
+from jrlhf.ppo import Experience, PolicyConfig
 from jrlhf.ppo.off_policy import without_older
 
 BOUNDS = (0, 2, 8)
@@ -65,12 +65,15 @@ def play(scenario: rules.Scenario, versions: int, seed: int) -> tuple[list[Group
         if rule == "in_order":
             ready = [item for item in ready if item[1] // batch == len(begins)]
         if len(ready) >= batch:
-            for _, number in sorted(ready)[:batch]:
+            # The trainer is free and enough groups are complete for the first time: all of these may be chosen from.
+            chosen = sorted(number for _, number in ready) if rule == "token_bound" else [n for _, n in sorted(ready)]
+            for number in chosen[:batch]:
                 groups[number].trained = len(begins)
             begins.append(now)
 
     while len(begins) < versions:
-        train()
+        if left or rule != "token_bound":  # groups that are complete at this moment belong to those of a run's update
+            train()
         if left == 0:
             for group, _ in running:
                 if all(len(tokens) == length for tokens, length in zip(group.tokens, group.lengths, strict=False)):
@@ -250,20 +253,24 @@ def test_settings_that_cannot_run_are_refused():
         replace(OTHER, publish=2)
 
 
-def test_a_batch_is_the_groups_that_were_complete_first():
-    assert first_batch([(3.0, 0), (1.0, 1)], Rules(3, 0, 1.0)) is None
+def test_a_batch_is_the_groups_that_started_first_of_those_that_are_complete():
+    """When the update can begin: enough groups are complete, and the trainer is free."""
+    assert first_batch([(3.0, 0), (1.0, 1)], Rules(3, 0, 1.0), 9.0) is None
     complete = [(3.0, 0), (1.0, 5), (2.0, 4), (2.0, 3), (2.0, 9)]
-    assert first_batch(complete, Rules(3, 0, 1.0)) == (2.0, [3, 4, 5])
+    assert first_batch(complete, Rules(3, 0, 1.0), 0.0) == (2.0, [3, 4, 5])
+    assert first_batch(complete, Rules(3, 0, 1.0), 2.9) == (2.0, [3, 4, 5])
+    assert first_batch(complete, Rules(3, 0, 1.0), 3.0) == (2.0, [0, 3, 4])
     rng = np.random.default_rng(0)
     for _ in range(50):
         complete = [(float(time), number) for number, time in enumerate(rng.integers(0, 9, 20))]
-        batch = first_batch([complete[index] for index in rng.permutation(20)], Rules(7, 0, 1.0))
+        free = float(rng.integers(0, 9))
+        batch = first_batch([complete[index] for index in rng.permutation(20)], Rules(7, 0, 1.0), free)
         assert batch is not None
         time, numbers = batch
-        others = [item for item in complete if item[1] not in numbers]
-        assert numbers == sorted(set(numbers)) and len(numbers) == 7
-        assert time == max(complete[number][0] for number in numbers)
-        assert max(complete[number] for number in numbers) < min(others)
+        moments = [moment for moment in range(9) if sum(done <= moment for done, _ in complete) >= 7]
+        assert time == moments[0]  # no rule could have begun earlier
+        then = [number for done, number in complete if done <= max(time, free)]
+        assert numbers == then[:7] and not set(then) - set(numbers) & set(range(numbers[-1]))
 
 
 @pytest.mark.parametrize("staleness", [1, 9])
@@ -273,7 +280,9 @@ def test_the_loss_learns_from_the_tokens_that_are_fresh(staleness):
     versions = rng.integers(0, step + 1, (5, 6)).astype(np.int32)
     weights = rng.uniform(0.5, 2, versions.shape).astype(np.float32)
     arrays = {item.name: jnp.zeros(versions.shape) for item in fields(Experience)}
+    arrays |= {"old_logprobs": jnp.log(weights), "response_mask": jnp.ones(versions.shape, jnp.bool_)}
     experience = Experience(**arrays | {"versions": jnp.asarray(versions), "importance": jnp.asarray(weights)})
-    masked = without_older(experience, experience.ages(jnp.int32(step)), staleness).importance
-    np.testing.assert_array_equal(masked, np.where(fresh(versions, step, staleness), weights, 0))
+    config = PolicyConfig(staleness=staleness, importance="token", importance_cap=5.0)
+    masked = without_older(experience, experience.ages(jnp.int32(step)), config).importance
+    np.testing.assert_allclose(masked, np.where(fresh(versions, step, staleness), weights, 0), rtol=1e-6)
     assert (staleness == 9) == bool(np.all(masked))

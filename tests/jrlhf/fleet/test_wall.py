@@ -193,7 +193,7 @@ def test_a_worker_that_fails_ends_the_run():
     fleet.close()
 
 
-OPTIONS: dict[str, Any] = {"staleness": 2, "clock": "wall"}
+OPTIONS: dict[str, Any] = {"staleness": 2, "uncorrected": True, "clock": "wall"}
 PROCESSES = "fleet.workers=2", "grpo.iterations=6", "grpo.save_every=2", "checkpoints.keep=3"
 
 

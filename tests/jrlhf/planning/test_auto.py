@@ -87,7 +87,11 @@ def test_a_run_goes_on_with_the_plan_that_its_search_found(monkeypatch, tmp_path
 def test_an_asynchronous_run_goes_on_only_with_as_many_groups_of_devices(tmp_path):
     """The schedule counts free slots in each group. A synchronous run and the wall clock may go on with any number."""
     devices, start = [Device()] * 8, ("plan=disaggregated", f"run_dir={tmp_path}", "name=run", "mesh.data=1")
-    drawing, pairs, singles = "ppo.asynchronous.staleness=2", ("mesh.fsdp=4", "mesh.tensor=2"), ("mesh.fsdp=8",)
+    drawing, pairs, singles = (
+        "ppo.asynchronous={staleness: 2, uncorrected: true}",
+        ("mesh.fsdp=4", "mesh.tensor=2"),
+        ("mesh.fsdp=8",),
+    )
 
     def plan(*overrides: str, resume: bool = True) -> Plan:
         config = config_of(*start, *overrides)

@@ -193,7 +193,7 @@ def test_a_run_goes_on_in_other_pipeline_stages(make):
 
 def test_a_run_goes_on_with_other_processes_only_if_its_logical_workers_are_the_same(make):
     """Their default is the number of processes, so without a number they would be others."""
-    start = "ppo.asynchronous.staleness=2", "fleet.workers=2"
+    start = "ppo.asynchronous={staleness: 2, uncorrected: true}", "fleet.workers=2"
     saved = config_yaml(make(*start))
     key = "ppo.asynchronous.logical_workers"
     assert changes("run", saved, make(start[0], "fleet.workers=1")) == (
@@ -211,7 +211,7 @@ def test_an_asynchronous_run_goes_on_with_the_slots_and_chunks_that_its_schedule
     other = "rollout.slots=32", "rollout.chunk=8"
     refusals, line = changes("run", config_yaml(make()), make(*other))
     assert refusals == [] and line.endswith("results are the same up to rounding")
-    start = "ppo.asynchronous.staleness=2"
+    start = "ppo.asynchronous={staleness: 2, uncorrected: true}"
     refusals, line = changes("run", config_yaml(make(start)), make(start, *other))
     assert {text.partition(":")[0] for text in refusals} == {"rollout.chunk", "rollout.slots"} and not line
 

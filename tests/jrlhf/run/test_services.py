@@ -9,6 +9,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jrlhf.config import Config, load_config
@@ -19,7 +20,7 @@ from jrlhf.models import ModelConfig
 from jrlhf.run import devices
 from jrlhf.run.clock import Clock, Stopwatch, timed
 from jrlhf.run.devices import select
-from jrlhf.run.preemption import PreemptionGuard
+from jrlhf.run.preemption import PreemptionGuard, cpu_seconds, wait_until_still
 from jrlhf.run.profiler import CompilationWatch, calling, traced
 
 
@@ -215,3 +216,48 @@ def test_iterations_that_will_not_come_are_refused():
             config = load_config("quickstart", ["ppo.iterations=40", "device.platform=cpu", *overrides])
             validate(config, 4, {"actor": ModelConfig.tiny(config.model.vocab_size)})
     assert Config().profile is None
+
+
+_HANGS = """
+import ctypes
+from jrlhf.run.preemption import PreemptionGuard
+mutex = ctypes.create_string_buffer(64)
+with PreemptionGuard(still=1.0) as guard, guard.iterating():
+    print("begun", flush=True)
+    for _ in range(2):  # the second time it waits for itself
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+"""
+
+
+def test_a_run_that_hangs_in_c_code_ends_after_a_signal():
+    """Python calls no handler there, as while it waits for a device."""
+    command = [sys.executable, "-c", _HANGS]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert process.stdout and process.stdout.readline() == "begun\n"
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=30)
+        assert process.returncode == 75 and "asked to stop but computed nothing for 1 seconds" in errors
+
+
+def test_a_run_that_computes_is_not_still():
+    """The run goes on while it uses a processor; the wait is counted from its last work."""
+    for shares, expected in (([0.0] * 30, True), ([0.5] * 30, False), ([0.5] * 5 + [0.0] * 25, True)):
+        times = iter(np.cumsum([0.0, *shares]).tolist())
+        clock = iter(range(100))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("jrlhf.run.preemption.time.monotonic", lambda clock=clock: float(next(clock)))
+            waits = iter([False] * 20 + [True])
+            still = wait_until_still(10.0, lambda seconds, waits=waits: next(waits), lambda times=times: next(times))
+        assert still == expected
+
+
+def test_processor_time_includes_that_of_processes_which_were_started():
+    """A process that waits uses none."""
+    busy = "import time\nwhile time.process_time() < 0.4: pass\nprint(1, flush=True); input()"
+    before = cpu_seconds(os.getpid())
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", busy], stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout and process.stdout.readline() == "1\n"
+        assert cpu_seconds(os.getpid()) - before >= 0.3
+        process.kill()
