@@ -34,7 +34,7 @@ def exchanged_bytes(source: NamedSharding, target: NamedSharding, size: tuple[in
     for one in rounds:
         senders = {receiver: sender for sender, receiver in one.pairs}
         assert len(set(senders.values())) == len(senders) == len(one.pairs), "not a permutation"
-        for device in np.flatnonzero(one.comes):
+        for device in np.flatnonzero(one.comes).tolist():
             sender = device if one.stays[device] else senders[device]
             results[device][box(one.placed[device])] = old[sender][box(one.taken[sender])]
             received[device] += prod(piece) * (sender != device)
@@ -73,7 +73,7 @@ def test_between_random_divisions():
         count = int(rng.choice([4, 6, 8]))
         factors = [shape for shape in product((1, 2, 3, 4, 6), repeat=3) if prod(shape) == count]
 
-        def drawn(count: int = count, factors: list[Shape] = factors) -> NamedSharding:
+        def drawn(count: int = count, factors: list[tuple[int, ...]] = factors) -> NamedSharding:
             mesh = Mesh(np.asarray(jax.devices()[:count]).reshape(factors[rng.integers(len(factors))]), ("a", "b", "c"))
             entries: list[list[str]] = [[], []]
             for axis in rng.permutation(["a", "b", "c"]):

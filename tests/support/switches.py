@@ -30,7 +30,7 @@ UNEVEN = ModelConfig(
 
 def shapes(devices: int) -> list[Shape]:
     sizes = [size for size in range(1, devices + 1) if devices % size == 0]
-    return [shape for shape in product(sizes, repeat=3) if prod(shape) == devices]
+    return [shape for shape in product(sizes, sizes, sizes) if prod(shape) == devices]
 
 
 def targets(config: ModelConfig, shape: Shape) -> dict[str, Any]:

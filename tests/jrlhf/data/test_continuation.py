@@ -2,7 +2,7 @@
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from os.path import commonprefix
 from pathlib import Path
 from types import SimpleNamespace
@@ -84,7 +84,7 @@ def test_a_response_is_what_it_adds_to_its_prompt():
                     assert "\ufffd" in before + text
 
 
-def rollout_of(prompt: list[int], *rows: list[int]) -> SimpleNamespace:
+def rollout_of(prompt: Sequence[int], *rows: Sequence[int | None]) -> SimpleNamespace:
     """Returns a rollout on the host, of the rows as responses to one prompt."""
     width = len(prompt) + max(map(len, rows))
     return SimpleNamespace(
