@@ -104,13 +104,28 @@ def alike(word: str, names: Iterable[str], otherwise: str) -> str:
 def beside(path: Path | str, otherwise: str) -> str:
     """Returns the remedy for a path that does not exist: a similar one, or else `otherwise`."""
     path = Path(os.path.expanduser(path))
-    gone = next((part for part in reversed((path, *path.parents)) if not os.path.lexists(part)), path)
+    gone = next((part for part in reversed((path, *path.parents)) if not os.path.lexists(part)), None)
+    if gone is None:
+        return otherwise
     with suppress(OSError):
         for name in get_close_matches(gone.name, [entry.name for entry in islice(gone.parent.iterdir(), 10_000)]):
             meant = gone.with_name(name) / path.relative_to(gone)
             if meant.exists():
                 return f"did you mean {meant}?"
     return otherwise
+
+
+def expanded(text: Path | str, key: str = "") -> Path:
+    """Returns a path with the home directory in place of `~`; with an unknown user it stays unchanged.
+
+    All paths from outside come through here: what the system cannot look up is refused with its reason. key: the
+    setting or argument, for the message.
+    """
+    path = Path(os.path.expanduser(text))
+    if (reason := path_error(path)) is not None:
+        what = f"{key}={text}" if key else text
+        raise UserError(f"{what} cannot be looked up on this machine ({reason}): correct the path")
+    return path
 
 
 def printable(text: str) -> str:

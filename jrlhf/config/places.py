@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jrlhf.errors import UserError, path_error
+from jrlhf.errors import UserError, expanded
 from jrlhf.ppo.fields import LONGEST, Section, checked, positive
 
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}  # scheme of an address -> the client package of the store
@@ -41,19 +41,6 @@ def is_address(text: str) -> bool:
     scheme, separator, rest = text.partition("://")
     names = rest.rstrip("/").split("/")
     return separator != "" and scheme in PACKAGES and _is_path(rest) and not {"", ".", ".."} & {*names}
-
-
-def expanded(text: Path | str, key: str = "") -> Path:
-    """Returns a path with the home directory in place of `~`; with an unknown user it stays unchanged.
-
-    All paths from outside come through here: what the system cannot look up is refused with its reason. key: the
-    setting or argument, for the message.
-    """
-    path = Path(os.path.expanduser(text))
-    if (reason := path_error(path)) is not None:
-        what = f"{key}={text}" if key else text
-        raise UserError(f"{what} cannot be looked up on this machine ({reason}): correct the path")
-    return path
 
 
 def local(argument: str, text: Path | str) -> Path:

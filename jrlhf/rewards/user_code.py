@@ -17,8 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from jrlhf.config.places import expanded
-from jrlhf.errors import UserError, alike, beside, printable
+from jrlhf.errors import UserError, alike, beside, expanded, printable
 from jrlhf.rewards.python_code import PREFIX, is_installed, python_code
 
 DETAIL = 500  # maximum number of characters of an explanation

@@ -229,7 +229,7 @@ def _first_text(task: Task) -> list[str]:
         what, ids = "text to learn", task.sft.batch(np.zeros(1, np.int64), 0).ids[0]
     else:
         return []
-    text = printable(task.tokenizer.backend.decode(list(ids), skip_special_tokens=False))
+    text = printable(task.tokenizer.decode(ids, special=True))
     shown = text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} ... {text[-SHOWN // 2 :]}"
     return [f"the first {what}, as the model reads it:", indent(shown, "  ")]
 

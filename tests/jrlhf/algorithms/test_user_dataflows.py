@@ -65,9 +65,13 @@ def test_its_graph_is_that_of_its_calls(config_of):
 
 
 REFUSED = [
-    (OWN, {"spec": "nowhere.py:own"}, r"grpo.dataflow=nowhere.py:own: there is no file .*nowhere.py$"),
+    (
+        OWN,
+        {"spec": "nowhere.py:own"},
+        r"grpo.dataflow=nowhere.py:own: there is no file .*nowhere.py: name one that",
+    ),
     (OWN, {"spec": "median"}, "grpo.dataflow=median: 'median' must be package.module:function or path/file.py"),
-    (OWN.replace("def own", "def other"), {}, "there is no 'own' in .*mine.py, which has jnp, .*other$"),
+    (OWN.replace("def own", "def other"), {}, "there is no 'own' in .*mine.py: it has jnp, .*other$"),
     ("own = 3", {}, "mine.py:own is of type int: name a function"),
     (HEAD + "def own(:", {}, "cannot be imported: .*SyntaxError"),
     (OWN.replace("actor, ref", "critic, ref"), {}, "has the parameter critic, and stage grpo gives actor, reference"),

@@ -320,8 +320,8 @@ def test_bits_do_not_depend_on_kills_of_the_run(tmp_path):
     [
         ("127.0.0.1:1", "", "", r"see that it runs at RAY_ADDRESS=127.0.0.1:1, which must be HOST:PORT \(.*refused"),
         ("127.0.0.1", "", "", r"see that it runs at RAY_ADDRESS=127.0.0.1, which must be HOST:PORT \("),
-        ("ray://127.0.0.1:1", "", "", r"see that it runs at RAY_ADDRESS=ray://127.0.0.1:1, .* \(no cluster\)"),
-        ("auto", "", "", r"start it with ray start --head, or .* \(no cluster\)"),
+        ("ray://127.0.0.1:1", "", "", r"see that it runs at RAY_ADDRESS=ray://127.0.0.1:1, .* \(no cluster and more\)"),
+        ("auto", "", "", r"start it with ray start --head, or .* \(no cluster and more\)"),
         ("auto", "127.0.0.1:1", "", r"start it with ray start --head, or .* another one \(.*refused"),
         (None, "127.0.0.1:1", "", r"start it with ray start --head, or .* another one \(.*refused"),
         (None, "", "AuthenticationError", r"set RAY_AUTH_MODE=token \(the cluster asks for a token\)"),

@@ -148,7 +148,7 @@ def test_devices_that_cannot_be_had_are_refused(monkeypatch):
     with pytest.raises(UserError, match="device.simulated=3 asks for that many CPU devices, but JAX already runs on 8"):
         select(DeviceConfig(simulated=3))
     for error, reason in (
-        (RuntimeError("no such thing\nand more"), "no such thing"),
+        (RuntimeError("no such thing\nand more"), "no such thing and more"),
         (AssertionError(), "JAX has no plugin for it"),
     ):
 
