@@ -207,7 +207,7 @@ def test_an_answer_has_no_blank_that_the_template_writes(monkeypatch):
     model: Any = SimpleNamespace(config=SimpleNamespace(max_positions=200), params=None, frozen=())
     for chat, text in ((True, "It is 4"), (False, "  It is 4")):
         form = generate.Asked(DatasetsData(), chat=chat)
-        generator = Generator(model, mistral, mesh, Compute(), SamplingConfig(8), 8, form)
+        generator = Generator(model, mistral, mesh, Compute(), SamplingConfig(8), 8, form, "the default")
         prompts = generator.encode([Example("How many?")])
         assert [one.text for one in generator.answer(prompts, jax.random.key(0))] == [text]
 

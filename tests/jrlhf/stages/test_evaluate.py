@@ -365,7 +365,7 @@ def test_what_ends_a_run_is_written_last(tmp_path, monkeypatch):
     run: Any = Run(tmp_path, writes=False)
     run.write = lambda name, text: events.append(f"{name}{' finished' * (b'finished' in text)}")
     context: Any = SimpleNamespace(config=config, run=run, console=Console(enabled=False), phases=Stopwatch())
-    monkeypatch.setattr(finalize, "grade_heldout", lambda *_: events.append("answers"))
+    monkeypatch.setattr(finalize, "evaluate", lambda *_: events.append("answers"))
     monkeypatch.setattr(finalize, "_export_all", lambda *_: events.append("model"))
     monkeypatch.setattr("jrlhf.report.write_report", lambda *_: events.append("report"))
     finalize.finish(context, finalize.Outcome(cast(Any, None)))
