@@ -493,12 +493,11 @@ def check_sources(config: Config, task: Task, actor: ModelConfig, mesh: Mesh) ->
 
 def _check_numbers(config: Config) -> None:
     """Refuses weights with NaN that only a later stage loads, before the first one trains."""
-    judges = [(f"{key}.model", part.model, "scalar") for key, _, part in config.rewards_and_costs]
-    roles = config.roles
-    readers = ("roles.critic", roles.critic, "scalar"), ("roles.reference", roles.reference, "lm")
-    for key, path, head in (*readers, *judges):
+    paths = {f"{key}.model": part.model for key, _, part in config.rewards_and_costs}
+    paths |= {"roles.critic": config.roles.critic, "roles.reference": config.roles.reference}
+    for key, path in paths.items():
         if path is not None:
-            check_weights(path, key, head=head, numbers=True)
+            check_weights(path, key, head="lm" if key == "roles.reference" else "scalar", numbers=True)
 
 
 def _check_reader(role: str, path: str, tokenizer: Tokenizer, *, head: HeadKind = "lm") -> None:
