@@ -162,10 +162,10 @@ def load_weights(
         return load_hf(locate(path, key, weights=True), mesh, **options)
 
 
-def check_weights(path: str, key: str, *, head: HeadKind = "lm") -> HFConfig:
-    """Checks that `load_weights` will find what it needs. Reads headers, no weights."""
+def check_weights(path: str, key: str, *, head: HeadKind = "lm", numbers: bool = False) -> HFConfig:
+    """Checks that `load_weights` will find what it needs. Reads headers and, only with `numbers`, the weights."""
     with user_errors(f"{key}={path}"):
-        return check_hf(locate(path, key, weights=True), head=head)
+        return check_hf(locate(path, key, weights=True), head=head, numbers=numbers)
 
 
 def actor_adapter(section: LoRASection, actor: ModelConfig, mesh: Mesh) -> tuple[LoRAConfig, Params | None]:

@@ -129,8 +129,11 @@ class Run(Closing):
     def discard(self) -> None:
         """Deletes the files of a new run, and the directories that were made for them."""
         with contextlib.suppress(OSError):  # another run may be in one of the directories by now
-            for entry in self.path.iterdir():
-                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            for entry in sorted(self.path.iterdir(), key=lambda entry: entry.name == _LOCK):  # it guards the others
+                if not entry.is_dir():
+                    entry.unlink()
+                elif not any(entry.rglob(_LOCK)):  # in which is no other run
+                    shutil.rmtree(entry)
             for folder in self._made:
                 folder.rmdir()
 
@@ -300,7 +303,7 @@ def _check_run(path: Path, resume: bool) -> None:
         if resume:
             remedy = beside(path, "start a new one, or check name= and run_dir=")
             raise UserError(f"there is no run in {path} to resume: {remedy}")
-        if any(name != _LOCK and not name.endswith(".tmp") for name in names):
+        if any(name != _LOCK and not (name.startswith(".") and name.endswith(".tmp")) for name in names):
             raise UserError(f"{path} exists and is not a run (it has no {CONFIG}): choose another name= or run_dir=")
 
 

@@ -126,6 +126,9 @@ def open_context(config: Config, *, resume: bool | Literal["auto"], accept_rewar
         for line in task.description.splitlines():
             console.line(line)
         words = check_sources(config, task, models["actor"], mesh) | _model_words(models, task.tokenizer)
+        if len(config.stages) > 1 and not resume:
+            with console.status("reading the weights that later stages need"):
+                from_main(partial(_check_numbers, config))
         if mirror is not None:
             mirror.begin()
         run = stack.enter_context(open_run(config, resume=resume, notes=[_devices_line(mesh, plan)], now=now))
@@ -486,6 +489,15 @@ def check_sources(config: Config, task: Task, actor: ModelConfig, mesh: Mesh) ->
         elif part.function is not None:
             words |= from_main(partial(_check_function, part, config.seed, kind, task))
     return words
+
+
+def _check_numbers(config: Config) -> None:
+    """Refuses weights with NaN that only a later stage loads, before the first one trains."""
+    paths = {f"{key}.model": part.model for key, _, part in config.rewards_and_costs}
+    paths |= {"roles.critic": config.roles.critic, "roles.reference": config.roles.reference}
+    for key, path in paths.items():
+        if path is not None:
+            check_weights(path, key, head="lm" if key == "roles.reference" else "scalar", numbers=True)
 
 
 def _check_reader(role: str, path: str, tokenizer: Tokenizer, *, head: HeadKind = "lm") -> None:

@@ -85,9 +85,17 @@ def load_hf(
         return config, nested(leaves.items()) | {"layers": _layers(source, shardings["layers"], mesh, dtype_of, report)}
 
 
-def check_hf(directory: str | os.PathLike[str], *, head: HeadKind = "lm") -> HFConfig:
-    """Checks config.json and the headers of the weights, as `load_hf` does before it reads the numbers."""
-    return _inspect(Path(directory), head, None, keep_head=True)[0]
+def check_hf(directory: str | os.PathLike[str], *, head: HeadKind = "lm", numbers: bool = False) -> HFConfig:
+    """Checks config.json and the headers of the weights, as `load_hf` does before it reads the numbers.
+
+    numbers: reads them, too, on the host, and refuses any that is not finite.
+    """
+    config, source = _inspect(Path(directory), head, None, keep_head=True)
+    for name, tensor in source.tensors.items() if numbers else ():
+        flat, step = tensor.view().reshape(-1), 2**24
+        if not all(np.isfinite(flat[start : start + step]).all() for start in range(0, len(flat), step)):
+            raise ValueError(f"{tensor.file} holds {name!r} with {NOT_FINITE}")
+    return config
 
 
 # ---- which tensors

@@ -144,8 +144,9 @@ def not_a_number(directory: Path) -> None:
     save_file(tensors, directory / WEIGHTS)
 
 
+@pytest.mark.parametrize("stages", [["ppo"], ["sft", "ppo"]])
 @pytest.mark.parametrize("role", ["actor", "critic", "reference", "reward"])
-def test_weights_that_are_not_finite_leave_nothing_behind(role, refused, tmp_path, user, settings, make_model):
+def test_weights_that_are_not_finite_leave_nothing_behind(role, stages, refused, tmp_path, user, settings, make_model):
     """Headers are in order, so only the run that reads the weights finds it; the same command may then run again."""
     model = tmp_path / "damaged"
     if role == "reward":
@@ -153,7 +154,7 @@ def test_weights_that_are_not_finite_leave_nothing_behind(role, refused, tmp_pat
     else:
         shutil.copytree(user / "actor", model)
     not_a_number(model)
-    first = ["sft"] if role == "actor" else ["ppo"]
+    first = ["sft"] if role == "actor" else stages
     sections = {"stages": first, "model": {"path": str(model if role == "actor" else user / "actor")}}
     if role in ("critic", "reference"):
         sections["roles"] = {role: str(model)}

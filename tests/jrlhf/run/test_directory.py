@@ -90,7 +90,11 @@ def test_what_a_new_run_leaves_if_it_never_began_is_what_was_there(make, tmp_pat
     own.mkdir()  # the user's, and empty
     with open_run(make()) as run:
         assert run.new
+        inner = open_run(make(f"run_dir={own}"))  # in a folder of the first one
         run.discard()
+        assert (inner.path / "config.yaml").exists() and not (own / "config.yaml").exists()
+        inner.discard()
+        inner.close()
     assert other.exists() and own.exists() and not list(own.iterdir())
     began = []
     with open_run(make()) as run:
@@ -235,13 +239,14 @@ def test_a_run_that_cannot_become_so_long_says_why(make):
 def test_a_directory_that_is_no_run_is_left_alone_and_one_that_a_crash_left_is_used(make, tmp_path):
     path = tmp_path / "runs" / "first"
     path.mkdir(parents=True)
-    (path / "thesis.tex").write_text("years of work")
-    before = contents(path)
-    assert refused(make()) == (
-        f"{path} exists and is not a run (it has no config.yaml): choose another name= or run_dir="
-    )
-    assert contents(path) == before
-    (path / "thesis.tex").unlink()
+    for name in ("thesis.tex", "thesis.tmp"):
+        (path / name).write_text("years of work")
+        before = contents(path)
+        assert refused(make()) == (
+            f"{path} exists and is not a run (it has no config.yaml): choose another name= or run_dir="
+        )
+        assert contents(path) == before
+        (path / name).unlink()
     (path / ".lock").touch()
     (path / ".config.yaml.123.tmp").write_text("name: fi")
     open_run(make()).close()
