@@ -99,6 +99,10 @@ def directory(draw: random.Random, folder: Path) -> None:
         extra: Any = [special(draw, text) for text in draw.sample(["<tool>", "<extra>", added[0]["content"]], 2)]
         key = draw.choice(["additional_special_tokens", "extra_special_tokens"])
         settings[key] = {"tool_token": "<tool>"} if key.startswith("extra") and draw.random() < 0.4 else extra
+    if draw.random() < 0.2:
+        settings["model_specific_special_tokens"] = {
+            draw.choice(["image_token", "tool_token"]): special(draw, "<tool>")
+        }
     for key, values in {
         "legacy": (True, False, None),
         "add_prefix_space": (True, False, None),
