@@ -87,6 +87,8 @@ class FunctionReward(Closing):
                 raise UserError(f"log={self._log} of {self._called} cannot be opened: {error}") from error
         try:
             self._on_workers(self._start, [slice(0)] * self.workers)
+            for index in sorted(self._free.get() for _ in range(self.workers)):  # whatever started first
+                self._free.put(index)
             if self._config.in_process:
                 self._write(f"{self.facts.describe()}\n".encode())
         except BaseException:
