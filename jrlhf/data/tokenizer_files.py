@@ -13,10 +13,11 @@ from jrlhf.data.tokenizer import Tokenizer, ask
 from jrlhf.data.tokenizer_classes import CLASSES, class_of, rebuild
 from jrlhf.errors import UserError, user_errors
 from jrlhf.models.hf.files import TEMPLATES, check_file, read_object
-from jrlhf.models.hf.values import refuse_others
+from jrlhf.models.hf.values import object_at, refuse_others
 
 SETTINGS = "tokenizer_config.json"
 _EXTRA = "extra_special_tokens", "additional_special_tokens"
+_OWN = "model_specific_special_tokens"  # where transformers 5 saves named tokens such as Gemma 3's image_token
 # The names that chat templates have for special tokens, in the order in which transformers adds them.
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -128,7 +129,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 NEUTRAL: Mapping[str, list[Any]] = {
     "auto_map": [None, {}],  # Python code
     "init_inputs": [None, []],
-    "model_specific_special_tokens": [None, {}],
     "split_special_tokens": [None, False],
     "fix_mistral_regex": [None, False],
     "fast_tokenizer_files": [None, [], ["tokenizer.json"]],
@@ -156,10 +156,10 @@ def _special_tokens(
     extra = next((settings[key] for key in _EXTRA if settings.get(key)), [])
     if not isinstance(extra, dict | list):
         raise ValueError(f"{' or '.join(_EXTRA)} {extra!r} must be a list of tokens, or an object of named ones")
+    saved = object_at(settings, _OWN)
     values = {key: settings.get(key, defaults.get(key)) for key in NAMED}
     own = (key for key in settings if key.endswith("_token") and isinstance(settings[key], str | dict))
-    values |= {key: settings[key] for key in own}
-    values |= extra if isinstance(extra, dict) else {}
+    values |= {key: settings[key] for key in own} | (extra if isinstance(extra, dict) else {}) | saved
     named = {key: _token(value, key) for key, value in values.items() if value is not None}
     return named, [] if isinstance(extra, dict) else [_token(value, "extra_special_tokens") for value in extra]
 

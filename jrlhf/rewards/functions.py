@@ -8,7 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Self
 
 import numpy as np
@@ -39,7 +41,7 @@ class RewardFailure(UserError):
 
 
 class FunctionReward(Closing):
-    """A function of text as a reward, run in its own processes. Use it in a `with` block, from one thread at a time.
+    """A function of text as a reward, run in its own processes. Use it in a `with` block, from any threads.
 
     docs/data-and-rewards.md tells how functions are called, what they may return, and what becomes of their failures.
 
@@ -68,10 +70,13 @@ class FunctionReward(Closing):
             self._starts = partial(InProcess, as_it_is(self._spec, self._called))
         else:
             self._shipped = shipped(self._spec, self._called)
-        self._workers = 1 if log is None else config.workers
+        self.workers = 1 if log is None else config.workers
         self._pool: dict[int, Worker | InProcess] = {}
+        self._free = SimpleQueue[int]()  # workers that no call uses
+        for index in range(self.workers):
+            self._free.put(index)
         self._log, self._log_file, self._logged, self._log_lock = log, None, 0, threading.Lock()
-        self._stopping = threading.Event()
+        self._calls = set[threading.Event]()  # of the calls at work; each is set to end its call
 
     def __enter__(self) -> Self:
         """Starts the workers and imports the function in each."""
@@ -81,7 +86,9 @@ class FunctionReward(Closing):
             except OSError as error:
                 raise UserError(f"log={self._log} of {self._called} cannot be opened: {error}") from error
         try:
-            self._on_workers(self._start)
+            self._on_workers(self._start, [slice(0)] * self.workers)
+            for index in sorted(self._free.get() for _ in range(self.workers)):  # whatever started first
+                self._free.put(index)
             if self._config.in_process:
                 self._write(f"{self.facts.describe()}\n".encode())
         except BaseException:
@@ -91,7 +98,8 @@ class FunctionReward(Closing):
 
     def close(self) -> None:
         """Ends the workers: idle ones run their exit handlers (2 s), others are killed. May be called again."""
-        self._stopping.set()  # for a call that is at work in another thread
+        for ended in tuple(self._calls):  # in other threads
+            ended.set()
         pool, self._pool = list(self._pool.values()), {}
         try:
             for worker in pool:
@@ -118,49 +126,62 @@ class FunctionReward(Closing):
         one_by_one = self.facts.style == "verl" and not self.facts.asynchronous
         borders = _borders(samples, whole_prompts=self.facts.style == "trl")
 
-        def work(index: int) -> None:
-            start, stop = (borders[(len(borders) - 1) * number // self._workers] for number in (index, index + 1))
-            size = 1 if one_by_one else max(stop - start, 1)
-            for row in range(start, stop, size):
+        cuts = [borders[(len(borders) - 1) * number // self.workers] for number in range(self.workers + 1)]
+
+        def work(index: int, rows: slice, ended: threading.Event) -> None:
+            size = 1 if one_by_one else rows.stop - rows.start
+            for row in range(rows.start, rows.stop, size):
                 chosen = samples[row : row + size]
                 request = self._request(chosen, step, first + row)
                 if self._pool[index].ended():  # in an earlier call, or since
                     self._pool[index].kill()
-                    self._start(index)
+                    self._start(index, rows, ended)
                 answer = self._pool[index].request(request, self._config.deadline)
-                if self._stopping.is_set():
+                if ended.is_set():
                     return
                 results[row : row + size] = self._checked_results(answer, chosen)
 
-        self._on_workers(work)
+        self._on_workers(work, [slice(*part) for part in pairwise(cuts) if part[0] < part[1]])
         return self._scored(samples, results)
 
-    def _on_workers(self, job: Callable[[int], None]) -> None:
-        """Runs `job` with each worker's index, in one thread per worker.
+    def _on_workers(self, job: Callable[[int, slice, threading.Event], None], parts: Sequence[slice]) -> None:
+        """Runs `job` with each part at the same time, on a worker that nothing else uses, given by its index.
 
-        After an error busy workers are killed; otherwise the next batch would get their answers.
+        After an error the busy workers of this call are killed; otherwise the next one would get their answers.
         """
-        self._stopping.clear()
-        with ThreadPoolExecutor(self._workers, thread_name_prefix=self._kind) as threads:
-            futures = {threads.submit(job, index): index for index in range(self._workers)}
+        ended, busy = threading.Event(), set[int]()
+
+        def run(part: slice) -> None:
+            index = self._free.get()
+            busy.add(index)
             try:
-                for future in as_completed(futures):
+                if not ended.is_set():
+                    job(index, part, ended)
+            finally:
+                busy.remove(index)
+                self._free.put(index)
+
+        self._calls.add(ended)
+        with ThreadPoolExecutor(self.workers, thread_name_prefix=self._kind) as threads:
+            try:
+                for future in as_completed([threads.submit(run, part) for part in parts]):
                     future.result()
             except BaseException:
-                self._stopping.set()  # set first, so that a worker that starts later sees it
-                for future, index in futures.items():
-                    if not future.done() and index in self._pool:
-                        self._pool[index].interrupt()
+                ended.set()  # set first, so that a worker that starts later sees it
+                for index in busy & self._pool.keys():
+                    self._pool[index].interrupt()
                 raise
+            finally:
+                self._calls.remove(ended)
 
-    def _start(self, index: int) -> None:
+    def _start(self, index: int, _: slice, ended: threading.Event) -> None:
         # Strings hash alike in every worker and every run, and JAX in a function never takes an accelerator.
         environment = {"PYTHONHASHSEED": str(self._seed % 2**32), **os.environ, "JAX_PLATFORMS": "cpu"}
         what: dict[str, Any] = {"spec": self._spec, "shipped": self._shipped, "options": self._config.options}
         what |= {"deadline": self._config.deadline, "start_deadline": START_SECONDS}
         request = self._pickle(what, "its options")
         worker = self._pool[index] = self._starts("jrlhf.rewards.worker", environment, self._write)
-        if self._stopping.is_set():
+        if ended.is_set():
             worker.interrupt()
         answer = worker.request(request, START_SECONDS)
         if "failure" in answer:

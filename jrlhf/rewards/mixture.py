@@ -38,12 +38,16 @@ TRAINED = "reward_model"  # the name of the reward model that the run itself tra
 
 @dataclass(frozen=True)
 class TextPart:
-    """A reward that reads text: (samples, step) -> scores. A function also takes `first` (`FunctionReward.score`)."""
+    """A reward that reads text: (samples, step) -> scores. A function also takes `first` (`FunctionReward.score`).
+
+    calls: the number of calls of a function that may run at the same time.
+    """
 
     weight: float
     score: Callable[..., Scored]
     identity: str  # identifies the model's weights or the function's code
     model: TextReward | None = None  # a model on the mesh; None: a function in its own processes
+    calls: int = 1
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ Tiles = Pending[list[dict[str, Begun]]]  # by name, for each tile of rows: model
 class Rewards:
     """The role that scores rollouts: the weighted sum of a run's rewards, or of its costs. One thread makes all calls.
 
-    Functions run in another thread while the devices compute; models that read text run afterwards, or on each tile of
+    Functions run in other threads while the devices compute; models that read text run afterwards, or on each tile of
     an open rollout. `start` begins an iteration; at its end `moments`, `raw` and `metrics()` are its results.
 
     placement: where its calls run, and where its models are stored.
@@ -109,7 +113,8 @@ class Rewards:
         fixed = {"samples": self._group, "counts": counts}
         self._combine = jax.jit(partial(combine, shape, kind, weights, on_failure, **fixed))
         self._metrics: Metrics = {}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
+        calls = max((part.calls for part in text_parts.values()), default=1)
+        self._threads = ThreadPoolExecutor(calls, thread_name_prefix="rewards")
 
     @property
     def identities(self) -> dict[str, str]:
@@ -124,8 +129,8 @@ class Rewards:
             self.trained = stored
 
     def close(self) -> None:
-        """Waits for the call that is at work, and drops those that wait for it; then functions' processes may end."""
-        self._thread.shutdown(cancel_futures=True)
+        """Waits for the calls at work, and drops those that wait for them; then functions' processes may end."""
+        self._threads.shutdown(cancel_futures=True)
 
     def start(self, moments: RunningMoments) -> None:
         """Begins an iteration: forgets the scores and metrics of the one before."""
@@ -171,7 +176,7 @@ class Rewards:
         first: the number of samples of this step that were scored before.
         """
         ask = partial(self._ask, samples, step, on_device=False, first=first)
-        scored = _from_main(lambda: self._thread.submit(ask).result())
+        scored = _from_main(lambda: self._threads.submit(ask).result())
         return self._summed(samples, scored | self._ask(samples, step, on_device=True))
 
     def samples(self, examples: Sequence[Example], texts: Sequence[str], responses: Sequence[Response]) -> list[Sample]:
@@ -191,7 +196,7 @@ class Rewards:
         step: number of the batch. first: index in the batch of the first of these rows.
         """
         samples = self.samples(examples, texts, responses)
-        return self._thread.submit(partial(self._ask_functions, samples, step, first=first))
+        return self._threads.submit(partial(self._ask_functions, samples, step, first=first))
 
     def join(self, answers: Sequence[Answers]) -> Answers:
         """Joins the answers about parts of a batch to the answers about the whole batch."""
@@ -202,7 +207,7 @@ class Rewards:
             lengths = [len(sample.response.ids) for sample in samples]
             return samples, {name: joined([scored[name] for _, scored in parts], lengths) for name in parts[0][1]}
 
-        return self._thread.submit(join)
+        return self._threads.submit(join)
 
     def _begin(self, method: str, rollout: Rollout | OpenRollout, prompts: Batch) -> Pending:
         mesh = self.placement[method].mesh
@@ -229,19 +234,19 @@ class Rewards:
     def _begin_texts(self, rollout: Rollout | OpenRollout, batch: Batch) -> tuple[Answers, Tiles | None]:
         """Passes a rollout to the functions or, while it is drawn, each tile of rows to functions and models."""
         if isinstance(rollout, OpenRollout):
-            parts = rollout.each(lambda rows, tile: self._thread.submit(self._read, batch, rows, tile))
+            parts = rollout.each(lambda rows, tile: self._threads.submit(self._read, batch, rows, tile))
             devices = self.placement["score"].mesh.devices.flat
             models = rollout.each(partial(self._begin_models, batch), devices=devices) if self._models else None
             return Pending(lambda: self.join(parts.result()).result()), models
-        # Gathered here and not in the thread: all devices must get their programs in the same order.
-        return self._thread.submit(self._read, batch, slice(0, None), gathered(rollout)), None
+        # Gathered here and not in a thread: all devices must get their programs in the same order.
+        return self._threads.submit(self._read, batch, slice(0, None), gathered(rollout)), None
 
     def _begin_models(self, batch: Batch, rows: slice, tile: Rollout) -> dict[str, Begun]:
         samples = self._samples(batch, rows, tile)
         return {name: self.clock.run("reward", model.begin, samples) for name, model in self._models.items()}
 
     def _read(self, batch: Batch, rows: slice, drawn: Rollout) -> Asked:
-        """Waits for rows of a batch; returns them as text, and the functions' scores. Runs in the thread."""
+        """Waits for rows of a batch; returns them as text, and the functions' scores. Runs in a thread."""
         return self._ask_functions(self._samples(batch, rows, jax.device_get(drawn)), batch.step, first=rows.start)
 
     def _samples(self, batch: Batch, rows: slice, drawn: Rollout) -> list[Sample]:

@@ -35,11 +35,11 @@ _EXACT = re.compile(rf"(?:{_WORDS}|\ )*+{_NUMBER}(?:{_UNIT})*+\ ?", re.VERBOSE |
 
 # What makes a number in a text a part of an expression.
 _BEFORE = re.compile(
-    r"(?:[\w.^_{\\√±]|\\pm\ ?|[\w)}\]]\ ?[+*/×·÷]\ ?|[^\W\d]-|[)}\]]-|[\w)}\]]\ -\ |[0-9]:)\Z", re.VERBOSE
+    r"(?:[\w.^_{\\√±]|\\pm\ ?|[\w)}\]]\ ?[+*/×·÷]\ ?|[\w)}\]]-|[0-9],|[\w)}\]]\ -\ |[0-9]:)\Z", re.VERBOSE
 )
 _AFTER = re.compile(
-    rf"""[)}}\]]*\ ?\^|[_{{(][\w{{(]|[.:][0-9]|,\ ?[-+]?[.0-9]|\ -\ ?[0-9]|[^\W\d_](?![^\W\d_])|\ ?{_SCALES}
-    |\ ?[+/×·÷]\ ?[\w(\\]|\ ?\*\ ?[0-9(\\]|\ ?\\(?!end|right|Right|implies)[A-Za-z]""",
+    rf"""[)}}\]]*\ ?\^|[_{{(][\w{{(]|[.:][0-9]|,\ ?[-+]?[.0-9]|\ ?-\ ?[0-9]|[^\W\d_](?![^\W\d_])|\ ?{_SCALES}
+    |\ ?[+×·÷]\ ?[\w(\\]|\ ?/\ ?(?!{_LONG})[\w(\\]|\ ?\*\ ?[0-9(\\]|\ ?\\(?!end|right|Right|implies)[A-Za-z]""",
     re.VERBOSE | re.IGNORECASE,
 )
 

@@ -68,7 +68,8 @@ def open_rewards(
             else:
                 log, steps = folder / f"{kind}-{reward.name}.log", config.rl.iterations
                 function = FunctionReward(reward, config.seed, log, kind=kind, steps=steps, epochs=epochs)
-                texts[reward.name] = TextPart(reward.weight, function.score, from_main(partial(start, function)))
+                identity = from_main(partial(start, function))
+                texts[reward.name] = TextPart(reward.weight, function.score, identity, calls=function.workers)
                 if not reward.in_process:
                     interruptible.append(function)
         rewards = Rewards(

@@ -99,6 +99,10 @@ def directory(draw: random.Random, folder: Path) -> None:
         extra: Any = [special(draw, text) for text in draw.sample(["<tool>", "<extra>", added[0]["content"]], 2)]
         key = draw.choice(["additional_special_tokens", "extra_special_tokens"])
         settings[key] = {"tool_token": "<tool>"} if key.startswith("extra") and draw.random() < 0.4 else extra
+    if draw.random() < 0.2:
+        settings["model_specific_special_tokens"] = {
+            draw.choice(["image_token", "tool_token"]): special(draw, "<tool>")
+        }
     for key, values in {
         "legacy": (True, False, None),
         "add_prefix_space": (True, False, None),
@@ -202,6 +206,12 @@ def compare(seeds: range, folder: Path) -> Counter[str]:
             seen[f"refused there: {type(error).__name__}"] += 1
             continue
         differences(draw, ours, theirs, seen)
+        if seed % 4 == 0:  # a directory that transformers writes is read again
+            theirs.save_pretrained(saved := path / "saved")
+            if (config := path / "config.json").exists():
+                shutil.copy(config, saved)
+            differences(draw, load_tokenizer(saved), transformers.AutoTokenizer.from_pretrained(saved), seen)
+            seen["saved"] += 1
         seen[type(theirs).__name__] += 1
         shutil.rmtree(path)
     return seen
@@ -209,7 +219,7 @@ def compare(seeds: range, folder: Path) -> Counter[str]:
 
 def test_drawn_directories_have_the_ids_of_transformers_or_are_refused_by_name(tmp_path: Path):
     seen = compare(range(60), tmp_path)
-    assert seen["conversations"] > 100 and seen["refused"] < 40, seen
+    assert seen["conversations"] > 100 and seen["refused"] < 40 and seen["saved"] > 5, seen
 
 
 @pytest.mark.full

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -84,6 +85,23 @@ def test_a_call_has_all_responses_to_a_prompt(start):
     scored = start(source, workers=2).score(samples[:4])
     np.testing.assert_array_equal(scored.scores, order[:4])
     assert len(set(scored.extras["process"])) == 2
+
+
+def test_calls_of_two_threads_run_on_two_workers(start, tmp_path):
+    source = f"""
+    import pathlib, time
+    def f(prompts, completions):
+        folder = pathlib.Path({str(tmp_path)!r})
+        (folder / prompts[0]).touch()
+        while len(list(folder.glob("prompt*"))) < 2:  # until the other one is called
+            time.sleep(0.01)
+        return [len(prompts)] * len(prompts)
+    """
+    reward = start(source, workers=2)
+    groups = [[make_sample(group)] * 3 for group in (0, 1)]
+    with ThreadPoolExecutor(2) as threads:
+        scores = [scored.scores.tolist() for scored in threads.map(reward.score, groups)]
+    assert scores == [[3, 3, 3]] * 2
 
 
 MARKED = [Response((1, 2), "so 4", True, "<think>so</think> 4"), Response((3,), "4", True)]

@@ -123,6 +123,19 @@ def test_the_end_waits_for_the_call_at_work_alone():
     assert steps == [0] and [answer.cancelled() for answer in ahead] == [False, True, True]
 
 
+def test_groups_that_wait_are_scored_at_the_same_time_and_joined_in_their_order():
+    def function(samples: Sequence[Sample], step: int, first: int = 0) -> Scored:
+        together.wait(10)  # fails alone
+        return Scored(np.full(len(samples), float(first)))
+
+    together = threading.Barrier(2)
+    rewards = Calls(function=TextPart(1.0, function, "function", calls=2)).rewards
+    row = BATCH.examples[:1], BATCH.texts[:1], [Response((5,), "x", True)]
+    ahead = [rewards.ask_ahead(*row, 0, first) for first in range(4)]
+    assert rewards.join(ahead).result()[1]["function"].scores.tolist() == [0, 1, 2, 3]
+    rewards.close()
+
+
 def test_an_interrupted_run_does_not_wait_for_the_rows_of_a_call_at_work(tmp_path):
     (tmp_path / "slow.py").write_text("import time\ndef f(solution_str):\n    print('asked')\n    time.sleep(10)\n")
     section = {"name": "slow", "function": f"{tmp_path}/slow.py:f", "workers": 1}

@@ -70,6 +70,13 @@ def test_what_is_no_number_is_never_half_right():
             assert read_number(f"#### {text}", "auto") is None, text
 
 
+def test_parts_of_expressions_in_a_text_are_no_answers():
+    parts = {"5-3": None, "5 - 3": None, "1,50": None, "3:2": None, "2020-05-06": None, "5/3x": None, "1/2/3": None}
+    answers = {"10-4=6": 6, "$5/hour": 5, "5 / day": 5, "is -5": -5, "(5)": 5, "x = 1,500": 1500}
+    for text, value in {**parts, **answers}.items():
+        assert read_number(text, "auto") == read_number(f"So {text}.", "last") == value, text
+
+
 def test_long_answers_take_no_long_time():
     for end in (
         "!",

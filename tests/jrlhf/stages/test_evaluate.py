@@ -59,7 +59,7 @@ def sum_of(**parts: tuple[float, Any]) -> Rewards:
     rewards = object.__new__(Rewards)
     rewards.token_parts = {}
     rewards.text_parts = {name: TextPart(weight, score, name) for name, (weight, score) in parts.items()}
-    rewards._thread = ThreadPoolExecutor(1)
+    rewards._threads = ThreadPoolExecutor(1)
     return rewards
 
 
