@@ -44,8 +44,6 @@ def resolve(spec: str, called: str) -> str:
     if not module or not all(part.isidentifier() for part in function.split(".")):
         raise UserError(f"{called}: {spec!r} must be package.module:function or path/file.py:function")
     if module.endswith(".py"):
-        from jrlhf.config.places import expanded  # not in a worker: it would import jax
-
         path = expanded(module, called).resolve()
         if not path.is_file():
             raise UserError(f"{called}: there is no file {path}: {beside(path, 'name one that exists')}")
