@@ -281,7 +281,7 @@ from jrlhf.data.types import Example, Response
 from jrlhf.rewards.types import Sample
 activities = ["deaf", "program", "lock"]
 config = RewardConfig(function=sys.argv[1], workers=4, deadline=3.0, on_failure=0.0)
-with FunctionReward(config, log=Path(os.devnull)) as reward:  # the first worker gets no sample
+with FunctionReward(config, log=Path(os.devnull)) as reward:  # the last worker gets no sample
     print(*[worker.pid for _, worker in sorted(reward._pool.items())], flush=True)
     reward.score([Sample(Example("p"), "p", Response((1,), name, True)) for name in activities])
 """
@@ -306,7 +306,8 @@ def test_workers_and_their_programs_end_when_their_parent_is_killed(tmp_path):
     command = [sys.executable, "-c", PARENT, f"{tmp_path / 'function.py'}:f"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as parent:
         assert parent.stdout is not None
-        *workers, locked = map(int, parent.stdout.readline().split())
+        deaf, program, locked, idle = map(int, parent.stdout.readline().split())
+        workers = [deaf, program, idle]
         assert eventually(lambda: len(list(tmp_path.iterdir())) == 4, 2.5) and all(map(alive, [*workers, locked]))
         parent.kill()
     assert all(gone(pid, 2.0) for pid in [*workers, int((tmp_path / "program").read_text())])
