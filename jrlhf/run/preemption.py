@@ -88,9 +88,8 @@ class PreemptionGuard:
         heeded = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
         for number in (signal.SIGTERM, *heeded):
             self._previous[number] = signal.signal(number, self._request)
-        if (
-            jax.default_backend() == "cpu" and jax.process_count() == 1
-        ):  # the work of other devices takes no time of this machine's processors
+        # The work of other devices takes no time of this machine's processors.
+        if jax.default_backend() == "cpu" and jax.process_count() == 1:
             self._signals, signals = os.pipe()
             os.set_blocking(signals, False)
             self._wakeup = signals, signal.set_wakeup_fd(signals, warn_on_full_buffer=False)
