@@ -117,7 +117,8 @@ def shortfall(
     sure = allowed if whole else jnp.where(allowed > least + rounding, allowed, -jnp.inf)
     noise = gumbel(keys, logits.shape[-1]) if config.temperature > 0 else jnp.zeros_like(logits)
     own, score = (jnp.take_along_axis(x, drawn[:, None], axis=-1)[:, 0] for x in (possible, possible + noise))
-    return jnp.maximum(jnp.max(sure + noise, axis=-1) - score, least[:, 0] - own)
+    best = jnp.max(sure + noise, axis=-1)  # -inf if there is no other token than the last one that stays
+    return jnp.maximum(jnp.where(jnp.isneginf(best), best, best - score), least[:, 0] - own)
 
 
 def _possible(

@@ -194,4 +194,4 @@ def test_a_drawn_token_falls_short_of_nothing_and_another_one_of_much(settings):
     assert np.isinf(short(jnp.full_like(drawn, 49))).all()
     assert np.isinf(short(jnp.full_like(drawn, 3))[1::2]).all()
     if config.temperature > 0:
-        assert (short(drawn, keys=keys[::-1]) > 0.06).mean() > 0.4
+        assert (short(drawn, keys=keys[::-1]) > 0.06).mean() > 0.3
