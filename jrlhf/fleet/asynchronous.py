@@ -256,6 +256,7 @@ def _recompute(
         actor.architecture.config,
         actor.placement["generate"].mesh,
         replace(actor.compute.forward(actor.architecture), temperature=sampling.temperature),
+        sampling=sampling,
         workers=max(len(lane.rooms) for lane in lanes),
         length=config.data.max_prompt + sampling.max_new_tokens,
         keeps=options.on_new_weights == "keep_cache",

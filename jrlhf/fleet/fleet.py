@@ -534,7 +534,8 @@ class Fleet:
             group = self._groups[number]
             drawn = group.rows
             drawn.versions[sample, row.start : row.end] = lane.version
-            self._drew.add((group.worker, lane.version))
+            if row.end > row.start:
+                self._drew.add((group.worker, lane.version))
             if row.response is not None:
                 own = sample, slice(row.end)
                 drawn.tokens[own], drawn.logprobs[own], drawn.finished[sample] = row.response

@@ -15,15 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from jrlhf.errors import RunFailure
 from jrlhf.meshes import GENERATE, to_devices, to_host
-from jrlhf.models import ForwardOptions, ModelConfig
+from jrlhf.models import ForwardOptions, ModelConfig, SamplingConfig
 from jrlhf.models.collectives import TENSOR
 from jrlhf.models.generation.chunks import ToHosts
 from jrlhf.models.generation.continuous import Weights
-from jrlhf.models.generation.mixture import CACHES, make_mixture
+from jrlhf.models.generation.mixture import CACHES, Redraws, make_mixture
 
 ROWS = 2  # rows compared per logical worker and version: if possible one that continues from older weights, and another
 ROUNDING = 2.0  # threshold, term 1: times the distance of the scoring pass from the exact pass on the same tokens
@@ -31,6 +31,7 @@ SPREAD = 6.0  # term 2: standard deviations of the rounding, because two program
 LEAST = 2e-4  # term 3: nats per token, in any dtype
 FEW = 64  # minimum tokens of a worker for a verdict: with fewer, rounding of one token may reach the threshold
 ENOUGH = 256  # tokens of all workers that are needed to estimate the spread of rounding
+REDRAWN = 16  # tokens of a row and version that are drawn again
 NONE = -1  # marks a place without a tracked row
 
 
@@ -44,6 +45,7 @@ class Row(NamedTuple):
     logprobs: Float[np.ndarray, "n"]
     versions: Int[np.ndarray, "n"]
     goes_on: bool
+    key: np.ndarray  # data of its PRNG key
 
     @property
     def length(self) -> int:
@@ -89,7 +91,8 @@ class Recompute:
     because rounding grows with the peakedness of a distribution, and its spread over all tokens so far.
 
     workers: maximum number of workers in one comparison, with consecutive numbers.
-    options: of the scoring passes, with the temperature of rollouts. length: maximum of prompt and response together.
+    options: of the scoring passes, with the temperature of rollouts. sampling: of rollouts.
+    length: maximum of prompt and response together.
     keeps: whether rows continue with the keys and values of older weights.
     compares: False if a run compares nothing. Its states then have no tracked rows.
     warn: called with a sentence at the first alarm of each worker, and the run goes on; None: an alarm ends the run.
@@ -102,6 +105,7 @@ class Recompute:
         mesh: Mesh,
         options: ForwardOptions,
         *,
+        sampling: SamplingConfig,
         workers: int,
         length: int,
         keeps: bool,
@@ -113,21 +117,23 @@ class Recompute:
         self.compares = compares
         self._read, self._dtype, groups = read, options.dtype, mesh.size // mesh.shape[TENSOR]
         self.places = math.ceil(ROWS * workers / groups) * groups
-        scored = make_mixture(config, mesh, options)
+        self._stops = sampling.stop_ids
         # Neither cuDNN nor splash computes in float32.
         exact = replace(options, dtype=jnp.float32, attention="xla", implementation=None)
-        exactly = make_mixture(config, mesh, exact, by_head=True)  # XLA stores [T, T] scores
         same = options.dtype == jnp.float32 and mesh.devices.flat[0].platform == "cpu"  # no TF32 there
         self._enough, self._epsilon = 0 if same else ENOUGH, float(jnp.finfo(options.dtype).eps)
 
+        scored = make_mixture(config, mesh, options, sampling=sampling if same else None)
+        exactly = make_mixture(config, mesh, exact, by_head=True, sampling=sampling)  # XLA stores [T, T] scores
+
         @jax.jit
-        def both(weights: Weights, tokens: Any, since: Any, caches: Any) -> Any:
-            logprobs, now = scored(*weights, tokens, since, caches)
+        def both(weights: Weights, tokens: Any, since: Any, caches: Any, redraws: Redraws) -> Any:
+            logprobs, now, short = scored(*weights, tokens, since, caches, redraws if same else None)
             if same:
-                return logprobs, logprobs, now
+                return logprobs, logprobs, short, now
             with jax.default_matmul_precision("highest"):
-                exact, _ = exactly(*weights, tokens, since, caches)
-            return logprobs, exact, now
+                exact, _, short = exactly(*weights, tokens, since, caches, redraws)
+            return logprobs, exact, short, now
 
         self._both = both
         self._warn = warn
@@ -168,14 +174,18 @@ class Recompute:
         for place, row in chosen.items():
             tokens[place, : row.length] = np.concatenate([row.prompt, row.tokens])
             starts[place] = since[place] if row.number == going[place] else 0
-        on_mesh = to_devices((tokens, starts), NamedSharding(self._mesh, GENERATE.batch_spec()))
-        *passes, caches = self._both(weights, *on_mesh, tracked.caches)
-        scored, exact = self._read(passes)
+        by_row, whole = (NamedSharding(self._mesh, spec) for spec in (GENERATE.batch_spec(), P()))
+        host, most = self._redraws(version, chosen), np.float32(self._most(Compared(FEW)))
+        *on_mesh, keys, lengths, at = to_devices((tokens, starts, *host), by_row)
+        redraws = Redraws(keys, lengths, at, to_devices(most, whole))
+        *passes, caches = self._both(weights, *on_mesh, tracked.caches, redraws)
+        scored, exact, short = self._read(passes)
         by_worker = dict[int, Compared]()
         for place, row in chosen.items():
             distances = self._distances(version, row, scored[place], exact[place])
             by_worker[row.worker] = by_worker.get(row.worker, Compared()) + distances
         self._judge(by_worker)
+        self._judge_draws(version, chosen, (short > most) & (host[2] > 0))
         return sum(by_worker.values(), Compared()), self._going_on(chosen, caches)
 
     def _distances(
@@ -189,6 +199,33 @@ class Recompute:
         self._finite(version, row.worker, recorded, rounding)
         sums = float(recorded.sum()), float(rounding.sum()), float((rounding**2).sum())
         return Compared(len(drawn), *sums, (version,))
+
+    def _redraws(self, version: int, chosen: Mapping[int, Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns the first fields of `Redraws`: up to `REDRAWN` tokens that a version drew in each row; 0 if none."""
+        blank: Any = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+        keys = np.zeros((self.places, *blank.shape), blank.dtype)
+        lengths, at = np.zeros(self.places, np.int32), np.zeros((self.places, REDRAWN), np.int32)
+        for place, row in chosen.items():
+            keys[place], lengths[place] = row.key, len(row.prompt)
+            drawn = len(row.prompt) + np.flatnonzero(row.versions == version)
+            some = np.random.default_rng((version, row.number)).permutation(drawn)[:REDRAWN]
+            at[place, : len(some)] = some
+        return keys, lengths, at
+
+    def _judge_draws(self, version: int, chosen: Mapping[int, Row], others: Bool[np.ndarray, "places K"]) -> None:
+        """Raises an alarm for each row whose tokens are not those that its key and the settings of sampling draw.
+
+        others: whether a token that was drawn again is another one, beyond rounding.
+        """
+        for place, row in chosen.items():
+            stopped, wrong = np.isin(row.tokens[:-1], self._stops).any(), others[place].sum()
+            if stopped or wrong:
+                reason = "goes on after a stop token" if stopped else f"has {wrong} tokens that are others, drawn again"
+                self.refuse(
+                    f"logical worker {row.worker} does not draw as the weights of version {version} and the settings "
+                    f"of sampling do: row {row.number} {reason}",
+                    row.worker,
+                )
 
     def _judge(self, by_worker: Mapping[int, Compared]) -> None:
         """Adds new distances to those so far, and raises an alarm for each worker that is too far off."""

@@ -155,7 +155,7 @@ def rows_of(groups: Mapping[int, Group], workers: Container[int], running: Drawn
             row, own = number * samples + sample, slice(drawn.lengths[sample])
             tokens, logprobs = running.get(row, (drawn.tokens[sample, own], drawn.logprobs[sample, own]))
             versions, ids = drawn.versions[sample, : len(tokens)], prompt.tokens[: prompt.length]
-            rows.append(Row(row, group.worker, ids, tokens, logprobs, versions, row in running))
+            rows.append(Row(row, group.worker, ids, tokens, logprobs, versions, row in running, prompt.keys[sample]))
     return rows
 
 

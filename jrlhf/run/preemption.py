@@ -5,7 +5,9 @@ run at once: what was done since the last checkpoint is lost, such as responses 
 run outside of the main thread, where Python delivers no signals, ignores them.
 
 An iteration that hangs would never finish, and Python runs no handler while the main thread waits for a device. So on
-CPUs a thread, which C code wakes at a signal, ends a run whose processes have stopped computing.
+CPUs a thread, which C code wakes at a signal, ends a run that has stopped computing and whose main thread answers no
+signal. One that waits in Python, as for a judge on another machine, a file or a worker, answers and goes on. A run of
+several processes is not watched: a process may wait for another one that computes.
 """
 
 import os
@@ -61,6 +63,7 @@ class PreemptionGuard:
         self._still, self._left = still, threading.Event()
         self.requested = False
         self._iterating = False
+        self._asked, self._answered = False, False  # whether the main thread still runs handlers; see `_answers`
         self._number = 0  # number of the last signal
         self._previous = {}
         self._wakeup: tuple[int, int] | None = None  # the pipe to which C code writes signals, and the one before
@@ -85,7 +88,8 @@ class PreemptionGuard:
         heeded = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
         for number in (signal.SIGTERM, *heeded):
             self._previous[number] = signal.signal(number, self._request)
-        if jax.default_backend() == "cpu":  # the work of other devices takes no time of this machine's processors
+        # The work of other devices takes no time of this machine's processors.
+        if jax.default_backend() == "cpu" and jax.process_count() == 1:
             self._signals, signals = os.pipe()
             os.set_blocking(signals, False)
             self._wakeup = signals, signal.set_wakeup_fd(signals, warn_on_full_buffer=False)
@@ -98,7 +102,9 @@ class PreemptionGuard:
             heeded = iter(lambda: signals.read(1), b"")
             if not any(number[0] in self._previous for number in heeded):
                 return  # the guard was left
-            if wait_until_still(self._still, self._left.wait, lambda: cpu_seconds(os.getpid())):
+            while wait_until_still(self._still, self._left.wait, lambda: cpu_seconds(os.getpid())):
+                if self._answers():
+                    continue
                 text = (
                     f"error: the run was asked to stop but computed nothing for {self._still:g} seconds, so it is "
                     "ended: what was done since the last checkpoint is lost; go on with --resume\n"
@@ -106,6 +112,16 @@ class PreemptionGuard:
                 with suppress(OSError):
                     os.write(2, text.encode())
                 os._exit(PREEMPTED)
+
+    def _answers(self) -> bool:
+        """Returns whether the main thread runs a handler within seconds, as it does where it waits in Python."""
+        self._asked, self._answered = True, False
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        for _ in range(50):
+            if self._answered or self._left.wait(0.1):
+                break
+        self._asked = False
+        return self._answered or self._left.is_set()
 
     def __exit__(self, kind, error, trace):
         self._left.set()
@@ -119,6 +135,9 @@ class PreemptionGuard:
             error.by_hand = self._number == signal.SIGINT
 
     def _request(self, number, frame) -> None:
+        if self._asked and number == signal.SIGTERM:
+            self._answered = True
+            return
         if number == signal.SIGINT and (self.requested or not self._iterating):
             raise KeyboardInterrupt
         self.requested, self._number = True, number

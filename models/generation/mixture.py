@@ -5,7 +5,7 @@ It runs forward passes over whole rows, as scoring does, and shares no program w
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jrlhf.models.attention import attention, layer_rotations, of_layer
 from jrlhf.models.collectives import TENSOR
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.forward import ForwardOptions, ShardedForward
+from jrlhf.models.generation.sampling import SamplingConfig, shortfall
 from jrlhf.models.lora import lora_shardings, with_adapter
 from jrlhf.models.modules import NO_ADAPTERS, Block, Norm, dequantised
 from jrlhf.models.params import Params, layer_axes, spec_tree
@@ -29,10 +30,24 @@ CACHES = P(GENERATE.batch, None, TENSOR)  # rows are divided over the groups, he
 Caches = Sequence[tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]]  # each layer's rotated keys, and values
 
 
+class Redraws(NamedTuple):
+    """Tokens to draw again, K of each row: with fold_in(its key, position), as decoding does."""
+
+    keys: Any  # [B, ...]: data of the rows' PRNG keys
+    prompt_lengths: Any  # [B]
+    at: Any  # [B, K]: positions
+    rounding: Any  # of scores, in nats
+
+
 def make_mixture(
-    config: ModelConfig, mesh: Mesh, options: ForwardOptions, *, by_head: bool = False
-) -> Callable[..., tuple[Float[Array, "B T"], Caches | None]]:
-    """Builds f(weights, adapter, tokens [B, T], since [B], caches) -> (logprobs [B, T], caches).
+    config: ModelConfig,
+    mesh: Mesh,
+    options: ForwardOptions,
+    *,
+    by_head: bool = False,
+    sampling: SamplingConfig | None = None,
+) -> Callable[..., tuple[Float[Array, "B T"], Caches | None, Float[Array, "B K"] | None]]:
+    """Builds f(weights, adapter, tokens [B, T], since [B], caches, redraws) -> (logprobs [B, T], caches, shortfalls).
 
     logprobs[:, t] = log pi(tokens[:, t] | tokens[:, :t]). Positions from `since` on are computed with these weights;
     keys and values of earlier positions come from `caches`. Only results with t > since are meaningful, because other
@@ -42,6 +57,7 @@ def make_mixture(
     caches: keys and values of the positions before `since`; other positions are not read. The returned caches have
         those of all positions, for the next version. None if all `since` are 0.
     by_head: computes attention for one row and key-value head at a time, so only one set of scores is in memory.
+    sampling: how the tokens were drawn. Without it, `redraws` and the shortfalls (see `shortfall`) are None.
     """
     forward, lora = ShardedForward(config, mesh, GENERATE, "lm", options), options.lora
     rows, adapted = GENERATE.batch_spec(), {}
@@ -49,8 +65,8 @@ def make_mixture(
         adapted = spec_tree(lora_shardings(config, mesh, lora))
 
     def on_device(
-        params: Params, adapter: Params, tokens: Int[Array, "b T"], since: Int[Array, "b"], caches: Caches | None
-    ) -> tuple[Float[Array, "b T"], Caches | None]:
+        params: Params, adapter: Params, tokens: Int[Array, "b T"], since: Int[Array, "b"], caches: Any, redraws: Any
+    ) -> Any:
         if lora is not None:
             params = with_adapter(params, adapter, lora, options.dtype)
         positions = jnp.arange(tokens.shape[1])[None, :]
@@ -72,15 +88,50 @@ def make_mixture(
         hidden = Norm(config, params["final_norm"])(x)
         hidden, unembedding, targets = forward.predictions(params, hidden, tokens, None)
         logprobs, _ = token_logprobs(hidden, unembedding, targets, **forward.logits)
-        return forward.by_row(logprobs, tokens, None), None if caches is None else now
+        short = None
+        if sampling is not None:
+            # Its collectives wait for those of the log-probabilities, none of which is above 0.
+            hidden += (jnp.max(logprobs) > 1).astype(hidden.dtype)
+            short = _shortfalls(config, sampling, hidden, unembedding, tokens, redraws)
+        return forward.by_row(logprobs, tokens, None), None if caches is None else now, short
 
-    def call(params: Params, adapter: Params, tokens: Array, since: Array, caches: Caches | None) -> Any:
+    def call(
+        params: Params, adapter: Params, tokens: Array, since: Array, caches: Caches | None, redraws: Any = None
+    ) -> Any:
         params, stored = forward.stored(params)
-        specs = stored, adapted, rows, rows, CACHES
-        mapped = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=(rows, CACHES))
-        return mapped(params, adapter, tokens, since, caches)
+        specs = stored, adapted, rows, rows, CACHES, None if redraws is None else Redraws(rows, rows, rows, P())
+        mapped = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=(rows, CACHES, rows))
+        return mapped(params, adapter, tokens, since, caches, redraws)
 
     return call
+
+
+def _shortfalls(
+    config: ModelConfig,
+    sampling: SamplingConfig,
+    hidden: Float[Array, "n D"],
+    unembedding: Float[Array, "v D"],
+    tokens: Int[Array, "b T"],
+    redraws: "Redraws",
+) -> Float[Array, "b K"]:
+    """The `shortfall` of the tokens at some positions. hidden: of the n = b (T - 1) predicted tokens."""
+    own, places = jnp.arange(tokens.shape[0])[:, None], redraws.at.shape
+    hidden = hidden.reshape(tokens.shape[0], -1, hidden.shape[-1])[own, redraws.at - 1]
+    logits = jnp.einsum("bkd,vd->bkv", hidden, unembedding, preferred_element_type=jnp.float32)
+    if config.softcap is not None:
+        logits = config.softcap * jnp.tanh(logits / config.softcap)
+    logits = lax.all_gather(logits.reshape(-1, logits.shape[-1]), TENSOR, axis=1, tiled=True)
+    keys = jax.vmap(lambda key, at: jax.vmap(partial(jax.random.fold_in, jax.random.wrap_key_data(key)))(at))
+    short = shortfall(
+        tokens[own, redraws.at].reshape(-1),
+        logits,
+        keys(redraws.keys, redraws.at).reshape(-1),
+        sampling,
+        vocab_size=config.vocab_size,
+        may_stop=(redraws.at - redraws.prompt_lengths[:, None] >= sampling.min_new_tokens).reshape(-1),
+        rounding=redraws.rounding,
+    )
+    return lax.pmax(short.reshape(places), TENSOR)  # all have the same
 
 
 def _by_head(

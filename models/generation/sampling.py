@@ -84,22 +84,59 @@ def sample(
     keys: one key a row. A row's draw depends on its own key and logits only.
     may_stop: whether a row's stop ids may be drawn.
     """
-    token = jnp.arange(logits.shape[-1])[None, :]
-    scaled = logits / config.temperature if config.temperature > 0 else logits
-    scaled = jnp.where(token < vocab_size, scaled, -jnp.inf)
-    allowed = scaled
-    if config.token_limit is not None and config.token_limit < vocab_size:
-        allowed = jnp.where(token < config.token_limit, allowed, -jnp.inf)
-    if config.min_new_tokens > 0:
-        allowed = jnp.where(is_stop(token, config) & ~may_stop[:, None], -jnp.inf, allowed)
+    scaled, possible = _possible(logits, config, vocab_size, may_stop)
+    allowed = _restricted(possible, config)
     if config.temperature > 0:
-        if config.top_k is not None or config.top_p is not None:
-            allowed = restrict(allowed, config.top_k, config.top_p)
         # The largest of logits plus Gumbel noise is a draw from their softmax, as in jax.random.categorical.
         allowed = allowed + gumbel(keys, logits.shape[-1])
     drawn = largest(allowed)
     chosen = jnp.take_along_axis(scaled, drawn[:, None], axis=-1)[:, 0]
     return drawn, chosen - jax.nn.logsumexp(scaled, axis=-1)
+
+
+def shortfall(
+    drawn: Int[Array, "B"],
+    logits: Float[Array, "B V"],
+    keys: PRNGKeyArray,
+    config: SamplingConfig,
+    *,
+    vocab_size: int,
+    may_stop: Bool[Array, "B"],
+    rounding: Float[Array, ""],
+) -> Float[Array, "B"]:
+    """By how many nats a drawn token's score (its logit plus noise) is below that of the token that `sample` draws.
+
+    At most `rounding` if `sample` drew it from logits that differ by less than half of this; infinite for a token that
+    must not be drawn. Of a token that `top_k` or `top_p` leaves out, at least the distance to the last one that stays;
+    tokens within `rounding` of the last one may be left out. The other arguments are those of `sample`.
+    """
+    _, possible = _possible(logits, config, vocab_size, may_stop)
+    allowed = _restricted(possible, config)
+    least = jnp.min(jnp.where(jnp.isfinite(allowed), allowed, jnp.inf), axis=-1, keepdims=True)
+    whole = config.temperature == 0 or (config.top_k is None and config.top_p is None)
+    sure = allowed if whole else jnp.where(allowed > least + rounding, allowed, -jnp.inf)
+    noise = gumbel(keys, logits.shape[-1]) if config.temperature > 0 else jnp.zeros_like(logits)
+    own, score = (jnp.take_along_axis(x, drawn[:, None], axis=-1)[:, 0] for x in (possible, possible + noise))
+    best = jnp.max(sure + noise, axis=-1)  # -inf if there is no other token than the last one that stays
+    return jnp.maximum(jnp.where(jnp.isneginf(best), best, best - score), least[:, 0] - own)
+
+
+def _possible(
+    logits: Float[Array, "B V"], config: SamplingConfig, vocab_size: int, may_stop: Bool[Array, "B"]
+) -> tuple[Float[Array, "B V"], Float[Array, "B V"]]:
+    """Returns the logits at the temperature, and these with -inf for tokens that must not be drawn."""
+    token = jnp.arange(logits.shape[-1])[None, :]
+    scaled = logits / config.temperature if config.temperature > 0 else logits
+    scaled = allowed = jnp.where(token < vocab_size, scaled, -jnp.inf)
+    if config.token_limit is not None and config.token_limit < vocab_size:
+        allowed = jnp.where(token < config.token_limit, allowed, -jnp.inf)
+    if config.min_new_tokens > 0:
+        allowed = jnp.where(is_stop(token, config) & ~may_stop[:, None], -jnp.inf, allowed)
+    return scaled, allowed
+
+
+def _restricted(logits: Float[Array, "B V"], config: SamplingConfig) -> Float[Array, "B V"]:
+    return restrict(logits, config.top_k, config.top_p) if config.temperature > 0 else logits
 
 
 def is_stop(token: Int[Array, "*S"], config: SamplingConfig) -> Bool[Array, "*S"]:

@@ -40,7 +40,7 @@ CONFIG = ModelConfig(
     local_layers=(True, False, True),
 )
 S, P, R, WORKERS = 2, 4, 12, 2
-SAMPLING = SamplingConfig(R, temperature=0.8, top_k=20, min_new_tokens=4, stop_ids=(0, 12, 24, 36))
+SAMPLING = SamplingConfig(R, temperature=0.8, top_k=20, top_p=0.9, min_new_tokens=4, stop_ids=(0, 12, 24, 36))
 FLOAT, BFLOAT = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 
 
@@ -66,7 +66,7 @@ class Setting:
         first = self.batch()
         self.batches = [first, copy.copy(first)]
         options = ForwardOptions(dtype=dtype, temperature=SAMPLING.temperature, lora=lora)
-        numbers: dict[str, Any] = {"workers": WORKERS, "length": P + R}
+        numbers: dict[str, Any] = {"sampling": SAMPLING, "workers": WORKERS, "length": P + R}
         self.recompute = Recompute(config, self.mesh, options, keeps=mode == "keep_cache", **numbers)
         self.shardings = param_shardings(CONFIG, self.mesh, GENERATE), {}
         base = random_params(config)
@@ -312,6 +312,21 @@ PROGRAMS = {
     "scores have another scale": running_with(config=replace(CONFIG, query_scale=0.3)),
 }
 
+
+def one_key(self, weights, prompts):
+    """All samples of a prompt are drawn with the key of the first one."""
+    self.note(weights)
+    self._batch.admit(weights, [replace(own, keys=np.repeat(own.keys[:1], S, axis=0)) for own in prompts])
+
+
+# The log-probabilities of the tokens are right.
+DRAWS = {
+    "one key draws all samples": fault(admit=one_key),
+    "top-p is lost": running_with(sampling=replace(SAMPLING, top_p=None)),
+    "top-k is another": running_with(sampling=replace(SAMPLING, top_k=4)),
+    "stop ids are lost": running_with(sampling=replace(SAMPLING, stop_ids=())),
+    "stop ids come too early": running_with(sampling=replace(SAMPLING, min_new_tokens=0)),
+}
 
 # With "prefill_again": onset 1, since version 0 finds no row that is half drawn.
 AGAIN = {

@@ -23,6 +23,7 @@ from tests.jrlhf.fleet.faulty import (
     CACHES,
     CHANGED,
     CONFIG,
+    DRAWS,
     FLOAT,
     PROGRAMS,
     REPORTS,
@@ -113,6 +114,17 @@ def test_faults_where_caches_are_computed_again_are_seen(name):
 @pytest.mark.parametrize("name", chosen(ADAPTERS))
 def test_faults_of_adapters_are_seen(name):
     seen(ADAPTERS[name], onset=1, lora=LoRAConfig(2, 8.0))
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_faults_of_draws_whose_log_probabilities_are_right_are_seen(name):
+    seen(DRAWS[name])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["one key draws all samples", "stop ids are lost"])
+def test_gross_faults_of_draws_are_seen_in_bfloat16(name):
+    seen(DRAWS[name], dtype=BFLOAT)
 
 
 # Where programs compute in bfloat16 anyway, these faults are no larger than rounding.
@@ -222,8 +234,8 @@ def test_what_is_not_finite_in_the_trainers_own_passes_is_no_workers_fault(monke
     fleet, both = own.fleet(), own.recompute._both
 
     def poisoned(*arguments):
-        logprobs, exact, caches = both(*arguments)
-        return logprobs, exact * np.float32(np.nan), caches
+        logprobs, exact, *rest = both(*arguments)
+        return logprobs, exact * np.float32(np.nan), *rest
 
     with monkeypatch.context() as patch, pytest.raises(RunFailure, match="the trainer's own .* and no worker"):
         patch.setattr(own.recompute, "_both", poisoned)

@@ -240,6 +240,37 @@ def test_a_run_that_hangs_in_c_code_ends_after_a_signal():
         assert process.returncode == 75 and "asked to stop but computed nothing for 1 seconds" in errors
 
 
+_WAITS = """
+import socket, subprocess, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from jrlhf.run.preemption import PreemptionGuard
+kind = sys.argv[1]
+with PreemptionGuard(still=0.5) as guard, guard.iterating():
+    print("begun", flush=True)
+    if kind == "judge":
+        here, there = socket.socketpair()
+        threading.Timer(3.0, there.send, [b"1"]).start()
+        here.recv(1)
+    elif kind == "future":
+        ThreadPoolExecutor(1).submit(time.sleep, 3.0).result()
+    else:
+        subprocess.run(["sleep", "3"])
+    print("saved", guard.requested, flush=True)
+"""
+
+
+@pytest.mark.parametrize("kind", ["judge", "future", "program"])
+def test_a_run_that_waits_for_others_finishes_its_iteration_after_a_signal(kind):
+    """It computes nothing for longer than a run that hangs may, but its main thread runs handlers."""
+    command = [sys.executable, "-c", _WAITS, kind]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout and process.stdout.readline() == "begun\n"
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output) == (0, "saved True\n"), errors
+    assert errors.count("stopping: ") == 1
+
+
 def test_a_run_that_computes_is_not_still():
     """The run goes on while it uses a processor; the wait is counted from its last work."""
     for shares, expected in (([0.0] * 30, True), ([0.5] * 30, False), ([0.5] * 5 + [0.0] * 25, True)):

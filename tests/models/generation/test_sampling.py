@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jrlhf.models import SamplingConfig
-from jrlhf.models.generation.sampling import gumbel, largest, sample
+from jrlhf.models.generation.sampling import gumbel, largest, sample, shortfall
 from jrlhf.models.generation.truncation import restrict
 
 V = 12
@@ -169,3 +169,29 @@ def test_largest_is_argmax():
     result = largest(jnp.asarray(x))
     np.testing.assert_array_equal(result, expected)
     assert result.dtype == jnp.int32
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"top_k": 5}, {"top_p": 0.7}, {"top_k": 9, "top_p": 0.8}, {"temperature": 0.0}]
+)
+def test_a_drawn_token_falls_short_of_nothing_and_another_one_of_much(settings):
+    """So it is with logits that are rounded otherwise, too; what must not be drawn is infinitely short."""
+    config = SamplingConfig(
+        4, **{"temperature": 0.7, "stop_ids": (3,), "min_new_tokens": 2, "token_limit": 48, **settings}
+    )
+    rng, rows, size = np.random.default_rng(0), 400, 50
+    logits = jnp.asarray(2 * rng.normal(size=(rows, size)), jnp.float32)
+    keys, may_stop = jax.random.split(jax.random.key(1), rows), jnp.arange(rows) % 2 == 0
+    drawn, _ = sample(logits, keys, config, vocab_size=size, may_stop=may_stop)
+
+    def short(tokens, rounding=0.0, keys=keys, noise=0.0):
+        near = logits + noise * rng.uniform(-1, 1, logits.shape).astype(np.float32)
+        own = {"vocab_size": size, "may_stop": may_stop, "rounding": jnp.float32(rounding)}
+        return np.asarray(shortfall(tokens, near, keys, config, **own))
+
+    assert (short(drawn) <= 0).all() and (short(drawn, 0.06, noise=0.01) < 0.06).all()
+    assert (short((drawn + 1) % size) > 0).mean() > 0.8  # the last token that stays may be left out
+    assert np.isinf(short(jnp.full_like(drawn, 49))).all()
+    assert np.isinf(short(jnp.full_like(drawn, 3))[1::2]).all()
+    if config.temperature > 0:
+        assert (short(drawn, keys=keys[::-1]) > 0.06).mean() > 0.3
