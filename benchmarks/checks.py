@@ -79,11 +79,11 @@ def shares(on_new_weights: str, rows: int, directory: str) -> dict[str, float]:
         prefill_again(self, weights, prompt_of)
         jax.block_until_ready(self.state)
 
-    def counted(self: Fleet, weights: Weights, expected: Identity) -> None:
+    def counted(self: Fleet, weights: Weights, expected: Identity, updates: Any = None, grad_norm: Any = 0.0) -> None:
         begins.append(time.monotonic())
         if len(begins) == FIRST:
             watch.seconds.clear()
-        publish(self, weights, expected)
+        publish(self, weights, expected, updates, grad_norm)
 
     patched = [
         (asynchronous, "trained_identity", "fingerprints", True),

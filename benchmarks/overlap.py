@@ -55,10 +55,10 @@ def seconds_of_a_step(staleness: int, directory: str) -> list[float]:
     begins: list[float] = []
     publish = Fleet.publish
 
-    def padded(self: Fleet, weights: Any, expected: Any) -> None:
+    def padded(self: Fleet, weights: Any, expected: Any, updates: Any = None, grad_norm: Any = 0.0) -> None:
         begins.append(time.monotonic())
         time.sleep(STEP * UPDATE)
-        publish(self, weights, expected)
+        publish(self, weights, expected, updates, grad_norm)
 
     Fleet.publish = padded
     workers.LocalWorker = lambda module, *rest: LocalWorker("benchmarks.sleeps", *rest)

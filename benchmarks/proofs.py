@@ -37,7 +37,6 @@ PARTS = {
     "random config.json files",
     "runs": "whole runs of every algorithm, plan and option, killed and resumed to the same bits; asynchronous ones of "
     "several processes",
-    "starts": "every kind of run, started ten times with compiled programs on disk; runs that hang, ended by signals",
     "processes": "runs of two processes against runs of one; rollout processes, killed and stopped at random",
     "switches": "compiled switches between meshes of any two shapes of 16 devices: bytes that each device receives",
     "notebooks": "all notebooks and the tutorials on rewards and from TRL from top to bottom; the installation of "

@@ -73,7 +73,7 @@ def test_between_random_divisions():
         count = int(rng.choice([4, 6, 8]))
         factors = [shape for shape in product((1, 2, 3, 4, 6), repeat=3) if prod(shape) == count]
 
-        def drawn(count: int = count, factors: list[tuple[int, ...]] = factors) -> NamedSharding:
+        def drawn(count: int = count, factors: Any = factors) -> NamedSharding:
             mesh = Mesh(np.asarray(jax.devices()[:count]).reshape(factors[rng.integers(len(factors))]), ("a", "b", "c"))
             entries: list[list[str]] = [[], []]
             for axis in rng.permutation(["a", "b", "c"]):

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -144,7 +144,8 @@ def test_a_saved_state_has_the_same_bits_however_long_the_run_is():
 
 def test_equal_weights_of_two_versions_between_which_an_update_was_applied_end_the_run():
     """Not where no update was applied, its learning rate was 0, or its gradients were."""
-    scenario, same, other = Scenario(Rules(2, 1, 6.0), 4, 1, measured([3])), {"w": np.uint32(1)}, {"w": np.uint32(2)}
+    scenario = Scenario(Rules(2, 1, 6.0), 4, 1, measured([3]))
+    same, other = cast(Any, {"w": np.uint32(1)}), cast(Any, {"w": np.uint32(2)})
     for identity, updates, rate, norm in (
         (other, 1, 0.1, 1.0),
         (same, 0, 0.1, 1.0),

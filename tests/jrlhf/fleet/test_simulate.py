@@ -283,6 +283,6 @@ def test_the_loss_learns_from_the_tokens_that_are_fresh(staleness):
     arrays |= {"old_logprobs": jnp.log(weights), "response_mask": jnp.ones(versions.shape, jnp.bool_)}
     experience = Experience(**arrays | {"versions": jnp.asarray(versions), "importance": jnp.asarray(weights)})
     config = PolicyConfig(staleness=staleness, importance="token", importance_cap=5.0)
-    masked = without_older(experience, experience.ages(jnp.int32(step)), config).importance
+    masked: Any = without_older(experience, experience.ages(jnp.int32(step)), config).importance
     np.testing.assert_allclose(masked, np.where(fresh(versions, step, staleness), weights, 0), rtol=1e-6)
     assert (staleness == 9) == bool(np.all(masked))
