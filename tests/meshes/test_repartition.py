@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jrlhf.meshes import GENERATE, TRAIN, make_mesh, reshard
 from jrlhf.meshes.repartition import Copy, _boxes, _is_one_step, _schedule, division_between, rounds_of
+from tests.support.reshard import lower_reshard
 from tests.support.switches import EVEN, UNEVEN, Shape, check, shapes
 
 SHAPES = shapes(8)
@@ -108,6 +109,19 @@ def test_axes_that_are_dropped_need_no_division_on_the_way():
         mesh = make_mesh(*shape)
         for axes in (("embed", "mlp"), ("mlp", "embed")):
             assert division_between(TRAIN.sharding(mesh, axes), GENERATE.sharding(mesh, axes), (16, 24)) is None
+
+
+@pytest.mark.parametrize(("source", "target"), [((2, 2, 2), (2, 1, 4)), ((2, 1, 4), (1, 4, 2))])
+def test_an_exchange_takes_no_more_temporary_memory_than_a_group(source: Shape, target: Shape):
+    """Stacked layers that are exchanged and unstacked: send and receive buffers and the new part exist at once."""
+    limit, layers, axes = 2**20, 8, ("embed", "mlp")
+    old, new = TRAIN.sharding(make_mesh(*source), (None, *axes)), TRAIN.sharding(make_mesh(*target), axes)
+    tree = {name: jax.ShapeDtypeStruct((layers, 256, 512), np.float32, sharding=old) for name in "ab"}
+    programs = lower_reshard(tree, dict.fromkeys(tree, [new] * layers), group_bytes=limit)
+    for program in programs:
+        memory = program.compile().memory_analysis()
+        assert memory is not None
+        assert memory.temp_size_in_bytes <= limit + 4096, memory  # and tables of positions
 
 
 PAIRS = [((1, 8, 1), (1, 2, 4)), ((1, 4, 2), (1, 2, 4))]
