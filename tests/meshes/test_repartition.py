@@ -151,9 +151,11 @@ def test_compiled_switch_of_uneven_shapes(capfd: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.proof("switches")
-@pytest.mark.parametrize("first", range(4))
-def test_compiled_switch_on_16_devices(first: int):
-    command = [sys.executable, "-m", "tests.support.switches", "16", str(first), "4"]
+@pytest.mark.parametrize("part", range(2))
+def test_compiled_switch_on_16_devices(part: int):
+    """Every fifth of 210 pairs, from a random one on: all shapes are sources and targets."""
+    first = int(os.environ.get("PROOF_SEED", "0")) % 5 + 5 * part
+    command = [sys.executable, "-m", "tests.support.switches", "16", str(first), "10"]
     run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "XLA_FLAGS": ""})
     assert run.returncode == 0, run.stderr[-2000:]
-    assert len(run.stdout.splitlines()) in (52, 53) and "rematerialization" not in run.stderr
+    assert len(run.stdout.splitlines()) == 21 and "rematerialization" not in run.stderr

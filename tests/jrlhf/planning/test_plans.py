@@ -476,9 +476,7 @@ def test_what_overlaps_in_part_or_does_not_fit_is_one_sentence():
     assert nested([Slice(0, 8), Slice(4, 4), Slice(4, 1), Slice(8, 2)])
     assert not nested([Slice(0, 8), Slice(4, 8)]) and not nested([Slice(4, 8), Slice(0, 5)])
     two = Placement(Slice(0, 2), "train", fsdp=2)
-    message = (
-        "^plan mine needs .* GiB on each of devices 0-1, which have 79.11 GiB, .* for what stays and "
-    )
+    message = "^plan mine needs .* GiB on each of devices 0-1, which have 79.11 GiB, .* for what stays and "
     narrow = moved(moved(plan, "actor.update", two), "critic.update", two)
     with pytest.raises(UserError, match=message):
         check_fits(config_of(), PRICES, simulate(PPO, narrow, PRICES))
