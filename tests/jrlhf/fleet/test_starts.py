@@ -13,11 +13,8 @@ STARTS, ITERATIONS = 10, 3
 SECTION = (
     f"iterations={ITERATIONS} rollout_batch=16 actor.learning_rate=0.01 actor.warmup=0 algorithm.samples=2".split()
 )
-SLICES = (
-    "plan=disaggregated",
-    "grpo.algorithm.old_logprobs=rollout",
-    "grpo.asynchronous={staleness: 2, update_steps: 3}",
-)
+ASYNCHRONOUS = "grpo.algorithm.old_logprobs=rollout", "grpo.asynchronous={staleness: 2, update_steps: 3}"
+SLICES = "plan=disaggregated", *ASYNCHRONOUS
 SHAPE = "device.simulated=4", "mesh.data=2", "mesh.fsdp=2"
 KINDS = {
     "synchronous": ("plan=colocate", *SHAPE),
