@@ -38,7 +38,8 @@ PARTS = {
     "runs": "whole runs of every algorithm, plan and option, killed and resumed to the same bits; asynchronous ones of "
     "several processes",
     "processes": "runs of two processes against runs of one; rollout processes, killed and stopped at random",
-    "switches": "compiled switches between meshes of any two shapes of 16 devices: bytes that each device receives",
+    "switches": "compiled switches between 42 of all 210 pairs of mesh shapes of 16 devices, drawn anew by each run: "
+    "bytes that each device receives",
     "notebooks": "all notebooks and the tutorials on rewards and from TRL from top to bottom; the installation of "
     "notebooks beside an old and a fitting JAX",
     "inputs": "5,400 malformed inputs, read in one process, and 120 commands: one sentence and exit code 2, or a run; "

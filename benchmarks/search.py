@@ -130,10 +130,9 @@ def scale(devices: str, proposals: int, network: float | None = None) -> dict[st
     if network is not None:
         on = replace(on, hardware=replace(on.hardware, network=network))
     setting = problem("llama3-70b-ppo", on, f"ppo.rollout_batch={8 * on.devices}")
-    budget: dict[str, Any] = {"proposals": proposals, "processes": on.hosts}
-    spent, result = cpu(lambda: setting.search(**budget))
+    spent, result = cpu(lambda: setting.search(proposals=proposals, processes=on.hosts))
     prices = replace(setting.prices)  # without its remembered prices
-    alone, chains = cpu(lambda: search(prices, **budget))
+    alone, chains = cpu(lambda: search(prices, proposals=proposals))
     assert isinstance(result, Result) and isinstance(chains, Result)
     rules = {name: plan.seconds for name, plan in result.rules.items()}
     return {

@@ -50,7 +50,8 @@ def reshard(
         donate: frees each array of `tree` once it has moved. Otherwise the result shares no memory with `tree`, so
             that either may be deleted.
         group_bytes: arrays are sent in groups of at most this many bytes per device at the destination (a larger array
-            alone, a larger stacked one by layers), which bounds the temporary memory.
+            alone, a larger stacked one by layers), which bounds the temporary memory. Where devices exchange parts,
+            which needs more of it, fewer are in a group.
 
     Returns the arrays in the structure of `shardings`. Raises ValueError if that does not mirror `tree`, if an array
     does not divide as its sharding says, or if an array that is to be freed is in the tree twice; TypeError if a leaf
@@ -199,7 +200,7 @@ def _groups(moves: Sequence[Move], dtype: DTypeLike | None, group_bytes: int) ->
     """Groups of neighbours in the tree that move between the same devices."""
     pieces = (piece for move in moves for piece in _pieces(move, dtype, group_bytes))
     for _, alike in groupby(pieces, key=Move.devices):
-        yield from packed_by_size(alike, lambda piece: piece.target_bytes(dtype), group_bytes)
+        yield from packed_by_size(alike, lambda piece: _step_bytes(piece, dtype), group_bytes)
 
 
 def _pieces(move: Move, dtype: DTypeLike | None, group_bytes: int) -> Iterator[Move]:
@@ -207,11 +208,20 @@ def _pieces(move: Move, dtype: DTypeLike | None, group_bytes: int) -> Iterator[M
     if move.indices is None:
         yield move
         return
-    layer_bytes = max(1, move.target_bytes(dtype) // len(move.targets))
+    layer_bytes = max(1, _step_bytes(move, dtype) // len(move.targets))
     count = max(1, group_bytes // layer_bytes)
     for i in range(0, len(move.targets), count):
         part = slice(i, i + count)
         yield replace(move, targets=move.targets[part], indices=move.indices[part], slots=move.slots[part])
+
+
+def _step_bytes(move: Move, dtype: DTypeLike | None) -> int:
+    """Bytes on one device of the results or, if they are more, of what an exchange of parts needs at once: the pieces
+    that are sent, those that are received, and the new part."""
+    targets = move.targets if _one_device_set([move]) else _stages(move)
+    between = _between(move.source, move.source_sharding, targets[0], move.indices)
+    parts = 0 if between is None else prod(between.shard_shape(move.source.shape)[-len(move.shape) :])
+    return max(move.target_bytes(dtype), 3 * parts * len(targets) * move.dtype(dtype).itemsize)
 
 
 def _one_device_set(group: Sequence[Move]) -> bool:
@@ -260,10 +270,7 @@ def _parts(
     x: jax.Array, origin: Sharding, targets: tuple[NamedSharding, ...], indices: range | None
 ) -> tuple[jax.Array, ...]:
     """Unstacks an array, after an exchange of its parts between devices if it needs one on the way to the targets."""
-    target = targets[0]
-    if indices is not None:
-        target = NamedSharding(target.mesh, P(None, *target.spec), memory_kind=target.memory_kind)
-    between = None if jnp.issubdtype(x.dtype, jax.dtypes.extended) else division_between(origin, target, x.shape)
+    between = _between(x, origin, targets[0], indices)
     if between is None:
         return _unstack(x, indices)
     if indices is not None and len(indices) < x.shape[0]:
@@ -271,6 +278,17 @@ def _parts(
     x = repartitioned(x, origin, between)
     with jax.sharding.use_abstract_mesh(mesh_of(between).abstract_mesh):
         return _unstack(x, indices)
+
+
+def _between(
+    x: jax.Array | jax.ShapeDtypeStruct, origin: Sharding, target: NamedSharding, indices: range | None
+) -> NamedSharding | None:
+    """The division, of all layers if the array is unstacked, that an exchange of parts leads to, if it needs one."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return None
+    if indices is not None:
+        target = NamedSharding(target.mesh, P(None, *target.spec), memory_kind=target.memory_kind)
+    return division_between(origin, target, x.shape)
 
 
 def _unstack(x: jax.Array, indices: range | None) -> tuple[jax.Array, ...]:

@@ -4,6 +4,7 @@ import sys
 from collections import Counter
 from itertools import product
 from math import prod
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jrlhf.meshes import GENERATE, TRAIN, make_mesh, reshard
 from jrlhf.meshes.repartition import Copy, _boxes, _is_one_step, _schedule, division_between, rounds_of
+from tests.support.reshard import lower_reshard
 from tests.support.switches import EVEN, UNEVEN, Shape, check, shapes
 
 SHAPES = shapes(8)
@@ -110,6 +112,19 @@ def test_axes_that_are_dropped_need_no_division_on_the_way():
             assert division_between(TRAIN.sharding(mesh, axes), GENERATE.sharding(mesh, axes), (16, 24)) is None
 
 
+@pytest.mark.parametrize(("source", "target"), [((2, 2, 2), (2, 1, 4)), ((2, 1, 4), (1, 4, 2))])
+def test_an_exchange_takes_no_more_temporary_memory_than_a_group(source: Shape, target: Shape):
+    """Stacked layers that are exchanged and unstacked: send and receive buffers and the new part exist at once."""
+    limit, layers, axes = 2**20, 8, ("embed", "mlp")
+    old, new = TRAIN.sharding(make_mesh(*source), (None, *axes)), TRAIN.sharding(make_mesh(*target), axes)
+    tree = {name: jax.ShapeDtypeStruct((layers, 256, 512), np.float32, sharding=old) for name in "ab"}
+    programs = lower_reshard(tree, dict.fromkeys(tree, [new] * layers), group_bytes=limit)
+    for program in programs:
+        memory = program.compile().memory_analysis()
+        assert memory is not None
+        assert memory.temp_size_in_bytes <= limit + 4096, memory  # and tables of positions
+
+
 PAIRS = [((1, 8, 1), (1, 2, 4)), ((1, 4, 2), (1, 2, 4))]
 
 
@@ -137,9 +152,11 @@ def test_compiled_switch_of_uneven_shapes(capfd: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.proof("switches")
-@pytest.mark.parametrize("first", range(4))
-def test_compiled_switch_on_16_devices(first: int):
-    command = [sys.executable, "-m", "tests.support.switches", "16", str(first), "4"]
+@pytest.mark.parametrize("part", range(2))
+def test_compiled_switch_on_16_devices(part: int):
+    """Every fifth of 210 pairs, from a random one on: all shapes are sources and targets."""
+    first = int(os.environ.get("PROOF_SEED", "0")) % 5 + 5 * part
+    command = [sys.executable, "-m", "tests.support.switches", "16", str(first), "10"]
     run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "XLA_FLAGS": ""})
     assert run.returncode == 0, run.stderr[-2000:]
-    assert len(run.stdout.splitlines()) in (52, 53) and "rematerialization" not in run.stderr
+    assert len(run.stdout.splitlines()) == 21 and "rematerialization" not in run.stderr

@@ -60,7 +60,7 @@ def needed_bytes(size: Sequence[int], old: NamedSharding, new: NamedSharding) ->
 
 def check(config: ModelConfig, source: Shape, target: Shape, *, values: bool) -> str:
     """Asserts that the compiled programs send every device the bytes that it needs, in no more temporary memory than
-    the largest group takes, and, with `values`, the right ones. Returns a line that describes them."""
+    their arguments and results take, and, with `values`, the right ones. Returns a line that describes them."""
     leaves = stored(config, source)
     is_pair = {"is_leaf": lambda node: isinstance(node, tuple)}
     host = jax.tree.map(lambda pair: pair[0], leaves, **is_pair)

@@ -3,6 +3,7 @@
 import math
 import statistics
 from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
