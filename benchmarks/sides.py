@@ -31,6 +31,8 @@ class CompareError(Exception):
 def environment(name: str, requirements: Sequence[str]) -> Path:
     """The Python of an environment that has these requirements; made first if it is not there as they ask for.
 
+    Where pip would download a torch that is built for GPUs, name an index of builds for CPUs in PIP_EXTRA_INDEX_URL.
+
     Raises:
         CompareError: pip fails.
     """
@@ -42,9 +44,7 @@ def environment(name: str, requirements: Sequence[str]) -> Path:
         return python
     print(f"making {directory} with {', '.join(requirements)}", flush=True)
     venv.create(directory, with_pip=True, clear=True)
-    # There torch is built for CPUs; PyPI's brings CUDA along.
-    index = ["--extra-index-url", "https://download.pytorch.org/whl/cpu"] if "torch" in wanted else []
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *index, *requirements]
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *requirements]
     if subprocess.run(pip, stdin=subprocess.DEVNULL).returncode != 0:
         raise CompareError(f"pip could not install {' '.join(requirements)} into {directory}: its words are above")
     complete.write_text(wanted)

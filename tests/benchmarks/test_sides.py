@@ -152,6 +152,5 @@ def test_an_environment_is_made_once_and_again_for_other_versions(tmp_path: Path
     assert [command[-2:] for command in commands] == [["a==1", "b==2"]] and commands[0][0] == str(python)
     with pytest.raises(CompareError, match="pip could not install torch==2 into"):
         environment("some", ("torch==2",))
-    assert "--extra-index-url" in commands[1]
     environment("some", ("torch==2",))  # what failed is not taken for complete
     assert len(commands) == 3
