@@ -4,9 +4,6 @@ Writes benchmarks/results/algorithms-cpu.json. The runs differ in their algorith
 """
 
 import argparse
-import datetime
-import importlib.metadata
-import json
 import os
 import platform
 import resource
@@ -18,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records import FIRST_RUN, RESULTS
+from benchmarks.records import FIRST_RUN, RESULTS, provenance, write
 from jrlhf.run.directory import read_summary
 from jrlhf.run.metrics import read_metrics
 
@@ -29,17 +26,14 @@ def main(algorithms: list[str], seeds: list[int]) -> None:
     """Runs each algorithm and seed in a process of its own, which compiles all its programs."""
     with tempfile.TemporaryDirectory() as directory:
         runs = [measure(Path(directory), name, seed) for name in algorithms for seed in seeds]
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax", "orbax-checkpoint")}
     result = {
-        "command": f"python -m benchmarks.algorithms --seeds {' '.join(map(str, seeds))}",
-        "date": datetime.date.today().isoformat(),
+        **provenance("jax", "flax", "optax", "orbax-checkpoint"),
         "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}",
-        "versions": {"python": platform.python_version(), **versions},
         "load": "1-minute load average when a run began, in `load`; cpu_seconds count this run's processes alone",
         "runs": runs,
     }
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "algorithms-cpu.json").write_text(json.dumps(result, indent=1) + "\n")
+    write(RESULTS / "algorithms-cpu.json", result)
     print(table(runs))
 
 

@@ -14,7 +14,6 @@ the dropped ones.
 """
 
 import argparse
-import shlex
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -348,20 +347,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     several = len({comparison.case for comparison in PEERS[options.peer].comparisons}) > 1
     name = f"{options.peer}-{options.case}" if options.case is not None and several else options.peer
-    write_record(options.peer, name, outcome, arguments)
+    write_record(options.peer, name, outcome)
     return 0
 
 
-def without_venv(arguments: Sequence[str]) -> list[str]:
-    """The arguments as they would be elsewhere: where an environment lies is this machine's affair."""
-    rest = [argument for argument in arguments if not argument.startswith("--venv=")]
-    if "--venv" in rest:
-        at = rest.index("--venv")
-        del rest[at : at + 2]
-    return rest
-
-
-def write_record(peer: str, name: str, outcome: dict[str, Any], arguments: Sequence[str] | None) -> None:
+def write_record(peer: str, name: str, outcome: dict[str, Any]) -> None:
     import jax  # not before: the processes have the machine to themselves
 
     from benchmarks.records import RESULTS, hardware, provenance, write
@@ -369,10 +359,8 @@ def write_record(peer: str, name: str, outcome: dict[str, Any], arguments: Seque
     jax.config.update("jax_platforms", "cpu")
     path = RESULTS / f"compare-{name}.json"
     given = provenance()
-    given_arguments = sys.argv[1:] if arguments is None else arguments
-    command = shlex.join(["python", "-m", "benchmarks.compare", *without_venv(given_arguments)])
     versions = outcome.pop("versions") | {"python": given.pop("versions")}
-    record = {"benchmark": "compare", "peer": peer, "command": command, "hardware": hardware(jax.devices()[0])}
+    record = {"benchmark": "compare", "peer": peer, "hardware": hardware(jax.devices()[0])}
     write(path, record | given | {"versions": versions} | outcome)
     print(f"wrote {path}")
 

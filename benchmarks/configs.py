@@ -161,7 +161,6 @@ def main(name: str, given: Sequence[str], iterations: int, small: bool) -> None:
         metrics = read_metrics(run)[:iterations]
     result = {
         "name": run.name,
-        "command": " ".join(["python -m benchmarks.configs", name, *given]),
         **provenance("jax", "flax"),
         "model": shipped.model.path,
         **summary(metrics),

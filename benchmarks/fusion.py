@@ -207,7 +207,6 @@ def main() -> None:
         RESULTS / "fusion.json",
         provenance()
         | {
-            "command": "python -m benchmarks.fusion",
             "seed": SEED,
             "published": rows,
             "generated": random_rows,

@@ -189,7 +189,7 @@ def main() -> None:
         results = collect(work)
     settings = {"MARGIN": MARGIN, "PROBLEMS": PROBLEMS, "HELDOUT": HELDOUT, "ANSWERS": ANSWERS, "EVERY": EVERY}
     settings |= {"UPDATE_STEPS": UPDATE_STEPS, "CORRECTIONS": CORRECTIONS, "RATES": RATES}
-    record = {"benchmark": "learning", "command": "python -m benchmarks.learning", **provenance("jax")}
+    record = {"benchmark": "learning", **provenance("jax")}
     write(RESULTS / "learning.json", record | {"hardware": hardware(jax.devices()[0]), **settings, "results": results})
     plot(results, RESULTS / "learning.svg")
     print(table(results))

@@ -184,8 +184,7 @@ def main() -> None:
     gains = {pair: {"predicted": gain(pair, predicted), "measured": gain(pair, seconds)} for pair in PAIRS}
     for row in rows:
         print(row)
-    facts: dict[str, object] = {"command": "python -m benchmarks.makespan", **provenance("jax", "jaxlib")}
-    write(output, facts | {"unit": UNIT, "repeats": REPEATS, "results": rows, "gains": gains})
+    write(output, provenance("jax", "jaxlib") | {"unit": UNIT, "repeats": REPEATS, "results": rows, "gains": gains})
 
 
 if __name__ == "__main__":

@@ -5,9 +5,6 @@ of that name. Each seed takes the minutes of one quickstart.
 """
 
 import argparse
-import datetime
-import importlib.metadata
-import json
 import os
 import platform
 import statistics
@@ -17,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.records import FIRST_RUN, RESULTS
+from benchmarks.records import FIRST_RUN, RESULTS, provenance, write
 from jrlhf.config import load_config
 from jrlhf.run.directory import read_summary
 from jrlhf.run.metrics import read_metrics
@@ -67,16 +64,12 @@ def main(config: str, seeds: list[int]) -> None:
             times = {"seconds": seconds, "seconds_per_iteration": step}
             curves = {name: [record[name] for record in records] for name in ("step", *PANELS[config].values())}
             runs.append({"seed": seed, **times, **summary, "curves": curves})
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax", "orbax-checkpoint")}
     result = {
-        "command": f"python -m benchmarks.quickstart --config {config} --seeds {' '.join(map(str, seeds))}",
-        "date": datetime.date.today().isoformat(),
+        **provenance("jax", "flax", "optax", "orbax-checkpoint"),
         "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}",
-        "versions": {"python": platform.python_version(), **versions},
         "runs": runs,
     }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{config}.json").write_text(json.dumps(result, indent=1) + "\n")
+    write(RESULTS / f"{config}.json", result)
     draw(config, runs)
 
 

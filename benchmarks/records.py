@@ -6,6 +6,9 @@ import json
 import os
 import platform
 import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
@@ -14,6 +17,7 @@ from typing import Any
 from jrlhf.meshes.mesh import Device
 
 RESULTS = Path(__file__).parent / "results"
+PLACES = "--venv", "--work", "--output", "--out", "--profile"  # options whose values are paths
 # The environment of runs that are timed: each compiles all its programs, as a first run does.
 FIRST_RUN = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
 
@@ -22,10 +26,33 @@ def hardware(device: Device) -> str:
     return f"{platform.machine()}, {os.cpu_count()} cores" if device.platform == "cpu" else device.device_kind
 
 
-def provenance(*packages: str) -> dict[str, object]:
-    """The date, and the versions of Python and of these packages."""
+def provenance(*packages: str) -> dict[str, Any]:
+    """The command of this process, the commit, the date, and the versions of Python and of these packages."""
     versions = {name: importlib.metadata.version(name) for name in packages}
-    return {"date": date.today().isoformat(), "versions": {**versions, "python": platform.python_version()}}
+    return {
+        "command": command(sys.argv[1:]),
+        "commit": commit(),
+        "date": date.today().isoformat(),
+        "versions": {**versions, "python": platform.python_version()},
+    }
+
+
+def command(arguments: Sequence[str]) -> str:
+    """Writes the command of this process with these arguments, without those that name places of this machine."""
+    kept, place = list[str](), False
+    for argument in arguments:
+        if argument.startswith("-"):
+            place = argument.split("=")[0] in PLACES
+        if not place:
+            kept.append(argument)
+    module = sys.modules["__main__"].__spec__
+    return shlex.join(["python", "-m", "" if module is None else module.name.removesuffix(".__main__"), *kept])
+
+
+def commit() -> str:
+    """The hash of the checkout's commit, which ends with `-dirty` if tracked files differ from it; else "unknown"."""
+    git = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    return subprocess.run(git, cwd=RESULTS, capture_output=True, text=True).stdout.strip() or "unknown"
 
 
 def path_for(benchmark: str, device: Device) -> Path:

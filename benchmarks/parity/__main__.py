@@ -266,8 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             outcome |= {"replay": replay(work, venvs)}
     import jax
 
-    command = f"python -m benchmarks.parity --seeds {options.seeds}"
-    record = {"benchmark": "parity", "command": command, "hardware": hardware(jax.devices()[0]), **provenance("jax")}
+    record = {"benchmark": "parity", "hardware": hardware(jax.devices()[0]), **provenance("jax")}
     settings = {key: value for key, value in vars(common).items() if key.isupper()}
     record |= {"settings": settings, "problems": PROBLEMS, "heldout": HELDOUT, "last": LAST, "margin": MARGIN}
     write(options.output, record | {"confidence": CONFIDENCE} | outcome)

@@ -76,12 +76,18 @@ def test_a_run_on_directories_and_datasets_leaves_what_is_promised(everything, u
         total = sum(WEIGHTS[name] * value for name, value in held_out[when]["items"].items())
         assert math.isclose(total, held_out[when]["score"], abs_tol=1e-5)
     assert [entry.name for entry in (path / "profile").iterdir()] == ["ppo-3"]
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        for model in ("model", "reward_model"):
-            assert (path / model / name).read_bytes() == (user / "actor" / name).read_bytes()
+    for model in ("model", "reward_model"):
+        assert (path / model / "tokenizer.json").read_bytes() == (user / "actor" / "tokenizer.json").read_bytes()
+    settings = [json.loads((at / "tokenizer_config.json").read_text()) for at in (user / "actor", path / "model")]
+    assert settings[0] == settings[1]
     assert json.loads((path / "model" / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
     classifier = json.loads((path / "reward_model" / "config.json").read_text())
     assert classifier["architectures"] == ["Qwen2ForSequenceClassification"]
+    # Transformers scores at the last token that is not padding: padding is a token with which no answer ends.
+    assert classifier["pad_token_id"] not in classifier["eos_token_id"]
+    ids = {one["content"]: one["id"] for one in json.loads((user / "actor/tokenizer.json").read_text())["added_tokens"]}
+    padding = json.loads((path / "reward_model/tokenizer_config.json").read_text())["pad_token"]
+    assert ids[padding] == classifier["pad_token_id"]
 
 
 def test_training_keeps_its_invariants(everything):
