@@ -158,8 +158,10 @@ def _special_tokens(
         raise ValueError(f"{' or '.join(_EXTRA)} {extra!r} must be a list of tokens, or an object of named ones")
     saved = object_at(settings, _OWN)
     values = {key: settings.get(key, defaults.get(key)) for key in NAMED}
-    own = (key for key in settings if key.endswith("_token") and isinstance(settings[key], str | dict))
-    values |= {key: settings[key] for key in own} | (extra if isinstance(extra, dict) else {}) | saved
+    own = {key: settings[key] for key in settings if key.endswith("_token") and key not in NAMED}
+    # Transformers ignores the saved ones where there is another name, unless its token is an object.
+    names = {key: x for key, x in own.items() if isinstance(x, str)} | (extra if isinstance(extra, dict) else {})
+    values |= {key: x for key, x in own.items() if isinstance(x, dict)} | (names or saved)
     named = {key: _token(value, key) for key, value in values.items() if value is not None}
     return named, [] if isinstance(extra, dict) else [_token(value, "extra_special_tokens") for value in extra]
 
