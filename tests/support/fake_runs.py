@@ -31,6 +31,7 @@ from jrlhf.config import load_config
 from jrlhf.data.types import Response
 from jrlhf.errors import Preempted, RunFailure, UserError
 from jrlhf.meshes import make_mesh
+from jrlhf.run.clock import Stopwatch
 from jrlhf.run.directory import explained, open_run
 from jrlhf.run.files import read_jsonl
 from jrlhf.run.preemption import PreemptionGuard
@@ -65,6 +66,7 @@ def play(directory: Path, *, resume: bool = False, before: Before = lambda step:
     with open_run(config, resume=resume) as run, explained(run), PreemptionGuard() as guard, jax.set_mesh(mesh):
         identity = Identity({"seeds": str(run.seeds())})
         services = {"run": run, "console": console, "preemption": guard, "identity": identity, "trackers": ()}
+        services["phases"] = Stopwatch()
         context: Any = SimpleNamespace(config=config, mesh=mesh, task=SimpleNamespace(fingerprint="task"), **services)
         wandb = run_id(run, warnings.append)
         policy: Any = SimpleNamespace(fingerprint=lambda: "policy")
