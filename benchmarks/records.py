@@ -39,14 +39,14 @@ def provenance(*packages: str) -> dict[str, Any]:
 
 def command(arguments: Sequence[str]) -> str:
     """Writes the command of this process with these arguments, without those that name places of this machine."""
-    kept, place = list[str](), False
+    words, place = list[str](), False
     for argument in arguments:
         if argument.startswith("-"):
             place = argument.split("=")[0] in PLACES
         if not place:
-            kept.append(argument)
+            words.append(argument)
     module = sys.modules["__main__"].__spec__
-    return shlex.join(["python", "-m", "" if module is None else module.name.removesuffix(".__main__"), *kept])
+    return shlex.join(["python", "-m", "" if module is None else module.name.removesuffix(".__main__"), *words])
 
 
 def commit() -> str:

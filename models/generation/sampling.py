@@ -56,6 +56,11 @@ class SamplingConfig:
                 if stop >= self.token_limit:
                     raise ValueError(f"stop id {stop} is never drawn: it must be below token_limit={self.token_limit}")
 
+    @property
+    def restricted(self) -> bool:
+        """`top_k` or `top_p` leaves tokens out."""
+        return self.temperature > 0 and (self.top_k is not None or self.top_p is not None)
+
 
 def largest(x: Float[Array, "B V"]) -> Int[Array, "B"]:
     """The index of each row's largest number, the first of several; 0 where one is NaN.
@@ -85,7 +90,7 @@ def sample(
     may_stop: whether a row's stop ids may be drawn.
     """
     scaled, possible = _possible(logits, config, vocab_size, may_stop)
-    allowed = _restricted(possible, config)
+    allowed = restrict(possible, config.top_k, config.top_p) if config.restricted else possible
     if config.temperature > 0:
         # The largest of logits plus Gumbel noise is a draw from their softmax, as in jax.random.categorical.
         allowed = allowed + gumbel(keys, logits.shape[-1])
@@ -111,10 +116,10 @@ def shortfall(
     tokens within `rounding` of the last one may be left out. The other arguments are those of `sample`.
     """
     _, possible = _possible(logits, config, vocab_size, may_stop)
-    allowed = _restricted(possible, config)
+    sure = allowed = restrict(possible, config.top_k, config.top_p) if config.restricted else possible
     least = jnp.min(jnp.where(jnp.isfinite(allowed), allowed, jnp.inf), axis=-1, keepdims=True)
-    whole = config.temperature == 0 or (config.top_k is None and config.top_p is None)
-    sure = allowed if whole else jnp.where(allowed > least + rounding, allowed, -jnp.inf)
+    if config.restricted:
+        sure = jnp.where(allowed > least + rounding, allowed, -jnp.inf)
     noise = gumbel(keys, logits.shape[-1]) if config.temperature > 0 else jnp.zeros_like(logits)
     own, score = (jnp.take_along_axis(x, drawn[:, None], axis=-1)[:, 0] for x in (possible, possible + noise))
     best = jnp.max(sure + noise, axis=-1)  # -inf if there is no other token than the last one that stays
@@ -133,10 +138,6 @@ def _possible(
     if config.min_new_tokens > 0:
         allowed = jnp.where(is_stop(token, config) & ~may_stop[:, None], -jnp.inf, allowed)
     return scaled, allowed
-
-
-def _restricted(logits: Float[Array, "B V"], config: SamplingConfig) -> Float[Array, "B V"]:
-    return restrict(logits, config.top_k, config.top_p) if config.temperature > 0 else logits
 
 
 def is_stop(token: Int[Array, "*S"], config: SamplingConfig) -> Bool[Array, "*S"]:

@@ -30,9 +30,9 @@ def origins(part: Any) -> Iterator[Mapping[str, Any]]:
 
 @pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
 def test_every_result_names_a_command_and_a_commit(file):
-    found = list(origins(json.loads(file.read_text())))
-    assert found
-    for record in found:
+    records = list(origins(json.loads(file.read_text())))
+    assert records
+    for record in records:
         python, option, module, *_ = shlex.split(record["command"])
         assert (python, option) == ("python", "-m") and importlib.util.find_spec(module) is not None
         assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?", record["commit"])
