@@ -78,7 +78,7 @@ def train_dpo(context: Context, policy: Model) -> Model:
 
     if apart:
         pairs()  # collected now, because pairs may be sampled from the policy, whose arrays training frees
-    meta = {"corpus": context.task.fingerprint, "reference": reference_model.fingerprint()}
+    meta = {"reference": reference_model.fingerprint()}
     calls = [call.name for call in stage_graph(context.config, "dpo")]
     init = partial(built.create, policy.params)
     state = run_stage(context, "dpo", init, advance, meta=meta, announced=(*calls, "dpo.evaluate"))

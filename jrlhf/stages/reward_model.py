@@ -66,7 +66,7 @@ def train_reward_model(context: Context, policy: Model) -> Model:
         return state, metrics
 
     init = partial(TrainState.create, start.params, optimizer)
-    meta = {"corpus": context.task.fingerprint, "policy": policy.fingerprint()}
+    meta = {"policy": policy.fingerprint()}
     state = run_stage(context, "reward_model", init, advance, meta=meta, announced=(UPDATE, SCORE))
     return stored(start.holding(state.params), context.config.offloading.reward)
 

@@ -91,7 +91,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
     models, identities = factory.models(context.initial, policy, rewards, graph)
     roles = factory.roles(graph, models, rewards, costs)
     order = Order(len(prompts.ids), section.rollout_batch // section.samples, config.seed + 1)
-    meta = {"corpus": context.task.fingerprint} | identities | dataflow_identity(config)
+    meta = identities | dataflow_identity(config)
     meta |= {f"reward {reward}": digest for reward, digest in rewards.identities.items()}
     meta |= {} if costs is None else {f"cost {cost}": digest for cost, digest in costs.identities.items()}
     with _open_rollouts(context, roles, partial(take_batch, context, prompts, order)) as rollouts:

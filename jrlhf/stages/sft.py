@@ -45,7 +45,7 @@ def train_sft(context: Context, policy: Model) -> Model:
         return state, metrics
 
     init = partial(TrainState.create, policy.params, optimizer)
-    meta = {"corpus": context.task.fingerprint, "start": policy.fingerprint()}
+    meta = {"start": policy.fingerprint()}
     calls = (UPDATE, EVALUATE) if data.heldout.ids else (UPDATE,)
     state = run_stage(context, "sft", init, advance, meta=meta, announced=calls)
     return policy.holding(state.params)
