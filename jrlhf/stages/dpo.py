@@ -19,8 +19,7 @@ from jrlhf.ppo import PairBatch, TrainState, pair_terms
 from jrlhf.roles.initial import adamw
 from jrlhf.roles.model import Model
 from jrlhf.roles.role import Site
-from jrlhf.run.clock import Clock
-from jrlhf.run.profiler import calling
+from jrlhf.run.clock import Clock, calling
 from jrlhf.stages.context import Context
 from jrlhf.stages.loop import CALLS, run_stage
 from jrlhf.stages.preferences import accuracies, collect_pairs, put_pairs

@@ -58,8 +58,8 @@ class Identity:
         there: the `meta` of a checkpoint. functions: keys of the reward functions that the stage calls.
         """
         here = self.of_stage({key: word for key, word in self.words.items() if key in functions})
-        known = {key: word for key, word in there.items() if key in here or key.removesuffix(MODULES) in functions}
-        list(self._changes(run, stage, known, here, ended))
+        words = {key: word for key, word in there.items() if key in here or key.removesuffix(MODULES) in functions}
+        list(self._changes(run, stage, words, here, ended))
 
     def _changes(
         self, run: Path, stage: str, there: Mapping[str, str], here: Mapping[str, str], ended: bool

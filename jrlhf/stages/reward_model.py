@@ -15,7 +15,7 @@ from jrlhf.meshes import to_devices, to_host
 from jrlhf.ppo import PreferenceBatch, TrainState, make_preference_step
 from jrlhf.roles.initial import adamw, scalar_model, stored
 from jrlhf.roles.model import Model
-from jrlhf.run.profiler import calling
+from jrlhf.run.clock import calling
 from jrlhf.stages.context import Context
 from jrlhf.stages.loop import run_stage
 from jrlhf.stages.preferences import accuracies, collect_pairs, put_pairs

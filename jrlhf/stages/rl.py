@@ -46,10 +46,9 @@ from jrlhf.ppo.shaping import RunningMoments
 from jrlhf.rewards.mixture import Rewards
 from jrlhf.roles.model import Model
 from jrlhf.roles.placement import RolePlacement, ready
-from jrlhf.run.clock import Clock
+from jrlhf.run.clock import Clock, calling
 from jrlhf.run.metrics import verl_figures
 from jrlhf.run.processes import is_main
-from jrlhf.run.profiler import calling
 from jrlhf.stages.context import Context
 from jrlhf.stages.evaluate import validate
 from jrlhf.stages.loop import CALLS, SAMPLES, run_stage

@@ -13,7 +13,7 @@ from jrlhf.ppo import SFTBatch, TrainState, make_sft_step
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.initial import adamw
 from jrlhf.roles.model import Model
-from jrlhf.run.profiler import calling
+from jrlhf.run.clock import calling
 from jrlhf.stages.context import Context
 from jrlhf.stages.loop import run_stage
 
