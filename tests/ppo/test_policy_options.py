@@ -93,19 +93,20 @@ def proximal(e, r, t, logp):
 
 
 def correction(log_rho, config):
-    """The weights of a response's tokens, from log pi_old / pi_rollout."""
-    log_rho = np.array(log_rho)
+    """The weights of a response's tokens, from log pi_old / pi_rollout, and whether each is truncated."""
     rho, product, n = np.exp(log_rho), np.exp(log_rho.sum()), len(log_rho)
-    weights = np.ones(n)
+    weights, truncated = np.ones(n), np.zeros(n, bool)
     if config.importance is not None:
-        weights = np.minimum(rho if config.importance == "token" else np.full(n, product), config.importance_cap)
+        whole = rho if config.importance == "token" else np.full(n, product)
+        weights, truncated = np.minimum(whole, config.importance_cap), whole > config.importance_cap
     for bounds, x in (
         (config.mask_token, rho),
         (config.mask_sequence, product),
-        (config.mask_sequence_mean, product ** (1 / n)),
+        (config.mask_sequence_mean, product ** (1 / max(n, 1))),
     ):
         weights = weights if bounds is None else weights * ((bounds[0] <= x) & (x <= bounds[1]))
-    return weights * (config.mask_k3 is None or np.mean(rho - 1 - log_rho) <= config.mask_k3)
+    weights = weights * (config.mask_k3 is None or np.sum(rho - 1 - log_rho) <= n * config.mask_k3)
+    return weights, truncated & (weights > 0)
 
 
 def numpy_loss(logits, e, texts, config, fixed=None):
@@ -118,22 +119,21 @@ def numpy_loss(logits, e, texts, config, fixed=None):
     responses = [response for response in responses if response]
     total, sequences = sum(map(len, responses)), len(responses)
     loss = dict.fromkeys(("pg_loss", "entropy", "kl_loss", "ptx_loss"), 0.0)
-    sum_of_all, ratios, kl_mean = 0.0, [], []
+    sum_of_all, ratios, kl_mean, weights, shares = 0.0, [], [], [], []
     for response in responses:
         of_tokens = [logp[e.tokens[r, t - 1], e.tokens[r, t]] for r, t in response]
         constants = [constant[e.tokens[r, t - 1], e.tokens[r, t]] for r, t in response]
         old = rolled = [e.old_logprobs[r, t] for r, t in response]
-        factors = [1.0] * len(response)
+        fresh = np.array([config.staleness is None or STEP - e.versions[rt] <= config.staleness for rt in response])
+        factors, truncated = fresh.astype(float), np.zeros(len(response), bool)
         if config.old_logprobs == "interpolate":
             old = [proximal(e, r, t, x) for (r, t), x in zip(response, constants, strict=True)]
-            factors = correction(np.subtract(old, rolled), config)
-        if config.staleness is not None:
-            factors = [
-                w if STEP - e.versions[rt] <= config.staleness else 0 for w, rt in zip(factors, response, strict=True)
-            ]
+            factors[fresh], truncated[fresh] = correction(np.subtract(old, rolled)[fresh], config)
+        weights += list(factors)
+        shares += list(truncated)
         log_ratios = np.subtract(of_tokens, old)
         if config.ratio != "token":
-            counted = log_ratios[np.array(factors) > 0]
+            counted = log_ratios[factors > 0]
             one = np.sum(counted) if config.ratio == "sequence" else np.mean(counted) if len(counted) else 0.0
             log_ratios = [one] * len(response)
         weight = 1 / total if config.aggregation == "token-mean" else 1 / sequences / len(response)
@@ -161,7 +161,9 @@ def numpy_loss(logits, e, texts, config, fixed=None):
         loss["ptx_loss"] = float(np.mean(nll))
         sum_of_all += config.ptx_coef * np.mean(nll)
     loss["kl_loss"] = float(np.mean(kl_mean)) if kl_mean else 0.0
-    return sum_of_all, {**loss, "ratio": np.mean(ratios)}
+    corrected = {"is_mean": np.mean(weights), "is_ratio_fraction_high": np.mean(shares)}
+    corrected["rs_masked_fraction"] = np.mean(np.equal(weights, 0))
+    return sum_of_all, {**loss, "ratio": np.mean(ratios), **corrected}
 
 
 def numpy_gradient(logits, *case):
@@ -222,6 +224,9 @@ def test_gradients_and_metrics_match_loops(toy, name):
     names |= {"ptx_loss"} if config.ptx_coef else set()
     for part in names:
         np.testing.assert_allclose(metrics[f"actor/{part}"], parts[part], rtol=1e-4, atol=1e-6, err_msg=part)
+    if config.old_logprobs == "interpolate":
+        for part in ("is_mean", "is_ratio_fraction_high", "rs_masked_fraction"):
+            np.testing.assert_allclose(metrics[f"rollout_corr/rollout_{part}"], parts[part], rtol=1e-4, err_msg=part)
     assert metrics["actor/skipped_updates"] == 0
     assert ("actor/kl_loss" in metrics, "actor/ptx_loss" in metrics) == ("kl_loss" in names, "ptx_loss" in names)
 
