@@ -36,9 +36,13 @@ def push(directory: Path, name: str, *, private: bool = False, revision: str | N
     hub = huggingface_hub.HfApi(library_name="jrlhf")
     paths = sorted(path for path in directory.rglob("*") if path.is_file())
     adds = [huggingface_hub.CommitOperationAdd(path.relative_to(directory).as_posix(), path) for path in paths]
-    files = {add.path_in_repo for add in adds}
+    files, state = {add.path_in_repo for add in adds}, _NOTHING
 
-    state = _NOTHING
+    def outdated(there: dict[str, Any]) -> list[str]:
+        return [file for file in there if is_of_export(file) and file not in files]
+
+    def is_done(there: dict[str, Any]) -> bool:
+        return not outdated(there) and _holds(there, adds)
 
     def upload() -> str:
         nonlocal state
@@ -53,18 +57,17 @@ def push(directory: Path, name: str, *, private: bool = False, revision: str | N
                 f"--push {name}: it holds {foreign[0]} and no {CARD} of jrlhf, so they are of no export: choose "
                 "another name, or delete them there"
             )
-        old = [file for file in there if is_of_export(file) and file not in files]
-        if not old and _holds(there, adds):
-            return address
         if revision is not None:
             hub.create_branch(name, branch=revision, revision=head.sha, exist_ok=True)
-        operations = [*map(huggingface_hub.CommitOperationDelete, old), *adds]
+        if is_done(there):
+            return address
+        operations = [*map(huggingface_hub.CommitOperationDelete, outdated(there)), *adds]
         message = "Upload a model of jrlhf"
         state = "the hub does not say whether it was committed (see its page)"
         try:
             hub.create_commit(name, operations, commit_message=message, revision=revision, parent_commit=head.sha)
         except Exception:
-            if not _holds(_branch(hub, name, revision)[1], adds):
+            if not is_done(_branch(hub, name, revision)[1]):
                 state = _NOTHING
                 raise
         return address
