@@ -216,8 +216,8 @@ def _pieces(move: Move, dtype: DTypeLike | None, group_bytes: int) -> Iterator[M
 
 
 def _step_bytes(move: Move, dtype: DTypeLike | None) -> int:
-    """Bytes on one device of the results or, if they are more, of what an exchange of parts needs at once: the pieces
-    that are sent, those that are received, and the new part."""
+    """Returns the bytes that a move needs on one device: those of its results or, if they are more, those of an
+    exchange of parts, which are the pieces that are sent, those that are received, and the new part."""
     targets = move.targets if _one_device_set([move]) else _stages(move)
     between = _between(move.source, move.source_sharding, targets[0], move.indices)
     parts = 0 if between is None else prod(between.shard_shape(move.source.shape)[-len(move.shape) :])
@@ -283,7 +283,8 @@ def _parts(
 def _between(
     x: jax.Array | jax.ShapeDtypeStruct, origin: Sharding, target: NamedSharding, indices: range | None
 ) -> NamedSharding | None:
-    """The division, of all layers if the array is unstacked, that an exchange of parts leads to, if it needs one."""
+    """Returns the division after an exchange of parts; None if the array needs no exchange. If the array is unstacked,
+    it is the division of all its layers."""
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
         return None
     if indices is not None:
