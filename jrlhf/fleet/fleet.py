@@ -238,7 +238,8 @@ class Fleet:
         times, end, version, self._has_batch = self._times, self._end, self._times.published + 1, False
         before, self._newest = self._newest, Published(version, handle, expected, self._saved(weights), updates)
         if before is not None and updates is not None:
-            self._changes.append((before, self._newest, grad_norm))
+            before, after = (one._replace(handle=None, saved=None) for one in (before, self._newest))  # no weights
+            self._changes.append((before, after, grad_norm))
         if self._wall:
             self._times = replace(times, published=version, version=version, trainer=times.rollouts)
             if self._threads is not None:
