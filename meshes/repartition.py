@@ -170,7 +170,7 @@ def _schedule(source: NamedSharding, target: NamedSharding, shape: tuple[int, ..
     size = np.gcd(*(boxes[0, :, 1] - boxes[0, :, 0] for boxes in (old, new))).tolist()
     rounds = []
     for copies in rounds_of(copies_of(*([_pieces(box, size) for box in boxes] for boxes in (old, new)))):
-        taken, placed = np.zeros((2, *old.shape[:2]), np.int32)
+        taken, placed = (np.zeros(old.shape[:2], np.int32) for _ in range(2))
         stays, comes = np.zeros((2, len(old)), bool)
         for sender, receiver, piece in copies:
             taken[sender], placed[receiver] = piece - old[sender, :, 0], piece - new[receiver, :, 0]

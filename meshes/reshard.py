@@ -260,7 +260,7 @@ def _program(
     def place(*sources: jax.Array) -> list[tuple[jax.Array, ...]]:
         # Cast, then unstack, then gather: half the bytes travel, and no more than the source's shards is temporary.
         cast = [x if x.dtype == dtype else x.astype(dtype) for x, dtype in zip(sources, dtypes, strict=True)]
-        parts = [_parts(x, *route) for x, *route in zip(cast, origins, targets, indices, strict=True)]
+        parts = list(map(_parts, cast, origins, targets, indices))
         return jax.device_put(parts, list(targets))
 
     return jax.jit(place, out_shardings=list(targets), donate_argnums=donated)
@@ -271,7 +271,7 @@ def _parts(
 ) -> tuple[jax.Array, ...]:
     """Unstacks an array, after an exchange of its parts between devices if it needs one on the way to the targets."""
     between = _between(x, origin, targets[0], indices)
-    if between is None:
+    if between is None or not isinstance(origin, NamedSharding):
         return _unstack(x, indices)
     if indices is not None and len(indices) < x.shape[0]:
         x, indices = lax.slice_in_dim(x, indices.start, indices.stop), range(len(indices))
