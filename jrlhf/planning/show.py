@@ -79,11 +79,12 @@ def describe(prices: CostModel, result: Result) -> str:
 
 def describe_plan(prices: CostModel, simulation: Simulation) -> str:
     """Describes a plan's calls, its timeline and its bottleneck."""
+    calibration = prices.cluster.hardware.calibration if prices.costs is None else "a profile of these devices"
     lines = [
         f"plan for {prices.workload.graph.name} on {prices.cluster.devices} x {prices.cluster.hardware.name}: "
         f"{_time(simulation.seconds)} an iteration ({_range(prices, simulation.seconds)}), "
         f"{in_units(simulation.peak)} of {in_units(prices.capacity)} on the fullest device",
-        f"times are calibrated on {_calibration(prices)}",
+        f"times are calibrated on {calibration}",
         "",
         *_calls(prices, simulation),
         "",
@@ -253,10 +254,6 @@ def _range(prices: CostModel, seconds: float) -> str:
     alike = prices.costs is not None or (prices.cluster.hardware.name == "h200" and prices.cluster.devices == 1)
     most = 1 + (error if alike else _ELSEWHERE)
     return f"{_time(seconds * (1 - error))} to {_time(seconds * most)}"
-
-
-def _calibration(prices: CostModel) -> str:
-    return prices.cluster.hardware.calibration if prices.costs is None else "a profile of these devices"
 
 
 def _time(seconds: float) -> str:
