@@ -6,7 +6,6 @@ are the descriptions of settings in the config's classes.
 """
 
 import argparse
-import difflib
 import math
 import re
 import shlex
@@ -32,7 +31,7 @@ from jrlhf.config.stages import ALGORITHMS, STAGES
 from jrlhf.data.encode import Encoding
 from jrlhf.data.read import is_hub_name, make_dataset, read_rows
 from jrlhf.data.tokenizer_files import load_tokenizer
-from jrlhf.errors import UserError, beside, exit_code, printable
+from jrlhf.errors import UserError, alike, beside, exit_code, printable
 from jrlhf.ppo.fields import default_of
 from jrlhf.rewards import builtin
 from jrlhf.rewards.user_code import resolve
@@ -100,8 +99,8 @@ def wrong(name: str, value: str, given: Mapping[str, str]) -> str:
         case "data" if value not in TASKS and not (_rows(value) or is_hub_name(value)):
             return f"does not exist: {beside(value, 'name a file, a directory or a dataset on the hub')}"
         case "algorithm" if value not in (*ALGORITHMS, "dpo"):
-            close = difflib.get_close_matches(value, ALGORITHMS, n=1, cutoff=0.75)
-            return f"is no algorithm: did you mean {close[0]}" if close else f"is none of {', '.join(ALGORITHMS)}, dpo"
+            remedy = alike(value, ALGORITHMS, f"choose {', '.join(ALGORITHMS)} or dpo")
+            return f"is no algorithm: {remedy}"
         case "algorithm" if value == "safe_rlhf" and data == "arithmetic":
             return "keeps a cost below a limit, and sums have no cost: choose another algorithm"
         case "algorithm" if value == "dpo" and data not in TASKS[:1]:

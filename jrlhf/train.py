@@ -16,7 +16,7 @@ from jrlhf.stages.dpo import train_dpo
 from jrlhf.stages.dryrun import describe
 from jrlhf.stages.evaluate import grade_before
 from jrlhf.stages.finalize import Outcome, finish, finished
-from jrlhf.stages.loop import check_functions
+from jrlhf.stages.loop import check_inputs
 from jrlhf.stages.reward_model import train_reward_model
 from jrlhf.stages.rl import train_rl
 from jrlhf.stages.setup import open_context
@@ -34,8 +34,7 @@ def main(config: Config, *, resume: bool | Literal["auto"] = False, accept_rewar
     """
     with open_context(config, resume=resume, accept_rewards=accept_rewards) as context, jax.set_mesh(context.mesh):
         phases = context.phases
-        if config.algorithm is not None:
-            check_functions(context, config.algorithm)
+        check_inputs(context)
         if (summary := from_main(partial(finished, context))) is not None:
             context.console.line(f"{context.run.shown} has finished: nothing is left to do")
             return summary

@@ -149,10 +149,11 @@ def repartitioned(x: jax.Array, source: NamedSharding, target: NamedSharding) ->
 
 
 class Round(NamedTuple):
-    """Copies of which each device sends at most one and receives at most one. pairs: senders and receivers.
+    """Copies of which each device sends at most one and receives at most one.
 
-    By device: taken, where the piece that it sends is in its old part; placed, where the one that it gets is in its new
-    part; stays, whether that is its own; comes, whether it gets one.
+    pairs: senders and receivers. The arrays have a row for each device:
+    taken: position of the piece that it sends, in its old part. placed: position of the piece that it gets, in its new
+        part. stays: whether that piece is its own. comes: whether it gets one.
     """
 
     pairs: list[tuple[int, int]]
@@ -169,7 +170,7 @@ def _schedule(source: NamedSharding, target: NamedSharding, shape: tuple[int, ..
     size = np.gcd(*(boxes[0, :, 1] - boxes[0, :, 0] for boxes in (old, new))).tolist()
     rounds = []
     for copies in rounds_of(copies_of(*([_pieces(box, size) for box in boxes] for boxes in (old, new)))):
-        taken, placed = np.zeros((2, *old.shape[:2]), np.int32)
+        taken, placed = (np.zeros(old.shape[:2], np.int32) for _ in range(2))
         stays, comes = np.zeros((2, len(old)), bool)
         for sender, receiver, piece in copies:
             taken[sender], placed[receiver] = piece - old[sender, :, 0], piece - new[receiver, :, 0]
@@ -186,7 +187,8 @@ def _pieces(box: np.ndarray, size: Sequence[int]) -> list[Piece]:
 def copies_of(have: Sequence[Sequence[Piece]], want: Sequence[Sequence[Piece]]) -> list[Copy]:
     """Returns, for each piece that a device wants, a copy from itself or from another device that has it.
 
-    have, want: pieces by device. Of several senders, one that sends less than a device wants is taken, the nearest.
+    have, want: pieces by device. If several devices have a piece, the nearest sends it, unless it sends as many pieces
+    already as the receiver wants.
     """
     owners, loads = defaultdict[Piece, list[int]](list), Counter[int]()
     for device, pieces in enumerate(have):

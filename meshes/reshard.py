@@ -216,8 +216,8 @@ def _pieces(move: Move, dtype: DTypeLike | None, group_bytes: int) -> Iterator[M
 
 
 def _step_bytes(move: Move, dtype: DTypeLike | None) -> int:
-    """Bytes on one device of the results or, if they are more, of what an exchange of parts needs at once: the pieces
-    that are sent, those that are received, and the new part."""
+    """Returns the bytes that a move needs on one device: those of its results or, if they are more, those of an
+    exchange of parts, which are the pieces that are sent, those that are received, and the new part."""
     targets = move.targets if _one_device_set([move]) else _stages(move)
     between = _between(move.source, move.source_sharding, targets[0], move.indices)
     parts = 0 if between is None else prod(between.shard_shape(move.source.shape)[-len(move.shape) :])
@@ -260,7 +260,7 @@ def _program(
     def place(*sources: jax.Array) -> list[tuple[jax.Array, ...]]:
         # Cast, then unstack, then gather: half the bytes travel, and no more than the source's shards is temporary.
         cast = [x if x.dtype == dtype else x.astype(dtype) for x, dtype in zip(sources, dtypes, strict=True)]
-        parts = [_parts(x, *route) for x, *route in zip(cast, origins, targets, indices, strict=True)]
+        parts = list(map(_parts, cast, origins, targets, indices))
         return jax.device_put(parts, list(targets))
 
     return jax.jit(place, out_shardings=list(targets), donate_argnums=donated)
@@ -271,7 +271,7 @@ def _parts(
 ) -> tuple[jax.Array, ...]:
     """Unstacks an array, after an exchange of its parts between devices if it needs one on the way to the targets."""
     between = _between(x, origin, targets[0], indices)
-    if between is None:
+    if between is None or not isinstance(origin, NamedSharding):
         return _unstack(x, indices)
     if indices is not None and len(indices) < x.shape[0]:
         x, indices = lax.slice_in_dim(x, indices.start, indices.stop), range(len(indices))
@@ -283,7 +283,8 @@ def _parts(
 def _between(
     x: jax.Array | jax.ShapeDtypeStruct, origin: Sharding, target: NamedSharding, indices: range | None
 ) -> NamedSharding | None:
-    """The division, of all layers if the array is unstacked, that an exchange of parts leads to, if it needs one."""
+    """Returns the division after an exchange of parts; None if the array needs no exchange. If the array is unstacked,
+    it is the division of all its layers."""
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
         return None
     if indices is not None:

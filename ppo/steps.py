@@ -267,8 +267,9 @@ def _policy_terms(
     if rows.ages is not None:
         rollout_logprobs, old_logprobs = old_logprobs, proximal_logprobs(logprobs, old_logprobs, rows.ages)
         if config.corrections:
-            gap = old_logprobs - rollout_logprobs
-            weights = importance_weights(gap, pg_weights > 0, config)  # a response's weight is that of these tokens
+            fresh = pg_weights > 0  # a response's weight is that of these tokens
+            gap = jnp.where(fresh, old_logprobs - rollout_logprobs, 0)
+            weights = importance_weights(gap, fresh, config)
             pg_weights, corrected = pg_weights * weights, weight_terms(weights, gap, config)
     action = log_ratio = logprobs - old_logprobs
     if config.ratio != "token":

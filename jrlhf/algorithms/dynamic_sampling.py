@@ -21,9 +21,9 @@ Kept = tuple[Rollout, Array]  # the rows of the batch so far, and their scores
 class DynamicSampler:
     """Fills the batch of an iteration of DAPO, round by round.
 
-    A group is informative if its finite scores, before they are shaped, are not all equal; only rows that `truncation`
-    does not leave out count. After `max_rounds` rounds
-    the rest of the batch is filled with groups that are not informative, in their order.
+    A group is informative if its finite scores, before they are shaped, are not all equal. Rows that `truncation`
+    leaves out do not count. After `max_rounds` rounds the rest of the batch is filled with groups that are not
+    informative, in their order.
 
     After an iteration `draws`, `prompts`, `raw` and `metrics()` are its results.
 

@@ -82,7 +82,7 @@ def _violations(config: Config, device_count: int, models: Mapping[str, ModelCon
     if config.profile is not None:
         yield from _profile(config, config.profile)
     for key, value, reason in (*without_effect(config), *_without_effect(config)):
-        yield f"{key}={value} has no effect with {reason}: leave it out{_undone(config, key)}"
+        yield f"{key}={value} has no effect with {reason}: leave it out{_undone(key)}"
     if config.validation is not None:
         yield from _validation(config, config.validation)
     data, fsdp, tensor = mesh_sizes(config.mesh, device_count)
@@ -175,7 +175,7 @@ def _without_effect(config: Config) -> Iterator[tuple[str, object, str]]:
                 yield key, getattr(section, name), reason
 
 
-def _undone(config: Config, key: str) -> str:
+def _undone(key: str) -> str:
     """Returns how to undo on a command line a dataset that a file names."""
     section = key.removesuffix(".path")
     return f" ({section}=null on a command line)" if key.startswith("data.") and section != key else ""

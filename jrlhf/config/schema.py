@@ -492,8 +492,8 @@ class Config(Section):
 
     @property
     def drawing(self) -> dict[str, Any]:
-        """How the trained model is to be sampled. Empty: as its base, because the run learns from no sample of its own
-        and sets nothing."""
+        """The settings with which the trained model is to be sampled. It is empty if they are those of its base: the
+        run learns from no samples of its own, and the config sets no sampling."""
         own = self.sampling.drawing
         follows = self.algorithm is None and self.model.path is not None and own == SamplingSection().drawing
         return {} if follows else {**own, "max_new_tokens": self.data.max_response}

@@ -331,8 +331,8 @@ class Encoding:
     def _begin(self, example: Example, messages: Conversation, turn: int, whole: str) -> int:
         """Returns the number of characters of the rendered conversation before the words of an assistant turn.
 
-        Templates cannot render the nothing before a first turn, where some write a system message of their own. That
-        turn begins where the header of answers ends, or with its content if the template has no header.
+        No template renders an empty conversation, and some write a system message of their own before the first turn.
+        So a first turn begins where the header of answers ends, or with its content if the template has no header.
         """
         if turn:
             before = self._rendered(example, messages[:turn], add_generation_prompt=True)

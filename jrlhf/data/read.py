@@ -1,7 +1,6 @@
 """Reads datasets from files and from the hub, and converts rows of the usual shapes to examples."""
 
 import csv
-import difflib
 import hashlib
 import json
 import re
@@ -20,7 +19,7 @@ from jrlhf.config.schema import ColumnsConfig
 from jrlhf.data.hub import hub_reason
 from jrlhf.data.row_keys import EXTRA_INFO, MESSAGES, OF_SHAPES, ROWS, refuse_keys
 from jrlhf.data.types import Example, Message, Text
-from jrlhf.errors import UserError, beside, one_line
+from jrlhf.errors import UserError, alike, beside, one_line
 from jrlhf.models.hf.files import check_file, parse_json
 from jrlhf.run.devices import host_memory
 from jrlhf.run.files import sha256
@@ -321,9 +320,8 @@ def _detect(columns: ColumnsConfig, there: Sequence[str], source: str) -> tuple[
     listed = f"the columns of {source} are {', '.join(there)}"
     for name, column in given.items():
         if column not in there:
-            close = difflib.get_close_matches(column, there, 1)
-            hint = f" (did you mean {close[0]}?)" if close else ": name one of these"
-            raise UserError(f"{name} is to be read from a column {column!r}, but {listed}{hint}")
+            remedy = alike(column, there, "name one of these")
+            raise UserError(f"{name} is to be read from a column {column!r}, but {listed}: {remedy}")
     names = {name: column for name, column in (_USUAL | given).items() if column in there}
     half = {"chosen", "rejected"} & set(names) if not given else set()
     if len(half) == 1:  # a mistake, not a prompt with an additional column

@@ -39,7 +39,7 @@ def load_tokenizer(directory: Path | str, *, eos: Sequence[str] = ()) -> Tokeniz
         settings = _read_settings(directory, backend)
         name = class_of(settings, _read_json(directory / "config.json"), backend)
         named, extra = _special_tokens(settings, CLASSES.get(name or "", {}))
-        _add_tokens(backend, _listed(directory, settings, backend, alone=name is not None), named, directory)
+        _add_tokens(backend, _listed(directory, settings, backend, alone=name is not None), named)
         if name is not None:
             rebuild(backend, name, settings, named["unk_token"].content if "unk_token" in named else None)
         templates = _templates(directory, settings)
@@ -188,14 +188,20 @@ def _listed(
         if lost := _read_json(directory / "added_tokens.json").keys() - contents:
             raise ValueError(f"added_tokens.json has {min(lost)!r}, which tokenizer.json lacks: add it there, too")
         return present
-    listed = _decoded(settings["added_tokens_decoder"], directory / SETTINGS)
+    try:
+        entries = (settings["added_tokens_decoder"] or {}).items()
+        listed = {int(index): _token(entry, index, special=False) for index, entry in entries}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"added_tokens_decoder is no object of tokens by their ids ({error}): fetch the file again"
+        ) from error
     if alone and (lost := contents - {token.content for token in listed.values()}):
         raise ValueError(f"added_tokens_decoder lacks {min(lost)!r}, which tokenizer.json adds: add it there, too")
     return listed
 
 
 def _add_tokens(
-    backend: tokenizers.Tokenizer, listed: Mapping[int, AddedToken], named: Mapping[str, AddedToken], directory: Path
+    backend: tokenizers.Tokenizer, listed: Mapping[int, AddedToken], named: Mapping[str, AddedToken]
 ) -> None:
     """Adds the tokens that are listed. One that is there already gets these flags."""
     contents = {token.content for token in named.values()}
@@ -203,9 +209,9 @@ def _add_tokens(
         token.special = token.special or token.content in contents
         backend.add_tokens([token])
         if (here := backend.token_to_id(token.content)) != index:
-            raise UserError(
-                f"added_tokens_decoder in {directory / SETTINGS} gives {token.content!r} the id {index}, but by "
-                f"tokenizer.json it is {here}: the two files are of different models, fetch them again"
+            raise ValueError(
+                f"added_tokens_decoder gives {token.content!r} the id {index}, but by tokenizer.json it is {here}: the "
+                "two files are of different models, fetch them again"
             )
 
 
@@ -216,16 +222,6 @@ def _add_special_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[AddedTok
     backend.add_tokens([token for token in distinct if token.content not in there])
     if plain:
         backend.add_tokens([AddedToken(token.content, special=True) for token in distinct])
-
-
-def _decoded(decoder: Any, file: Path) -> dict[int, AddedToken]:
-    """Returns the tokens of `added_tokens_decoder` by their ids."""
-    try:
-        return {int(index): _token(entry, index, special=False) for index, entry in (decoder or {}).items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"added_tokens_decoder in {file} is no object of tokens by their ids ({error}): fetch the file again"
-        ) from error
 
 
 def _named_ids(backend: tokenizers.Tokenizer, names: Iterable[str], directory: Path) -> tuple[int, ...]:
@@ -277,11 +273,17 @@ def _prefix_ids(backend: tokenizers.Tokenizer, directory: Path) -> tuple[int, ..
 def _templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     """Returns the chat templates by name; the files of templates replace those in tokenizer_config.json."""
     files = sorted((directory / TEMPLATES).glob("*.jinja"))
-    named = {path.name.removesuffix(".jinja"): path for path in files}
+    named: dict[str, Any] = {path.name.removesuffix(".jinja"): path for path in files}
     if (path := directory / "chat_template.jinja").exists():
         named["default"] = path
+    for name, path in named.items():
+        try:
+            check_file(path)
+            named[name] = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} cannot be read ({error}): fetch the file again") from error
     if named:
-        return {name: _read_text(path) for name, path in named.items()}
+        return named
     templates = settings.get("chat_template")
     if templates is None:
         templates = _read_json(directory / "chat_template.json").get("chat_template")
@@ -291,11 +293,3 @@ def _templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     if not isinstance(templates, dict) or not all(isinstance(text, str) for text in templates.values()):
         raise ValueError("chat_template is neither a template nor a list of objects with name and template: correct it")
     return templates
-
-
-def _read_text(path: Path) -> str:
-    try:
-        check_file(path)
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}): fetch the file again") from error

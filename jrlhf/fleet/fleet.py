@@ -222,10 +222,10 @@ class Fleet:
     def publish(self, weights: Weights, expected: Identity, updates: Any = None, grad_norm: Any = 0.0) -> None:
         """Draws as long as the update takes; then workers take the new weights as soon as the rules allow it.
 
-        expected: the identity of these weights, computed by the trainer. If the workers' weights differ from it, the
-        next `state` or `collect` raises RunFailure, so no batch of theirs is returned. So it does if the identity is
-        that of the version before although updates changed the weights. updates: see `Published`. grad_norm: mean norm
-        of the gradients of the updates between.
+        expected: the identity of these weights, computed by the trainer. The next `state` or `collect` raises
+        RunFailure, and returns no batch, if the workers' weights differ from it, or if it is the identity of the
+        version before although updates changed the weights. updates: see `Published`. grad_norm: mean norm of the
+        gradients of the updates between.
         """
         if not several():  # otherwise `draw_ahead` began to wait
             self._trainer_wait.update = jax.tree.leaves(weights)
@@ -238,7 +238,8 @@ class Fleet:
         times, end, version, self._has_batch = self._times, self._end, self._times.published + 1, False
         before, self._newest = self._newest, Published(version, handle, expected, self._saved(weights), updates)
         if before is not None and updates is not None:
-            self._changes.append((before, self._newest, grad_norm))
+            before, after = (one._replace(handle=None, saved=None) for one in (before, self._newest))  # no weights
+            self._changes.append((before, after, grad_norm))
         if self._wall:
             self._times = replace(times, published=version, version=version, trainer=times.rollouts)
             if self._threads is not None:

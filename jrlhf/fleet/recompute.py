@@ -215,12 +215,12 @@ class Recompute:
     def _judge_draws(self, version: int, chosen: Mapping[int, Row], others: Bool[np.ndarray, "places K"]) -> None:
         """Raises an alarm for each row whose tokens are not those that its key and the settings of sampling draw.
 
-        others: whether a token that was drawn again is another one, beyond rounding.
+        others: whether the token drawn again differs, beyond rounding.
         """
         for place, row in chosen.items():
             stopped, wrong = np.isin(row.tokens[:-1], self._stops).any(), others[place].sum()
             if stopped or wrong:
-                reason = "goes on after a stop token" if stopped else f"has {wrong} tokens that are others, drawn again"
+                reason = "goes on after a stop token" if stopped else f"has {wrong} tokens that differ when drawn again"
                 self.refuse(
                     f"logical worker {row.worker} does not draw as the weights of version {version} and the settings "
                     f"of sampling do: row {row.number} {reason}",

@@ -36,6 +36,7 @@ _TIMES = {
     "actor.generate": "gen",
     "reward.score": "reward",
     "actor.logprobs": "old_log_prob",
+    "actor.logprobs_with_base": "old_log_prob",
     "reference.logprobs": "ref",
     "critic.values": "values",
     "critic.update": "update_critic",
@@ -43,13 +44,14 @@ _TIMES = {
     "cost_critic.values": "cost_values",
     "cost_critic.update": "update_cost_critic",
     "cost.score": "cost",
+    **dict.fromkeys(("learner.update", "update"), "update_actor"),  # which trains the critic, too
 }
 _COLORS = "#2f6fed #e07a1f #0f9d7a #8b5cf6 #e23d6d #0e93b8 #a16207 #64748b #7c3f58 #4d7c0f".split()
 
 
 def call_color(name: str) -> str:
     """The colour of a call, given by its name in a graph or in the metrics: the same in every picture and run."""
-    names = list(_TIMES.values())
+    names = list(dict.fromkeys(_TIMES.values()))
     name = _TIMES.get(name, name)
     return _COLORS[names.index(name) if name in names else crc32(name.encode()) % len(_COLORS)]
 
@@ -77,11 +79,12 @@ def describe(prices: CostModel, result: Result) -> str:
 
 def describe_plan(prices: CostModel, simulation: Simulation) -> str:
     """Describes a plan's calls, its timeline and its bottleneck."""
+    calibration = prices.cluster.hardware.calibration if prices.costs is None else "a profile of these devices"
     lines = [
         f"plan for {prices.workload.graph.name} on {prices.cluster.devices} x {prices.cluster.hardware.name}: "
         f"{_time(simulation.seconds)} an iteration ({_range(prices, simulation.seconds)}), "
         f"{in_units(simulation.peak)} of {in_units(prices.capacity)} on the fullest device",
-        f"times are calibrated on {_calibration(prices)}",
+        f"times are calibrated on {calibration}",
         "",
         *_calls(prices, simulation),
         "",
@@ -251,10 +254,6 @@ def _range(prices: CostModel, seconds: float) -> str:
     alike = prices.costs is not None or (prices.cluster.hardware.name == "h200" and prices.cluster.devices == 1)
     most = 1 + (error if alike else _ELSEWHERE)
     return f"{_time(seconds * (1 - error))} to {_time(seconds * most)}"
-
-
-def _calibration(prices: CostModel) -> str:
-    return prices.cluster.hardware.calibration if prices.costs is None else "a profile of these devices"
 
 
 def _time(seconds: float) -> str:

@@ -100,7 +100,7 @@ def timeline(run: Record) -> tuple[str, list[Lane]]:
     seconds: dict[str, float] = {}
     for span in spans:
         seconds[span.name] = seconds.get(span.name, 0.0) + span.end - span.start
-    draw = _Painter(length, {name: call_color(name) for name in seconds})
+    draw = _Painter(length)
     lanes = [
         draw.lane(name, _CALLS.get(name, ""), [span for span in spans if span.name == name], busy)
         for name, busy in seconds.items()
@@ -114,15 +114,14 @@ def timeline(run: Record) -> tuple[str, list[Lane]]:
 
 
 class _Painter(NamedTuple):
-    """Draws spans as lanes. length: seconds of the iteration. colors: by name of a call."""
+    """Draws spans as lanes. length: seconds of the iteration."""
 
     length: float
-    colors: dict[str, str]
 
     def lane(self, name: str, note: str, spans: list[Span], busy: float, color: str | None = None) -> Lane:
         """Draws spans. busy: seconds to write at the lane's end. color: of all, in place of that of each call."""
         length = self.length
-        bars = [Bar(span.start / length, span.seconds / length, color or self.colors[span.name]) for span in spans]
+        bars = [Bar(span.start / length, span.seconds / length, color or call_color(span.name)) for span in spans]
         return Lane(name, note, bars, (_milliseconds(busy), f"{busy / length:.1%}"))
 
     def slices(self, spans: list[Span]) -> tuple[list[Lane], str]:
@@ -145,7 +144,7 @@ class _Painter(NamedTuple):
         for span in spans:
             for (start, left), (end, _) in pairwise([*span.rows, (span.end, 0)]):
                 width = (end - start) / self.length
-                bars.append(Bar(start / self.length, width, self.colors[span.name], left / most))
+                bars.append(Bar(start / self.length, width, call_color(span.name), left / most))
         return Lane("unfinished rows", "waiting or decoding", bars, (f"{most} rows", ""))
 
     def processes(self, chunks: list[Span]) -> list[Lane]:

@@ -62,7 +62,7 @@ class Facts:
         return self._digest(self.spec)
 
     def _digest(self, spec: str) -> str:
-        source = builtin.IDENTITY if self.is_builtin else self.sha256 or ""
+        source = builtin.IDENTITIES[self.spec.rpartition(":")[2]] if self.is_builtin else self.sha256 or ""
         return fingerprint([spec, source, repr(sorted(self.config.options.items()))])
 
     @property

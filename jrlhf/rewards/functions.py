@@ -86,7 +86,7 @@ class FunctionReward(Closing):
             except OSError as error:
                 raise UserError(f"log={self._log} of {self._called} cannot be opened: {error}") from error
         try:
-            self._on_workers(self._start, [slice(0)] * self.workers)
+            self._on_workers([self._start] * self.workers)
             for index in sorted(self._free.get() for _ in range(self.workers)):  # whatever started first
                 self._free.put(index)
             if self._config.in_process:
@@ -125,38 +125,38 @@ class FunctionReward(Closing):
         results: list[Any] = [None] * len(samples)
         one_by_one = self.facts.style == "verl" and not self.facts.asynchronous
         borders = _borders(samples, whole_prompts=self.facts.style == "trl")
-
         cuts = [borders[(len(borders) - 1) * number // self.workers] for number in range(self.workers + 1)]
 
-        def work(index: int, rows: slice, ended: threading.Event) -> None:
+        def work(rows: slice, index: int, ended: threading.Event) -> None:
             size = 1 if one_by_one else rows.stop - rows.start
             for row in range(rows.start, rows.stop, size):
                 chosen = samples[row : row + size]
                 request = self._request(chosen, step, first + row)
                 if self._pool[index].ended():  # in an earlier call, or since
                     self._pool[index].kill()
-                    self._start(index, rows, ended)
+                    self._start(index, ended)
                 answer = self._pool[index].request(request, self._config.deadline)
                 if ended.is_set():
                     return
                 results[row : row + size] = self._checked_results(answer, chosen)
 
-        self._on_workers(work, [slice(*part) for part in pairwise(cuts) if part[0] < part[1]])
+        self._on_workers([partial(work, slice(*part)) for part in pairwise(cuts) if part[0] < part[1]])
         return self._scored(samples, results)
 
-    def _on_workers(self, job: Callable[[int, slice, threading.Event], None], parts: Sequence[slice]) -> None:
-        """Runs `job` with each part at the same time, on a worker that nothing else uses, given by its index.
+    def _on_workers(self, jobs: Sequence[Callable[[int, threading.Event], None]]) -> None:
+        """Runs all jobs at the same time, each with the index of a worker that nothing else uses, and the event that
+        ends this call.
 
         After an error the busy workers of this call are killed; otherwise the next one would get their answers.
         """
         ended, busy = threading.Event(), set[int]()
 
-        def run(part: slice) -> None:
+        def run(job: Callable[[int, threading.Event], None]) -> None:
             index = self._free.get()
             busy.add(index)
             try:
                 if not ended.is_set():
-                    job(index, part, ended)
+                    job(index, ended)
             finally:
                 busy.remove(index)
                 self._free.put(index)
@@ -164,7 +164,7 @@ class FunctionReward(Closing):
         self._calls.add(ended)
         with ThreadPoolExecutor(self.workers, thread_name_prefix=self._kind) as threads:
             try:
-                for future in as_completed([threads.submit(run, part) for part in parts]):
+                for future in as_completed([threads.submit(run, job) for job in jobs]):
                     future.result()
             except BaseException:
                 ended.set()  # set first, so that a worker that starts later sees it
@@ -174,7 +174,7 @@ class FunctionReward(Closing):
             finally:
                 self._calls.remove(ended)
 
-    def _start(self, index: int, _: slice, ended: threading.Event) -> None:
+    def _start(self, index: int, ended: threading.Event) -> None:
         # Strings hash alike in every worker and every run, and JAX in a function never takes an accelerator.
         environment = {"PYTHONHASHSEED": str(self._seed % 2**32), **os.environ, "JAX_PLATFORMS": "cpu"}
         what: dict[str, Any] = {"spec": self._spec, "shipped": self._shipped, "options": self._config.options}

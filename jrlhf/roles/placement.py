@@ -21,8 +21,7 @@ from jrlhf.meshes.transfer import is_on_host
 from jrlhf.models.params import Params
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.model import Architecture, Compute, Model, relocate, weights_at
-from jrlhf.run.clock import Clock
-from jrlhf.run.profiler import calling, present_call
+from jrlhf.run.clock import Clock, calling, present_call
 
 CALL, CONDITION = "algorithm_call", "algorithm_loop_condition"  # attributes that the decorators set, for `trace`
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import copy
 from functools import partial
 from itertools import pairwise
@@ -19,6 +20,7 @@ from jaxtyping import Bool
 
 from jrlhf.run.processes import several, to_main
 
+_call = ContextVar("call", default="")
 SMALL = 16 << 20  # bytes: arrays up to this size are waited for, see `_small`
 
 
@@ -241,6 +243,21 @@ def _small(arrays: list[jax.Array]) -> list[jax.Array]:
     Waiting for large arrays would keep their memory allocated while other programs are enqueued.
     """
     return [array for array in arrays if array.nbytes <= SMALL] or sorted(arrays, key=lambda array: array.nbytes)[:1]
+
+
+@contextmanager
+def calling(name: str) -> Iterator[None]:
+    """Names what the block computes, for a `CompilationWatch`: a call of the stage's graph, such as actor.update."""
+    token = _call.set(name)
+    try:
+        yield
+    finally:
+        _call.reset(token)
+
+
+def present_call() -> str:
+    """Returns the name that `calling` gave; empty outside of its blocks."""
+    return _call.get()
 
 
 class Stopwatch:

@@ -61,6 +61,7 @@ class PreemptionGuard:
 
     def __init__(self, still: float = STILL):
         self._still, self._left = still, threading.Event()
+        self._leaving = threading.Lock()  # no signal may come when the handlers are gone
         self.requested = False
         self._iterating = False
         self._asked, self._answered = False, False  # whether the main thread still runs handlers; see `_answers`
@@ -117,7 +118,9 @@ class PreemptionGuard:
     def _answers(self) -> bool:
         """Returns whether the main thread runs a handler within seconds, as it does where it waits in Python."""
         self._asked, self._answered = True, False
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        with self._leaving:
+            if not self._left.is_set():
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
         for _ in range(50):
             if self._answered or self._left.wait(0.1):
                 break
@@ -125,7 +128,8 @@ class PreemptionGuard:
         return self._answered or self._left.is_set()
 
     def __exit__(self, kind, error, trace):
-        self._left.set()
+        with self._leaving:
+            self._left.set()
         if self._wakeup is not None:
             signals, previous = self._wakeup
             signal.set_wakeup_fd(previous)

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,6 +16,7 @@ from jax.sharding import Mesh
 
 from jrlhf.config.schema import Config
 from jrlhf.errors import FAILED
+from jrlhf.run.clock import present_call
 from jrlhf.run.processes import is_main
 
 Result = TypeVar("Result")
@@ -26,7 +26,6 @@ _GRACE = 10.0  # seconds after a deadline in which a thread of Python can end th
 _ends = dict[object, tuple[float, float]]()  # for each block of `deadline`: when it must have ended, and its seconds
 _timer: threading.Timer | None = None
 _arming = threading.Lock()
-_call = ContextVar("call", default="")
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _SETTLED = 2  # iterations of a stage after which nothing may compile any more
 
@@ -107,21 +106,6 @@ def _end() -> None:
         flush=True,
     )
     os._exit(FAILED)
-
-
-@contextmanager
-def calling(name: str) -> Iterator[None]:
-    """Names what the block computes, for `CompilationWatch`: a call of the stage's graph, such as actor.update."""
-    token = _call.set(name)
-    try:
-        yield
-    finally:
-        _call.reset(token)
-
-
-def present_call() -> str:
-    """Returns the name that `calling` gave; empty outside of its blocks."""
-    return _call.get()
 
 
 class CompilationWatch(logging.Handler):

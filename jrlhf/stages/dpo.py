@@ -19,8 +19,7 @@ from jrlhf.ppo import PairBatch, TrainState, pair_terms
 from jrlhf.roles.initial import adamw
 from jrlhf.roles.model import Model
 from jrlhf.roles.role import Site
-from jrlhf.run.clock import Clock
-from jrlhf.run.profiler import calling
+from jrlhf.run.clock import Clock, calling
 from jrlhf.stages.context import Context
 from jrlhf.stages.loop import CALLS, run_stage
 from jrlhf.stages.preferences import accuracies, collect_pairs, put_pairs
@@ -78,7 +77,7 @@ def train_dpo(context: Context, policy: Model) -> Model:
 
     if apart:
         pairs()  # collected now, because pairs may be sampled from the policy, whose arrays training frees
-    meta = {"corpus": context.task.fingerprint, "reference": reference_model.fingerprint()}
+    meta = {"reference": reference_model.fingerprint()}
     calls = [call.name for call in stage_graph(context.config, "dpo")]
     init = partial(built.create, policy.params)
     state = run_stage(context, "dpo", init, advance, meta=meta, announced=(*calls, "dpo.evaluate"))

@@ -250,12 +250,12 @@ def _tried(config: Config, samples: Sequence[Sample]) -> Iterator[str]:
     """Calls each reward function once, as a run would, and yields lines on the scores. Raises RewardFailure."""
     for _, kind, part in config.rewards_and_costs:
         if part.function is not None:
-            with FunctionReward(part, config.seed, kind=kind) as function:
+            with FunctionReward(part, config.seed, kind=kind, steps=config.rl.iterations) as function:
                 scored = function.score(samples)
             scores = ", ".join(f"{score:.4g}" for score in scored.scores)
             failed = ", ".join(f"{count} {failure}" for failure, count in scored.failures.items())
             failed = f" (on_failure for failed ones: {failed})" if failed else ""
-            yield f"{kind} {part.name} of {len(samples)} made answers: {scores}{failed}"
+            yield f"{kind} {part.name} of {len(samples)} made-up answers: {scores}{failed}"
 
 
 def _row(call: Call, workload: Workload, plan: Plan | None = None) -> tuple[str, ...]:

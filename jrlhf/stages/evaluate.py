@@ -278,13 +278,9 @@ def validate(
     if heldout is None or not _measurable(context, rewards):
         return {}, []
 
-    def grade_rounds() -> list[Graded]:
-        count = config.prompts or context.config.evaluation.prompts or VALIDATED
-        options = {"temperature": config.temperature, "step": step, "count": count}
-        purposes = [f"validation {number}" for number in range(config.k)]
-        return [grade_heldout(context, policy, rewards, purpose=purpose, **options) for purpose in purposes]
-
-    rounds = clock.run("validation", grade_rounds)
+    count = config.prompts or context.config.evaluation.prompts or VALIDATED
+    own = partial(grade_heldout, context, policy, rewards, temperature=config.temperature, step=step, count=count)
+    rounds = clock.run("validation", lambda: [own(purpose=f"validation {number}") for number in range(config.k)])
     first, metrics = rounds[0], statistics(rounds)
     rows = zip(heldout.texts, first.responses, first.scores, first.sources, strict=False)
     samples: list[dict[str, object]] = [

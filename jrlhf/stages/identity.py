@@ -1,6 +1,6 @@
 """`Identity`: digests of a run's inputs (models, tokenizer, code). Checkpoints record it; a resume compares it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ _VERSION = "identity"  # a key that checkpoints of older versions lack
 class Identity:
     """Identifies the inputs of a run by words: input -> a value or a digest of it.
 
-    words: the inputs that all stages share: sizes of models, ids of tokens, modules of reward functions; and of each
-        reward function the word that older versions recorded, which is also accepted.
+    words: the inputs that all stages share: the data, sizes of models, ids of tokens, modules of reward functions; and
+        of each reward function its word, and the word that older versions recorded, which is also accepted.
     functions: keys of reward functions; their words may change if the function stopped the run.
     accepts: their words may change in any case (--accept-rewards).
     """
@@ -50,12 +50,16 @@ class Identity:
             names = ", ".join(unknown)
             yield f"the checkpoint of stage {stage} is of an older version, which did not record {names}"
 
-    def check_functions(self, run: Path, stage: str, there: Mapping[str, str], *, ended: bool) -> None:
-        """Refuses reward functions that `compare` will refuse. It takes only the `meta` of a checkpoint."""
-        here = self.of_stage({key: word for key, word in self.words.items() if key in self.functions})
-        own = [key for key in {**there, **here} if key == _VERSION or key.removesuffix(MODULES) in self.functions]
-        before, now = ({key: side[key] for key in own if key in side} for side in (there, here))
-        list(self._changes(run, stage, before, now, ended))
+    def check_known(
+        self, run: Path, stage: str, there: Mapping[str, str], functions: Collection[str], *, ended: bool
+    ) -> None:
+        """Refuses what `compare` will refuse, as far as it is known before the stage begins.
+
+        there: the `meta` of a checkpoint. functions: keys of the reward functions that the stage calls.
+        """
+        here = self.of_stage({key: word for key, word in self.words.items() if key in functions})
+        words = {key: word for key, word in there.items() if key in here or key.removesuffix(MODULES) in functions}
+        list(self._changes(run, stage, words, here, ended))
 
     def _changes(
         self, run: Path, stage: str, there: Mapping[str, str], here: Mapping[str, str], ended: bool

@@ -112,12 +112,14 @@ def run_stage(
     return state
 
 
-def check_functions(context: Context, name: str) -> None:
-    """Refuses changed reward functions as the stage itself would, but before the work that precedes it."""
-    directory = context.run.path / "checkpoints" / name
-    if steps := saved_steps(directory):
-        there, ended = read_meta(directory, steps[-1]), steps[-1] == context.config.length(name)
-        context.identity.check_functions(context.run.path, name, there, ended=ended)
+def check_inputs(context: Context) -> None:
+    """Refuses changed data, models and reward functions as the stages themselves would, but before any other work."""
+    config, run, identity = context.config, context.run.path, context.identity
+    for name in config.stages:
+        directory = run / "checkpoints" / name
+        if steps := saved_steps(directory):
+            there, functions = read_meta(directory, steps[-1]), identity.functions if name == config.algorithm else ()
+            identity.check_known(run, name, there, functions, ended=steps[-1] == config.length(name))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from jrlhf.meshes import to_devices, to_host
 from jrlhf.ppo import PreferenceBatch, TrainState, make_preference_step
 from jrlhf.roles.initial import adamw, scalar_model, stored
 from jrlhf.roles.model import Model
-from jrlhf.run.profiler import calling
+from jrlhf.run.clock import calling
 from jrlhf.stages.context import Context
 from jrlhf.stages.loop import run_stage
 from jrlhf.stages.preferences import accuracies, collect_pairs, put_pairs
@@ -66,7 +66,7 @@ def train_reward_model(context: Context, policy: Model) -> Model:
         return state, metrics
 
     init = partial(TrainState.create, start.params, optimizer)
-    meta = {"corpus": context.task.fingerprint, "policy": policy.fingerprint()}
+    meta = {"policy": policy.fingerprint()}
     state = run_stage(context, "reward_model", init, advance, meta=meta, announced=(UPDATE, SCORE))
     return stored(start.holding(state.params), context.config.offloading.reward)
 

@@ -46,10 +46,9 @@ from jrlhf.ppo.shaping import RunningMoments
 from jrlhf.rewards.mixture import Rewards
 from jrlhf.roles.model import Model
 from jrlhf.roles.placement import RolePlacement, ready
-from jrlhf.run.clock import Clock
+from jrlhf.run.clock import Clock, calling
 from jrlhf.run.metrics import verl_figures
 from jrlhf.run.processes import is_main
-from jrlhf.run.profiler import calling
 from jrlhf.stages.context import Context
 from jrlhf.stages.evaluate import validate
 from jrlhf.stages.loop import CALLS, SAMPLES, run_stage
@@ -91,7 +90,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
     models, identities = factory.models(context.initial, policy, rewards, graph)
     roles = factory.roles(graph, models, rewards, costs)
     order = Order(len(prompts.ids), section.rollout_batch // section.samples, config.seed + 1)
-    meta = {"corpus": context.task.fingerprint} | identities | dataflow_identity(config)
+    meta = identities | dataflow_identity(config)
     meta |= {f"reward {reward}": digest for reward, digest in rewards.identities.items()}
     meta |= {} if costs is None else {f"cost {cost}": digest for cost, digest in costs.identities.items()}
     with _open_rollouts(context, roles, partial(take_batch, context, prompts, order)) as rollouts:

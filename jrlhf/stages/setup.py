@@ -141,7 +141,7 @@ def open_context(config: Config, *, resume: bool | Literal["auto"], accept_rewar
         elif mirror is not None:
             run.kept = partial(mirror.start, run)
         _write_inputs(run, config, task, plan, fused)
-        words["seeds"] = str(from_main(run.seeds))
+        words |= {"corpus": task.fingerprint, "seeds": str(from_main(run.seeds))}
         functions = {f"{kind} {part.name}" for _, kind, part in config.rewards_and_costs if part.function is not None}
         try:
             yield Context(

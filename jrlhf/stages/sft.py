@@ -13,7 +13,7 @@ from jrlhf.ppo import SFTBatch, TrainState, make_sft_step
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.initial import adamw
 from jrlhf.roles.model import Model
-from jrlhf.run.profiler import calling
+from jrlhf.run.clock import calling
 from jrlhf.stages.context import Context
 from jrlhf.stages.loop import run_stage
 
@@ -45,7 +45,7 @@ def train_sft(context: Context, policy: Model) -> Model:
         return state, metrics
 
     init = partial(TrainState.create, policy.params, optimizer)
-    meta = {"corpus": context.task.fingerprint, "start": policy.fingerprint()}
+    meta = {"start": policy.fingerprint()}
     calls = (UPDATE, EVALUATE) if data.heldout.ids else (UPDATE,)
     state = run_stage(context, "sft", init, advance, meta=meta, announced=calls)
     return policy.holding(state.params)

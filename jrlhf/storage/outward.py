@@ -38,10 +38,6 @@ def within(seconds: float, request: Callable[[], T], notice: Callable[[], object
     return answer.result()
 
 
-def tell(sentence: str) -> None:
-    print(sentence, file=sys.stderr, flush=True)
-
-
 @contextmanager
 def hub_requests() -> Iterator[None]:
     """Gives all requests to the Hugging Face hub in the block a deadline, which most of its functions do not have.
@@ -57,7 +53,8 @@ def hub_requests() -> Iterator[None]:
     global _silent
     session, first, hurried = get_session(), iter([True]), time.monotonic() - _silent < _AGAIN
     asked: list[tuple[float, float]] = []  # time and deadline of the newest request, if it has no body and no answer
-    notice = threading.Timer(NOTICE, tell, (f"waiting for the hub at {constants.ENDPOINT} to answer",))
+    sentence = f"waiting for the hub at {constants.ENDPOINT} to answer"
+    notice = threading.Timer(NOTICE, print, (sentence,), {"file": sys.stderr, "flush": True})
     notice.daemon = True
 
     def ask(request: Any) -> None:

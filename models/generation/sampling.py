@@ -109,11 +109,12 @@ def shortfall(
     may_stop: Bool[Array, "B"],
     rounding: Float[Array, ""],
 ) -> Float[Array, "B"]:
-    """By how many nats a drawn token's score (its logit plus noise) is below that of the token that `sample` draws.
+    """Returns how much lower the score (logit plus noise) of a drawn token is than that of `sample`'s token, in nats.
 
-    At most `rounding` if `sample` drew it from logits that differ by less than half of this; infinite for a token that
-    must not be drawn. Of a token that `top_k` or `top_p` leaves out, at least the distance to the last one that stays;
-    tokens within `rounding` of the last one may be left out. The other arguments are those of `sample`.
+    It is at most `rounding` if `sample` drew the token from logits that differ by less than half of `rounding`, and
+    infinite if the token must not be drawn. If `top_k` or `top_p` leaves the token out, it is at least the distance to
+    the last token that stays. Tokens within `rounding` of the last one may be left out. The other arguments are those
+    of `sample`.
     """
     _, possible = _possible(logits, config, vocab_size, may_stop)
     sure = allowed = restrict(possible, config.top_k, config.top_p) if config.restricted else possible

@@ -202,8 +202,17 @@ def test_a_failed_commit_is_looked_at_again_and_the_reason_is_whole(
 
 
 def test_what_is_there_already_is_not_committed_again(hub: Hub, call, exported: Path):
-    first, second = call([push(exported, "someone/mine")] * 2)
-    assert first == second and hub.repositories["models/someone/mine"].commits == 1
+    """But a branch for it is made, and a commit that fails to delete an older file is no success."""
+    first, second, branch = call([*[push(exported, "someone/mine")] * 2, push(exported, "someone/mine", revision="v1")])
+    repository = hub.repositories["models/someone/mine"]
+    assert first == second and branch == f"{first}/tree/v1" and repository.commits == 1
+    assert repository.branches == {"main": contents(exported), "v1": contents(exported)}
+    older = {"model-00001-of-00002.safetensors": b"older"}
+    repository.branches["main"] |= older
+    hub.failures = {COMMIT: [500] * 3}
+    (sentence,) = call([push(exported, "someone/mine")])
+    assert sentence.startswith(f"{NOTHING}the hub answers with 500")
+    assert repository.branches["main"] == contents(exported) | older
 
 
 def test_a_hub_that_never_answers_is_given_up_and_the_user_is_told_meanwhile(hub: Hub, call, home: Path):

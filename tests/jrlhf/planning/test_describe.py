@@ -8,6 +8,7 @@ from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.planning.search import search
 from jrlhf.planning.show import _range, bottleneck, call_color, critical_path, describe, operations, plot, timeline
 from jrlhf.planning.simulate import simulate
+from jrlhf.stages import mfu
 from tests.jrlhf.planning.synthetic import PPO, Table, problem
 
 CALLS = [call.name for call in PPO if call.kind != "compute"]
@@ -88,8 +89,9 @@ def test_times_tell_their_range_and_what_they_are_calibrated_on(hardware: str, d
 
 def test_a_call_has_one_colour_in_all_pictures():
     """By its name in the graph and in the metrics, whatever other calls there are; and no other call has it."""
-    for name, metric in (("actor.generate", "gen"), ("reference.logprobs", "ref"), ("critic.update", "update_critic")):
-        assert call_color(name) == call_color(metric)
+    timed = {name: metric for name, (_, metric, _) in mfu.CALLS.items()}
+    for name, metric in {**timed, "actor.generate": "gen", "reward.score": "reward"}.items():
+        assert call_color(name) == call_color(metric), name
     assert len({call_color(name) for name in CALLS}) == len(CALLS)
 
 

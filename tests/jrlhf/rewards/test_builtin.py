@@ -6,9 +6,12 @@ from functools import partial
 import numpy as np
 import pytest
 
+from jrlhf.config.schema import RewardConfig
+from jrlhf.data.read import fingerprint
 from jrlhf.errors import UserError
 from jrlhf.rewards import builtin
 from jrlhf.rewards.builtin import exact_match, format_regex, numeric_answer, read_number, word_count
+from jrlhf.rewards.facts import Facts
 
 from .conftest import make_reward, make_sample
 
@@ -194,6 +197,18 @@ def test_in_a_worker_with_the_answers_of_verls_rows():
         assert reward.score([make_sample(0, "b")]).scores == [1]
         assert reward.score([make_sample(0, "a" * 60)]).failures == {"hang": 1}
     assert all(callable(getattr(builtin, name)) for name in builtin.NAMES)
+
+
+def test_only_a_function_that_scores_otherwise_gets_another_identity_in_checkpoints():
+    """The first digest is that of a run of 2026-11-20, whose functions had the hash of their file."""
+    digests = {}
+    for name in builtin.NAMES:
+        config, spec = RewardConfig(name="correct", function=name), f"jrlhf.rewards.builtin:{name}"
+        digests[name] = Facts(config, "reward", spec, "trl", False, (), False, (), (), None, None, {}).fingerprint
+    assert digests["exact_match"] == "a2e62cfbb7f0444b" and len(set(digests.values())) == len(builtin.NAMES)
+    hashed = "c1e9a59c1c7362ca2705b42dc56af51755f5032d8833bbc24ade19275d4580dd"
+    older = {name: fingerprint([f"jrlhf.rewards.builtin:{name}", hashed, "[]"]) for name in builtin.NAMES}
+    assert {name for name in builtin.NAMES if digests[name] != older[name]} == {"numeric_answer"}
 
 
 def test_math_verify(monkeypatch):

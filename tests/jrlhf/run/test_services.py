@@ -18,10 +18,10 @@ from jrlhf.config.schema import DeviceConfig, ProfileConfig
 from jrlhf.errors import UserError
 from jrlhf.models import ModelConfig
 from jrlhf.run import devices
-from jrlhf.run.clock import Clock, Stopwatch, timed
+from jrlhf.run.clock import Clock, Stopwatch, calling, timed
 from jrlhf.run.devices import select
 from jrlhf.run.preemption import PreemptionGuard, cpu_seconds, wait_until_still
-from jrlhf.run.profiler import CompilationWatch, calling, traced
+from jrlhf.run.profiler import CompilationWatch, traced
 
 
 class Sleeper:

@@ -63,16 +63,17 @@ def test_adapters_of_rewards_and_costs_are_counted_and_lie_on_the_base(tmp_path,
     functions = sections | {"costs": [{"name": "words", "function": "word_count"}]}
     text = describe(build(Config, without_ppo(settings(**functions))))
     assert "cost.score" in text and text.count("functions, beside the rest") == 1
-    assert text.count("cost words") == text.count("cost words of 2 made answers: ") == 1
+    assert text.count("cost words") == text.count("cost words of 2 made-up answers: ") == 1
 
 
 REWARDS = """
 from pathlib import Path
 
-def counted(completions, prompts, **columns):
+def counted(completions, prompts, trainer_state, **columns):
+    done = trainer_state.global_step / trainer_state.max_steps
     with open(Path(__file__).with_name("calls"), "a") as file:
         print(len(completions), prompts[0][0]["content"], completions[0][0]["content"], file=file)
-    return [float(len(completion[0]["content"])) for completion in completions]
+    return [len(completion[0]["content"]) + done for completion in completions]
 
 def single(completions):
     return [1.0]
@@ -103,7 +104,7 @@ def test_the_first_prompt_is_shown_and_each_reward_function_called_once_on_it(tm
     question += mark.strip()
     assert code == 0 and answer == {"How many?": "It is 12.", "How many more?": "3"}[question]
     assert f"<|im_start|>user\n  {question}<|im_end|>\n" in shown and shown.endswith("<|im_start|>assistant\n\n")
-    assert f"reward mine of 2 made answers: {len(answer)}, 17\n" in text
+    assert f"reward mine of 2 made-up answers: {len(answer)}, 17\n" in text
     assert "weights are not read here: a run reads them before it trains" in text and not (tmp_path / "runs").exists()
 
     code, _, error = dry_run("single")
@@ -112,7 +113,7 @@ def test_the_first_prompt_is_shown_and_each_reward_function_called_once_on_it(tm
     code, _, error = dry_run("slow", deadline=1.0)
     assert code == 2 and "reward 'mine' failed (hang" in error
     code, text, _ = dry_run("single", on_failure=-3)
-    assert code == 0 and "reward mine of 2 made answers: -3, -3 (on_failure for failed ones: 2 length)\n" in text
+    assert code == 0 and "reward mine of 2 made-up answers: -3, -3 (on_failure for failed ones: 2 length)\n" in text
 
 
 def test_the_first_text_is_shown_where_there_are_no_prompts(settings):

@@ -76,7 +76,7 @@ def test_a_function_that_changed_after_the_last_step_is_for_a_new_run(tmp_path):
         run.path.mkdir()
 
         def check(ended: bool, identity=identity, run=run, here=here) -> None:
-            identity.check_functions(run.path, "ppo", {**there, "records": "r"}, ended=ended)  # before other work
+            identity.check_known(run.path, "ppo", {**there, "records": "r"}, FUNCTIONS, ended=ended)  # before work
             assert run.changes == []
             assert list(identity.compare(run, "ppo", there, here, ended=ended)) == []
 
@@ -94,14 +94,23 @@ def test_a_function_that_changed_after_the_last_step_is_for_a_new_run(tmp_path):
         assert run.changes == ["with another reward mine (was there, new here)"]
 
 
-def test_before_other_work_only_functions_are_compared(tmp_path):
-    identity = Identity({"seeds": "2", "reward mine": "f", "actor.embed": "8"}, FUNCTIONS)
-    there = {"identity": "1", "seeds": "1", "corpus": "c", "actor.embed": "9", "reward mine": "f", "records": "r"}
-    identity.check_functions(tmp_path, "ppo", there, ended=True)
-    for there in ({"identity": "1"}, {"identity": "1", "reward mine": "f", "cost other": "o"}):
-        with pytest.raises(UserError, match="another (reward mine|cost other)"):
-            identity.check_functions(tmp_path, "ppo", there, ended=True)
-    identity.check_functions(tmp_path, "ppo", {"reward mine": "f"}, ended=True)
+def test_before_other_work_all_words_are_compared_that_are_known(tmp_path):
+    identity = Identity({"seeds": "2", "corpus": "c", "reward mine": "f", "cost other": "o"}, FUNCTIONS)
+    good = identity.of_stage({"reward mine": "f", "cost other": "o"}) | {"reference": "r", "records": {}}
+
+    def check(stage: str, there: dict, functions=frozenset[str]()) -> None:
+        identity.check_known(tmp_path, stage, there, functions, ended=True)
+
+    check("ppo", good, FUNCTIONS)
+    for word in ("seeds", "corpus", "reward mine", "cost other"):
+        for there in (good | {word: "was"}, {key: value for key, value in good.items() if key != word}):
+            with pytest.raises(UserError, match=f"another {word} "):
+                check("ppo", there, FUNCTIONS)
+    check("sft", identity.of_stage({"start": "s"}))  # which calls no function
+    with pytest.raises(UserError, match="another corpus"):
+        check("sft", identity.of_stage({"start": "s"}) | {"corpus": "was"})
+    for older in ({"reward mine": "f"}, {}):  # {}: of a damaged checkpoint
+        check("ppo", older, FUNCTIONS)
 
 
 def test_a_stage_records_the_modules_of_the_functions_that_it_calls():
