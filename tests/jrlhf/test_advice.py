@@ -215,7 +215,10 @@ class Shell:
 
     def __init__(self, directory: Path, environment: dict[str, str]):
         path = f"{Path(sys.executable).parent}:{environment['PATH']}"
-        self.options: Any = {"cwd": directory, "env": environment | {"PATH": path, "PYTHONPATH": str(ROOT)}}
+        own = {"PATH": path, "PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+        cache = {"JAX_COMPILATION_CACHE_DIR": str(directory / "programs")}  # many commands compile the same programs
+        cache |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        self.options: Any = {"cwd": directory, "env": environment | own | cache}
 
     def __call__(self, command: str, code: int = 0) -> str:
         done = subprocess.run(["bash", "-c", command], input="", capture_output=True, text=True, **self.options)

@@ -71,7 +71,7 @@ ALGORITHMS = {
 }
 # What is reported of all rows: their scores as given, and what was done to them.
 REPORTED = "critic/score/", "rewards/", "score/raw/", "score/clip_fraction", "score/beyond_moments", "cost"
-QUICK = "ppo", "grpo", "safe_rlhf"
+QUICK = "ppo", "grpo"
 OF_ROWS = "tokens", "logprobs", "scores"  # fields of an experience that are the rollout's or the reward's
 
 

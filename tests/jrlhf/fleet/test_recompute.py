@@ -55,7 +55,7 @@ def seen(
 
 
 @pytest.mark.parametrize("mode", ["keep_cache", pytest.param("finish", marks=pytest.mark.full)])
-@pytest.mark.parametrize("shift", [-1, 1])
+@pytest.mark.parametrize("shift", [pytest.param(-1, marks=pytest.mark.full), 1])
 def test_a_batch_of_whose_version_nothing_was_compared_is_refused(mode, shift):
     """Tokens have the number of another version: the one before, or the next one."""
     own, onset = setting((1, 1, 1), FLOAT, mode), 2

@@ -98,6 +98,7 @@ def test_published_instances_reach_the_bound():
         assert violation(table) is None
 
 
+@pytest.mark.full
 def test_tables_for_several_processes_wait_less():
     """The search that compares the waits of senders and receivers finds faster tables than the one that ignores them,
     by the share of each row, within the same memory."""

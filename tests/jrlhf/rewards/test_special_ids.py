@@ -198,7 +198,8 @@ def test_our_export_names_a_pad_with_which_no_answer_ends(tokenizer, tmp_path, m
     assert peer.encode(text, add_special_tokens=False) == loaded.encode(text)
 
 
-@pytest.mark.parametrize("own", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("own", [False, True])
 def test_a_reward_that_is_an_adapter_is_read_as_by_peft_and_one_of_ours_at_its_end(own, tmp_path, make_model):
     base = make_model(tmp_path / "base", "llama")
     eos = read_config(base).eos_ids[0]

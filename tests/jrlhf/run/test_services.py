@@ -229,6 +229,7 @@ with PreemptionGuard(still=1.0) as guard, guard.iterating():
 """
 
 
+@pytest.mark.full
 def test_a_run_that_hangs_in_c_code_ends_after_a_signal():
     """Python calls no handler there, as while it waits for a device."""
     command = [sys.executable, "-c", _HANGS]
@@ -259,7 +260,7 @@ with PreemptionGuard(still=0.5) as guard, guard.iterating():
 """
 
 
-@pytest.mark.parametrize("kind", ["judge", "future", "program"])
+@pytest.mark.parametrize("kind", [*(pytest.param(x, marks=pytest.mark.full) for x in ("judge", "future")), "program"])
 def test_a_run_that_waits_for_others_finishes_its_iteration_after_a_signal(kind):
     """It computes nothing for longer than a run that hangs may, but its main thread runs handlers."""
     command = [sys.executable, "-c", _WAITS, kind]

@@ -41,6 +41,7 @@ def assert_close(records: list[dict[str, Any]], expected: list[dict[str, Any]]) 
             assert other[name] == close, (record["stage"], record["step"], name)
 
 
+@pytest.mark.full
 def test_sft_in_stages_is_sft_without(settings, tmp_path, monkeypatch):
     """Losses, held-out losses and weights; the actor's embeddings are tied. The dry run shows the stages."""
     ends, stages, staged_calls = [], list[int](), list[str]()
