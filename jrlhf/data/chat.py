@@ -86,7 +86,9 @@ def template_variables(columns: Mapping[str, Any]) -> dict[str, Any]:
     if fixed := sorted(_FIXED & switches.keys()):
         raise UserError(f"chat_template_kwargs sets {fixed[0]}, which is no variable of a template: remove it there")
     thinking = columns.get("enable_thinking")
-    own = {"enable_thinking": thinking} if isinstance(thinking, bool) else {}
+    if not isinstance(thinking, bool | None):
+        raise UserError(f"enable_thinking is {thinking!r}, neither true nor false: repair the row")
+    own = {} if thinking is None else {"enable_thinking": thinking}
     own |= {} if tools is None else {"tools": tools}
     return own | {key: value for key, value in switches.items() if value is not None}  # tables fill with nulls
 

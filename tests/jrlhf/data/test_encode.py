@@ -162,6 +162,8 @@ def test_switches_of_a_row_reach_its_template():
     for key in ("messages", "add_generation_prompt", "chat_template", "tokenize"):
         with pytest.raises(UserError, match=f"row 1: chat_template_kwargs sets {key}, which is no variable"):
             encode_prompts(from_rows([rows[0] | {"chat_template_kwargs": {key: True}}]), tokenizer, max_prompt=99)
+    with pytest.raises(UserError, match="row 1: enable_thinking is 'yes', neither true nor false"):
+        encode_prompts(from_rows([rows[0] | {"enable_thinking": "yes"}]), tokenizer, max_prompt=99)
     with pytest.raises(UserError, match="row 1: chat_template_kwargs is of type list, not an object"):
         encode_prompts(from_rows([rows[0] | {"chat_template_kwargs": [1]}]), tokenizer, max_prompt=99)
 
