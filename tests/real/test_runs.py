@@ -83,7 +83,8 @@ def check(metrics: list[dict[str, Any]], *, rounding: float) -> None:
         assert row["async/logprob_distance"] < rounding
     assert metrics[0]["rollout/logprob_gap_max"] < 20 * rounding
     assert metrics[0]["actor/initial_ratio_gap"] == metrics[0]["objective/kl"] == 0
-    assert metrics[-1]["objective/kl"] > 0 and metrics[-1]["training/off_policy/token_staleness/max"] >= 1
+    # The estimate of the KL is negative where older weights drew the tokens.
+    assert metrics[-1]["objective/kl"] != 0 and metrics[-1]["training/off_policy/token_staleness/max"] >= 1
 
 
 def test_a_run_on_devices_that_share_heads(peer, tmp_path):
