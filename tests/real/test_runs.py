@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 NEW, ITERATIONS = 16, 3
 
 
-def run(directory: Path, model: Path, **sections: Any) -> tuple[Path, list[dict[str, Any]]]:
+def run(directory: Path, model: Path, *, rows: int, **sections: Any) -> tuple[Path, list[dict[str, Any]]]:
     """A run of GRPO on sums, in a process of its own; returns its directory and its metrics."""
     draw = np.random.default_rng(0)
     sums = [
@@ -55,10 +55,10 @@ def run(directory: Path, model: Path, **sections: Any) -> tuple[Path, list[dict[
             "max_response": NEW,
         },
         "rewards": [{"name": "long", "function": "word_count"}],
-        "rollout": {"slots": 24, "chunk": 4, "buckets": 1, "lengths": 1},
+        "rollout": {"slots": rows, "chunk": 4, "buckets": 1, "lengths": 1},
         "grpo": {
             "iterations": ITERATIONS,
-            "rollout_batch": 24,
+            "rollout_batch": rows,
             "actor": {"learning_rate": 2e-5, "warmup": 0},
             "algorithm": {"samples": 4, "kl_coef": 0.01, "importance": "token"},
             "asynchronous": {"staleness": 2, "update_steps": 12},
@@ -93,7 +93,7 @@ def test_a_run_on_devices_that_share_heads(peer, tmp_path):
     transformers draws the same greedy texts from the trained weights.
     """
     devices = {"device": {"platform": "cpu", "simulated": 6}, "mesh": {"data": 1, "fsdp": 2, "tensor": 3}}
-    path, metrics = run(tmp_path, peer.directory, **devices)
+    path, metrics = run(tmp_path, peer.directory, rows=24, **devices)
     check(metrics, rounding=1e-5)
     trained = Peer(path / "model")
     assert not np.allclose(peer.chosen(peer.rows()), trained.chosen(peer.rows()), atol=1e-3)
@@ -111,7 +111,7 @@ def test_a_run_of_an_adapter_on_an_int8_base_in_bfloat16(peer, tmp_path):
     import peft
 
     adapter = {"compute": {"dtype": "bfloat16"}, "lora": {"rank": 8, "alpha": 16.0, "base": "int8"}}
-    path, metrics = run(tmp_path, peer.directory, **adapter)
+    path, metrics = run(tmp_path, peer.directory, rows=8, **adapter)
     check(metrics, rounding=0.05)
     read, params = load_hf(peer.directory, mesh_of(), layout=GENERATE)
     base = peer.rounded(to_int8(params), read.model, tmp_path / "rounded")
