@@ -93,10 +93,14 @@ PEERS = {
 
 @dataclass(frozen=True)
 class Repeats:
-    """What one process measured: seconds of each repeat, and CPU seconds that others took of the machine meanwhile."""
+    """What one process measured: seconds of each repeat, and CPU seconds that others took of the machine meanwhile.
+
+    peak: the most bytes of memory that the process had, what it needed to start and to compile included.
+    """
 
     seconds: tuple[float, ...]
     others: tuple[float, ...]
+    peak: int = 0
 
     @property
     def quiet(self) -> tuple[bool, ...]:
@@ -173,11 +177,14 @@ def operations(case: str, shape: Shape, batch: int, prompt: int, response: int) 
     tokens through the unembedding. PPO: then actor and reference, with unembedding for responses, and critic and
     reward, without, read all tokens; actor and critic are trained in the same passes, there being a single update.
     GRPO: the samples of a prompt share its prefill; then the actor is trained and the reference reads all tokens.
+    A training step: all tokens, forward and backward.
     Attention's own products, a few percent more at these lengths, and whatever an implementation computes twice are
     not counted.
     """
     layers, head = weights_of(shape)
     tokens = batch * (prompt + response)
+    if case == "train":
+        return 3 * 2 * (layers + head) * tokens
     generation = 2 * layers * (tokens - batch) + 2 * head * batch * response
     if case == "generate":
         return generation
@@ -230,7 +237,7 @@ def alternate(
         round_: dict[str, Repeats] = {}
         for name, result in results.items():
             seconds, others = tuple(result["seconds"]), tuple(result["others"])
-            round_[name] = Repeats(seconds, (0.0,) * len(others) if keep_all else others)
+            round_[name] = Repeats(seconds, (0.0,) * len(others) if keep_all else others, result["peak_bytes"])
             quiet_seconds = round_[name].kept
             middle = f"median {median(quiet_seconds):.4f} s" if quiet_seconds else "none kept"
             print(

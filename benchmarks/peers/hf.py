@@ -7,7 +7,16 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, CompileConfig, TrainerCallback
 
-from benchmarks.peers.common import Job, Repetitions, given_tokens, main, save_numbers, timed
+from benchmarks.peers.common import (
+    LEARNING_RATE,
+    Job,
+    Repetitions,
+    given_tokens,
+    main,
+    product_seconds,
+    save_numbers,
+    timed,
+)
 
 PACKAGES = ("torch", "transformers")
 
@@ -66,6 +75,29 @@ def generate(job: Job) -> dict[str, Any]:
     return timed(job, step)
 
 
+def train(job: Job) -> dict[str, Any]:
+    """Seconds of a step of AdamW on whole rows [B, P+R], with gradients clipped by their norm."""
+    model = load(job, "actor").train()
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=0.01)
+
+    def step(rows: np.ndarray) -> None:
+        ids = torch.from_numpy(given_tokens(job)).long()
+        ids[:, : job.prompt] = torch.from_numpy(rows)
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert np.isfinite(loss.item())
+
+    return timed(job, step)
+
+
+def product(job: Job) -> dict[str, Any]:
+    """Seconds of a product of the size of the mlp's."""
+    return {"product": product_seconds(job, torch.from_numpy, torch.matmul)}
+
+
 class Steps(TrainerCallback):
     """For a trainer: measures from the end of a step to that of the next."""
 
@@ -77,4 +109,4 @@ class Steps(TrainerCallback):
 
 
 if __name__ == "__main__":
-    main({"check": check, "generate": generate}, PACKAGES)
+    main({"check": check, "generate": generate, "train": train, "product": product}, PACKAGES)

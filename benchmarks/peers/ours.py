@@ -10,14 +10,33 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from benchmarks.peers.common import KL_COEF, LEARNING_RATE, SAMPLES, Job, Shape, given_tokens, main, save_numbers, timed
+from benchmarks.peers.common import (
+    KL_COEF,
+    LEARNING_RATE,
+    SAMPLES,
+    Job,
+    Shape,
+    given_tokens,
+    main,
+    product_seconds,
+    save_numbers,
+    timed,
+)
 from jrlhf.algorithms.on_policy import on_policy
 from jrlhf.config.stages import OptimizerConfig
 from jrlhf.data.batches import Batch, key_for, put_rows, row_keys
 from jrlhf.meshes import make_mesh
 from jrlhf.models import ModelConfig, SamplingConfig, Schedule, export_hf, init_sharded, load_hf
 from jrlhf.models.weights import HeadKind
-from jrlhf.ppo import GRPOConfig, PPOConfig, Rollout, experience_metrics
+from jrlhf.ppo import (
+    GRPOConfig,
+    PPOConfig,
+    Rollout,
+    SFTBatch,
+    TrainState,
+    experience_metrics,
+    make_sft_step,
+)
 from jrlhf.roles.actor import Actor, Reference
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.critic import Critic, FusedUpdate, Reward
@@ -117,6 +136,31 @@ def generate(job: Job) -> dict[str, Any]:
         return timed(job, step)
 
 
+def train(job: Job) -> dict[str, Any]:
+    """Seconds of a step of AdamW on whole rows [B, P+R], its metrics fetched."""
+    mesh = mesh_of(job)
+    with jax.set_mesh(mesh):
+        model, optimizer = load(job, "actor", mesh), make_optimizer(job)
+        step_fn = make_sft_step(CompiledModel(model.architecture, mesh, COMPUTE).train_logprobs(), optimizer)
+        state = jax.jit(partial(TrainState.create, optimizer=optimizer))(model.params)
+        del model
+
+        def step(rows: np.ndarray) -> None:
+            nonlocal state
+            tokens = np.concatenate([rows, given_tokens(job)[:, job.prompt :]], axis=1)
+            learned = np.broadcast_to(np.arange(tokens.shape[1]) > 0, tokens.shape)
+            state, metrics = step_fn(state, SFTBatch(*put_rows((tokens, learned), mesh)))
+            assert np.isfinite(metrics["sft/loss"])
+
+        return timed(job, step)
+
+
+def product(job: Job) -> dict[str, Any]:
+    """Seconds of a product of the size of the mlp's."""
+    multiply = jax.jit(jnp.matmul)
+    return {"product": product_seconds(job, jax.device_put, lambda x, y: multiply(x, y).block_until_ready())}
+
+
 def ppo(job: Job) -> dict[str, Any]:
     """Seconds of an iteration of PPO with four models, its metrics fetched."""
     mesh = mesh_of(job)
@@ -179,8 +223,10 @@ def grpo(job: Job) -> dict[str, Any]:
         learner = FusedUpdate(actor, None, site, algorithm=config, **scored)
         scores: Any = SimpleNamespace(score=lambda rollout, _: first_token_scores(rollout))
         measure, count = jax.jit(partial(experience_metrics, samples=SAMPLES)), iter(range(job.steps))
+        phases: list[dict[str, float]] = []
 
         def step(rows: np.ndarray) -> None:
+            clock.start()
             number, prompts = next(count), job.batch // SAMPLES
             arrays = put_rows((rows[:prompts], np.full(prompts, job.prompt, np.int32)), mesh)
             keys = row_keys(key_for(0, "rollout", number), job.batch, mesh)
@@ -190,11 +236,13 @@ def grpo(job: Job) -> dict[str, Any]:
             states.update(update.states)
             metrics = jax.device_get(metrics | measure(experience))
             assert metrics["response_length/mean"] == job.response and metrics["actor/skipped_updates"] == 0
+            phases.append(clock.take())
 
         before = jax.device_get(states["actor"].params)
         measured = timed(job, step)
         assert_trained(before, states["actor"].params)
-        return measured
+        medians = {name: float(np.median([phase[name] for phase in phases[job.warmup :]])) for name in phases[-1]}
+        return {**measured, "phases": medians}
 
 
 def assert_trained(before: Any, after: Any) -> None:
@@ -211,4 +259,4 @@ def first_token_scores(rollout: Rollout) -> jax.Array:
 if __name__ == "__main__":
     keep_freed_memory()  # as `jrlhf.train` does on CPUs
     cases = {"export": export, "check": check, "generate": generate, "ppo": ppo, "grpo": grpo}
-    main(cases, ("jax", "flax", "optax"))
+    main(cases | {"train": train, "product": product}, ("jax", "flax", "optax"))

@@ -338,10 +338,12 @@ def decimals(value: float, form: str = ".3f") -> str:
 def clean(text: str, limit: int | None = None) -> str:
     """Makes a text one line without escapes, control and direction characters.
 
-    Models generate such characters, and a terminal would interpret them. limit: maximum number of characters.
+    Models generate such characters, and a terminal would interpret them. Joiners stay: they are parts of emoji and of
+    words in Persian and Indic scripts. limit: maximum number of characters.
     """
     spaced = (" " if c in "\n\r\t\v\f\x85\u2028\u2029" else c for c in _ESCAPES.sub("", text))
-    text = "".join(c for c in spaced if unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co", "Cn"))
+    hidden = ("Cc", "Cf", "Cs", "Co", "Cn")
+    text = "".join(c for c in spaced if c in "\u200c\u200d" or unicodedata.category(c) not in hidden)
     return text if limit is None or len(text) <= limit else f"{text[: limit - 1]}…"
 
 

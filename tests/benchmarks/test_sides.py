@@ -115,7 +115,7 @@ def step(rows):
 print("no newline", end="", flush=True)
 with contextlib.redirect_stdout(io.StringIO()):
     result = timed(job, step)
-print("\\n" + json.dumps(result | {"variant": job.variant, "versions": {"pid": os.getpid()}}))
+print("\\n" + json.dumps(result | {"variant": job.variant, "versions": {"pid": os.getpid()}, "peak_bytes": 1}))
 """
 
 

@@ -75,6 +75,7 @@ def test_clean_text_cannot_command_a_terminal():
         "a\nb\r\nc\td": "a b  c d",
         "a\x00\x07\x08\x7fb": "ab",
         "\u202eevil\u2066\u200b": "evil",
+        "\U0001f469\u200d\U0001f467 \u0645\u06cc\u200c\u062e": "\U0001f469\u200d\U0001f467 \u0645\u06cc\u200c\u062e",
         "a\ud800b": "ab",
         "a\u2028b": "a b",
         "\x1b": "",
