@@ -125,10 +125,14 @@ def graded(work: Path, model: Path, first: Path, algorithm: str, threads: int) -
     return json.loads(out.read_text())
 
 
+def head() -> str:
+    """The checkout's commit."""
+    return subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
 def record(algorithm: str, name: str, threads: int, **results: Any) -> None:
     """Writes the file of a run, or of the model before training."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    about = {"benchmark": "real", "command": "python -m benchmarks.real --model DIRECTORY", "commit": commit}
+    about = {"benchmark": "real", "command": "python -m benchmarks.real --model DIRECTORY"}
     about |= {"hardware": f"{os.uname().machine}, {os.cpu_count()} cores, shared with others", "threads": threads}
     about |= {"model": MODEL, "task": TASK[algorithm], "settings": settings_of(algorithm), **provenance("jax")}
     FOLDER.mkdir(exist_ok=True)
@@ -141,10 +145,10 @@ def measure(work: Path, model: Path, algorithm: str, side: str, seed: int, threa
     """Trains, grades, and records a run that has no file yet."""
     if (FOLDER / f"{algorithm}-{side}-{seed}.json").exists():
         return
-    job = make_job(work, model, algorithm, side, seed)
+    commit, job = head(), make_job(work, model, algorithm, side, seed)
     result = train(work, job, side, threads)
     after = graded(work, job.trained, model, algorithm, threads)
-    record(algorithm, f"{side}-{seed}", threads, side=side, seed=seed, **result, after=after)
+    record(algorithm, f"{side}-{seed}", threads, commit=commit, side=side, seed=seed, **result, after=after)
     shutil.rmtree(job.folder)
     print(f"{algorithm} {side} seed {seed}: {after['accuracy']:.3f} right", flush=True)
 
@@ -170,7 +174,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for side in options.sides:
                     measure(work, model, algorithm, side, seed, threads)
             if not (FOLDER / f"{algorithm}-before.json").exists():
-                record(algorithm, "before", threads, before=graded(work, model, model, algorithm, threads))
+                before = graded(work, model, model, algorithm, threads)
+                record(algorithm, "before", threads, commit=head(), before=before)
     records = report.read(FOLDER)
     report.plot(records, RESULTS / "real.svg")
     print(report.table(records), report.comparisons(records), sep="\n\n")
