@@ -7,44 +7,73 @@ import re
 import pytest
 
 from jrlhf.config import load_config
-from jrlhf.configs.questions import HELDOUT, TASKS, TRAIN, main, rows
+from jrlhf.configs.questions import HELDOUT, TASKS, TRAIN, main, named, rows
 
-DIGESTS = {"sums": "", "largest": ""}
+DIGESTS = {
+    "kinds": "9976fdcd599d3e48",
+    "largest": "2a4e1c9d5f121718",
+}  # the results in docs/results.md are of these questions
+# One word of each kind, written here by hand.
+KNOWN = {"wolf": "an animal", "purple": "a color", "Egypt": "a country", "lemonade": "a drink", "mango": "a fruit"}
+KNOWN |= {"zinc": "a metal", "scarf": "a piece of clothing", "sofa": "a piece of furniture", "chisel": "a tool"}
+KNOWN |= {"tram": "a vehicle"}
 
 
-def solved(prompt: str) -> tuple[tuple[int, ...], int]:
-    """What a question is about, whatever its words and order, and its answer."""
-    numbers = tuple(map(int, re.findall(r"\d+", prompt)))
-    if "largest" in prompt:
-        return tuple(sorted(numbers)), sorted(numbers)[-1]
-    words = re.fullmatch(r"(?:What is|How much is) (\d+) ([+-]) (\d+)\?", prompt)
-    assert words is not None, prompt
-    first, second = int(words[1]), int(words[3])
-    return ((first, -second), first - second) if words[2] == "-" else (tuple(sorted(numbers)), first + second)
+def offered(prompt: str) -> list[str]:
+    matched = re.fullmatch(r"Which (?:of these )?is [a-z ]+: (\w+), (\w+) or (\w+)\?", prompt)
+    assert matched is not None, prompt
+    return list(matched.groups())
 
 
 @pytest.mark.parametrize("task", sorted(TASKS))
-def test_answers_are_right_and_no_held_out_question_is_learned(task):
-    learned, heldout = rows(task)
-    assert (len(learned), len(heldout)) == (TRAIN, HELDOUT)
-    about = []
-    for part in (learned, heldout):
-        assert len({row["prompt"] for row in part}) == len(part)
-        solutions = [solved(row["prompt"]) for row in part]
-        assert [int(row["answer"]) for row in part] == [answer for _, answer in solutions]
-        about.append({numbers for numbers, _ in solutions})
-    assert about[0].isdisjoint(about[1])
-    digest = hashlib.sha256(json.dumps([learned, heldout]).encode()).hexdigest()
-    assert digest[:16] == DIGESTS[task]  # the results in the documents are of these
+def test_no_held_out_question_is_learned(task):
+    parts = rows(task)
+    assert [len(part) for part in parts] == [TRAIN, HELDOUT] and HELDOUT >= 1000
+    prompts = [{row["prompt"] for row in part} for part in parts]
+    assert [len(part) for part in prompts] == [TRAIN, HELDOUT]
+    learned, heldout = ({tuple(sorted(offered(prompt))) for prompt in part} for part in prompts)
+    assert learned.isdisjoint(heldout)
+    assert hashlib.sha256(json.dumps([*parts]).encode()).hexdigest()[:16] == DIGESTS[task]
 
 
-def test_the_configs_read_the_files_that_the_command_writes(tmp_path, capsys):
+def test_the_largest_number_is_the_answer():
+    for row in [*rows("largest")[0], *rows("largest")[1]]:
+        assert int(row["answer"]) == sorted(map(int, offered(row["prompt"])))[-1]
+
+
+def test_one_word_is_of_the_kind_that_is_asked_for():
+    kinds: dict[str, set[str]] = {}
+    learned, heldout = rows("kinds")
+    for row in [*learned, *heldout]:
+        kind = row["prompt"].removeprefix("Which of these is ").partition(":")[0]
+        kinds.setdefault(row["answer"], set()).add(kind)
+        assert row["offered"] == offered(row["prompt"]) and row["answer"] in row["offered"]
+    assert all(len(of_word) == 1 for of_word in kinds.values())
+    assert {word: kinds[word] for word in KNOWN} == {word: {kind} for word, kind in KNOWN.items()}
+    for row in [*learned, *heldout]:  # and the two others are of other kinds
+        assert len({*map(str, (kinds[word] for word in row["offered"]))}) == 3
+
+
+def test_the_reward_of_a_name():
+    texts = [
+        "Wolf.",
+        "a wolf",
+        "wolf, not milk",
+        "milk",
+        "wolves",
+        [{"role": "assistant", "content": "It is: WOLF"}],
+        "",
+    ]
+    scores = named(texts, ["wolf"] * 7, [["milk", "wolf", "Egypt"]] * 7, prompts=[])
+    assert scores == [1, 1, 0, 0, 0, 1, 0]
+    assert named(["Egypt", "egypt"], ["Egypt"] * 2, [["milk", "wolf", "Egypt"]] * 2) == [1, 1]
+
+
+def test_the_configs_read_the_files_that_the_command_writes(tmp_path):
     main([str(tmp_path)])
-    written = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    named = set()
-    for name in ("smollm2-grpo", "smollm2-ppo"):
-        data = load_config(name).data
-        named |= {data.prompts.path, data.heldout.path}
-        assert data.heldout.path == data.prompts.path.replace("train", "heldout")
-    assert named == written.keys() and all(path.name in capsys.readouterr().out for path in [])
-    assert json.loads(written["sums-train.jsonl"].splitlines()[0]) == rows("sums")[0][0]
+    data = {name: load_config(name).data for name in ("smollm2-grpo", "smollm2-ppo")}
+    paths = {source.path for own in data.values() for source in (own.prompts, own.heldout)}
+    assert paths == {path.name for path in tmp_path.iterdir()}
+    for own, task in zip(data.values(), ("kinds", "largest"), strict=True):
+        for path, part in zip((own.prompts.path, own.heldout.path), rows(task), strict=True):
+            assert [json.loads(line) for line in (tmp_path / path).read_text().splitlines()] == part
