@@ -36,7 +36,7 @@ from jrlhf.data.types import Example
 from jrlhf.roles.pretrained import own_tokenizer
 
 ROOT, FOLDER = Path(__file__).resolve().parents[2], RESULTS / "real"
-TASK = {"grpo": "kinds", "ppo": "largest"}  # of the configs' data
+TASK = {"grpo": "smallest", "ppo": "largest"}  # of the configs' data
 PEER = {"grpo": "trl-grpo", "ppo": "trl"}  # of `compare.PEERS`
 MODEL = "SmolLM2-135M-Instruct, weights rounded to four bits (python -m benchmarks.real_model)"
 
@@ -118,7 +118,7 @@ def graded(work: Path, model: Path, first: Path, algorithm: str, threads: int) -
     """The measures of a model; the process that makes them gives its memory back."""
     settings, out = settings_of(algorithm), work / f"graded-{os.getpid()}.json"
     heldout = with_ids(rows(TASK[algorithm])[1], first, settings["system"])
-    order = {"algorithm": algorithm, "model": str(model), "first": str(first), "rows": heldout}
+    order = {"model": str(model), "first": str(first), "rows": heldout}
     path = work / f"grade-{os.getpid()}.json"
     path.write_text(json.dumps(order | {"limit": settings["response"], "out": str(out)}))
     run("grade", str(path), threads)

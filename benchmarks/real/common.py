@@ -1,7 +1,7 @@
 """What all sides of a run on the real model share. Runs in the peers' environments, too, which have no JAX.
 
 A side is a module that trains once, as its `Job` says, and writes into the job's folder the trained weights in Hugging
-Face form and a `Trained`. The score of a response is the same function on all sides, that of the config.
+Face form and a `Trained`. The score of a response is the same function on all sides, `numeric_answer` of jrlhf.
 """
 
 import importlib.metadata
@@ -15,19 +15,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from jrlhf.configs.questions import named
 from jrlhf.rewards.builtin import numeric_answer
 
-Rows = Sequence[Mapping[str, Any]]  # with prompt, answer, ids, and what else the score needs
+Rows = Sequence[Mapping[str, Any]]  # with prompt, answer and ids
 Conversation = list[dict[str, str]]
 
 
-def scores(algorithm: str, completions: Sequence[Any], rows: Rows) -> list[float]:
-    """The scores of one response to each row, by the reward of the algorithm's config."""
-    answers = [row["answer"] for row in rows]
-    if algorithm == "ppo":
-        return [float(score or 0.0) for score in numeric_answer(completions, answers)]
-    return named(completions, answers, [row["offered"] for row in rows])
+def scores(completions: Sequence[Any], rows: Rows) -> list[float]:
+    """The scores of one response to each row, by the reward of the configs."""
+    return [float(score or 0.0) for score in numeric_answer(completions, [row["answer"] for row in rows])]
 
 
 @dataclass(frozen=True)
@@ -78,11 +74,11 @@ class Watch:
         return [row for row in next(self._steps) for _ in range(self._job.settings["samples"])]
 
     def score(self, completions: Sequence[Any], rows: Rows) -> list[float]:
-        found = scores(self._job.algorithm, completions, rows)
-        self.curve.append(sum(found) / len(found))
+        points = scores(completions, rows)
+        self.curve.append(sum(points) / len(points))
         self._times.append(time.monotonic())
         print(f"step {len(self.curve)}: {self.curve[-1]:.3f}", flush=True)
-        return found
+        return points
 
     def result(self) -> Trained:
         return Trained(self.curve, [after - before for before, after in pairwise(self._times)])

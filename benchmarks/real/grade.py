@@ -48,8 +48,8 @@ def logprobs(policy: Policy, rows: Sequence[Sequence[int]]) -> list[np.ndarray]:
         for first in range(0, len(rows), BATCH // 4):
             some = rows[first : first + BATCH // 4]
             placed = put_rows(pad_rows(some, width), generator.mesh)
-            found = np.asarray(score(generator.model.params, *placed, *generator.model.frozen)[0])
-            values += [of_row[1 : len(row)] for of_row, row in zip(found, some, strict=True)]
+            table = np.asarray(score(generator.model.params, *placed, *generator.model.frozen)[0])
+            values += [of_row[1 : len(row)] for of_row, row in zip(table, some, strict=True)]
     return values
 
 
@@ -70,12 +70,12 @@ def perplexity(policy: Policy) -> float:
     return math.exp(-float(np.concatenate(values).mean()))
 
 
-def grade(algorithm: str, model: Path, first: Path, rows: Rows, limit: int, seed: int) -> dict[str, Any]:
+def grade(model: Path, first: Path, rows: Rows, limit: int, seed: int) -> dict[str, Any]:
     """The measures of a model. right: for each held-out question, in their order, whether the response is right."""
     policy = load(model)
     drawn = responses(policy, rows, limit, seed)
     texts = [response.text for response in drawn]
-    right = [bool(score) for score in scores(algorithm, texts, rows)]
+    right = [bool(score) for score in scores(texts, rows)]
     result: dict[str, Any] = {"accuracy": float(np.mean(right)), "right": "".join("01"[one] for one in right)}
     result |= {"tokens": float(np.mean([len(response.ids) for response in drawn])), "perplexity": perplexity(policy)}
     shown = zip(rows[:SAMPLES], texts, right, strict=False)
@@ -89,7 +89,7 @@ def grade(algorithm: str, model: Path, first: Path, rows: Rows, limit: int, seed
 def main() -> None:
     """Does what the file that the command line names says."""
     order = json.loads(Path(sys.argv[1]).read_text())
-    measures = grade(order["algorithm"], Path(order["model"]), Path(order["first"]), order["rows"], order["limit"], 0)
+    measures = grade(Path(order["model"]), Path(order["first"]), order["rows"], order["limit"], 0)
     Path(order["out"]).write_text(json.dumps(measures))
 
 
