@@ -6,7 +6,8 @@ DIRECTORY is that of `python -m benchmarks.real_model`, whose weights were round
 numbers of the configs smollm2-grpo and smollm2-ppo, from the same weights, with the same questions in the same order;
 TRL in an environment of its own. Then our program lets all trained models answer the 1,024 held-out questions once at
 temperature 1, with the same random numbers, and measures what they lost. Each run is a file of `results/real/`, written
-when the run is complete; runs that have one are not repeated, so a call that was interrupted goes on. Prints the table
+when the run is complete; runs that have one are not repeated. So a call that was interrupted goes on, with --work in
+the midst of our runs, too. Prints the tables
 of docs/results.md and writes results/real.svg, from all runs that are there. --report: only these.
 """
 
@@ -74,8 +75,7 @@ def with_ids(questions: Sequence[Mapping[str, Any]], model: Path, system: str) -
 def make_job(work: Path, model: Path, algorithm: str, side: str, seed: int) -> Job:
     """Writes what a run reads into a folder of its own."""
     folder, settings = work / f"{algorithm}-{side}-{seed}", settings_of(algorithm)
-    shutil.rmtree(folder, ignore_errors=True)  # of an interrupted call
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)  # of an interrupted call, whose run of ours is resumed
     learned, _ = rows(TASK[algorithm])
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in learned))
     asked = with_ids(learned, model, settings["system"])
@@ -178,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 record(algorithm, "before", threads, commit=head(), before=before)
     records = report.read(FOLDER)
     report.plot(records, RESULTS / "real.svg")
-    print(report.table(records), report.comparisons(records), sep="\n\n")
+    print(report.table(records), report.comparisons(records), report.answers(records), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -55,10 +55,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Trained:
-    """One run. curve: the mean score of each step's responses. seconds: of each step, whatever else the machine did."""
+    """One run.
+
+    curve: the mean score of each step's responses. seconds: of each step, whatever else the machine did. resumed: it
+    was interrupted, so that the process which ended it saw a part of it only.
+    """
 
     curve: Sequence[float]
     seconds: Sequence[float]
+    resumed: bool = False
 
 
 class Watch:

@@ -9,10 +9,10 @@ from jrlhf.api import train as run
 
 def train(job: Job) -> Trained:
     runs = Path(job.folder) / "runs"
-    shutil.rmtree(runs, ignore_errors=True)  # of an interrupted call
-    done = run(f"smollm2-{job.algorithm}", name="run", run_dir=str(runs), seed=job.seed, **job.changes)
+    resumed = (runs / "run").exists()
+    done = run(f"smollm2-{job.algorithm}", name="run", run_dir=str(runs), seed=job.seed, resume="auto", **job.changes)
     shutil.move(done.path / "model", job.trained)
-    return Trained(done.column("critic/score/mean").tolist(), done.column("timing_s/step").tolist())
+    return Trained(done.column("critic/score/mean").tolist(), done.column("timing_s/step").tolist(), resumed)
 
 
 if __name__ == "__main__":

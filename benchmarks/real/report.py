@@ -60,7 +60,8 @@ def table(records: Mapping[str, Record]) -> str:
             cells += [f"{100 * first['accuracy']:.1f} → {100 * after['accuracy']:.1f} %"]
             cells += [f"{100 * mean:+.1f} ± {100 * error:.1f} ({mean / error:.0f})"]
             cells += [f"{after['kl']['mean']:.1f} ± {after['kl']['standard_error']:.1f}"]
-            cells += [f"{first['perplexity']:.2f} → {after['perplexity']:.2f}", f"{run['cpu']:,.0f}"]
+            cells += [f"{first['perplexity']:.2f} → {after['perplexity']:.2f}"]
+            cells += ["" if run["resumed"] else f"{run['cpu']:,.0f}"]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -73,6 +74,19 @@ def comparisons(records: Mapping[str, Record]) -> str:
         lines.append(
             f"| {algorithm.upper()}, {TITLES[f'{algorithm}-trl']} | {beside(theirs, ours) or 'not measured'} |"
         )
+    return "\n".join(lines)
+
+
+def answers(records: Mapping[str, Record], system: str = "ppo-jrlhf", count: int = 4) -> str:
+    """Markdown: the first held-out questions, with the answers before and after a system's first run."""
+    runs, before = runs_of(records, system), records.get(f"{system.split('-')[0]}-before")
+    lines = ["| question | before | after |", "|---|---|---|"]
+    if before is None or not runs:
+        return ""
+    before, after = before["before"], runs[0]["after"]
+    for first, last in list(zip(before["samples"], after["samples"], strict=True))[:count]:
+        cells = [first["prompt"], *(" ".join(one["response"].split()) or "(nothing)" for one in (first, last))]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
 
 

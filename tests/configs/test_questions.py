@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,7 @@ def test_answers_are_right_and_no_held_out_question_is_learned(task):
 
 def test_the_configs_read_the_files_that_the_command_writes(tmp_path):
     main([str(tmp_path)])
-    data = {name: load_config(name).data for name in ("smollm2-grpo", "smollm2-ppo")}
+    data: Any = {name: load_config(name).data for name in ("smollm2-grpo", "smollm2-ppo")}
     paths = {source.path for own in data.values() for source in (own.prompts, own.heldout)}
     assert paths == {path.name for path in tmp_path.iterdir()}
     for own, task in zip(data.values(), ("smallest", "largest"), strict=True):
