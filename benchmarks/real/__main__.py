@@ -6,9 +6,9 @@ DIRECTORY is that of `python -m benchmarks.real_model`, whose weights were round
 numbers of the configs smollm2-grpo and smollm2-ppo, from the same weights, with the same questions in the same order;
 TRL in an environment of its own. Then our program lets all trained models answer the 1,024 held-out questions once at
 temperature 1, with the same random numbers, and measures what they lost. Each run is a file of `results/real/`, written
-when the run is complete; runs that have one are not repeated. So a call that was interrupted goes on, with --work in
-the midst of our runs, too. Prints the tables
-of docs/results.md and writes results/real.svg, from all runs that are there. --report: only these.
+when the run is complete; runs that have one are not repeated, so a call that was interrupted goes on, with --work in
+the midst of a run of ours. Prints the tables of docs/results.md and writes results/real.svg, from all runs that are
+there. --report: only these.
 """
 
 import argparse
