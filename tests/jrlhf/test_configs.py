@@ -124,7 +124,7 @@ MEMORY = [  # config, what a role keeps or a call needs of a device, GB by the p
     ("qwen3-8b-lora", "actor", "weights", 4 * ADAPTER, 1e-3),
     ("qwen3-8b-lora", "critic", "optimizer", 8 * ADAPTER, 1e-3),
     ("smollm2-grpo", "actor", "weights", 4 * SMOLLM2, 1e-3),
-    ("smollm2-ppo", "critic", "optimizer", 8 * SMOLLM2, 1e-3),
+    ("smollm2-ppo", "critic", "optimizer", 8 * SMOLLM2, 5e-3),
     # The generation copy is divided over tensor=8 alone.
     ("llama3-70b-ppo", "actor", "weights", 4 * LLAMA_70B / 256, 5e-3),
     ("llama3-70b-ppo", "actor.generate", "generation weights", 2 * LLAMA_70B / 8, 5e-3),
