@@ -7,8 +7,8 @@ numbers of the configs smollm2-grpo and smollm2-ppo, from the same weights, with
 TRL in an environment of its own. Then our program lets all trained models answer the 1,024 held-out questions once at
 temperature 1, with the same random numbers, and measures what they lost. Each run is a file of `results/real/`, written
 when the run is complete; runs that have one are not repeated, so a call that was interrupted goes on, with --work in
-the midst of a run of ours. Prints the tables of docs/results.md and writes results/real.svg, from all runs that are
-there. --report: only these.
+the midst of a run of ours. Writes the tables of docs/results.md and results/real.svg of all runs that are there, and
+prints the tables. --report: only this.
 """
 
 import argparse
@@ -37,6 +37,7 @@ from jrlhf.data.types import Example
 from jrlhf.roles.pretrained import own_tokenizer
 
 ROOT, FOLDER = Path(__file__).resolve().parents[2], RESULTS / "real"
+DOCUMENT = ROOT / "docs" / "results.md"
 TASK = {"grpo": "smallest", "ppo": "largest"}  # of the configs' data
 PEER = {"grpo": "trl-grpo", "ppo": "trl"}  # of `compare.PEERS`
 MODEL = "SmolLM2-135M-Instruct, weights rounded to four bits (python -m benchmarks.real_model)"
@@ -178,7 +179,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 record(algorithm, "before", threads, commit=head(), before=before)
     records = report.read(FOLDER)
     report.plot(records, RESULTS / "real.svg")
-    print(report.table(records), report.comparisons(records), report.answers(records), sep="\n\n")
+    DOCUMENT.write_text(report.with_tables(DOCUMENT.read_text(encoding="utf-8"), records), encoding="utf-8")
+    print(report.table(records), report.comparisons(records), sep="\n\n")
 
 
 if __name__ == "__main__":

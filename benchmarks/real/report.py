@@ -1,6 +1,7 @@
 """The table and the picture of docs/results.md, from the files of `results/real/`."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,17 @@ def answers(records: Mapping[str, Record], system: str = "ppo-jrlhf", count: int
         cells = [first["prompt"], *(" ".join(one["response"].split()) or "(nothing)" for one in (first, last))]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
+
+
+def with_tables(document: str, records: Mapping[str, Record]) -> str:
+    """Returns the document with these tables in the place of its own, which have the same first lines."""
+    for own in filter(None, (table(records), comparisons(records), answers(records))):
+        head = own.partition("\n")[0]
+        document, count = re.subn(
+            rf"^{re.escape(head)}\n(?:\|.*\n)*", lambda _, new=own: new + "\n", document, flags=re.M
+        )
+        assert count == 1, head
+    return document
 
 
 def plot(records: Mapping[str, Record], path: Path) -> None:
