@@ -12,6 +12,7 @@ import pytest
 
 from jrlhf.config import config_names, load_config
 from jrlhf.config.schema import DatasetsData
+from jrlhf.configs.questions import write
 
 # The number of devices that each is for, and what such a device has, in GiB.
 DEVICES = {
@@ -22,10 +23,11 @@ DEVICES = {
     "quickstart-dpo": (4, 4),
     "quickstart-safe": (4, 4),
     "qwen3-8b-lora": (1, 74),
+    "smollm2-grpo": (1, 8),
+    "smollm2-ppo": (1, 8),
 }
 GB = 1e9
 DIGIT = 0.005 * 2**30 / GB  # half of the last digit that is printed, in GB
-ROOT = Path(__file__).resolve().parents[2]
 
 
 PROGRAM = """
@@ -42,7 +44,14 @@ pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")
-def plans() -> Mapping[str, str]:
+def directory(tmp_path_factory) -> Path:
+    """Where the runs are started: it has the files that configs/questions.py writes."""
+    write(directory := tmp_path_factory.mktemp("start"))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def plans(directory) -> Mapping[str, str]:
     """The output of `--dry-run` for each, on simulated devices; nothing may be fetched. One process for each number."""
     started = {}
     for count in {count for count, _ in DEVICES.values()}:
@@ -50,7 +59,7 @@ def plans() -> Mapping[str, str]:
         arguments = [sys.executable, "-c", PROGRAM, str(count), *(word for pair in own.items() for word in pair)]
         environment = os.environ | {"HF_HUB_OFFLINE": "1"}
         started[tuple(own)] = subprocess.Popen(
-            arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT
+            arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=directory
         )
     printed = {}
     for names, process in started.items():
@@ -60,12 +69,17 @@ def plans() -> Mapping[str, str]:
     return printed
 
 
+def gigabytes(number: str, unit: str) -> float:
+    """The size that a plan writes as "1.5 GiB"."""
+    return float(number) * 1024 ** ("B", "KiB", "MiB", "GiB").index(unit) / GB
+
+
 def test_every_packaged_config_is_known_here():
     """Those of the built-in sums differ in their algorithm alone: tests/jrlhf/arithmetic looks at all of them."""
     assert set(DEVICES) == {name for name in config_names() if not name.startswith("arithmetic-")}
 
 
-def test_a_dry_run_needs_neither_weights_nor_data(plans):
+def test_a_dry_run_needs_neither_weights_nor_data(plans, directory):
     for name, (devices, memory) in DEVICES.items():
         plan, config = plans[name], load_config(name)
         if "dpo" in config.stages:
@@ -76,21 +90,17 @@ def test_a_dry_run_needs_neither_weights_nor_data(plans):
             assert f"plan of an iteration of {config.algorithm}, colocate, on {devices} device(s):" in plan
         if isinstance(config.data, DatasetsData) and config.data.prompts is not None:
             assert f"model.path={config.model.path} is not here" in plan
-            assert f"data.prompts.path={config.data.prompts.path} is not here" in plan
+            path = config.data.prompts.path
+            assert (directory / path).exists() or f"data.prompts.path={path} is not here" in plan
         # Everything fits the device that the config is for.
         head, *calls = plan[plan.index("memory of one device") :].split("\n\n")[0].splitlines()
         assert head.endswith(f"which has {memory} GiB; predicted, as XLA compiles for GPUs:"), name
-        totals = [gigabytes(" ".join(line.split()[1:3])) for line in calls[1:]]
-        assert len(totals) >= 3 and 0 < max(totals) < memory * 2**30 / GB, name
-
-
-def gigabytes(printed: str) -> float:
-    """Returns GB of a size as it is printed, as `1.5 GiB`."""
-    number, unit = printed.split()
-    return float(number) * 1024 ** "B KiB MiB GiB TiB".split().index(unit) / GB
+        totals = [gigabytes(*line.split()[1:3]) for line in calls[1:]]
+        assert len(totals) >= 2 and 0 < max(totals) < memory * 2**30 / GB, name
 
 
 QWEN, LLAMA, LLAMA_70B = 0.494032768, 8.030261248, 70.553706496  # parameters in units of 1e9
+SMOLLM2 = 0.134515008
 SCALAR = LLAMA - 128256 * 4096 / 1e9  # a scalar model has no unembedding
 # The sides of a layer's seven projections in Qwen3 8B, each of which gets an adapter of rank 32.
 EMBED, HEADS, KV_HEADS, MLP = 4096, 32 * 128, 8 * 128, 12288
@@ -114,6 +124,8 @@ MEMORY = [  # config, what a role keeps or a call needs of a device, GB by the p
     ("qwen3-8b-lora", "base", "weights", 16.38, 6e-4),
     ("qwen3-8b-lora", "actor", "weights", 4 * ADAPTER, 1e-3),
     ("qwen3-8b-lora", "critic", "optimizer", 8 * ADAPTER, 1e-3),
+    ("smollm2-grpo", "actor", "weights", 4 * SMOLLM2, 1e-3),
+    ("smollm2-ppo", "critic", "optimizer", 8 * SMOLLM2, 5e-3),
     # The generation copy is divided over tensor=8 alone.
     ("llama3-70b-ppo", "actor", "weights", 4 * LLAMA_70B / 256, 5e-3),
     ("llama3-70b-ppo", "actor.generate", "generation weights", 2 * LLAMA_70B / 8, 5e-3),
@@ -124,9 +136,10 @@ MEMORY = [  # config, what a role keeps or a call needs of a device, GB by the p
 def test_memory_is_that_of_the_published_sizes(plans):
     def needed(plan: str, row: str) -> dict[str, float]:
         """Part -> GB of a device."""
-        line = re.search(rf"^  {row} +(?:[\d.]+ \w+ +)+(\D.*)$", plan, re.MULTILINE)
+        line = re.search(rf"^  {row} +(?:[\d.]+ [KMG]?i?B +)+(\D.*)$", plan, re.MULTILINE)
         assert line is not None, row
-        return {part.rsplit(" ", 2)[0]: gigabytes(" ".join(part.split()[-2:])) for part in line[1].split(", ")}
+        parts = (part.rsplit(" ", 2) for part in line[1].split(", "))
+        return {name: gigabytes(number, unit) for name, number, unit in parts}
 
     for name, row, part, size, tolerance in MEMORY:
         assert needed(plans[name], row)[part] == pytest.approx(size, rel=tolerance, abs=DIGIT), (name, row, part)

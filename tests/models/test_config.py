@@ -18,6 +18,7 @@ PUBLISHED = {
     "meta-llama/Llama-3.1-70B": 70_553_706_496,
     "meta-llama/Llama-3.2-1B": 1_235_814_400,
     "meta-llama/Llama-3.2-3B-Instruct": 3_212_749_824,
+    "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008,
     "mistralai/Mistral-7B-v0.1": 7_241_732_096,
     "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
     "mistralai/Mistral-Nemo-Base-2407": 12_247_782_400,
