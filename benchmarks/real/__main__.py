@@ -133,9 +133,9 @@ def head() -> str:
 
 def record(algorithm: str, name: str, threads: int, **results: Any) -> None:
     """Writes the file of a run, or of the model before training."""
-    about = {"benchmark": "real", "command": "python -m benchmarks.real --model DIRECTORY"}
+    about = provenance("jax") | {"benchmark": "real", "command": "python -m benchmarks.real --model DIRECTORY"}
     about |= {"hardware": f"{os.uname().machine}, {os.cpu_count()} cores, shared with others", "threads": threads}
-    about |= {"model": MODEL, "task": TASK[algorithm], "settings": settings_of(algorithm), **provenance("jax")}
+    about |= {"model": MODEL, "task": TASK[algorithm], "settings": settings_of(algorithm)}
     FOLDER.mkdir(exist_ok=True)
     scratch = FOLDER / f"{algorithm}-{name}.tmp"
     scratch.write_text(json.dumps(about | results, indent=1) + "\n")
