@@ -13,7 +13,6 @@ or real-speed-CASE.json.
 import argparse
 import os
 import shlex
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
@@ -151,9 +150,8 @@ def main() -> int:
     counts = [f"--{name}={getattr(options, name)}" for name in ("rounds", "repeats", "warmup")]
     command = shlex.join(["python", "-m", "benchmarks.real_speed", "--model", "DIRECTORY", *chosen, *counts])
     path = RESULTS / ("real-speed.json" if options.case is None else f"real-speed-{options.case}.json")
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    record = {"benchmark": "real_speed", "command": command, "commit": commit, "hardware": hardware(jax.devices()[0])}
-    write(path, record | provenance() | outcome)
+    record = {"benchmark": "real_speed", "command": command, "hardware": hardware(jax.devices()[0])}
+    write(path, provenance() | record | outcome)
     print(f"wrote {path}")
     return 0
 
