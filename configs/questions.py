@@ -26,11 +26,11 @@ def rows(task: str) -> tuple[list[Row], list[Row]]:
     def three() -> Numbers:
         return tuple(sorted(map(str, draw.sample(range(10, 100), 3))))
 
-    kept = {three() for _ in range(HELDOUT)}
-    in_order = sorted(kept)
+    heldout = {three() for _ in range(HELDOUT)}
+    in_order = sorted(heldout)
 
     def other() -> Numbers:
-        while (numbers := three()) in kept:
+        while (numbers := three()) in heldout:
             pass
         return numbers
 

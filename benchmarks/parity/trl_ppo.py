@@ -5,6 +5,7 @@ import contextlib
 import gc
 import io
 import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -65,13 +66,21 @@ def settings(directory: str, seed: int) -> PPOConfig:
     )
 
 
-def critic(job: Job) -> torch.nn.Module:
-    """The base with a head that outputs 0, which has a bias as ours has."""
-    model = AutoModelForSequenceClassification.from_pretrained(job.base, dtype=torch.float32, num_labels=1)
+def critic(directory: Path | str) -> torch.nn.Module:
+    """The model of a directory with a head that outputs 0, which has a bias as ours has."""
+    model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32, num_labels=1)
     model.score = torch.nn.Linear(model.config.hidden_size, 1)
     torch.nn.init.zeros_(model.score.weight)
     torch.nn.init.zeros_(model.score.bias)
     return model
+
+
+def keep_order(trainer: PPOTrainer, rows: int) -> None:
+    """Lets a trainer take its data in their order, `rows` a step, and spares it what it does for nothing."""
+    trainer.dataloader = DataLoader(  # its own loader shuffles
+        trainer.train_dataset, batch_size=rows, collate_fn=trainer.data_collator, drop_last=True
+    )
+    gc.freeze()  # the trainer collects twice a step; what the imports made is then left alone
 
 
 def train(job: Job, seed: int) -> Trained:
@@ -86,14 +95,10 @@ def train(job: Job, seed: int) -> Trained:
             model=policy,
             ref_model=AutoModelForCausalLM.from_pretrained(job.base, dtype=torch.float32),
             reward_model=RightAnswers(watch),
-            value_model=critic(job),
+            value_model=critic(job.base),
             train_dataset=Dataset.from_list(rows),
         )
-        # The trainer's own loader shuffles.
-        trainer.dataloader = DataLoader(
-            trainer.train_dataset, batch_size=common.ROWS, collate_fn=trainer.data_collator, drop_last=True
-        )
-        gc.freeze()  # the trainer collects twice a step; what the imports made is then left alone
+        keep_order(trainer, common.ROWS)
         with contextlib.redirect_stdout(io.StringIO()):  # it prints every step
             trainer.train()
         policy.save_pretrained(job.model(seed))

@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.compare import PEERS
 from benchmarks.real import report
 from benchmarks.real.common import Job
-from benchmarks.records import RESULTS, provenance
+from benchmarks.records import RESULTS, commit, provenance
 from benchmarks.sides import KEEPING, environment
 from jrlhf.config import load_config
 from jrlhf.config.schema import DatasetsData
@@ -126,11 +126,6 @@ def graded(work: Path, model: Path, first: Path, algorithm: str, threads: int) -
     return json.loads(out.read_text())
 
 
-def head() -> str:
-    """The checkout's commit."""
-    return subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-
-
 def record(algorithm: str, name: str, threads: int, **results: Any) -> None:
     """Writes the file of a run, or of the model before training."""
     about = provenance("jax") | {"benchmark": "real", "command": "python -m benchmarks.real --model DIRECTORY"}
@@ -146,10 +141,10 @@ def measure(work: Path, model: Path, algorithm: str, side: str, seed: int, threa
     """Trains, grades, and records a run that has no file yet."""
     if (FOLDER / f"{algorithm}-{side}-{seed}.json").exists():
         return
-    commit, job = head(), make_job(work, model, algorithm, side, seed)
+    start, job = commit(), make_job(work, model, algorithm, side, seed)
     result = train(work, job, side, threads)
     after = graded(work, job.trained, model, algorithm, threads)
-    record(algorithm, f"{side}-{seed}", threads, commit=commit, side=side, seed=seed, **result, after=after)
+    record(algorithm, f"{side}-{seed}", threads, commit=start, side=side, seed=seed, **result, after=after)
     shutil.rmtree(job.folder)
     print(f"{algorithm} {side} seed {seed}: {after['accuracy']:.3f} right", flush=True)
 
@@ -176,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     measure(work, model, algorithm, side, seed, threads)
             if not (FOLDER / f"{algorithm}-before.json").exists():
                 before = graded(work, model, model, algorithm, threads)
-                record(algorithm, "before", threads, commit=head(), before=before)
+                record(algorithm, "before", threads, commit=commit(), before=before)
     records = report.read(FOLDER)
     report.plot(records, RESULTS / "real.svg")
     DOCUMENT.write_text(report.with_tables(DOCUMENT.read_text(encoding="utf-8"), records), encoding="utf-8")

@@ -1,17 +1,16 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 """TRL's PPO on the real model, whose last release has no PPO. Runs in the peer's environment."""
 
-import gc
 import os
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from datasets import Dataset
-from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.experimental.ppo import PPOConfig, PPOTrainer
 
+from benchmarks.parity.trl_ppo import critic, keep_order
 from benchmarks.real.common import Job, Trained, Watch, check_ids, main
 from benchmarks.real.trl_settings import shared
 
@@ -66,15 +65,6 @@ def settings(job: Job) -> PPOConfig:
     )
 
 
-def critic(job: Job) -> torch.nn.Module:
-    """The model with a head that outputs 0, which has a bias as ours has."""
-    model = AutoModelForSequenceClassification.from_pretrained(job.model, dtype=torch.float32, num_labels=1)
-    model.score = torch.nn.Linear(model.config.hidden_size, 1)
-    torch.nn.init.zeros_(model.score.weight)
-    torch.nn.init.zeros_(model.score.bias)
-    return model
-
-
 def train(job: Job) -> Trained:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.manual_seed(job.seed)
@@ -89,14 +79,10 @@ def train(job: Job) -> Trained:
         model=policy,
         ref_model=AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32),
         reward_model=RightAnswers(watch, tokenizer),
-        value_model=critic(job),
+        value_model=critic(job.model),
         train_dataset=Dataset.from_list([{"input_ids": row["ids"]} for step in job.steps for row in step]),
     )
-    # The trainer's own loader shuffles.
-    trainer.dataloader = DataLoader(
-        trainer.train_dataset, batch_size=job.settings["rows"], collate_fn=trainer.data_collator, drop_last=True
-    )
-    gc.freeze()  # the trainer collects twice a step; what the imports made is then left alone
+    keep_order(trainer, job.settings["rows"])
     trainer.train()
     policy.save_pretrained(job.trained)
     AutoTokenizer.from_pretrained(job.model).save_pretrained(job.trained)
