@@ -59,7 +59,11 @@ def write(directory: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, nargs="?", default=Path("."))
-    write(parser.parse_args(arguments).directory)
+    directory = parser.parse_args(arguments).directory
+    try:
+        write(directory)
+    except OSError as error:
+        parser.error(f"{directory}: {error}: choose a directory that can be written to")
 
 
 if __name__ == "__main__":

@@ -41,3 +41,10 @@ def test_the_configs_read_the_files_that_the_command_writes(tmp_path):
     for own, task in zip(data.values(), ("smallest", "largest"), strict=True):
         for path, part in zip((own.prompts.path, own.heldout.path), rows(task), strict=True):
             assert [json.loads(line) for line in (tmp_path / path).read_text().splitlines()] == part
+
+
+def test_a_directory_that_cannot_be_made_is_one_sentence(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path / "file" / "x")])
+    assert str(tmp_path / "file") in capsys.readouterr().err.splitlines()[-1]
