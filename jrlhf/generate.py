@@ -253,7 +253,9 @@ def cli(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", action="append", help="a prompt; may be given several times")
     parser.add_argument("--file", help="a dataset with prompts: jsonl, csv, parquet")
     parser.add_argument("--column", help="the column of --file that holds the prompts, if it is not `prompt`")
-    parser.add_argument("--out", help="a jsonl file for the answers to --file; without it they are printed")
+    parser.add_argument(
+        "--out", help="a jsonl file for the rows of --file and their answers; default: they are printed"
+    )
     parser.add_argument("--raw", action="store_true", help="prompts are plain text even if there is a chat template")
     parser.add_argument("--system", help="a system message")
     parser.add_argument("-n", type=int, default=1, help="answers to each prompt")
@@ -320,12 +322,13 @@ def _check(options: argparse.Namespace, interactive: bool) -> None:
 def _write_answers(prompts: Prompts, answers: Iterator[Response], out: str) -> None:
     rows = []
     for example, response in zip(prompts.examples, answers, strict=True):
-        rows.append({"prompt": example.prompt, "completion": response.text, "finished": response.finished})
+        answer = {"prompt": example.prompt, "completion": response.text, "finished": response.finished}
+        rows.append({**answer, **{name: value for name, value in example.columns.items() if name not in answer}})
         if sys.stderr.isatty():
             print(f"\r{len(rows)} of {len(prompts.ids)}", end="", file=sys.stderr, flush=True)
     path = local("--out", out)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write_atomic(path, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
     print(f"{len(rows)} answers in {out}")
 
 

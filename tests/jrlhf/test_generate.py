@@ -76,7 +76,8 @@ def asked(monkeypatch) -> list[Any]:
 def rows(ask, path: Path, *arguments: str, prompts: int = 2, **options) -> list[dict]:
     """The answers to a file of prompts."""
     questions = path / "questions.jsonl"
-    questions.write_text("".join(json.dumps({"prompt": f"What is 1 plus {n}?"}) + "\n" for n in range(prompts)))
+    asked = [{"prompt": f"What is 1 plus {n}?", "answer": 1 + n} for n in range(prompts)]
+    questions.write_text("".join(json.dumps(row) + "\n" for row in asked))
     out = path / "out.jsonl"
     code, printed, error = ask("--file", str(questions), "--out", str(out), *arguments, **options)
     assert (code, error) == (0, "")
@@ -123,6 +124,7 @@ def test_greedy_answers_are_those_of_the_training_engine_with_and_without_an_ada
     )
     assert [row["prompt"] for row in plain] == [[{"role": "user", "content": question}] for question in questions]
     assert all(isinstance(row["finished"], bool) for row in plain)
+    assert [row["answer"] for row in plain] == [1, 2]  # other columns stay
     texts, changed = ([row["completion"] for row in answers] for answers in (plain, adapted))
     assert texts == trained_engine(model, questions) != changed
     assert changed == trained_engine(model, questions, adapter=(lora, jax.tree.map(jnp.asarray, adapter)))
