@@ -107,8 +107,8 @@ def train(work: Path, job: Job, side: str, threads: int) -> dict[str, Any]:
         for name in ("benchmarks", "jrlhf"):
             link = work / "peer" / name
             link.parent.mkdir(exist_ok=True)
-            if not link.exists():
-                link.symlink_to(ROOT / name)
+            link.unlink(missing_ok=True)  # that of an interrupted call, maybe of another checkout
+            link.symlink_to(ROOT / name)
         peer = PEER[job.algorithm]
         python = environment(peer, PEERS[peer].requirements)
         run(f"trl_{job.algorithm}", json.dumps(asdict(job)), threads, python, work / "peer")
