@@ -1,13 +1,14 @@
 """The exceptions for users, and how a command reports them."""
 
+import argparse
 import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from difflib import get_close_matches
-from itertools import islice
+from difflib import SequenceMatcher, get_close_matches
+from itertools import islice, takewhile
 from pathlib import Path
 
 DONE, FAILED, BAD_INPUT, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130  # 75: requeue; 130: the convention of shells
@@ -96,9 +97,14 @@ def path_error(path: str | os.PathLike[str]) -> str | None:
 
 
 def alike(word: str, names: Iterable[str], otherwise: str) -> str:
-    """Returns the remedy for a name that does not exist: the most similar of `names`, or else `otherwise`."""
-    near = get_close_matches(word, list(names), 1)
-    return f"did you mean {near[0]}?" if near else otherwise
+    """Returns the remedy for a name that does not exist: the most similar of `names`, or else `otherwise`.
+
+    Of equally similar names it is the first.
+    """
+    names = list(names)
+    near = [name for name in names if name in get_close_matches(word, names)]
+    best = max(near, key=lambda name: SequenceMatcher(None, name, word).ratio(), default="")
+    return f"did you mean {best}?" if near else otherwise
 
 
 def beside(path: Path | str, otherwise: str) -> str:
@@ -110,7 +116,8 @@ def beside(path: Path | str, otherwise: str) -> str:
     with suppress(OSError):
         for name in get_close_matches(gone.name, [entry.name for entry in islice(gone.parent.iterdir(), 10_000)]):
             meant = gone.with_name(name) / path.relative_to(gone)
-            if meant.exists():
+            # Equal suffixes alone make no names alike.
+            if meant.exists() and get_close_matches(gone.stem, [Path(name).stem], cutoff=0.7):
                 return f"did you mean {meant}?"
     return otherwise
 
@@ -131,6 +138,25 @@ def expanded(text: Path | str, key: str = "") -> Path:
 def printable(text: str) -> str:
     """Returns the text with control and direction characters escaped, which terminals interpret; not line ends."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
+def parse_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parses a command line without settings."""
+    refuse_unknown_options(parser, sys.argv[1:] if arguments is None else arguments)
+    return parser.parse_args(arguments)
+
+
+def refuse_unknown_options(
+    parser: argparse.ArgumentParser, words: Iterable[str], note: Callable[[str], str] = lambda word: ""
+) -> None:
+    """Names a mistyped option, where argparse would miss a required one first. note: (option) -> the sentence's end."""
+    options = list(parser._option_string_actions)
+    for word in takewhile(lambda word: word != "--", words):
+        name = word.partition("=")[0]
+        is_option = name[:1] == "-" and (name[1:2] == "-" or name[1:2].isalpha()) and " " not in word
+        if is_option and name[:2] not in options and not any(option.startswith(name) for option in options):
+            meant = get_close_matches(name, options, 1, 0.8)
+            parser.error(f"{word} is no option{f', did you mean {meant[0]}?' if meant else ''}{note(word)}")
 
 
 def exit_code(run: Callable[[], object]) -> int:

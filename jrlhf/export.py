@@ -19,7 +19,7 @@ from jrlhf.config.schema import DatasetsData, DeviceConfig
 from jrlhf.config.stages import ALGORITHMS
 from jrlhf.data.hub import account_name, push
 from jrlhf.data.tokenizer import Tokenizer
-from jrlhf.errors import UserError, beside, exit_code
+from jrlhf.errors import UserError, beside, exit_code, parse_options
 from jrlhf.meshes import make_mesh
 from jrlhf.models import ModelConfig
 from jrlhf.roles.initial import InitialModels
@@ -141,7 +141,7 @@ def cli(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--private", action="store_true", help="create a private repository")
     parser.add_argument("--revision", metavar="BRANCH", help="the branch to upload to; default: main")
     parser.add_argument("--adapter", action="store_true", help="uploads adapter/ instead of model/")
-    options = parser.parse_args(arguments)
+    options = parse_options(parser, arguments)
     if options.push is None and (options.private or options.revision or options.adapter):
         parser.error("--private, --revision and --adapter say how to --push: add --push USER/NAME")
 

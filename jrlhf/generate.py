@@ -26,7 +26,7 @@ from jrlhf.data.encode import Encoding, Prompts, answer_gap, without_gap
 from jrlhf.data.read import Dataset, read_dataset
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Example, Response
-from jrlhf.errors import UserError, exit_code_of_printing, user_errors
+from jrlhf.errors import UserError, exit_code_of_printing, parse_options, user_errors
 from jrlhf.meshes import GENERATE, make_mesh
 from jrlhf.models import ModelConfig, SamplingConfig, Schedule
 from jrlhf.models.generation.continuous import ContinuousBatch, Prompt
@@ -63,6 +63,14 @@ class Generator:
         """Returns a generator that draws with these changes of its sampling."""
         source = f"as asked, else {self.source}" if changes.keys() - {"max_new_tokens"} else self.source
         return replace(self, sampling=with_sampling(self.sampling, changes), source=source)
+
+    @property
+    def drawn(self) -> str:
+        """How answers are drawn, for users."""
+        own = self.sampling
+        values = {"temperature": f"{own.temperature:g}", "top_k": own.top_k, "top_p": own.top_p}
+        words = ", ".join(f"{key} {value}" for key, value in values.items() if value is not None)
+        return f"in up to {own.max_new_tokens} tokens, at {words} ({self.source})"
 
     @property
     def longest(self) -> int:
@@ -254,22 +262,23 @@ def cli(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--file", help="a dataset with prompts: jsonl, csv, parquet")
     parser.add_argument("--column", help="the column of --file that holds the prompts, if it is not `prompt`")
     parser.add_argument(
-        "--out", help="a jsonl file for the rows of --file and their answers; default: they are printed"
+        "--out",
+        help="a jsonl file for the rows of --file and their answers, replaced if it exists; else they are printed",
     )
     parser.add_argument("--raw", action="store_true", help="prompts are plain text even if there is a chat template")
     parser.add_argument("--system", help="a system message")
-    parser.add_argument("-n", type=int, default=1, help="answers to each prompt")
+    parser.add_argument("-n", type=int, default=1, help="answers to each prompt; default: 1")
     own = "default: that of the model's run, else of its generation_config.json, else"
     longest = f"{own} {TOKENS}, at most half of the positions"
     parser.add_argument("--max-new-tokens", type=int, help=longest)
     parser.add_argument("--temperature", type=float, help=f"0: always the most likely token; {own} 1")
     parser.add_argument("--top-k", type=int, help=f"draw from the k most likely tokens; {own} from all")
     parser.add_argument("--top-p", type=float, help=f"draw from those of this probability together; {own} from all")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--batch", type=int, default=8, help="prompts at a time")
+    parser.add_argument("--seed", type=int, default=0, help="default: 0; the same seed gives the same answers")
+    parser.add_argument("--batch", type=int, default=8, help="prompts at a time; default: 8")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     parser.add_argument("--platform", choices=("auto", "cpu", "gpu", "tpu"), default="auto")
-    return exit_code_of_printing(partial(_run, parser.parse_args(arguments)))
+    return exit_code_of_printing(partial(_run, parse_options(parser, arguments)))
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -293,6 +302,7 @@ def _run(options: argparse.Namespace) -> None:
             converse(generator, options.model, options.seed, terminal=sys.stdin.isatty())
             return
         prompts = generator.encode(data, options.n)
+        print(f"{options.model} answers {generator.drawn}, with --seed {options.seed}", file=sys.stderr)
         answers = generator.answer(prompts, key_for(options.seed, "generate"))
         if options.out is not None:
             _write_answers(prompts, answers, options.out)
@@ -341,13 +351,7 @@ def converse(generator: Generator, name: str, seed: int = 0, *, terminal: bool =
     system = generator.asked.system
     if terminal:
         alone = "" if generator.chat else "each line by itself, "
-        sampling = generator.sampling
-        drawn = {"temperature": f"{sampling.temperature:g}", "top_k": sampling.top_k, "top_p": sampling.top_p}
-        words = ", ".join(f"{key} {value}" for key, value in drawn.items() if value is not None)
-        print(
-            f"{name} answers {alone}in up to {sampling.max_new_tokens} tokens, at {words} ({generator.source}); "
-            "an empty line ends this"
-        )
+        print(f"{name} answers {alone}{generator.drawn}; an empty line ends this")
     messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
     failed: list[str] = []  # numbers of piped lines
     for turn in itertools.count():

@@ -31,7 +31,7 @@ from jrlhf.config.stages import ALGORITHMS, STAGES
 from jrlhf.data.encode import Encoding
 from jrlhf.data.read import is_hub_name, make_dataset, read_rows
 from jrlhf.data.tokenizer_files import load_tokenizer
-from jrlhf.errors import UserError, alike, beside, exit_code, printable
+from jrlhf.errors import UserError, alike, beside, exit_code, parse_options, printable
 from jrlhf.ppo.fields import default_of
 from jrlhf.rewards import builtin
 from jrlhf.rewards.user_code import resolve
@@ -94,12 +94,14 @@ def wrong(name: str, value: str, given: Mapping[str, str]) -> str:
                 remedy = "give a directory, a hub name such as org/model, or s3:// or gs://BUCKET/PREFIX"
                 return f"does not exist: {beside(value, remedy)}"
         case "data" if (given["model"] == TINY) != (value in TASKS):
-            tasks = f"the built-in tasks ({', '.join(TASKS)}) train a {TINY} model of their own"
-            return f"does not go with model={given['model']}: {tasks}, and a dataset needs a Hugging Face model"
+            if value in TASKS:
+                return f"trains a model of its own: start again with --model {TINY}, or name a dataset"
+            own = f"model={TINY} learns only {' and '.join(TASKS)}, so start again with --model and another one"
+            return f"does not go with the model: {alike(value, TASKS, own)}"
         case "data" if value not in TASKS and not (_rows(value) or is_hub_name(value)):
             return f"does not exist: {beside(value, 'name a file, a directory or a dataset on the hub')}"
         case "algorithm" if value not in (*ALGORITHMS, "dpo"):
-            remedy = alike(value, ALGORITHMS, f"choose {', '.join(ALGORITHMS)} or dpo")
+            remedy = alike(value, (*ALGORITHMS, "dpo"), f"choose {', '.join(ALGORITHMS)} or dpo")
             return f"is no algorithm: {remedy}"
         case "algorithm" if value == "safe_rlhf" and data == "arithmetic":
             return "keeps a cost below a limit, and sums have no cost: choose another algorithm"
@@ -121,7 +123,8 @@ def wrong(name: str, value: str, given: Mapping[str, str]) -> str:
                 return f"names no function: there is no {function} in {path}"
         case "reward" if not (value in (LEARNED, FUNCTION, *builtin.NAMES) or ":" in value or here):
             kinds = f"{FUNCTION}, {LEARNED}, {', '.join(builtin.NAMES)}, FILE.py:FUNCTION, or a reward model"
-            return "" if is_model_name(value) else f"is none of {kinds}"
+            remedy = alike(value, (FUNCTION, LEARNED, *builtin.NAMES), f"choose {kinds}")
+            return "" if is_model_name(value) else f"is no reward: {remedy}"
         case "devices" if not re.fullmatch(r"auto|([1-9]\d{0,3}x)?(cpu|gpu|tpu)", value):
             return "is none of auto, cpu, gpu and tpu, nor a number of them such as 8xgpu"
     return ""
@@ -148,7 +151,7 @@ def complete(given: Mapping[str, str | None], ask: Callable[[str, str], str] | N
             except UserError as error:  # also of a model or a file that cannot be read
                 if not asks:
                     raise
-                print(printable(str(error)))
+                print(printable(f"{error} (Ctrl-C ends the questions)"))
             value = ""
         answers[name] = value
     return Answers(**answers)
@@ -333,7 +336,7 @@ def cli(arguments: Sequence[str] | None = None) -> int:
     for name, question in QUESTIONS.items():
         parser.add_argument(f"--{name}", help=question.partition(": ")[2])
     parser.add_argument("-o", "--out", default="mine.yaml", help="the file; default: mine.yaml")
-    return exit_code(partial(_run, parser.parse_args(arguments)))
+    return exit_code(partial(_run, parse_options(parser, arguments)))
 
 
 def _ask(question: str, usual: str) -> str:

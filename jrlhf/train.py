@@ -33,31 +33,24 @@ def main(config: Config, *, resume: bool | Literal["auto"] = False, accept_rewar
     accept_rewards: allows a resume although reward functions have changed since the checkpoint.
     """
     with open_context(config, resume=resume, accept_rewards=accept_rewards) as context, jax.set_mesh(context.mesh):
-        phases = context.phases
         check_inputs(context)
         if (summary := from_main(partial(finished, context))) is not None:
             context.console.line(f"{context.run.shown} has finished: nothing is left to do")
             return summary
         outcome = Outcome(context.initial.policy())
-        phases.lap("start")
+        context.phases.lap("start")
         if "sft" in config.stages:
             outcome.policy = train_sft(context, outcome.policy)
-            phases.lap("sft")
         if "reward_model" in config.stages:
             outcome.reward = train_reward_model(context, outcome.policy)
-            phases.lap("reward_model")
         if "dpo" in config.stages:
             outcome.before = grade_before(context, outcome.policy)
-            phases.lap("evaluation")
             outcome.policy = train_dpo(context, outcome.policy)
-            phases.lap("dpo")
         if config.algorithm is None:
             return finish(context, outcome)
         with context.open_rewards(outcome.policy, outcome.reward) as (rewards, costs):
             outcome.before = grade_before(context, outcome.policy, rewards, costs)
-            phases.lap("evaluation")
             outcome.policy = train_rl(context, outcome.policy, rewards, costs)
-            phases.lap(config.algorithm)
             outcome.reward, outcome.rewards, outcome.costs = rewards.trained, rewards, costs
             return finish(context, outcome)
 

@@ -1,7 +1,6 @@
 """Finds and loads configs, by file or by name of a packaged config, with `key=value` overrides."""
 
 import argparse
-import difflib
 import re
 import shlex
 import sys
@@ -17,7 +16,7 @@ from jrlhf.config.aliases import modernize
 from jrlhf.config.parse import Override, build, override, parse_yaml, section_with
 from jrlhf.config.places import expanded
 from jrlhf.config.schema import Config
-from jrlhf.errors import UserError, alike, beside, user_errors
+from jrlhf.errors import UserError, alike, beside, refuse_unknown_options, user_errors
 
 
 def load_config(path_or_name: str, overrides: Sequence[str] = ()) -> Config:
@@ -127,13 +126,9 @@ def parse_with_settings(parser: argparse.ArgumentParser, arguments: Sequence[str
             choices = [option for option in actions if option.partition("=")[0] == name]
             if word not in choices:
                 parser.error(f"{word} is no option: write {' or '.join(choices)}")
+    typed = [word for word in words if "=" not in word]
+    refuse_unknown_options(parser, typed, lambda word: f"; a setting is written {word.lstrip('-')}=VALUE")
     options, unknown = parser.parse_known_intermixed_args(arguments)
-    for word in unknown:
-        if "=" not in word:
-            names = [name for name in parser._option_string_actions if name.startswith("--")]
-            close = difflib.get_close_matches(word, names, n=1, cutoff=0.8)
-            meant = f", did you mean {close[0]}?" if close else ""
-            parser.error(f"{word} is no option{meant}; a setting is written {word.lstrip('-')}=VALUE")
     options.overrides += unknown
     return options
 

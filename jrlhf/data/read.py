@@ -141,7 +141,10 @@ def _check_whole(path: Path, split: str) -> None:
 def _from_file(path: Path) -> Iterator[Numbered]:
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
-        raise UserError(f"{path} is none of {', '.join(_READERS)}: convert it, or rename it to what it is")
+        raise UserError(
+            f"{path} is none of {', '.join(_READERS)}: convert it, for example to lines such as "
+            '{"prompt": "..."} in a .jsonl file, or rename it to what it is'
+        )
     try:
         check_file(path, host_memory())
         yield from reader(path)

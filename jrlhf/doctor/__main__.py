@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from jrlhf.doctor.checks import diagnose
-from jrlhf.errors import DONE, FAILED, UserError, exit_code_of_printing, printable
+from jrlhf.errors import DONE, FAILED, UserError, exit_code_of_printing, parse_options, printable
 
 
 def cli(arguments: Sequence[str] | None = None) -> int:
@@ -17,7 +17,7 @@ def cli(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--run-dir", default="runs", help="where runs are to be written, a path, s3:// or gs://; default: runs"
     )
-    options, findings = parser.parse_args(arguments), []
+    options, findings = parse_options(parser, arguments), []
 
     def run() -> None:
         if not options.run_dir:

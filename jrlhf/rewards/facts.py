@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from jrlhf.config.schema import RewardConfig
@@ -80,7 +81,7 @@ class Facts:
     def describe(self) -> str:
         """Returns one line for the log: the function, its file, and what happens if it fails."""
         config, failing = self.config, "a failure stops the run"
-        source = f" ({self.file}, sha256 {self.sha256[:16]})" if self.sha256 else ""
+        source = f" ({self.file}, digest {self.fingerprint})" if self.sha256 else ""
         call = f"in {config.workers} process{'es' * (config.workers > 1)}, {config.deadline:g} s a call"
         if config.in_process:
             call = "in the process that trains, without a deadline: a crash or a hang in it is one of the run"
@@ -98,9 +99,11 @@ class Facts:
             if column not in given:
                 # Built-in functions need an answer for each row, which no option gives.
                 option = "" if self.is_builtin else f", or give options.{parameter}"
+                near = get_close_matches(column, sorted(columns), 1) if parameter == column and option else ()
+                rename = f"rename the parameter to {near[0]}, or " if near else ""
                 raise UserError(
                     f"{self.called} needs the column {column!r} for {self.spec}, and the dataset has "
-                    f"{', '.join(sorted(columns)) or 'none'}: name one of these in columns.{parameter}{option}"
+                    f"{', '.join(sorted(columns)) or 'none'}: {rename}name one of these in columns.{parameter}{option}"
                 )
 
     def story(self, sample: Sample, failure: Mapping[str, str], samples: int) -> str:

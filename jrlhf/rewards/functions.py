@@ -278,6 +278,7 @@ class FunctionReward(Closing):
             token_scores=tokens,
             extras={name: np.array([row.get(name, np.nan) for row in extras], np.float64) for name in names},
             failures=Counter(result["failure"] for result in results if "failure" in result),
+            last_failure=next((str(result["detail"]) for result in reversed(results) if "failure" in result), ""),
         )
 
 

@@ -76,6 +76,7 @@ class Rewards:
     trained: the reward model that this run trained; it is stored where it was trained until `free_original`.
     samples: number of responses to a prompt, if `shaping` normalises the scores of each reward over them.
     counts: as in `combine`.
+    warn: tells users of a reward that fails on most samples of a batch, once.
     """
 
     moments: RunningMoments  # running mean and variance of all scores so far
@@ -96,6 +97,7 @@ class Rewards:
         trained: Model | None,
         samples: int,
         counts: Callable[[Array], Array],
+        warn: Callable[[str], None],
     ):
         assert token_parts or text_parts, "nothing would score"
         self.token_parts, self.text_parts, self.trained = token_parts, text_parts, trained
@@ -113,6 +115,7 @@ class Rewards:
         fixed = {"samples": self._group, "counts": counts}
         self._combine = jax.jit(partial(combine, shape, kind, weights, on_failure, **fixed))
         self._metrics: Metrics = {}
+        self._warn, self._broken = warn, set[str]()  # names of rewards of which users were told
         calls = max((part.calls for part in text_parts.values()), default=1)
         self._threads = ThreadPoolExecutor(calls, thread_name_prefix="rewards")
 
@@ -295,6 +298,15 @@ class Rewards:
 
     def _summed(self, samples: Sequence[Sample], scored: Mapping[str, Scored]) -> tuple[Scored, dict[str, Scored]]:
         """Returns the weighted sum, and the scores of the parts in the order of the config."""
+        for name, part in scored.items():
+            failed, kinds = sum(part.failures.values()), ", ".join(part.failures)
+            if 2 * failed > len(samples) and name not in self._broken:
+                self._broken.add(name)
+                last = f"; the last: {part.last_failure}" if part.last_failure else ""
+                self._warn(
+                    f"the {self.kind} {name} failed on {failed} of {len(samples)} samples ({kinds}{last}), which get "
+                    "its on_failure: unless that is meant, stop the run and mend it"
+                )
         weighted = [(part.weight, scored[name]) for name, part in self.text_parts.items()]
         total = weighted_sum(weighted, [len(sample.response.ids) for sample in samples])
         return total, {name: scored[name] for name in self.text_parts}

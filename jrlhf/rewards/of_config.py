@@ -85,6 +85,7 @@ def open_rewards(
             trained=own,
             samples=config.samples,
             counts=config.rl.algorithm.counts,
+            warn=initial.console.warn,
         )
         stack.callback(rewards.close)  # before the functions' processes end
         stack.push(end_calls)  # before that, after an error: nobody waits for the rows of a call that is at work

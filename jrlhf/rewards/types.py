@@ -64,12 +64,14 @@ class Scored:
         scored whole responses.
     extras: further numbers by name; NaN for a row that has none.
     failures: numbers of failed samples by kind (docs/data-and-rewards.md); their scores are replacements.
+    last_failure: what went wrong with the last of them, for users.
     """
 
     scores: Float[np.ndarray, "B"]
     token_scores: Sequence[Float[np.ndarray, "R"]] | None = None
     extras: Mapping[str, Float[np.ndarray, "B"]] = field(default_factory=dict)
     failures: Mapping[str, int] = field(default_factory=dict)
+    last_failure: str = ""
 
     def by_token(self, response_lengths: Iterable[int]) -> Sequence[Float[np.ndarray, "R"]]:
         """Returns the scores of each row's tokens; a score of a whole response is put on its last token."""
@@ -111,6 +113,7 @@ def joined(parts: Sequence[Scored], response_lengths: Sequence[int]) -> Scored:
         token_scores=tokens,
         extras={name: np.concatenate([part.extras.get(name, missing[id(part)]) for part in parts]) for name in names},
         failures=sum((Counter(part.failures) for part in parts), Counter()),
+        last_failure=next((part.last_failure for part in reversed(parts) if part.last_failure), ""),
     )
 
 

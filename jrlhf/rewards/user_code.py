@@ -182,12 +182,15 @@ def _module_of(path: str, source: bytes) -> ModuleType:
 
 
 def explain(error: BaseException) -> str:
-    """Returns the message of an exception, and its last frame."""
+    """Returns the message of an exception, and its last frame outside of this folder."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return printable(f"{error.filename}, line {error.lineno}: {error.msg}")
     try:
         text = "".join(traceback.format_exception_only(error)).strip()
     except Exception:  # a user's __str__ may fail
         text = type(error).__name__
-    frames = traceback.extract_tb(error.__traceback__)
+    own = os.path.dirname(__file__), os.path.dirname(importlib.__file__)
+    frames = [x for x in traceback.extract_tb(error.__traceback__) if os.path.dirname(x.filename) not in own]
     text = text.partition(f"\n{'-' * 20}\nFor simplicity, JAX has removed")[0]
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return printable(" ".join(text.split())[:DETAIL] + place)

@@ -243,6 +243,8 @@ def _failure(error: BaseException) -> dict[str, str]:
 def _listed(values: Any, count: int) -> list[Any]:
     """Returns the values of a batch as a list of `count`."""
     values = _unwrapped(values)
+    if values is None:
+        raise Failure("none", f"returned None, not a list of {count} scores: has it a return?")
     if isinstance(values, (str, bytes, Mapping, set, frozenset)) or not hasattr(values, "__iter__"):
         raise Failure("type", f"returned {_show(values)}, not a list of {count} scores")
     listed = list(itertools.islice(values, count + 1))

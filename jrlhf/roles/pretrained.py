@@ -73,8 +73,9 @@ def locate(path: str, key: str, *, weights: bool = False) -> Path:
                 return Path(fetch_files(ignore_patterns=[*_IGNORED, CARD], local_files_only=True))
     except Exception as error:  # the library's own, the network's, the file system's
         reason = hub_reason(error, path) or f"it cannot be downloaded ({one_line(error, kind=True)})"
-        here = beside(path, "").replace("did you mean", "; did you mean")
-        raise UserError(f"{key}={path} is no directory in {Path.cwd()}, and {reason}{here}") from error
+        near = beside(path, "")
+        near = f" ({near})" if near else ""
+        raise UserError(f"{key}={path} is no directory in {Path.cwd()}{near}, and {reason}") from error
 
 
 def describe(path: str, key: str) -> HFConfig:

@@ -267,14 +267,11 @@ class Stopwatch:
         self.seconds: dict[str, float] = {}
         self._last = time.perf_counter()
 
-    def lap(self, name: str) -> None:
-        """Ends the phase `name`."""
-        self.seconds[name] = self.so_far(name)
-        self._last = time.perf_counter()
-
-    def so_far(self, name: str) -> float:
-        """Returns the seconds of the running phase."""
-        return self.seconds.get(name, 0.0) + time.perf_counter() - self._last
+    def lap(self, name: str) -> float:
+        """Gives the time since the last lap to the phase `name`; returns the seconds of this phase so far."""
+        last, self._last = self._last, time.perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0.0) + self._last - last
+        return self.seconds[name]
 
     def resume(self, name: str, seconds: float) -> None:
         """Begins the phase where an earlier process left it, after these seconds. What led here belongs to `start`."""

@@ -277,11 +277,15 @@ class Progress:
         return (self.done - self._mark[1]) / (now - self._mark[0])
 
     def pace(self) -> str:
-        """Returns `12/s, 31 s left`; at the end the duration of the phase; "" if the rate is not known yet."""
+        """Returns `12/s, 31 s left`, or at the end `took 46 s: 6.0 s for the first, then 12/s`; "" without a rate yet.
+
+        The first unit contains what happens once: compilation, or the sampling of pairs.
+        """
         rate = self._rate(now := self.console.now())
         speed = "" if rate is None else f"{rate:.3g}/s" if rate >= 1 else f"{1 / rate:.1f} s each"
         if self.done >= self.total:
-            return ", ".join(part for part in (speed, f"took {duration(now - self._began)}") if part)
+            first = duration((self._mark or (now, 0))[0] - self._began)
+            return f"took {duration(now - self._began)}" + (f": {first} for the first, then {speed}" if speed else "")
         return "" if rate is None else f"{speed}, {duration((self.total - self.done) / rate)} left"
 
 

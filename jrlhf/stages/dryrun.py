@@ -248,14 +248,17 @@ def _made_answers(config: Config, prompts: Prompts, tokenizer: Tokenizer) -> lis
 
 def _tried(config: Config, samples: Sequence[Sample]) -> Iterator[str]:
     """Calls each reward function once, as a run would, and yields lines on the scores. Raises RewardFailure."""
+    if any(part.function is not None for _, _, part in config.rewards_and_costs):
+        shown = ", ".join(printable(repr(sample.response.text[:60])) for sample in samples[:2])
+        yield f"scores of {len(samples)} made-up answers ({shown} ...), which show that functions work, and no more:"
     for _, kind, part in config.rewards_and_costs:
         if part.function is not None:
             with FunctionReward(part, config.seed, kind=kind, steps=config.rl.iterations) as function:
                 scored = function.score(samples)
             scores = ", ".join(f"{score:.4g}" for score in scored.scores)
             failed = ", ".join(f"{count} {failure}" for failure, count in scored.failures.items())
-            failed = f" (on_failure for failed ones: {failed})" if failed else ""
-            yield f"{kind} {part.name} of {len(samples)} made-up answers: {scores}{failed}"
+            failed = f" (on_failure for failed ones: {failed}; the last: {scored.last_failure})" if failed else ""
+            yield f"  {kind} {part.name}: {scores}{failed}"
 
 
 def _row(call: Call, workload: Workload, plan: Plan | None = None) -> tuple[str, ...]:

@@ -137,7 +137,7 @@ def grade_before(
         return Graded(**saved | {"responses": responses, "sources": tuple(saved["sources"])})
     graded = evaluate(context, policy, rewards, costs)
     if graded is not None:
-        record = {"graded_as": graded_as, "graded": asdict(graded), "seconds": context.phases.so_far("evaluation")}
+        record = {"graded_as": graded_as, "graded": asdict(graded), "seconds": context.phases.lap("evaluation")}
         context.run.write(BEFORE, seal(encode(record) + "\n"))
     return graded
 
@@ -232,16 +232,20 @@ def compare(before: Graded, after: Graded | None) -> dict:
 
 
 def doubts(before: Graded | None, after: Graded, sampling: SamplingConfig) -> list[str]:
-    """Returns sentences on what a mean score does not show: a reward that fell or that told no answers apart; answers
-    that are all the same, or nearly all as short or as long as they may be.
+    """Returns sentences on what a mean score does not show: a reward that failed, that fell or that told no answers
+    apart; answers that are all the same, or nearly all as short or as long as they may be.
 
     sampling: with which the answers were drawn.
     """
     lines, count, first = list[str](), len(after.responses), before or after
+    broken = {name: failed for name, failed in after.failures.items() if 2 * failed > count}
+    for name, failed in broken.items():
+        called = f"the {'reward' if name in after.weights else 'cost'} {name}"
+        lines.append(f"{called} failed on {failed} of {count} held-out answers, which got its on_failure: mend it")
     for name, weight in after.weights.items():
         scores = np.stack([first.items[name], after.items[name]])
         scores = scores[:, np.isfinite(scores).all(axis=0)]
-        if weight == 0 or scores.shape[1] < 2:
+        if weight == 0 or scores.shape[1] < 2 or name in broken:
             continue
         change, (old, new) = weight * (scores[1] - scores[0]), map(decimals, scores.mean(axis=1))
         if np.ptp(scores) == 0:

@@ -65,7 +65,8 @@ def run_stage(
 
         def save(step: int, state: State) -> dict[str, float]:
             began = time.perf_counter()
-            done = {RECORDS: records.tally(), SECONDS: context.phases.so_far(name)}
+            # A stage ends as its last state is saved; writing that belongs to what follows, also if it is resumed.
+            done = {RECORDS: records.tally(), SECONDS: context.phases.lap(name)}
             checkpoints.save(step, saved(state), {**meta, **done})
             return {"timing_s/save_checkpoint": time.perf_counter() - began}
 

@@ -3,6 +3,7 @@
 Opens everything a run needs later (reward functions, tokenizers, adapters), so that typos fail early.
 """
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -17,6 +18,7 @@ from jax.sharding import Mesh
 from jrlhf.algorithms.registry import graph_of, stage_graph
 from jrlhf.config.check import mesh_sizes, uncorrected, unrepeatable, validate
 from jrlhf.config.parse import changed
+from jrlhf.config.places import is_address
 from jrlhf.config.schema import ComputeConfig, Config, DatasetsData, ModelSection, RewardConfig, SleepConfig
 from jrlhf.data import datasets
 from jrlhf.data.chat import dated
@@ -46,6 +48,7 @@ from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import Workload, workload_of
 from jrlhf.rewards import builtin
 from jrlhf.rewards.functions import FunctionReward, RewardFailure
+from jrlhf.rewards.python_code import PREFIX
 from jrlhf.rewards.text_model import is_ours, reward_tokenizer
 from jrlhf.rewards.types import Kind
 from jrlhf.roles.model import Compute
@@ -161,7 +164,17 @@ def open_context(config: Config, *, resume: bool | Literal["auto"], accept_rewar
             )
         except RewardFailure as failure:
             note_failure(run, failure.identity, str(failure))
+            if command := _resuming(config):
+                raise RewardFailure(f"{failure}; to resume: {command}", failure.identity) from failure
             raise
+
+
+def _resuming(config: Config) -> str:
+    """Returns the command that resumes a run; "" if none does: at an address, or with functions of a Python program."""
+    called = [part.function or "" for _, _, part in config.rewards_and_costs]
+    if is_address(config.run_dir) or any(function.startswith(PREFIX) for function in called):
+        return ""
+    return f"python -m jrlhf.train --config {shlex.quote(str(run_path(config)))}/config.yaml --resume"
 
 
 @contextmanager

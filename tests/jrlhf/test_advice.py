@@ -108,6 +108,7 @@ TYPED = {
     "python -m jrlhf.train --config FILE": "python -m jrlhf.train --config quickstart",
     "python -m jrlhf.train --config RUN/config.yaml --resume": "python -m jrlhf.train --config r/config.yaml --resume",
     "python -m jrlhf.train --config {}/config.yaml {}": "python -m jrlhf.train --config c.yaml name=a sft.steps=2",
+    "python -m jrlhf.train --config {}/config.yaml --resume": "python -m jrlhf.train --config c.yaml --resume",
     "python -m jrlhf.train --config {}{}": "python -m jrlhf.train --config mine.yaml --dry-run",
 }
 

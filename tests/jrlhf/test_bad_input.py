@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jrlhf.config.parse import build
-from jrlhf.config.schema import Config
+from jrlhf.config.schema import Config, RewardConfig
 from jrlhf.errors import Preempted, RunFailure, UserError, exit_code, one_line
 from jrlhf.models import LoRAConfig, ModelConfig, init_lora
 from jrlhf.models.hf import export_adapter, read_config
@@ -22,7 +23,7 @@ from jrlhf.models.weights import HeadKind
 from jrlhf.rewards.functions import RewardFailure
 from jrlhf.run.directory import open_run
 from jrlhf.run.metrics import read_metrics
-from jrlhf.stages.setup import load_task, select_mesh
+from jrlhf.stages.setup import _resuming, load_task, select_mesh
 from jrlhf.train import cli, main
 from tests.support.runs import ROOT, digest
 
@@ -183,9 +184,15 @@ def test_a_new_run_that_is_to_be_resumed_is_kept(error, tmp_path, settings, monk
         raise error
 
     monkeypatch.setattr("jrlhf.roles.initial.InitialModels.policy", fail)
-    with pytest.raises(type(error)):
-        main(build(Config, settings(name="kept", run_dir=str(tmp_path), **SFT)))
+    config = build(Config, settings(name="kept", run_dir=str(tmp_path), **SFT))
+    with pytest.raises(type(error)) as caught:
+        main(config)
     assert (tmp_path / "kept" / "config.yaml").is_file()
+    command = f"python -m jrlhf.train --config {tmp_path}/kept/config.yaml --resume"
+    assert str(caught.value) == (f"resume; to resume: {command}" if type(error) is RewardFailure else str(error))
+    # The command would not find a run at an address, nor a function of a Python program.
+    elsewhere = {"run_dir": "s3://bucket/runs"}, {"rewards": (RewardConfig(name="a", function="<python>:f"),)}
+    assert [_resuming(replace(config, **changes)) for changes in ({}, *elsewhere)] == [command, "", ""]
 
 
 def test_a_path_that_holds_no_model(refused, tmp_path, user):

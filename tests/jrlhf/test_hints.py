@@ -49,13 +49,21 @@ TYPED: list[tuple[Callable[[], Any], str]] = [
     (lambda: export_checkpoint(Path("run/mine")), "did you mean runs/mine?"),
     (lambda: read_run("runs/mime"), "did you mean runs/mine?"),
     (lambda: locate("./runs/min", "model"), "did you mean runs/mine?"),
-    (lambda: locate("runs/min", "model"), "; did you mean runs/mine?"),
+    (lambda: locate("runs/min", "model"), " (did you mean runs/mine?), and "),
     (lambda: wrong("data", "rows.json", {"model": "m"}), "did you mean rows.jsonl?"),
     (lambda: wrong("model", "./adaptor", {}), "did you mean adapter?"),
+    (lambda: wrong("data", "arithmetc", {"model": "tiny"}), "did you mean arithmetic?"),
+    (lambda: wrong("data", "rows.jsonl", {"model": "tiny"}), "so start again with --model and another one"),
+    (lambda: wrong("data", "arithmetic", {"model": "m"}), "start again with --model tiny, or name a dataset"),
+    (lambda: wrong("algorithm", "gpo", {"data": "arithmetic"}), "did you mean grpo?"),
+    (lambda: wrong("algorithm", "dop", {"data": "docstrings"}), "did you mean dpo?"),
+    (lambda: wrong("reward", "exact_mach", {"data": "arithmetic"}), "did you mean exact_match?"),
+    (lambda: read_dataset("p.txt"), """convert it, for example to lines such as {"prompt": "..."} in a .jsonl file"""),
     (lambda: read_dataset("rows.json"), "did you mean rows.jsonl?"),
     (lambda: read_dataset("dat/rows.jsonl"), "did you mean data/rows.jsonl?"),
     (partial(adapter, "adaptor"), "did you mean adapter?"),
     (lambda: resolve("reward.py:short", CALLED), "rewards.py?"),
+    (lambda: resolve("red.py:short", CALLED), "red.py: name one that exists"),  # only their suffix is alike
     (lambda: load(resolve("rewards.py:shrot", CALLED), CALLED), "did you mean short?"),
     (lambda: spec_of("numeric_answr", CALLED), "did you mean numeric_answer?"),
     (lambda: read_plan(Path("colocat")), "did you mean colocate?"),
@@ -77,6 +85,7 @@ def place(tmp_path: Path, monkeypatch) -> Path:
     for name in ("mine.yaml", "my-plan.yaml", "runs/mine/config.yaml", "rows.jsonl", "data/rows.jsonl", "adapter/x"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
+    (tmp_path / "p.txt").write_text("Why?\n")
     (tmp_path / "rewards.py").write_text("def short(completions): ...\ndef long(completions): ...\n")
     return tmp_path
 

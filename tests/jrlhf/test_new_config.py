@@ -169,7 +169,7 @@ def test_a_config_fits_the_model_and_the_rows_on_this_machine(user, make_model, 
         ({"prompt": "ask", "reward": "exact_match"}, "reward=exact_match compares with answers"),
         ({"prompt": "ask", "reward": "none.py:f"}, "there is no file"),
         ({"prompt": "ask", "reward": "mine.py:g"}, "reward=mine.py:g names no function: there is no g in "),
-        ({"prompt": "ask", "reward": "./none"}, "reward=./none is none of"),
+        ({"prompt": "ask", "reward": "./none"}, "reward=./none is no reward: choose function, learned"),
         ({"algorithm": "dpo"}, "learns from pairs, and data=odd.jsonl has no chosen and rejected: rename its"),
         (
             {"algorithm": "dpo", "data": f"{user}/preferences.jsonl", "reward": "function"},

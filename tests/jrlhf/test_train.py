@@ -104,6 +104,22 @@ def test_the_model_is_sampled_as_in_its_run_wherever_it_is(sums, tmp_path):
     assert others == [there, there]
 
 
+def test_every_key_of_the_summary_has_a_meaning(sums):
+    """In docs/metrics.md. Keys below these are names of the user."""
+
+    def keys(section: dict) -> set[str]:
+        inner = [x for key, x in section.items() if isinstance(x, dict) and key not in NAMED]
+        return set(section).union(*map(keys, inner))
+
+    documented = (Path(__file__).parents[2] / "docs/metrics.md").read_text().split("## The summary")[1]
+    present = keys(json.loads((sums / "summary.json").read_text()))
+    assert {"held_out", "phases", "score_standard_error", "finished"} <= present
+    assert [key for key in present if f"`{key}`" not in documented] == []
+
+
+NAMED = ("items", "sources", "failures", "steps", "phases")
+
+
 def test_a_run_that_has_finished_says_so_and_stays_as_it_is(sums, tmp_path):
     """With the times of its stages, which a process that only restores them does not know."""
     before, phases = digest(sums), json.loads((sums / "summary.json").read_text())["phases"]
@@ -185,6 +201,17 @@ def test_a_dry_run_is_done_if_its_reader_leaves(eight, monkeypatch):
         cli(eight)
 
 
+MISTYPED = {
+    "train": "--confg quickstart",
+    "plan": "--clustr 8xh100",
+    "generate": "--modl=runs/mine",
+    "export": "--psh me/mine",
+    "report": "--hlp",
+    "doctor": "--jsn",
+    "init": "--rewrd mine.py:f",
+}
+
+
 def test_one_command_leads_to_all(eight, capsys):
     with pytest.raises(SystemExit, match="2"):
         jrlhf.__main__.cli(["train", *eight, "--seed", "1"])
@@ -192,6 +219,11 @@ def test_one_command_leads_to_all(eight, capsys):
     with pytest.raises(SystemExit):
         cli(["--config", "quickstart", "--dryrun"])
     assert "--dryrun is no option, did you mean --dry-run?" in capsys.readouterr().err
+    for command, words in MISTYPED.items():  # before what is missing
+        with pytest.raises(SystemExit, match="2"):
+            jrlhf.__main__.cli([command, *words.split()])
+        error = capsys.readouterr().err
+        assert f"{words.split()[0]} is no option, did you mean --" in error and "required" not in error, error
     with pytest.raises(SystemExit, match="2"):
         cli(["quickstart", "seed=1"])
     assert "quickstart is no setting: did you mean --config quickstart?" in capsys.readouterr().err

@@ -288,7 +288,8 @@ def test_every_value_is_a_number_or_a_counted_failure(start):
 
 def test_what_a_batch_may_return(start):
     returned = {
-        "type": ["None", "'3.0'", "{'score': 1.0}", "{1.0, 2.0, 3.0}", "1.0"],
+        "none": ["None"],
+        "type": ["'3.0'", "{'score': 1.0}", "{1.0, 2.0, 3.0}", "1.0"],
         "length": ["[1.0, 2.0]", "[]", "itertools.count()", "np.zeros((2, 2, 2))"],
         "exception": ["(1 / (2 - row) for row in range(3))"],
         None: ["(float(row) for row in range(3))", "np.arange(3, dtype=np.float32)", "(0, 1, 2)"],
@@ -300,6 +301,7 @@ def test_what_a_batch_may_return(start):
             scored = reward.score([make_sample(row, code=code) for row in range(3)])
             np.testing.assert_array_equal(scored.scores, [0, 1, 2] if kind is None else [-7] * 3)
             assert scored.failures == ({} if kind is None else {kind: 3}), code
+            assert bool(scored.last_failure) == (kind is not None), code
 
 
 def test_what_a_function_raises_is_an_exception_of_its_own_samples(start):
@@ -355,6 +357,10 @@ def test_columns_are_compared_and_may_be_renamed(start):
     reward = start(source)
     with pytest.raises(UserError, match="needs the column 'answer' for .*, and the dataset has final, question: name"):
         reward.facts.check_columns(["question", "final"])
+    with pytest.raises(
+        UserError, match="dataset has answers, name: rename the parameter to answers, or name one of th"
+    ):
+        reward.facts.check_columns(["answers", "name"])
     reward.facts.check_columns(["answer"])
     mapped = start(source, columns={"answer": "final"})
     with pytest.raises(UserError, match="needs the column 'final'"):
@@ -385,6 +391,11 @@ STARTS = [  # source, arguments, sentence
     ("f = 3", {}, "is of type int: name a function"),
     ("g = 3", {}, "there is no 'f' in .*: it has g"),
     ("import no_such_module", {}, r"cannot be imported: ModuleNotFoundError.* at .*function\d+.py:1"),
+    (
+        "def f(completions):\n    return [\n",
+        {},
+        r"cannot be imported: .*function\d+.py, line 2: '\[' was never closed$",
+    ),
     ("print('going', flush=True)\nimport os; os.abort()", {}, r"ended while importing .*ended by SIGABRT, at .*:2"),
     ("def f(completions): ...", {"options": {"x": lambda: 1}}, "its options cannot be sent"),
 ]
@@ -437,7 +448,11 @@ def test_functions_of_modules_of_neighbours_and_of_objects(start, tmp_path, monk
     """
     reward = start(source)
     assert reward.score([make_sample()]).scores == [6]
-    assert "function0.py, sha256 " in reward.facts.describe() and "a failure stops the run" in reward.facts.describe()
+    # The log and a refused resume name the function by the same digest.
+    assert (
+        f"function0.py, digest {reward.facts.fingerprint})" in reward.facts.describe()
+        and "a failure stops the run" in reward.facts.describe()
+    )
 
 
 def test_a_worker_has_no_jax_and_not_the_parents_main_module(start, tmp_path):

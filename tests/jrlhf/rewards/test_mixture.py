@@ -24,7 +24,7 @@ from jrlhf.rewards.combine import combine
 from jrlhf.rewards.functions import RewardFailure
 from jrlhf.rewards.mixture import Rewards, TextPart
 from jrlhf.rewards.of_config import open_rewards
-from jrlhf.rewards.types import Kind, Sample, Scored, to_samples, weighted_sum
+from jrlhf.rewards.types import Kind, Sample, Scored, joined, to_samples, weighted_sum
 from jrlhf.roles.model import Compute
 from jrlhf.roles.placement import RolePlacement
 from jrlhf.run.clock import Clock
@@ -50,6 +50,8 @@ class Calls:
         tokenizer = cast(Any, SimpleNamespace(continuation=lambda _, ids: "x" * len(ids), marks=frozenset()))
         own = {"placement": RolePlacement.of(MESH), "compute": Compute(), "clock": Clock(deadline=10.0)}
         own |= {"shaping": shaping, "kind": kind, "trained": None, "samples": samples, "counts": jnp.ones_like}
+        self.warnings = list[str]()
+        own["warn"] = self.warnings.append
         self.rewards = Rewards({}, parts, **own, tokenizer=tokenizer, max_response=3)
         self.rewards.start(jax.device_put(RunningMoments.create()))
 
@@ -140,7 +142,7 @@ def test_an_interrupted_run_does_not_wait_for_the_rows_of_a_call_at_work(tmp_pat
     (tmp_path / "slow.py").write_text("import time\ndef f(solution_str):\n    print('asked')\n    time.sleep(10)\n")
     section = {"name": "slow", "function": f"{tmp_path}/slow.py:f", "workers": 1}
     config = build(Config, {"stages": ["grpo"], "rewards": [section]})
-    initial: Any = SimpleNamespace(config=config, console=SimpleNamespace(line=print), compute=Compute())
+    initial: Any = SimpleNamespace(config=config, console=SimpleNamespace(line=print, warn=print), compute=Compute())
     task: Any = SimpleNamespace(tokenizer=None, prompts=SimpleNamespace(ids=[(1,)]))
     log, row = tmp_path / "reward-slow.log", (BATCH.examples[:2], BATCH.texts[:2], [Response((5,), "x", True)] * 2)
     with (
@@ -183,6 +185,23 @@ def test_a_function_that_fails_stops_the_iteration_before_anything_is_trained():
     with pytest.raises(RewardFailure, match="the judge is out"):
         calls.iterate()
     assert calls.names == ["logprobs", "logprobs", "values"]
+    calls.rewards.close()
+
+
+def test_a_reward_that_fails_on_most_samples_is_told_once_with_its_reason():
+    def failing(count: int) -> TextPart:
+        failures = {"type": count - 1, "nan": 1}
+        return TextPart(1.0, lambda samples, *_, **__: Scored(np.zeros(ROWS), None, {}, failures, "returned 'a'"), "f")
+
+    calls = Calls(broken=failing(ROWS // 2 + 1), half=failing(ROWS // 2))
+    calls.score()
+    (warning,) = calls.warnings
+    assert warning.startswith(f"the reward broken failed on 5 of {ROWS} samples (type, nan; the last: returned 'a'), ")
+    calls.score()
+    calls.rewards.score_texts(to_samples(BATCH.examples, BATCH.texts, [Response((5,), "x", True)] * ROWS))
+    assert len(calls.warnings) == 1
+    parts = [Scored(np.zeros(1), last_failure="early"), Scored(np.zeros(1), last_failure="late"), Scored(np.zeros(1))]
+    assert joined(parts, [1] * 3).last_failure == "late"
     calls.rewards.close()
 
 

@@ -23,7 +23,7 @@ from jrlhf.config import make_config
 from jrlhf.config.schema import RewardConfig
 from jrlhf.errors import UserError
 from jrlhf.ppo.fields import without_effect
-from jrlhf.rewards.python_code import PREFIX, PythonCode, python_functions
+from jrlhf.rewards.python_code import PythonCode, python_functions
 from jrlhf.rewards.user_code import load, resolve
 from jrlhf.run.child import GRACE
 
@@ -177,8 +177,9 @@ def test_workers_run_functions_with_what_they_captured_and_outlive_them(start):
 
     with python_functions({"rewards": f}) as (named,):
         reward = start(named["rewards"][0]["function"], deadline=0.5, on_failure=-1.0, workers=2)
-        sha256 = load(f"{PREFIX}f", "it").sha256 or ""
-    assert f"<python>:f (a Python function, sha256 {sha256[:16]}) in 2 processes" in reward.facts.describe()
+    assert (
+        f"<python>:f (a Python function, digest {reward.facts.fingerprint}) in 2 processes" in reward.facts.describe()
+    )
     began = time.monotonic()
     scored = reward.score([make_sample(row, text) for row, text in enumerate(("5", "hang", "crash", "55 5"))])
     assert time.monotonic() - began < 0.5 + GRACE + 6

@@ -99,7 +99,7 @@ def test_a_fast_phase_gets_few_lines_and_a_slow_one_a_line_a_unit(plain, clock):
             progress.advance(step, {"sft/loss": 1 / step, "sft/grad_norm": 1.0})
     assert lines()[0] == "sft   1/500  loss 1.000"
     assert lines()[1] == "sft  81/500  loss 0.012  (8/s, 52 s left)"
-    assert lines()[-1] == "sft 500/500  loss 0.0020  (8/s, took 1 min 02 s)"
+    assert lines()[-1] == "sft 500/500  loss 0.0020  (took 1 min 02 s: 0.1 s for the first, then 8/s)"
     assert len(lines()) == 8
     with console.progress("ppo", total=12, start=9) as progress:
         assert progress.pace() == ""  # without the first unit, which compiles, and what was done before
@@ -109,7 +109,7 @@ def test_a_fast_phase_gets_few_lines_and_a_slow_one_a_line_a_unit(plain, clock):
     assert lines()[8:] == [
         "ppo 10/12  reward -0.500  kl 2.00",
         "ppo 11/12  reward -0.500  kl 2.00  (2.0 s each, 2.0 s left)",
-        "ppo 12/12  reward -0.500  kl 2.00  (2.0 s each, took 6.0 s)",
+        "ppo 12/12  reward -0.500  kl 2.00  (took 6.0 s: 2.0 s for the first, then 2.0 s each)",
     ]
     with console.progress("sft", total=100) as progress:
         for step in range(1, 11):

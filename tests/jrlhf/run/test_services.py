@@ -39,7 +39,7 @@ def test_clock_and_stopwatch_add_up_seconds():
     assert sleeper.sleep(0.02) == 0.02
     sleeper.sleep(0.03)
     watch.lap("first")
-    watch.lap("second")
+    assert watch.lap("second") == watch.seconds["second"]
     taken = sleeper.clock.take()
     assert set(taken) == {"timing_s/sleep", "timing_s/step"}
     assert 0.05 <= taken["timing_s/sleep"] <= taken["timing_s/step"]

@@ -63,7 +63,7 @@ def test_adapters_of_rewards_and_costs_are_counted_and_lie_on_the_base(tmp_path,
     functions = sections | {"costs": [{"name": "words", "function": "word_count"}]}
     text = describe(build(Config, without_ppo(settings(**functions))))
     assert "cost.score" in text and text.count("functions, beside the rest") == 1
-    assert text.count("cost words") == text.count("cost words of 2 made-up answers: ") == 1
+    assert text.count("cost words") == text.count("cost words: ") == 1
 
 
 REWARDS = """
@@ -99,12 +99,13 @@ def test_the_first_prompt_is_shown_and_each_reward_function_called_once_on_it(tm
 
     code, text, _ = dry_run("counted")
     (call,) = (tmp_path / "calls").read_text().splitlines()
-    shown = text.split("the first prompt, as the model reads it:\n")[1].split("reward mine of ")[0]
+    shown = text.split("the first prompt, as the model reads it:\n")[1].split("scores of 2 made-up answers (")[0]
     question, mark, answer = call.removeprefix("2 ").partition("? ")
     question += mark.strip()
     assert code == 0 and answer == {"How many?": "It is 12.", "How many more?": "3"}[question]
     assert f"<|im_start|>user\n  {question}<|im_end|>\n" in shown and shown.endswith("<|im_start|>assistant\n\n")
-    assert f"reward mine of 2 made-up answers: {len(answer)}, 17\n" in text
+    head = f"scores of 2 made-up answers ({answer!r}, 'This is answer 2.' ...), which show that functions work, and no "
+    assert f"{head}more:\n  reward mine: {len(answer)}, 17\n" in text
     assert "weights are not read here: a run reads them before it trains" in text and not (tmp_path / "runs").exists()
 
     code, _, error = dry_run("single")
@@ -113,7 +114,7 @@ def test_the_first_prompt_is_shown_and_each_reward_function_called_once_on_it(tm
     code, _, error = dry_run("slow", deadline=1.0)
     assert code == 2 and "reward 'mine' failed (hang" in error
     code, text, _ = dry_run("single", on_failure=-3)
-    assert code == 0 and "reward mine of 2 made-up answers: -3, -3 (on_failure for failed ones: 2 length)\n" in text
+    assert code == 0 and "  reward mine: -3, -3 (on_failure for failed ones: 2 length; the last: returned 1 sc" in text
 
 
 def test_the_first_text_is_shown_where_there_are_no_prompts(settings):

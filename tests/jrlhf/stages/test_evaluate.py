@@ -60,6 +60,7 @@ def sum_of(**parts: tuple[float, Any]) -> Rewards:
     rewards.token_parts = {}
     rewards.text_parts = {name: TextPart(weight, score, name) for name, (weight, score) in parts.items()}
     rewards._threads = ThreadPoolExecutor(1)
+    rewards.kind, rewards._broken, rewards._warn = "reward", set(), lambda text: None
     return rewards
 
 
@@ -307,6 +308,16 @@ DOUBTED = [  # before, after, words of each doubt
         answers(TEN, a=(1.0, HALF), b=(1.0, [3 + n / 100 for n in range(10)])),
         answers(TEN, a=(1.0, [0.6] * 10), b=(1.0, [0.1 + n / 50 for n in range(10)])),
         [],
+    ),
+    (  # a function that always fails is not one that tells none apart
+        answers(TEN, a=(1.0, [0.0] * 10)),
+        replace(answers(TEN, a=(1.0, [0.0] * 10)), failures={"a": 10, "words": 6}),
+        ["the reward a failed on 10 of 10 held-out answers", "the cost words failed on 6 of 10 held-out answers"],
+    ),
+    (
+        answers(TEN, a=(1.0, [1.0] * 10)),
+        replace(answers(TEN, a=(1.0, [1.0] * 10)), failures={"a": 5}),
+        ["the reward a is 1.000 for every held-out answer"],
     ),
     (answers(TEN, a=(1.0, [np.nan, *HALF[1:]])), answers(TEN, a=(1.0, [np.nan] * 10)), []),
     (None, answers([*TEN[:2], *["same"] * 8], a=(1.0, HALF)), []),

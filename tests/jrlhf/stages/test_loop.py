@@ -80,7 +80,10 @@ def run(here, step=advance, meta=None):
 
 
 def test_the_seconds_of_a_stage_are_those_of_all_processes_that_advanced_it(tmp_path, monkeypatch):
-    """Steps that a killed process took after its last checkpoint are not counted: the run has not got them."""
+    """Steps that a killed process took after its last checkpoint are not counted: the run has not got them.
+
+    A stage ends when its last state is saved, so it has the same seconds in a process that only restores it.
+    """
     now = [0.0]
     monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
@@ -97,13 +100,13 @@ def test_the_seconds_of_a_stage_are_those_of_all_processes_that_advanced_it(tmp_
 
         with contextlib.suppress(RuntimeError):
             run(here, step)
-        now[0] += 1.0
-        here.phases.lap("sft")
+        now[0] += 1.0  # such as the end of writing the last state
+        here.phases.lap("ppo")
         return here.phases.seconds
 
     process(kill_at=5)  # step 5 is done and not saved
-    assert process(kill_at=None) == {"start": 7.0, "sft": 61.0}
-    assert process(kill_at=None)["sft"] == 61.0  # it only restores the stage
+    assert process(kill_at=None) == {"start": 7.0, "sft": 60.0, "ppo": 1.0}
+    assert process(kill_at=None)["sft"] == 60.0  # it only restores the stage
 
 
 def test_a_stage_saves_when_it_is_asked_to_stop_and_goes_on_from_its_newest_checkpoint(tmp_path):
