@@ -351,9 +351,9 @@ class Fleet:
         while self._changes:
             before, after, grad_norm = self._changes.pop(0)
             first, end = self._read((before.updates, after.updates))
-            learned = self._read(grad_norm) > 0 and any(
-                self._rate(update) > 0 for update in range(int(first), int(end))
-            )
+            # The rates first: their small programs compile in the first iterations, whenever gradients begin.
+            moved = any(float(self._rate(update)) > 0 for update in range(int(first), int(end)))
+            learned = moved and self._read(grad_norm) > 0
             if learned and not differences(*map(self._read, (before.expected, after.expected))):
                 raise RunFailure(
                     f"the weights of version {after.version} are those of version {before.version}, although "

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import combinations
-from math import gcd, lcm
+from math import ceil, gcd, lcm
 from pathlib import Path
 
 import numpy as np
@@ -263,7 +263,8 @@ def _check_asynchronous(named: str, config: Config, workload: Workload, plan: Pl
         if call.name not in drawing and plan[call.name].devices.overlaps(plan[drawing[0]].devices):
             raise UserError(
                 f"{named} has {drawing[0]} and {call.name} on the same devices, and {key} draws on devices of its own: "
-                "set plan=disaggregated or auto, or leave asynchronous out"
+                "set plan=disaggregated, which halves the devices, or fleet.workers=1, another process, or "
+                "leave asynchronous out"
             )
 
 
@@ -272,9 +273,11 @@ def check_slots(config: Config, drawing: Placement) -> None:
     if not shares_slots(config, drawing):
         count, groups = drawing.devices.count, drawing.groups
         slots, workers = config.rollout.slots or config.rl.rollout_batch, config.logical_workers
+        least = workers * lcm(count, config.samples * groups)  # whole prompts on every device
         raise UserError(
             f"rollout.slots={slots} must give each of {workers} logical worker(s) a multiple of its {count} device(s), "
-            f"and {config.samples} slots for each of {groups} group(s) of devices: change it"
+            f"and {config.samples} slots for each of {groups} group(s) of devices: choose rollout.slots="
+            f"{ceil(slots / least) * least}"
         )
 
 

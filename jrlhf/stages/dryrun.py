@@ -146,7 +146,8 @@ class _DryRun:
                     rows.append((phase.call, in_units(phase.total), in_units(phase.resident), own))
         limit, backend = capacity(config, self.mesh.devices.flat), backend_of(config, self.mesh.devices.flat[0])
         room = "" if limit is None else f", which has {in_units(limit)}"
-        compiled = {"cpu": "CPUs", "gpu": "GPUs", "tpu": "TPUs"}[backend.platform]
+        simulated = "CPUs (device.memory=80: for GPUs of 80 GiB)"
+        compiled = {"cpu": simulated, "gpu": "GPUs", "tpu": "TPUs"}[backend.platform]
         head = f"memory of one device while a call runs{room}; predicted, as XLA compiles for {compiled}:"
         return [head, *in_columns(rows)]
 

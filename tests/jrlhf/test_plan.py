@@ -108,7 +108,10 @@ def test_asynchronous_settings_are_predicted(tmp_path, capsys):
     table = capsys.readouterr().out.partition("\nasynchronous: ")[2]
     assert table.endswith("one host, and 16xh100 has 2 hosts: this is a prediction only\n")
     assert cli([*apart, *settings, "fleet.workers=3", "--proposals", "50"]) == 2
-    assert "rollout.slots=64 must give each of 3 logical worker(s) a multiple of its " in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "rollout.slots=64 must give each of 3 logical worker(s) a multiple of its " in error
+    (slots,) = re.findall(r"choose rollout.slots=\d+", error)  # what is advised works
+    assert cli([*apart, *settings, "fleet.workers=3", "--proposals", "50", slots.split()[1]]) == 0
 
 
 def test_shorter_responses_take_less(capsys):
@@ -196,7 +199,10 @@ def test_bad_input_is_one_sentence(capsys):
         (f"{few} --plot /proc/none/plan.svg", "cannot be written (No such file or directory): choose another place"),
         (f"{few} ppo.rolout_batch=512", "ppo.rolout_batch"),
         (f"--config quickstart-dpo {few} dpo.pipeline.stages=2", "dpo.pipeline has no place in a search of plans"),
-        ("--cluster v5e-64 --plan colocate mesh.fsdp=-1", "choose a multiple of 2048, or take micro_batches=1"),
+        (
+            "--cluster v5e-64 --plan colocate mesh.fsdp=-1",
+            "choose a multiple of 2048, or take ppo.algorithm.micro_batches=1",
+        ),
     ):
         assert cli(["--config", "llama3-8b-ppo", *arguments.split()]) == 2, arguments  # the last --config counts
         error = capsys.readouterr().err
