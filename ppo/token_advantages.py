@@ -176,7 +176,8 @@ def with_critic(
 ) -> Experience:
     """Adds the values of a critic, and advantages and returns computed from them."""
     if bootstrap_values is None and before_tokens(experience.tokens, values) is not values:
-        bootstrap_values = jax.vmap(lambda row, length: row[length])(values, experience.lengths)
+        rows = (divided_like(experience.response_mask, x) for x in (values, experience.lengths))
+        bootstrap_values = jax.vmap(lambda row, length: row[length])(*rows)
     values = before_tokens(experience.tokens, values)
     if config.truncation == "bootstrap" and bootstrap_values is None:
         name = f"{prefix}bootstrap_values"
