@@ -141,7 +141,7 @@ def test_the_value_after_the_last_token_is_found_among_the_values_of_replicated_
         rollout, *others = everywhere
         rollout = replace(rollout, tokens=jax.device_put(rollout.tokens, NamedSharding(mesh, P("fsdp"))))
         actual = make_experience(rollout, *others, config=config, kl_coef=KL_COEF)
-    np.testing.assert_allclose(actual.returns, expected.returns, rtol=1e-5, atol=1e-6)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), actual, expected)
     assert not np.all(np.asarray(rollout.finished))
 
 
