@@ -6,7 +6,7 @@ learns by GRPO (Shao et al. 2024, arXiv:2402.03300) from a reward alone: is the 
     python examples/grpo.py       # on the devices that JAX finds
     python examples/grpo.py 8     # on eight devices that the CPU simulates
 
-An iteration computes what one of `python -m jrlhf.train` does, number for number; that adds data, plans, checkpoints.
+An iteration computes what one of `python -m jrlhf.train` does, up to rounding; that adds data, plans and checkpoints.
 Names: B rows, several for each prompt; T tokens, prompt and response together.
 """
 

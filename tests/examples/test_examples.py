@@ -114,7 +114,7 @@ PAGES = pytest.mark.parametrize(
 
 
 def test_the_first_iteration_on_eight_devices():
-    """The switched weights draw tokens as probable as the trained ones say; the update is one step along the gradient."""
+    """The switched weights draw tokens as probable as the trained ones say; the update is a step along the gradient."""
     mesh = make_mesh(fsdp=4, tensor=2)
     model = ModelConfig(14, embed=16, layers=1, heads=2, kv_heads=2, head_dim=8, mlp=32, max_positions=16)
     sampling = SamplingConfig(max_new_tokens=RESPONSE, stop_ids=(EOS,), token_limit=14)
