@@ -3,7 +3,7 @@
 from jrlhf.meshes.cost import ReshardCost, reshard_cost, tree_reshard_cost
 from jrlhf.meshes.graph import Call, Graph
 from jrlhf.meshes.layout import GENERATE, SCORE, TRAIN, TRAIN_TP, Layout, ShardingRules, gather
-from jrlhf.meshes.mesh import AXES, make_mesh
+from jrlhf.meshes.mesh import AXES, make_mesh, simulate_devices
 from jrlhf.meshes.reshard import reshard
 from jrlhf.meshes.transfer import gathered, lies_elsewhere, to_devices, to_host, transfer
 
@@ -24,6 +24,7 @@ __all__ = [
     "make_mesh",
     "reshard",
     "reshard_cost",
+    "simulate_devices",
     "to_devices",
     "to_host",
     "transfer",

@@ -1,5 +1,6 @@
-"""The device mesh. This is the only place where its axes are named."""
+"""The device mesh. This is the only place where its axes are named. Simulated devices."""
 
+import os
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -10,6 +11,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
 AXES = ("data", "fsdp", "tensor")
 Device: TypeAlias = Any  # jax.Device, which type checkers do not know, because jaxlib has no stubs
+POOL = 8  # threads for each simulated device: for one running program, and for those of other dispatching threads
+NO_DEADLINE = "--xla_cpu_collective_call_terminate_timeout_seconds=-1"
 
 
 def make_mesh(
@@ -58,6 +61,33 @@ def mesh_of(sharding: Sharding) -> Mesh:
     """The mesh of an array's sharding; it has devices, unlike that of a traced array."""
     assert isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
     return sharding.mesh
+
+
+def simulate_devices(count: int) -> None:
+    """Makes JAX run on this number of devices, which the CPU simulates: `jax.devices()` lists them.
+
+    Raises RuntimeError if JAX has already started, which the first array or the first look at its devices does.
+    """
+    prepare_simulated(count)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", count)
+
+
+def prepare_simulated(count: int) -> None:
+    """Prevents XLA's CPU client from ending the process because simulated devices wait for each other.
+
+    Each device of a program waits in a thread of one pool. Programs beyond the 32 that may run at a time wait there,
+    too, on all devices: one for each Python thread that dispatches programs. By default the pool has as many threads as
+    devices, so none is left to run the programs that they wait for. And on a busy machine one device may be a minute
+    later than the others, which makes XLA end the process. A flag that the user sets comes later and overrides this.
+
+    Two or three threads may dispatch programs of several devices. With seven, on a busy machine, programs were seen to
+    wait for ever, with a larger pool, too.
+    """
+    os.environ.setdefault("NPROC", str(max(POOL * count, os.cpu_count() or 1)))
+    flags = os.environ.get("XLA_FLAGS", "")
+    if NO_DEADLINE not in flags:
+        os.environ["XLA_FLAGS"] = f"{NO_DEADLINE} {flags}".strip()
 
 
 @lru_cache(maxsize=1024)

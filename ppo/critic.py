@@ -29,6 +29,7 @@ from jrlhf.ppo.types import (
     Rollout,
     Scores,
     TrainState,
+    before_tokens,
     check_class,
     on_mesh_of,
 )
@@ -36,8 +37,8 @@ from jrlhf.ppo.updates import Metrics, Pipeline, Step, Updates, check_output, fi
 
 PyTree = Any
 ResponseLogprobFn = Callable[[PyTree, Array, Array], tuple[Float[Array, "B T"], Float[Array, "B T"]]]
-ValueFn = Callable[..., Float[Array, "B T"]]
-"""(params, tokens [B, T]) or (params, tokens, frozen) -> values, `[:, t]` *before* token t."""
+ValueFn = Callable[..., Float[Array, "B T"] | Float[Array, "B T+1"]]
+"""(params, tokens [B, T]) or (params, tokens, frozen) -> values, `[:, t]` *before* token t; index T is not read."""
 
 
 @jax.tree_util.register_dataclass
@@ -122,7 +123,8 @@ def make_ppo_step(
     """Makes one jitted step that trains actor and critic and updates the KL controller: (state, experience[, frozen]).
 
     logprob_fn: (params, tokens [B, T], *frozen) -> (log-probabilities, entropies), [B, T] each; `[:, t]` is of token t
-        given those before it. value_fn: (params, tokens[, frozen]) -> values [B, T]; `[:, t]` is V before token t.
+        given those before it. value_fn: (params, tokens[, frozen]) -> values [B, T], or [B, T+1] as `make_values`
+        returns them; `[:, t]` is V before token t.
     actor_optimizer, critic_optimizer: of optax, with clipping and schedules. config: the algorithm's settings. sums_fn:
         the actor's, as in `make_actor_step`.
 
@@ -158,7 +160,8 @@ def critic_update(
     check_class("config", config, PPOConfig)
 
     def loss_fn(params: PyTree, rows: CriticRows, count: Array, *frozen: PyTree) -> tuple[Array, Metrics]:
-        values = check_output("value_fn", rows.tokens, value_fn(params, rows.tokens, *frozen), "values")
+        output = before_tokens(rows.tokens, value_fn(params, rows.tokens, *frozen))
+        values = check_output("value_fn", rows.tokens, output, "values")
         values = jnp.where(rows.mask, values, 0)
         with jax.named_scope("value_loss"):
             parts = value_loss(values, rows.old_values, rows.returns, clip=config.value_clip)
@@ -223,12 +226,10 @@ def make_on_policy_step(
     ) -> tuple[TrainState, TrainState, Experience, Metrics]:
         old_logprobs, computed_logprobs = _run_actor(logprob_fn, actor.params, rollout, config)
         values, pull = jax.vjp(lambda params: value_fn(params, rollout.tokens), critic.params)
-        last = jax.vmap(lambda row, length: row[length])(values, rollout.lengths)
-        before = values[:, :-1]
         experience = make_experience(
-            rollout, scores, old_logprobs, ref_logprobs, before, config=config, kl_coef=kl_coef, bootstrap_values=last
+            rollout, scores, old_logprobs, ref_logprobs, values, config=config, kl_coef=kl_coef
         )
-        computed_values = _computed(before, lambda cotangent: pull(jnp.pad(cotangent, ((0, 0), (0, 1)))))
+        computed_values = _computed(values, pull)
         update_actor = actor_update(computed_logprobs, actor_optimizer, config, None)
         update_critic = critic_update(computed_values, critic_optimizer, config)
         actor, actor_metrics = finish(update_actor(actor, experience))

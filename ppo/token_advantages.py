@@ -19,7 +19,7 @@ from jrlhf.ppo.config.algorithms import PPOConfig, ReinforcePPConfig, ReMaxConfi
 from jrlhf.ppo.config.policy import PolicyConfig
 from jrlhf.ppo.experience import rewarded, with_advantages, within
 from jrlhf.ppo.masked import masked_whiten
-from jrlhf.ppo.types import Coefficient, Experience, Logprobs, Rollout, Scores, check_class, check_shapes
+from jrlhf.ppo.types import Coefficient, Experience, Logprobs, Rollout, Scores, before_tokens, check_class, check_shapes
 
 
 @jax.named_scope("advantages")
@@ -85,7 +85,7 @@ def make_experience(
     scores: Scores,
     old_logprobs: Logprobs | None,
     ref_logprobs: Logprobs | None,
-    values: Float[Array, "B T"],
+    values: Float[Array, "B T"] | Float[Array, "B T+1"],
     *,
     config: PPOConfig,
     kl_coef: Coefficient,
@@ -95,8 +95,9 @@ def make_experience(
 
     scores: one per row or per token. old_logprobs: under the actor before its update; None: the rollout's.
     ref_logprobs: under the reference; None without a KL penalty. kl_coef: the KL penalty's coefficient.
-    values: the critic's values (`[:, t]` is V before the token at t).
-    bootstrap_values: V after each row's last token. Needed for `truncation="bootstrap"`, read in rows cut off.
+    values: the critic's values, [B, T] or [B, T+1], as `make_values` returns them; `[:, t]` is V before the token at t.
+    bootstrap_values: V after each row's last token, read in rows cut off. None: they are among [B, T+1] values;
+        `truncation="bootstrap"` needs one or the other.
 
     `help(jrlhf.ppo.experience)` has the formulas.
     """
@@ -174,6 +175,10 @@ def with_critic(
     experience: Experience, values: Array, bootstrap_values: Array | None, config: PPOConfig, *, prefix: str = ""
 ) -> Experience:
     """Adds the values of a critic, and advantages and returns computed from them."""
+    if bootstrap_values is None and before_tokens(experience.tokens, values) is not values:
+        rows = (divided_like(experience.response_mask, x) for x in (values, experience.lengths))
+        bootstrap_values = jax.vmap(lambda row, length: row[length])(*rows)
+    values = before_tokens(experience.tokens, values)
     if config.truncation == "bootstrap" and bootstrap_values is None:
         name = f"{prefix}bootstrap_values"
         raise ValueError(f"truncation='bootstrap' needs {name}: pass them, or choose 'zero' or 'mask'")

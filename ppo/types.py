@@ -6,7 +6,7 @@ Time: `logprobs[:, t]` is log pi(tokens[:, t] | tokens[:, :t]) and `values[:, t]
 the action at t, in the state before it. Index 0 has neither and is never a response.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 import jax
@@ -41,6 +41,15 @@ class Rollout:
     finished: Bool[Array, "B"]
     version: Int[Array, ""]
     versions: Int[Array, "B T"] | None = field(default=None, kw_only=True)
+
+    @staticmethod
+    def of(generation: Any, version: Int[Array, ""] | int = 0) -> "Rollout":
+        """The rollout of what a sampler returned: an object with all fields but the versions, such as a `Generation`.
+
+        version: of the weights that drew it, such as `state.step`. It is copied, because a step frees its state.
+        """
+        drawn = {item.name: getattr(generation, item.name) for item in fields(Rollout) if "version" not in item.name}
+        return Rollout(**drawn, version=jnp.array(version))
 
     @property
     def lengths(self) -> Int[Array, "B"]:
@@ -132,6 +141,12 @@ def check_shapes(shape: tuple[int, ...], **arrays: Any) -> None:
             raise TypeError(f"{name} is of class {type(x).__name__}, but must be an array of shape {shape}")
         if x is not None and x.shape != shape:
             raise ValueError(f"{name} has shape {x.shape}, but the rows ask for {shape}")
+
+
+def before_tokens(tokens: Int[Array, "B T"], values: Any) -> Any:
+    """Returns the values before each token [B, T], where `values` may have a last one after the last token [B, T+1]."""
+    rows, time = tokens.shape
+    return values[:, :-1] if getattr(values, "shape", None) == (rows, time + 1) else values
 
 
 def on_mesh_of(params: PyTree, tree: PyTree) -> PyTree:

@@ -16,12 +16,10 @@ from typing import Any
 import jax
 import pytest
 
+from jrlhf.meshes import simulate_devices
 from jrlhf.run import directory
-from jrlhf.run.devices import prepare_simulated
 
-prepare_simulated(8)
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
+simulate_devices(8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Each test process compiles a program once. JAX does not lock such a directory, so processes do not share one.
 PROGRAMS = tempfile.mkdtemp()

@@ -25,6 +25,7 @@ import jrlhf.meshes
 import jrlhf.models
 import jrlhf.ppo
 from benchmarks.config_reference import reference_table
+from examples.grpo import make_iteration
 from jrlhf import plan, train
 from jrlhf.algorithms import registry as algorithms
 from jrlhf.algorithms.grpo import grpo
@@ -43,7 +44,10 @@ DOCUMENTS = {
         *sorted((ROOT / "docs").rglob("*.md")),
     )
 }
-FOLDERS = (".ci", "benchmarks", "colab", "configs", "docs", "jrlhf", "kernels", "meshes", "models", "ppo", "tests")
+FOLDERS = (
+    *(".ci", "benchmarks", "colab", "configs", "docs", "examples"),
+    *("jrlhf", "kernels", "meshes", "models", "ppo", "tests"),
+)
 ROOT_PAGES = ("index.md", "changelog.md", "contributing.md", "security.md")  # of the site, made from files at the root
 EXAMPLES = {  # page with Python code -> the tests that run it; tests/jrlhf/test_tutorials.py runs all tutorials
     "README.md": "tests/test_docs.py",
@@ -168,10 +172,11 @@ def test_arguments_of_a_docstring_become_a_table_and_no_word_is_lost(monkeypatch
 
 @pytest.mark.full
 def test_the_example_with_a_foreign_model_trains_it():
-    _, code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", DOCUMENTS[ROOT / "docs/python.md"], re.DOTALL)
+    (code,) = [block for block in blocks if "def weights_of" in block]
     names: dict[str, Any] = {}
     exec(code, names)
-    before = names["model"](0, 11)
+    before = names["weights_of"](0, 11)
     state, metrics = names["state"], jax.device_get(names["metrics"])
     assert state.actor.step == state.critic.step == 1
     assert all(np.isfinite(value) for value in metrics.values())
@@ -188,6 +193,11 @@ def test_the_algorithm_shown_is_the_one_that_runs():
     for parameter in documented.args.args:
         parameter.annotation = None
     assert ast.unparse(ast.parse(shown)) == ast.unparse(documented)
+
+
+def test_the_iteration_shown_is_that_of_the_page():
+    _, shown = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert shown == inspect.getsource(make_iteration)
 
 
 def test_the_algorithm_of_ones_own_is_a_graph_of_its_calls(tmp_path):

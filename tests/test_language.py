@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("jrlhf", "meshes", "models", "ppo", "kernels", "tests", "benchmarks")
+FOLDERS = ("jrlhf", "meshes", "models", "ppo", "kernels", "tests", "benchmarks", "examples")
 NO_NOUNS = {"each", "said", "told", "found", "kept", "made", "held", "beside", "known", "how", "where"}
 NO_BEGINNINGS = ("Of ", "As ", "That ", "Whose ", "By which ")
 SUSPECT = re.compile(rf"""["'\\]\s*(?:{"|".join(NO_BEGINNINGS)})""")  # parsing every file takes seconds

@@ -4,7 +4,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
-import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
@@ -92,7 +91,7 @@ class Actor(TrainedRole):
     def _sample(self, method: str, weights: Params, prompts: Batch, **watching: Any) -> Rollout:
         version, arrays = transfer((self.state.step, prompts.arrays), self.placement[method].mesh)
         generation = self._engines[method](weights, *arrays, *self._frozen(method), read=self._to_all_hosts, **watching)
-        return Rollout(**vars(generation), version=jnp.copy(version))  # `update` donates the state
+        return Rollout.of(generation, version)
 
     def recomputes(self) -> bool:
         """True if the ratio's denominator is computed by `logprobs`, and not taken from the rollout."""

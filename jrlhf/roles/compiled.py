@@ -84,9 +84,7 @@ class CompiledModel:
 
     def critic_step(self, optimizer: GradientTransformation, ppo: PPOConfig) -> Function:
         """(state, experience) -> (state, metrics), jitted: all of the critic's updates on a batch."""
-        values = self.train_all_values()
-        before_tokens = lambda params, tokens, *base: values(params, tokens, *base)[:, :-1]  # noqa: E731
-        return make_critic_step(before_tokens, optimizer, ppo, pipeline=self.runs)
+        return make_critic_step(self.train_all_values(), optimizer, ppo, pipeline=self.runs)
 
     @_shared
     def score_logprobs(self, *, temperature: float, span: int | None = None) -> Function:

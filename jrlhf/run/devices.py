@@ -11,14 +11,12 @@ import jax
 
 from jrlhf.config.schema import DeviceConfig, DistributedConfig
 from jrlhf.errors import UserError, one_line
-from jrlhf.meshes.mesh import Device
+from jrlhf.meshes.mesh import Device, prepare_simulated
 from jrlhf.run import processes
 from jrlhf.run.files import cache_directory
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 KEPT_BLOCK, KEPT_MEMORY = 1 << 30, (1 << 31) - 1  # bytes: the largest block that malloc keeps, and their total
-POOL = 8  # threads for each simulated device: for one running program, and for those of other dispatching threads
-NO_DEADLINE = "--xla_cpu_collective_call_terminate_timeout_seconds=-1"
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 
 
@@ -78,23 +76,6 @@ def keep_programs(platform: str) -> None:
         return
     elif settings["jax_enable_compilation_cache"] and settings["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "programs"))
-
-
-def prepare_simulated(simulated: int) -> None:
-    """Prevents XLA's CPU client from ending the process because simulated devices wait for each other.
-
-    Each device of a program waits in a thread of one pool. Programs beyond the 32 that may run at a time wait there,
-    too, on all devices: one for each Python thread that dispatches programs. By default the pool has as many threads as
-    devices, so none is left to run the programs that they wait for. And on a busy machine one device may be a minute
-    later than the others, which makes XLA end the process. A flag that the user sets comes later and overrides this.
-
-    Two or three threads may dispatch programs of several devices. With seven, on a busy machine, programs were seen to
-    wait for ever, with a larger pool, too.
-    """
-    os.environ.setdefault("NPROC", str(max(POOL * simulated, os.cpu_count() or 1)))
-    flags = os.environ.get("XLA_FLAGS", "")
-    if NO_DEADLINE not in flags:
-        os.environ["XLA_FLAGS"] = f"{NO_DEADLINE} {flags}".strip()
 
 
 def keep_freed_memory() -> bool:

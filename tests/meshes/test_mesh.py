@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from jrlhf.meshes import AXES, make_mesh
+from jrlhf.meshes import AXES, make_mesh, simulate_devices
 
 
 def test_sizes():
@@ -59,3 +59,11 @@ def test_bad_sizes():
     for sizes, message in cases:
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             make_mesh(**sizes)
+
+
+def test_devices_are_simulated_before_jax_starts():
+    """`tests/conftest.py` called it in time."""
+    assert [device.platform for device in jax.devices()] == ["cpu"] * 8
+    with pytest.raises(RuntimeError, match="jax_num_cpu_devices"):
+        simulate_devices(4)
+    assert jax.device_count() == 8

@@ -1,5 +1,6 @@
 """One update a batch, with shared passes, against the same in separate calls."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -8,7 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from jrlhf.meshes import make_mesh
 from jrlhf.ppo import (
     GRPOConfig,
     PPOConfig,
@@ -123,6 +127,22 @@ def test_shared_passes_give_what_separate_calls_give(toy, batch, config):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), actual, expected)
     assert (float(actual[3]["actor/ratio"]) == 1.0) == (config.old_logprobs == "recompute")
     assert float(actual[3]["actor/grad_norm"]) > 0 and float(actual[3]["critic/grad_norm"]) > 0
+
+
+def test_the_value_after_the_last_token_is_found_among_the_values_of_replicated_arrays(toy, batch):
+    """On a mesh with Explicit axes, where only the tokens are divided over the devices."""
+    rollout, scores, ref = batch
+    config, values = PPOConfig(truncation="bootstrap"), every_value(toy)(toy.params()[1], rollout.tokens)
+    expected = separately(toy, config, rollout, scores, ref)[2]
+    old = toy.logprobs(toy.params()[0], rollout.tokens)[0]
+    mesh = make_mesh(fsdp=8)
+    with jax.set_mesh(mesh):
+        everywhere = jax.device_put((rollout, scores, old, ref, values), NamedSharding(mesh, P()))
+        rollout, *others = everywhere
+        rollout = replace(rollout, tokens=jax.device_put(rollout.tokens, NamedSharding(mesh, P("fsdp"))))
+        actual = make_experience(rollout, *others, config=config, kl_coef=KL_COEF)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), actual, expected)
+    assert not np.all(np.asarray(rollout.finished))
 
 
 def test_several_updates_parts_and_texts_are_refused(toy):

@@ -10,11 +10,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jrlhf.meshes import make_mesh
+from jrlhf.models import Generation
 from jrlhf.ppo import (
     DPOConfig,
     GRPOConfig,
     PPOConfig,
     PPOState,
+    Rollout,
     TrainState,
     make_actor_step,
     make_critic_step,
@@ -52,6 +54,19 @@ def test_without_a_mesh_a_state_stays_where_it_is_and_its_shapes_are_known_witho
     abstract = jax.eval_shape(lambda params: TrainState.create(params, OPTIMIZER), params)
     assert jax.tree.structure(abstract) == jax.tree.structure(state)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), abstract) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
+
+
+def test_a_rollout_of_what_a_sampler_drew_has_its_own_copy_of_the_version():
+    """A step frees the state that has the number."""
+    drawn = Generation(
+        jnp.ones((2, 5), jnp.int32), jnp.full(2, 2), jnp.full(2, 3), jnp.zeros((2, 5)), jnp.ones(2, bool)
+    )
+    step = jnp.array(7)
+    rollout = Rollout.of(drawn, step)
+    step.delete()
+    assert rollout.version == 7 and rollout.versions is None and Rollout.of(drawn).version == 0
+    for name, array in vars(drawn).items():
+        assert getattr(rollout, name) is array
 
 
 def test_steps_show_what_they_take_and_return():
