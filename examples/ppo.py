@@ -58,9 +58,7 @@ def make_iteration(model, mesh, sampling, config, actor_optimizer, critic_optimi
         rollout = ppo.Rollout.of(generate(weights, prompts, lengths, keys), version=state.actor.step)
         del weights  # the update needs the memory
         experience, metrics = judge(state, reference, reward, rollout)
-        state, updated = update(
-            state, experience
-        )  # actor, critic and KL coefficient; frees the arrays of the old state
+        state, updated = update(state, experience)  # all three; frees the arrays of the old state
         return state, experience, metrics | updated
 
     return iteration
