@@ -96,6 +96,15 @@ def test_the_page_has_the_variables_the_versions_and_the_rule_for_the_restart():
     assert [name for name in results if "the run was interrupted: run its cell again" not in notebooks[name]] == []
 
 
+def test_the_reward_of_a_notebook_scores_answers_of_chat_models_too():
+    (cell,) = (cell for cell in code_of("grpo_your_reward") if "def vowels" in cell)
+    scope: dict = {}
+    exec(cell, scope)
+    assert (
+        scope["vowels"](["", "a cat"]) == [0, 0.4] == scope["vowels"]([[{"content": text}] for text in ("", "a cat")])
+    )
+
+
 def test_the_memory_on_the_page_is_that_of_the_notebook(tmp_path):
     (cell,) = (cell for cell in code_of("grpo_your_reward") if '"stages": ["grpo"]' in cell)
     scope = {"work": tmp_path, "accelerator": lambda: "gpu", "MODEL": "Qwen/Qwen2.5-0.5B-Instruct", "tiny": False}

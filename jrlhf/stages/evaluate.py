@@ -231,11 +231,11 @@ def compare(before: Graded, after: Graded | None) -> dict:
     }
 
 
-def doubts(before: Graded | None, after: Graded, sampling: SamplingConfig) -> list[str]:
+def doubts(before: Graded | None, after: Graded, sampling: SamplingConfig, equal: Sequence[float] = ()) -> list[str]:
     """Returns sentences on what a mean score does not show: a reward that failed, that fell or that told no answers
-    apart; answers that are all the same, or nearly all as short or as long as they may be.
+    apart; answers that are all the same, or nearly all as short or as long as they may be; nothing to learn from.
 
-    sampling: with which the answers were drawn.
+    sampling: with which the answers were drawn. equal: of each iteration, the share of groups with equal scores.
     """
     lines, count, first = list[str](), len(after.responses), before or after
     broken = {name: failed for name, failed in after.failures.items() if 2 * failed > count}
@@ -263,6 +263,10 @@ def doubts(before: Graded | None, after: Graded, sampling: SamplingConfig) -> li
     ):
         if count > 1 and answers >= _MOST * count:
             lines.append(f"{answers} of {count} held-out answers {clause}")
+    if min(equal, default=0.0) == 1:
+        lines.append(
+            f"all responses to a prompt had the same score, in all {len(equal)} iterations: nothing was learned"
+        )
     return lines
 
 

@@ -107,7 +107,9 @@ def _summarise(context: Context, outcome: Outcome, after: Graded | None) -> dict
     summary: dict[str, Any] = {}
     if first is not None:
         _write_samples(context, first, second)
-        warnings = doubts(outcome.before, first if second is None else second, context.sampling)
+        records = (record.get("group/zero_std") for record in read_metrics(context.run.path))
+        equal = [share for share in records if share is not None]
+        warnings = doubts(outcome.before, first if second is None else second, context.sampling, equal)
         summary["held_out"] = compare(first, second) | ({"doubts": warnings} if warnings else {})
     steps = {stage: context.config.length(stage) for stage in context.config.stages}
     summary |= {**_from_metrics(context), "steps": steps, "phases": dict(context.phases.seconds)}

@@ -258,7 +258,7 @@ UNUSABLE = [
     ({"function": "HERE/late.py:f"}, "no licence"),
     ({"function": "numeric_answer", "options": {"tolerance": "x"}}, "options.tolerance='x': it must be a number"),
     ({"function": "numeric_answer", "options": {"answer": 3}}, "name its column: columns.answer"),
-    ({"function": "numeric_answer", "columns": {"answer": "anwser"}}, "name one of these in columns.answer\n"),
+    ({"function": "numeric_answer", "columns": {"answer": "anwser"}}, "name one of these in its columns.answer\n"),
     (
         {"function": "exact_match", "options": {"ignore_case": "no"}},
         "options.ignore_case='no': it must be true or false",
