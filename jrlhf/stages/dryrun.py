@@ -227,8 +227,7 @@ def _epochs(config: Config, task: Task) -> Iterator[str]:
     if task.sft is not None and "sft" in config.stages:
         yield f"an epoch of sft is {task.sft.count / config.sft.batch:.4g} steps"
     if task.prompts is not None:
-        count = len(task.prompts.ids) * config.samples / config.rl.rollout_batch
-        yield f"an epoch of {config.algorithm} is {count:.4g} iterations"
+        yield f"an epoch is {len(task.prompts.ids) * config.samples / config.rl.rollout_batch:.4g} iterations"
 
 
 def _first_text(task: Task) -> list[str]:
@@ -245,8 +244,7 @@ def _first_text(task: Task) -> list[str]:
 
 
 def _made_answers(config: Config, prompts: Prompts, tokenizer: Tokenizer) -> list[Sample]:
-    """Answers to a few different prompts, the first one first: to each as many as in a group but at least two, of which
-    one is its reference, if it has one."""
+    """Answers to a few prompts, to each as many as in a group but at least two: its reference, if any, and others."""
     limit, samples = config.data.max_response - 1, list[Sample]()
     distinct = sorted({text: row for row, text in reversed([*enumerate(prompts.texts)])}.values())
     for row in dict.fromkeys(distinct[len(distinct) * part // TRIED] for part in range(TRIED)):

@@ -26,7 +26,6 @@ from jrlhf.run.processes import from_main
 from jrlhf.stages.context import Context
 
 _MOST = 0.9  # share of the answers from which on a doubt concerns them all
-STUCK = 8  # tokens above which an answer of one token alone is no answer
 VALIDATED = 256  # held-out prompts of a validation, if no setting names another number
 BEFORE = "before.json"  # a file of the run: the grades of the policy before the algorithm
 
@@ -261,7 +260,7 @@ def doubts(before: Graded | None, after: Graded, sampling: SamplingConfig) -> li
     same = max(Counter(response.text for response in after.responses).values(), default=0)
     short = sum(response.finished and len(response.ids) <= shortest < longest for response in after.responses)
     ids = [response.ids for response in after.responses]
-    stuck = sum(len(own) > STUCK and max(Counter(own).values()) >= _MOST * len(own) for own in ids)
+    stuck = sum(len(own) > 8 and max(Counter(own).values()) >= _MOST * len(own) for own in ids)
     long = sum(not response.finished and shortest < longest for response in after.responses)
     for answers, clause in (
         (same, "are one and the same text: the policy answers no prompt"),

@@ -103,7 +103,7 @@ def test_the_first_prompt_is_shown_and_each_reward_function_called_once_on_it(tm
         return code, *capsys.readouterr()
 
     code, text, _ = dry_run("counted")
-    assert re.search(r"^an epoch of ppo is [0-9.]+ iterations$", text, re.MULTILINE)
+    assert re.search(r"^an epoch is [0-9.]+ iterations$", text, re.MULTILINE)
     (call,) = (tmp_path / "calls").read_text().splitlines()
     shown = text.split("the first prompt, as the model reads it:\n")[1].split("scores of 2 made-up answers (")[0]
     question, mark, answer = call.removeprefix("2 ").partition("? ")

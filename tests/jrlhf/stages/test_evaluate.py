@@ -295,6 +295,10 @@ def test_a_policy_that_learnt_to_be_silent_is_no_gain(tmp_path):
     assert all(page.index(doubt) < page.index("Score, held out") for doubt in sentences)
     shown = [value for figure in results(record) for value in (*figure.values, figure.note)]
     assert not any(re.search(r"-0\.0+(?!\d)", text) for text in (page, *shown))
+    assert "14.8 standard errors" in page
+    summary["held_out"] = comparison | {"standard_error": comparison["standard_error"] / 2}
+    (tmp_path / "summary.json").write_bytes(to_json(summary))
+    assert "more than 20 standard errors" in render(read_run(tmp_path))  # 29.6 would be a false certainty
     assert "-1.0e-05" in page  # a value that is not zero has digits
 
 
