@@ -25,14 +25,15 @@ class DynamicSampler:
     leaves out do not count. After `max_rounds` rounds the rest of the batch is filled with groups that are not
     informative, in their order.
 
-    After an iteration `draws`, `prompts`, `raw` and `metrics()` are its results.
+    After an iteration `draws`, `prompts`, `raw`, `parts` and `metrics()` are its results.
 
-    reward: scores the rounds; its `raw` has their scores before they are shaped.
+    reward: scores the rounds; its `raw` has their scores before they are shaped, its `parts` those of each reward.
     """
 
     draws: int  # number of prompt batches drawn so far, in all iterations
     prompts: Batch  # the prompts of the batch, row by row
     raw: Float[np.ndarray, "B"]  # the batch's scores before they were shaped
+    parts: dict[str, Float[np.ndarray, "B"]]  # its scores by each reward
 
     def __init__(self, placement: RolePlacement, algorithm: DAPOConfig, clock: Clock, reward: Rewards):
         self.placement, self.clock, self._reward = placement, clock, reward
@@ -62,11 +63,12 @@ class DynamicSampler:
 
         The reward must have scored these prompts: its raw scores tell which groups are informative.
         """
-        raw = to_host(self._reward.raw[prompts.step])
+        raw, parts = to_host((self._reward.raw[prompts.step], self._reward.parts[prompts.step]))
         counted = self._counts(to_host(rollout.finished))
         fresh = informative(np.where(counted, raw, np.nan), self._samples)
         if self._batch is None:  # the first round; merged with itself, so that the program is compiled in any case
-            self._batch, self.prompts, self.raw, self._informative = (rollout, scores), prompts, raw, fresh
+            self._batch, self._informative = (rollout, scores), fresh
+            self.prompts, self.raw, self.parts = prompts, raw, parts
             source = np.arange(len(fresh))
         else:
             source = _merged(self._informative, fresh)
@@ -80,6 +82,7 @@ class DynamicSampler:
             prompts.arrays, [examples[row] for row in rows], [texts[row] for row in rows], self.prompts.step
         )
         self.raw = np.concatenate([self.raw, raw])[rows]
+        self.parts = {name: np.concatenate([own, parts[name]])[rows] for name, own in self.parts.items()}
         self._informative, self._batch = np.concatenate([self._informative, fresh])[source], batch
         return batch
 

@@ -142,6 +142,8 @@ class Encoding:
 
         def encode(example: Example, counts: Counter[str]) -> tuple[Ids, tuple[bool, ...], int, Example] | None:
             end: Ids = ()
+            if example.chosen is not None:
+                raise UserError("it has two answers to compare: name the dataset in data.preferences.path")
             if example.completion is None:
                 ids, learn = self._turns(example)
             elif example.prompt == "":

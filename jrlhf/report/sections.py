@@ -135,7 +135,9 @@ def figures(run: Record) -> Iterator[Figure]:
         first, last = map(with_error, (old, new or 0.0), run.both(f"{run.measure}_standard_error"))
         difference, error = run.held_out.get("difference"), run.held_out.get("standard_error") or 0.0
         change = "" if difference is None else f"; {decimals(difference, '+.3f')} ± {decimals(error)}"
-        change += f", {difference / error:.1f} standard errors" if difference is not None and error else ""
+        if difference is not None and error:  # beyond 20 the error itself is too uncertain
+            ratio = difference / error
+            change += f", {ratio:.1f} standard errors" if abs(ratio) <= 20 else ", more than 20 standard errors"
         note = first if new is None else f"{first} before, {last} after {run.title}{change}"
         yield Figure(
             f"{run.measure_name.capitalize()}, held out",

@@ -23,7 +23,8 @@ class Combined(NamedTuple):
     shaped: RowsOrTokens
     moments: RunningMoments  # updated with these scores
     raw: Float[Array, "B"]  # each row's sum of rewards before it was shaped: verl's critic/score
-    learned: dict[str, Array]  # statistics of each token reward model, with the number of its non-finite scores
+    parts: dict[str, Float[Array, "B"]]  # scores of each token reward model
+    learned: dict[str, Array]  # statistics of each, with the number of its non-finite scores
     extremes: dict[str, Array]  # extremes of `raw`
     shaping: dict[str, Array]  # metrics of the shaping
 
@@ -46,21 +47,26 @@ def combine(
 
     on_failure: replaces a model's non-finite scores. A row whose sum is not finite is not learned from.
     samples: number of rows of a group, in which the scores of each reward are normalised before they are summed; None:
-        they are not. If given, `texts` has the scores of each text reward by name.
+        they are not. If given, `texts` has the scores of each text reward by name, NaN for a row that it does not
+        judge: that row is in no mean of this reward, and gets 0 from it.
     counts: `finished` -> the mask of the rows whose scores enter moments and groups.
     """
     counted = counts(finished)
     failed = {name: ~jnp.isfinite(scores) for name, scores in learned.items()}
     learned = {name: jnp.where(failed[name], on_failure[name], scores) for name, scores in learned.items()}
-    parts = {**learned, **texts} if isinstance(texts, Mapping) else learned
-    rows = sum((weights[name] * scores for name, scores in parts.items()), jnp.zeros_like(finished, jnp.float32))
+    of_texts = texts if isinstance(texts, Mapping) else {}
+    parts = {**learned, **of_texts}
+    addends = learned | {name: jnp.where(jnp.isnan(scores), 0, scores) for name, scores in of_texts.items()}
+    rows = sum((weights[name] * scores for name, scores in addends.items()), jnp.zeros_like(finished, jnp.float32))
     scores = rows
     if texts is not None and not isinstance(texts, Mapping):
         scores = texts + (rows if texts.ndim == 1 else on_last_token(rows, response_lengths, texts.shape[1]))
     raw = scores if scores.ndim == 1 else jnp.sum(scores, axis=1)
     if samples is not None:
-        normalise = partial(group_advantages, samples=samples, divide_by_std=True, mask=counted & jnp.isfinite(raw))
-        normalised = sum((weights[name] * normalise(scores) for name, scores in parts.items()), jnp.zeros_like(raw))
+        normalise, rated = partial(group_advantages, samples=samples, divide_by_std=True), counted & jnp.isfinite(raw)
+        normalised = jnp.zeros_like(raw)
+        for name, part in parts.items():
+            normalised += weights[name] * normalise(part, mask=rated & ~jnp.isnan(part))
         scores = jnp.where(jnp.isfinite(raw), normalised, raw)
     shaped, moments, shaping = shape(scores, response_lengths, finished, moments, counted=counted)
     statistics = {}
@@ -68,7 +74,7 @@ def combine(
         failures = jnp.sum(failed[name], dtype=jnp.float32)
         numbers = {"mean": jnp.mean(own), "std": jnp.std(own), "failures": failures, "failures/nan": failures}
         statistics |= named(f"{kind}s/{name}", numbers)
-    return Combined(shaped, moments, raw, statistics, extremes(raw), shaping)
+    return Combined(shaped, moments, raw, learned, statistics, extremes(raw), shaping)
 
 
 @jax.jit

@@ -103,7 +103,8 @@ class Facts:
                 rename = f"rename the parameter to {near[0]}, or " if near else ""
                 raise UserError(
                     f"{self.called} needs the column {column!r} for {self.spec}, and the dataset has "
-                    f"{', '.join(sorted(columns)) or 'none'}: {rename}name one of these in its columns.{parameter}{option}"
+                    f"{', '.join(sorted(columns)) or 'none'}: {rename}name one of these in its columns.{parameter}"
+                    f"{option}"
                 )
 
     def story(self, sample: Sample, failure: Mapping[str, str], samples: int) -> str:

@@ -26,6 +26,7 @@ from jrlhf.run.child import Worker
 from jrlhf.run.files import Closing
 
 LOG_BYTES = 16 << 20  # maximum output of a function in the log file
+NO_SCORE = {"failure": "none", "detail": "returned None"}  # the result of None without `skip_none`
 START_SECONDS = 120.0  # deadline for a worker to import the function
 
 
@@ -234,7 +235,10 @@ class FunctionReward(Closing):
         present = dict.fromkeys(column for row in rows for column in row)
         parameters: list[str] = [*facts.columns, *self._columns]
         if facts.open_ended:
-            others = present if facts.style == "trl" else ("data_source", "ground_truth", "extra_info")
+            others: Sequence[str] = ("data_source", "ground_truth", "extra_info")
+            if facts.style == "trl":  # all columns, but not verl's two that `Sample.columns` adds to data without them
+                read = {name for sample in samples for name in sample.example.columns} | present.keys() - {*others[::2]}
+                others = [name for name in present if name in read or any(row[name] for row in rows)]
             closed = {*self._config.options, *GIVEN[facts.style]}
             parameters += [name for name in others if name.isidentifier() and name not in closed]
         for parameter in parameters:
@@ -249,6 +253,8 @@ class FunctionReward(Closing):
             raise RewardFailure(f"{self._called}: {answer['bad']}", self.facts.failure_words)
         whole = "failure" in answer
         results = [answer] * len(samples) if whole else answer["results"]
+        if not self._config.skip_none:
+            results = [NO_SCORE if result.get("score", 0) is None else result for result in results]
         failed = next((pair for pair in zip(samples, results, strict=True) if "failure" in pair[1]), None)
         if failed is not None:
             story = self.facts.story(*failed, len(samples) if whole else 1)
@@ -256,9 +262,11 @@ class FunctionReward(Closing):
             if self.on_failure is None:
                 late = f"raise deadline of {self._called}, " if failed[1]["failure"] == "hang" else ""
                 output = "" if self._config.in_process else f"; what it printed is in {self._log}"
+                skips = failed[1] is NO_SCORE
+                none = f"set skip_none=true of {self._called} if it does not judge every sample, " if skips else ""
                 resume = "" if self._log is None else f", and resume the run{output}"
                 raise RewardFailure(
-                    f"{story}: {late}mend the function, or set on_failure of {self._called} to a score for such "
+                    f"{story}: {late}mend the function, {none}or set on_failure of {self._called} to a score for such "
                     f"samples{resume}",
                     self.facts.failure_words,
                 )
@@ -272,7 +280,7 @@ class FunctionReward(Closing):
         if any(isinstance(value, list) for value in values):
             lengths = [len(sample.response.ids) for sample in samples]
             rows = zip(values, lengths, strict=True)
-            tokens = [np.array(x) if isinstance(x, list) else on_last_token(x, length) for x, length in rows]
+            tokens = [np.array(x) if isinstance(x, list) else on_last_token(x or 0.0, length) for x, length in rows]
         return Scored(
             scores=np.array([float(np.sum(x)) if isinstance(x, list) else x for x in values], np.float64),
             token_scores=tokens,

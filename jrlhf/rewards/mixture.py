@@ -1,6 +1,7 @@
 """`Rewards`: the role that scores rollouts by a weighted sum of reward models and functions, with metrics of each."""
 
 import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,6 +34,7 @@ from jrlhf.run.clock import Clock
 from jrlhf.run.processes import from_main, is_main
 
 Metrics = dict[str, float | Array]
+_COUNT = re.compile("/failures|/skipped$")  # in the names of metrics that are counts
 TRAINED = "reward_model"  # the name of the reward model that the run itself trains
 
 
@@ -69,7 +71,7 @@ class Rewards:
     """The role that scores rollouts: the weighted sum of a run's rewards, or of its costs. One thread makes all calls.
 
     Functions run in other threads while the devices compute; models that read text run afterwards, or on each tile of
-    an open rollout. `start` begins an iteration; at its end `moments`, `raw` and `metrics()` are its results.
+    an open rollout. `start` begins an iteration; at its end `moments`, `raw`, `parts` and `metrics()` are its results.
 
     placement: where its calls run, and where its models are stored.
     kind: names the metrics: `rewards/NAME/mean` or `costs/NAME/mean`.
@@ -81,6 +83,7 @@ class Rewards:
 
     moments: RunningMoments  # running mean and variance of all scores so far
     raw: dict[int, Array]  # number of each batch scored in the iteration -> its rows' sums before they were shaped
+    parts: dict[int, dict[str, Any]]  # number of each batch -> each reward's scores of its rows, NaN if it judges none
 
     def __init__(
         self,
@@ -137,7 +140,7 @@ class Rewards:
 
     def start(self, moments: RunningMoments) -> None:
         """Begins an iteration: forgets the scores and metrics of the one before."""
-        self.moments, self.raw, self._metrics = moments, {}, {}
+        self.moments, self.raw, self.parts, self._metrics = moments, {}, {}, {}
 
     @call("infer", "scores", rows="open")
     def score(self, rollout: Rollout, prompts: Batch) -> Pending:
@@ -223,13 +226,15 @@ class Rewards:
         def scores() -> Array:
             with jax.set_mesh(mesh):
                 drawn, parts = whole.result(), {name: ready(scores) for name, scores in learned.items()}
-                texts, metrics = None, {}
+                texts, metrics, own = None, {}, {}
                 if answers is not None:
-                    texts, metrics = self._finish(answers, models, prompts.step)
+                    texts, metrics, own = self._finish(answers, models, prompts.step)
                     texts = put_rows(texts, mesh)
                 drawn, moments = self.placement.transfers.bring(drawn, mesh, self.clock), transfer(self.moments, mesh)
                 combined = self._combine(parts, texts, drawn.response_lengths, drawn.finished, moments)
                 self._note(method, prompts.step, combined, metrics)
+                if method == "score":
+                    self.parts[prompts.step] = combined.parts | own
                 return combined.shaped
 
         return Pending(scores)
@@ -263,9 +268,9 @@ class Rewards:
             self.clock.add_parallel(f"{self.kind}_functions", time.perf_counter() - started)
         return samples, scored
 
-    def _finish(self, answers: Answers, models: Tiles | None, step: int) -> tuple[Any, Metrics]:
+    def _finish(self, answers: Answers, models: Tiles | None, step: int) -> tuple[Any, Metrics, dict[str, Any]]:
         """Waits for the functions and for models that have begun, or runs all models; returns their sum, or the scores
-        of each if those are combined on the devices, and metrics."""
+        of each if those are combined on the devices; metrics; and the scores of each."""
         deadline = self.clock.deadline  # holds also for processes that wait for the scores of process 0
         scored = self.clock.run("reward_wait", _from_main, lambda: answers.result()[1], seconds=deadline)
         samples, _ = answers.result()
@@ -275,6 +280,7 @@ class Rewards:
         elif self._models:
             scored = scored | self.clock.run("reward", self._ask, samples, step, on_device=True)
         total, parts = self._summed(samples, scored)
+        own = {name: part.scores for name, part in parts.items()}
         metrics: Metrics = {key: x for name, part in parts.items() for key, x in part.metrics(name, self.kind).items()}
         with np.errstate(over="ignore"):  # an infinite sum is counted, and its row is not learned from
             if self._group is not None:
@@ -284,13 +290,13 @@ class Rewards:
                             f"{self.kind} {name!r} scores single tokens, and scores.combine="
                             "normalise_then_sum compares whole responses: set it to sum"
                         )
-                return {name: part.scores.astype(np.float32) for name, part in parts.items()}, metrics
+                return {name: scores.astype(np.float32) for name, scores in own.items()}, metrics, own
             if total.token_scores is None:
-                return total.scores.astype(np.float32), metrics
+                return total.scores.astype(np.float32), metrics, own
             scores = np.zeros((len(samples), self._max_response), np.float32)
             for row, tokens in zip(scores, total.token_scores, strict=True):
                 row[: len(tokens)] = tokens
-            return scores, metrics
+            return scores, metrics, own
 
     def _ask(self, samples: Sequence[Sample], step: int, *, on_device: bool, **place: int) -> dict[str, Scored]:
         parts = {name: part for name, part in self.text_parts.items() if (part.model is not None) == on_device}
@@ -312,10 +318,10 @@ class Rewards:
         return total, {name: scored[name] for name in self.text_parts}
 
     def _note(self, method: str, step: int, combined: Combined, texts: Metrics) -> None:
-        """Adds the results of a scoring to the iteration's. Failures are counted over all of its scorings."""
+        """Adds the results of a scoring to the iteration's. Counts are those over all of its scorings."""
         metrics = texts | combined.learned
         if method == "score_baseline":
-            metrics = {name: number for name, number in metrics.items() if "/failures" in name}
+            metrics = {name: number for name, number in metrics.items() if _COUNT.search(name)}
             metrics |= named("critic/baseline", combined.extremes)
         else:
             self.moments, self.raw[step] = combined.moments, combined.raw
@@ -323,7 +329,7 @@ class Rewards:
             if self.kind == "reward":  # costs are not shaped
                 metrics |= combined.shaping
         for name, number in metrics.items():
-            counted = "/failures" in name and name in self._metrics
+            counted = _COUNT.search(name) and name in self._metrics
             self._metrics[name] = self._metrics[name] + number if counted else number
 
 

@@ -58,7 +58,7 @@ def to_samples(
 
 @dataclass(frozen=True)
 class Scored:
-    """Scores of a batch of samples, row by row in their order. Every score is finite.
+    """Scores of a batch of samples, row by row in their order. Every score is finite, or NaN: the sample is not judged.
 
     token_scores: one array per sample, as long as its response, whose sum is the sample's score. None if the reward
         scored whole responses.
@@ -73,20 +73,29 @@ class Scored:
     failures: Mapping[str, int] = field(default_factory=dict)
     last_failure: str = ""
 
+    @property
+    def addends(self) -> Float[np.ndarray, "B"]:
+        """What the scores add to a sum: 0 where a sample is not judged."""
+        return np.where(np.isnan(self.scores), 0.0, self.scores)
+
     def by_token(self, response_lengths: Iterable[int]) -> Sequence[Float[np.ndarray, "R"]]:
         """Returns the scores of each row's tokens; a score of a whole response is put on its last token."""
         if self.token_scores is not None:
             return self.token_scores
-        return [on_last_token(*row) for row in zip(self.scores, response_lengths, strict=True)]
+        return [on_last_token(*row) for row in zip(self.addends, response_lengths, strict=True)]
 
     def metrics(self, name: str, kind: Kind = "reward") -> dict[str, float]:
-        """Returns metrics `rewards/NAME/{mean,std}` (TRL's names), `.../EXTRA`, `.../failures[/KIND]`.
+        """Returns metrics `rewards/NAME/{mean,std}` (TRL's names), `.../EXTRA`, `.../skipped`, `.../failures[/KIND]`.
 
+        mean and std are those of the samples that are judged; `skipped` is the number of the others, if there are any.
         `failures` is a count, logged also where it is 0. An extra is averaged over the rows that have it.
         """
         metrics = {extra: float(np.nanmean(x)) for extra, x in self.extras.items() if not np.all(np.isnan(x))}
-        if len(self.scores):
-            metrics |= {"mean": float(np.mean(self.scores)), "std": float(np.std(self.scores))}
+        judged = self.scores[~np.isnan(self.scores)]
+        if len(judged):
+            metrics |= {"mean": float(np.mean(judged)), "std": float(np.std(judged))}
+        if skipped := len(self.scores) - len(judged):
+            metrics["skipped"] = float(skipped)
         metrics["failures"] = float(sum(self.failures.values()))
         metrics |= {f"failures/{failure}": float(count) for failure, count in self.failures.items()}
         return {f"{kind}s/{name}/{key}": value for key, value in metrics.items()}
@@ -122,7 +131,7 @@ def weighted_sum(parts: Sequence[tuple[float, Scored]], response_lengths: Sequen
 
     If any part scored tokens, the sum does too.
     """
-    scores = np.sum([weight * scored.scores for weight, scored in parts], axis=0)
+    scores = np.sum([weight * scored.addends for weight, scored in parts], axis=0)
     if all(scored.token_scores is None for _, scored in parts):
         return Scored(scores)
     tokens = [np.zeros(length) for length in response_lengths]

@@ -9,8 +9,8 @@ never unpickles anything that the function made.
     parent: None                                        worker: exits, running its exit handlers
 
 `arguments` are those of one call, or a list with those of each call for a coroutine function of single samples. A
-result is {"score", "extras"}, with one number or one number per token, or {"failure": kind, "detail": text}. A failure
-in place of the results concerns all samples. "bad" is a UserError that the function raised; it stops the run.
+result is {"score", "extras"}, with one number, one number per token, or None, or {"failure": kind, "detail": text}. A
+failure in place of the results concerns all samples. "bad" is a UserError that the function raised; it stops the run.
 """
 
 import asyncio
@@ -264,6 +264,8 @@ def _result(value: Any, length: int, extras: Mapping[Any, Any] | None = None) ->
             numbers = _numbers({k: v for k, v in value.items() if k != "score"}) | numbers
             value = value["score"]
         value = _unwrapped(value)
+        if value is None:
+            return {"score": None, "extras": numbers}
         if not isinstance(value, (list, tuple)):
             return {"score": _score(value), "extras": numbers}
         if len(value) != length:

@@ -166,7 +166,7 @@ class Console:
 
     def _samples(self, title: str, samples: Sequence[Mapping[str, object]]) -> None:
         self._sampled = self.now()
-        columns = [name for name in samples[0] if name not in ("stage", "step", "kind")]
+        columns = [name for name in samples[0] if name not in ("stage", "step", "kind", "scores")]
         self._table(title, columns, [[sample.get(name, "") for name in columns] for sample in samples])
 
     def _table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

@@ -51,6 +51,7 @@ from jrlhf.stages.setup import (
 )
 from jrlhf.storage.mirror import check_place
 
+TRIED = 4  # maximum number of prompts whose made-up answers the reward functions score
 SHOWN = 2000  # maximum number of characters of a text
 
 
@@ -100,7 +101,7 @@ class _DryRun:
             return [*lines, *reasons, "so neither the data nor the rewards were checked"]
         task = load_task(config, self.models["actor"])
         check_sources(config, task, self.models["actor"], self.mesh)
-        lines = [*task.description.splitlines(), *_first_text(task)]
+        lines = [*task.description.splitlines(), *_epochs(config, task), *_first_text(task)]
         if task.prompts is not None:
             samples = _made_answers(config, task.prompts, task.tokenizer)
             lines += from_main(lambda: [*_tried(config, samples)])
@@ -222,6 +223,14 @@ def _parts(parts: Mapping[str, float]) -> str:
     return ", ".join(f"{part} {in_units(count)}" for part, count in parts.items())
 
 
+def _epochs(config: Config, task: Task) -> Iterator[str]:
+    """How long a stage takes for all prompts, or all rows of SFT, once."""
+    if task.sft is not None and "sft" in config.stages:
+        yield f"an epoch of sft is {task.sft.count / config.sft.batch:.4g} steps"
+    if task.prompts is not None:
+        yield f"an epoch is {len(task.prompts.ids) * config.samples / config.rl.rollout_batch:.4g} iterations"
+
+
 def _first_text(task: Task) -> list[str]:
     """The first prompt or, in a run without prompts, the first text to learn, with all special tokens."""
     if task.prompts is not None:
@@ -236,27 +245,32 @@ def _first_text(task: Task) -> list[str]:
 
 
 def _made_answers(config: Config, prompts: Prompts, tokenizer: Tokenizer) -> list[Sample]:
-    """Answers to the first prompt, as many as in a group but at least two: its reference, if it has one, and others."""
-    example, text, limit = prompts.examples[0], prompts.texts[0], config.data.max_response - 1
-    answers = [f"This is answer {number}." for number in range(1, max(2, config.samples) + 1)]
-    if example.completion is not None:
-        reference = example.completion
-        answers[0] = reference if isinstance(reference, str) else str(reference[-1].get("content"))
-    tokens = [(*tokenizer.encode(answer)[:limit], tokenizer.eos_id) for answer in answers]
-    responses = [Response(ids, answer, True) for ids, answer in zip(tokens, answers, strict=True)]
-    return to_samples([example] * len(answers), [text] * len(answers), responses)
+    """Answers to a few prompts, to each as many as in a group but at least two: its reference, if any, and others."""
+    limit, samples = config.data.max_response - 1, list[Sample]()
+    distinct = sorted({text: row for row, text in reversed([*enumerate(prompts.texts)])}.values())
+    for row in dict.fromkeys(distinct[len(distinct) * part // TRIED] for part in range(TRIED)):
+        example = prompts.examples[row]
+        answers = [f"This is answer {number}." for number in range(1, max(2, config.samples) + 1)]
+        if example.completion is not None:
+            reference = example.completion
+            answers[0] = reference if isinstance(reference, str) else str(reference[-1].get("content"))
+        tokens = [(*tokenizer.encode(answer)[:limit], tokenizer.eos_id) for answer in answers]
+        responses = [Response(ids, answer, True) for ids, answer in zip(tokens, answers, strict=True)]
+        samples += to_samples([example] * len(answers), [prompts.texts[row]] * len(answers), responses)
+    return samples
 
 
 def _tried(config: Config, samples: Sequence[Sample]) -> Iterator[str]:
     """Calls each reward function once, as a run would, and yields lines on the scores. Raises RewardFailure."""
     if any(part.function is not None for _, _, part in config.rewards_and_costs):
         shown = ", ".join(printable(repr(sample.response.text[:60])) for sample in samples[:2])
-        yield f"scores of {len(samples)} made-up answers ({shown} ...), which show that functions work, and no more:"
+        answers = f"{len(samples)} made-up answers ({shown} ...) to {len({sample.prompt_text for sample in samples})}"
+        yield f"scores of {answers} prompt(s), which show that functions work, and no more:"
     for _, kind, part in config.rewards_and_costs:
         if part.function is not None:
             with FunctionReward(part, config.seed, kind=kind, steps=config.rl.iterations) as function:
                 scored = function.score(samples)
-            scores = ", ".join(f"{score:.4g}" for score in scored.scores)
+            scores = ", ".join("none" if np.isnan(score) else f"{score:.4g}" for score in scored.scores)
             failed = ", ".join(f"{count} {failure}" for failure, count in scored.failures.items())
             failed = f" (on_failure for failed ones: {failed}; the last: {scored.last_failure})" if failed else ""
             yield f"  {kind} {part.name}: {scores}{failed}"

@@ -59,11 +59,15 @@ class Graded:
         sources = {name: {"mean": float(scores.mean()), "n": len(scores)} for name, scores in by_source.items()}
         return {
             **figures,
-            "items": {name: float(np.nanmean(values)) for name, values in self.items.items()},
+            "items": means(self.items),
             **({"sources": sources} if sources else {}),
             **({"failures": dict(self.failures)} if self.failures else {}),
             "distinct": len({response.text for response in self.responses}),
         }
+
+    @property
+    def by_reward(self) -> dict[str, np.ndarray]:
+        return {name: self.items[name] for name in self.weights}
 
     def rows(self) -> dict[str, np.ndarray]:
         """Source -> mask of its rows; empty where all prompts are from one source."""
@@ -233,7 +237,8 @@ def compare(before: Graded, after: Graded | None) -> dict:
 
 def doubts(before: Graded | None, after: Graded, sampling: SamplingConfig, equal: Sequence[float] = ()) -> list[str]:
     """Returns sentences on what a mean score does not show: a reward that failed, that fell or that told no answers
-    apart; answers that are all the same, or nearly all as short or as long as they may be; nothing to learn from.
+    apart; answers that are all the same, one token again and again, or nearly all as short or as long as they may be;
+    nothing to learn from.
 
     sampling: with which the answers were drawn. equal: of each iteration, the share of groups with equal scores.
     """
@@ -255,10 +260,13 @@ def doubts(before: Graded | None, after: Graded, sampling: SamplingConfig, equal
     shortest, longest = max(sampling.min_new_tokens, 1), sampling.max_new_tokens
     same = max(Counter(response.text for response in after.responses).values(), default=0)
     short = sum(response.finished and len(response.ids) <= shortest < longest for response in after.responses)
+    ids = [response.ids for response in after.responses]
+    stuck = sum(len(own) > 8 and max(Counter(own).values()) >= _MOST * len(own) for own in ids)
     long = sum(not response.finished and shortest < longest for response in after.responses)
     for answers, clause in (
         (same, "are one and the same text: the policy answers no prompt"),
         (short, f"are as short as they may be: they end at token {shortest}"),
+        (stuck, "are one token again and again: the policy has collapsed"),
         (long, f"are as long as they may be: they are cut off at data.max_response={longest}"),
     ):
         if count > 1 and answers >= _MOST * count:
@@ -268,6 +276,17 @@ def doubts(before: Graded | None, after: Graded, sampling: SamplingConfig, equal
             f"all responses to a prompt had the same score, in all {len(equal)} iterations: nothing was learned"
         )
     return lines
+
+
+def scores_of(row: int, parts: Mapping[str, np.ndarray], key: str = "scores") -> dict[str, dict[str, float | None]]:
+    """Returns the entry of a sample with each reward's score, None where it is not judged; {} for a single reward."""
+    scores = {name: None if np.isnan(own[row]) else float(own[row]) for name, own in parts.items()}
+    return {key: scores} if len(scores) > 1 else {}
+
+
+def means(items: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Means over the answers that each item judges (not NaN); an item that judges none of them is left out."""
+    return {name: float(np.nanmean(values)) for name, values in items.items() if not np.isnan(values).all()}
 
 
 def standard_error(values: np.ndarray) -> float:
@@ -292,8 +311,10 @@ def validate(
     first, metrics = rounds[0], statistics(rounds)
     rows = zip(heldout.texts, first.responses, first.scores, first.sources, strict=False)
     samples: list[dict[str, object]] = [
-        {"kind": "validation", "prompt": text, "response": response.text, "score": float(score), "source": source}
-        for text, response, score, source in rows
+        {"kind": "validation", "prompt": text, "response": response.text, "score": float(score)}
+        | scores_of(row, first.by_reward)
+        | ({"source": source} if any(first.sources) else {})
+        for row, (text, response, score, source) in enumerate(rows)
     ]
     of_prompts = list({str(sample["prompt"]): sample for sample in samples}.values())  # a prompt may have many rows
     context.console.validation(step + 1, metrics, of_prompts[: context.config.evaluation.samples])
@@ -312,6 +333,6 @@ def statistics(rounds: Sequence[Graded]) -> dict[str, float]:
         core = f"val-core/{source}/{first.measure}"
         metrics[f"{core}/mean@{k}"] = float(scores[:, rows].mean())
         metrics[f"{core}/best@{k}/mean"] = float(scores[:, rows].max(axis=0).mean())
-        for name, values in items.items():
-            metrics[f"val-aux/{source}/{name}/mean@{k}"] = float(np.nanmean(values[:, rows]))
+        measured = means({name: values[:, rows] for name, values in items.items()})
+        metrics |= {f"val-aux/{source}/{name}/mean@{k}": mean for name, mean in measured.items()}
     return metrics

@@ -26,7 +26,7 @@ from jrlhf.run.files import sha256, to_json
 from jrlhf.run.metrics import StageRecords, read_metrics
 from jrlhf.run.processes import from_main
 from jrlhf.stages.context import Context
-from jrlhf.stages.evaluate import Graded, compare, doubts, evaluate
+from jrlhf.stages.evaluate import Graded, compare, doubts, evaluate, scores_of
 
 if TYPE_CHECKING:
     from jrlhf.report.card import Facts
@@ -205,6 +205,7 @@ def _write_samples(context: Context, before: Graded, after: Graded | None) -> No
         for when, graded in {"before": before, "after": after}.items():
             if graded is not None:
                 sample |= {when: graded.responses[row].text, f"{before.measure}_{when}": float(graded.scores[row])}
+                sample |= scores_of(row, graded.by_reward, f"scores_{when}")
                 if graded.learnt is not None:
                     sample[f"reward_{when}"] = float(graded.learnt[row])
         samples.append(sample)

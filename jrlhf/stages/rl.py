@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from jrlhf.algorithms.factory import RoleFactory, algorithm_of
 from jrlhf.algorithms.registry import dataflow_identity, dataflow_of, graph_of
@@ -50,7 +50,7 @@ from jrlhf.run.clock import Clock, calling
 from jrlhf.run.metrics import verl_figures
 from jrlhf.run.processes import is_main
 from jrlhf.stages.context import Context
-from jrlhf.stages.evaluate import validate
+from jrlhf.stages.evaluate import scores_of, validate
 from jrlhf.stages.loop import CALLS, SAMPLES, run_stage
 from jrlhf.stages.mfu import Utilisation, utilisation_of
 from jrlhf.stages.sft import sft_rows
@@ -77,6 +77,7 @@ class Drawn(NamedTuple):
 
     batch: Batch
     raw: Any  # [B] the batch's scores before they were shaped
+    parts: dict[str, Any]  # each reward's scores [B]
     draws: int  # number of batches of prompts drawn so far, in all iterations
 
 
@@ -174,7 +175,7 @@ class Iterations:
         metrics |= verl_figures(metrics, len(drawn.batch.examples), self.context.mesh.size)
         masks = {"learned": learned, "texts": None if texts is None else texts.loss_mask}
         fields = {name: getattr(experience, name) for name in READ}
-        fields, raw, masks = to_host((fields, drawn.raw, masks))
+        fields, raw, parts, masks = to_host((fields, drawn.raw, drawn.parts, masks))
         if (bound := self.context.config.rl.solved_score) is not None:
             solved = self.order.without_solved(solved, to_host(roles.reward.raw), bound, drawn.draws - 1)
             metrics["data/solved"] = np.mean(solved < UNSOLVED)
@@ -182,7 +183,7 @@ class Iterations:
             work = {"rounds": drawn.draws - draws, "stopped_updates": metrics.get("actor/stopped_updates", 0.0)}
             lengths = fields["prompt_lengths"], fields["response_lengths"]
             metrics |= self.utilisation.metrics(seconds, *lengths, **masks, **work)
-        metrics |= watch(self.context, drawn.batch, replace(experience, **fields), raw)
+        metrics |= watch(self.context, drawn._replace(raw=raw, parts=parts), replace(experience, **fields))
         metrics[SAMPLES] += validation_samples
 
         draws, solved = _replicated((np.int32(drawn.draws), solved), self.home)
@@ -218,11 +219,11 @@ class Iterations:
         inputs, pool = roles.arguments(self.dataflow) | {"kl_coef": kl_coef}, roles.pool
         if pool is not None:
             experience, metrics = map(ready, self.dataflow(**inputs))
-            return experience, metrics, Drawn(pool.prompts, pool.raw, pool.draws)
+            return experience, metrics, Drawn(pool.prompts, pool.raw, pool.parts, pool.draws)
         with calling("actor.generate"):  # asynchronous rollouts come with the prompts
             batch = draw(draws)
         experience, metrics = map(ready, self.dataflow(**inputs, prompts=batch))
-        return experience, metrics, Drawn(batch, roles.reward.raw[draws], draws + 1)
+        return experience, metrics, Drawn(batch, roles.reward.raw[draws], roles.reward.parts[draws], draws + 1)
 
     def _gather(self, roles: Roles, metrics: dict[str, Any]) -> dict[str, Any]:
         """Returns these metrics and those of the roles, on the host. Raises RewardFailure for scores that failed."""
@@ -265,12 +266,15 @@ def _replicated(tree: Any, mesh: Mesh) -> Any:
     return to_devices(tree, NamedSharding(mesh, P()))
 
 
-def watch(context: Context, batch: Batch, experience: Experience, scores: Float[np.ndarray, "B"]) -> dict[str, Any]:
+def watch(context: Context, drawn: Drawn, experience: Experience) -> dict[str, Any]:
     """Returns samples of distinct prompts, and means of the task's gold scores, if any. Training never sees these."""
-    task, config = context.task, context.config
+    task, config, batch = context.task, context.config, drawn.batch
     rows = distinct_first(len(batch.examples), config.rl.samples)[: config.evaluation.samples]
     texts = zip(rows, (response.text for response in read_responses(task.tokenizer, experience, rows)), strict=True)
-    shown = [{"prompt": batch.texts[row], "response": text, "score": float(scores[row])} for row, text in texts]
+    shown = [
+        {"prompt": batch.texts[row], "response": text, "score": float(drawn.raw[row])} | scores_of(row, drawn.parts)
+        for row, text in texts
+    ]
     if task.gold is None:
         return {SAMPLES: shown}
     gold = task.gold(batch.examples, [response.text for response in read_responses(task.tokenizer, experience)])

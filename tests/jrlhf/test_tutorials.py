@@ -87,7 +87,7 @@ def test_fields_of_trls_other_configs_lead_to_the_settings_in_the_table():
     for theirs, field, here in table:
         ours = re.findall("`([^`]+)`", here)
         assert ours and set(ours) <= set(paths_of(Config)), (theirs, field)
-        section = {"DPO": "dpo", "Reward": "reward_model", "PPO": "ppo", "Lora": "lora"}[theirs]
+        section = {"SFT": "sft", "DPO": "dpo", "Reward": "reward_model", "PPO": "ppo", "Lora": "lora"}[theirs]
         if field != ours[0].rsplit(".", 1)[-1]:
             with pytest.raises(UserError, match=re.escape(ours[0])):
                 make_config({"stages": [section] if section != "lora" else ["ppo"]}, {f"{section}.{field}": 1})

@@ -126,8 +126,14 @@ def test_validation_is_done_every_second_iteration_and_by_source(everything):
     validated = [sample for sample in read_jsonl(path / "samples.jsonl") if sample.get("kind") == "validation"]
     assert {sample["step"] for sample in validated} == {1, 3}
     assert {sample["source"] for sample in validated} == {"a", "b"}
+    of_training = [sample for sample in read_jsonl(path / "samples.jsonl") if sample["stage"] == "ppo"]
+    for sample in of_training:  # training and validation
+        assert sum(WEIGHTS[name] * score for name, score in sample["scores"].items()) == pytest.approx(
+            sample["score"], abs=1e-5
+        )
     ends = [sample for sample in read_jsonl(path / "samples.jsonl") if sample["stage"] == "evaluation"]
     assert len(ends) == 8 and all("<|im_start|>user\nWhat is" in sample["prompt"] for sample in ends)
+    assert all(sample["scores_before"].keys() == sample["scores_after"].keys() == WEIGHTS.keys() for sample in ends)
 
 
 def test_an_export_is_pushed_to_the_hub(everything, tmp_path):

@@ -32,7 +32,7 @@ def a_round(number: int, scores: list[float]) -> tuple[Rollout, jax.Array, Batch
 def fill(rounds: list[list[float]], *, max_rounds: int = 10) -> tuple[DynamicSampler, Rollout, jax.Array]:
     """An iteration of DAPO as far as its batch."""
     drawn = [a_round(number, scores) for number, scores in enumerate(rounds)]
-    rewards: Any = SimpleNamespace(raw={})
+    rewards: Any = SimpleNamespace(raw={}, parts={})
     with jax.set_mesh(MESH):
         algorithm = DAPOConfig(samples=SAMPLES, max_rounds=max_rounds)
         sampler = DynamicSampler(RolePlacement.of(MESH), algorithm, Clock(), rewards)
@@ -40,7 +40,7 @@ def fill(rounds: list[list[float]], *, max_rounds: int = 10) -> tuple[DynamicSam
         while sampler.wants_more():
             prompts = sampler.draw()
             rollout, raw, _ = drawn[prompts.step]
-            rewards.raw[prompts.step] = raw
+            rewards.raw[prompts.step], rewards.parts[prompts.step] = raw, {"double": 2 * np.asarray(raw)}
             scores = Pending(lambda raw=raw: raw + 0.5)  # as if scores were shaped
             batch = sampler.keep(rollout, cast(Any, scores), prompts)
         rollout, scores = sampler.batch(batch)
@@ -60,6 +60,7 @@ def test_groups_of_equal_scores_give_their_places_to_later_ones():
     np.testing.assert_array_equal(rollout.finished, np.array(rows) % 2 == 0)
     np.testing.assert_array_equal(sampler.raw, [0, 1, 0, 1, 0, 1, 1, 0])
     np.testing.assert_array_equal(scores, sampler.raw + 0.5)
+    np.testing.assert_array_equal(sampler.parts["double"], 2 * sampler.raw)
     assert [*sampler.prompts.texts] == [*sampler.prompts.examples] == [str(row) for row in rows]
     assert sampler.draws == 10 and rollout.tokens.sharding.is_equivalent_to(row_sharding(MESH), 2)
     assert of_rounds(sampler) == {"dapo/rounds": 3.0, "dapo/informative": 7 / 12, "dapo/filled": 0.0}

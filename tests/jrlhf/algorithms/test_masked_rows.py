@@ -190,7 +190,7 @@ def test_a_group_that_differs_only_in_rows_that_are_left_out_is_dull():
     scores = jnp.array([1.0, 1, 5, 0, 1, 0, 1, 7])
     prompts = Batch(cast(Any, ()), cast(Any, [""] * 8), [""] * 8, 0)
     for algorithm, expected in ((DAPOConfig(samples=4, truncation="mask"), 0.5), (DAPOConfig(samples=4), 1.0)):
-        reward = SimpleNamespace(raw={0: scores})
+        reward = SimpleNamespace(raw={0: scores}, parts={0: {}})
         with jax.set_mesh(mesh):
             sampler = DynamicSampler(RolePlacement.of(mesh), algorithm, Clock(), cast(Any, reward))
             sampler.start(0, lambda number: prompts)

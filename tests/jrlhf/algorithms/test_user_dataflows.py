@@ -73,7 +73,7 @@ REFUSED = [
     (OWN, {"spec": "median"}, "grpo.dataflow=median: 'median' must be package.module:function or path/file.py"),
     (OWN.replace("def own", "def other"), {}, "there is no 'own' in .*mine.py: it has jnp, .*other$"),
     ("own = 3", {}, "mine.py:own is of type int: name a function"),
-    (HEAD + "def own(:", {}, "cannot be imported: .*SyntaxError"),
+    (HEAD + "def own(:", {}, "cannot be imported: .*mine.py, line 3: invalid syntax"),
     (OWN.replace("actor, ref", "critic, ref"), {}, "has the parameter critic, and stage grpo gives actor, reference"),
     (OWN.replace("kl_coef):", "**roles):"), {}, r"has the parameter \*\*roles, and stage grpo gives"),
     (OWN.replace("reward.score(", "reward.scores("), {}, "reward has no call scores: its calls are score, score_"),

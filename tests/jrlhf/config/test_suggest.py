@@ -52,10 +52,23 @@ OF_A_PEER = {  # config and key -> the whole suggestion
         "steps_per_generation (by default gradient_accumulation_steps)?",
         "sync_ref_model": "the reference is the policy before the stage and does not change, leave it out",
         "delta": "did you mean grpo.algorithm.dual_clip?",
+        "scale_rewards": "did you mean grpo.algorithm.divide_by_std, where group is true, none is false, batch false "
+        "with whiten_advantages=true?",
+        "loss_type": "did you mean grpo.algorithm.aggregation, where grpo is seq-mean-token-mean, dapo token-mean and "
+        "dr_grpo constant; cispo is surrogate=cispo, and there is no bnpo, luspo, sapo or vespo?",
+        "num_train_epochs": "did you mean grpo.iterations, of which one epoch has the prompts times samples divided by "
+        "rollout_batch?",
+        "grpo.actor.warmup_ratio": "did you mean grpo.actor.warmup, a number of updates?",
+        "grpo.save_strategy": "did you mean grpo.save_every?",
+        "multi_objective_aggregation": "did you mean grpo.scores.combine, where sum_then_normalize is sum, the other "
+        "normalise_then_sum?",
+        "resume_from_checkpoint": "--resume on the command line continues a run, leave it out",
+        "lora.modules_to_save": "LoRA trains its matrices, and the heads of critics and reward models, leave it out",
     },
     "quickstart-dpo": {
-        "dpo.loss_type": "did you mean dpo.algorithm.loss?",
-        "dpo.algorithm.loss_type": "did you mean dpo.algorithm.loss?",
+        "dpo.loss_type": "did you mean dpo.algorithm.loss, which is sigmoid or ipo?",
+        "dpo.algorithm.loss_type": "did you mean dpo.algorithm.loss, which is sigmoid or ipo?",
+        "sft.num_train_epochs": "did you mean sft.steps, of which one epoch has the stage's rows divided by batch?",
         "dpo.actor.learning_rate": "did you mean dpo.learning_rate?",
         "dpo.per_device_train_batch_size": f"did you mean dpo.batch, which is {PER} devices times "
         "gradient_accumulation_steps?",
@@ -76,7 +89,10 @@ def test_a_name_of_a_peer_leads_to_a_setting_of_the_runs_stages(tmp_path):
             with pytest.raises(UserError) as refused:
                 load_config(name, [f"{key}=1"])
             assert str(refused.value).partition(" is not a known key: ")[2] == meant, (name, str(refused.value))
-    for key, meant in {"beta": "dpo.algorithm.beta", "loss_type": "dpo.algorithm.loss"}.items():
+    for key, meant in {
+        "beta": "dpo.algorithm.beta",
+        "loss_type": "dpo.algorithm.loss, which is sigmoid or ipo",
+    }.items():
         with pytest.raises(UserError, match=rf"did you mean {meant}\?$"):
             load_config(write(tmp_path, "stages: [dpo]"), [f"{key}=1"])
 
@@ -91,7 +107,7 @@ ELSEWHERE = {
     "grpo.critic.learning_rate": "it is a setting of ppo, safe_rlhf only",
     "grpo.algorithm.gae_lambda": "it is a setting of ppo, safe_rlhf only",
     "actor.learning_rate": "did you mean grpo.actor.learning_rate?",
-    "trainer.total_epochs": "the length of a stage is its number of steps or iterations, set that",
+    "trainer.total_epochs": "did you mean grpo.iterations, of which one epoch has the prompts times samples divided by",
     "trainer.unheard_of": "known are name, seed, run_dir",
     "vllm_modes": "known are name, seed, run_dir",  # nothing is similar enough
     "data.truncation": "did you mean data.overlong?",
@@ -101,8 +117,8 @@ ELSEWHERE = {
     "grpo.eval_every": "did you mean validation.every?",
     "dpo.iterations": "did you mean dpo.steps?",
     "dpo.rollout_batch": "did you mean dpo.batch?",
-    "dpo.epochs": "the length of a stage is its number of steps or iterations, set that",
-    "sft.epochs": "the length of a stage is its number of steps or iterations, set that",
+    "dpo.epochs": "did you mean dpo.steps, of which one epoch has the stage's rows divided by batch?",
+    "sft.epochs": "did you mean sft.steps, of which one epoch has the stage's rows divided by batch?",
 }
 
 

@@ -335,6 +335,8 @@ def test_a_row_with_nothing_to_learn_is_refused():
     for examples in ([Example("", "")], *(from_rows([row]) for row in rows)):
         with pytest.raises(UserError, match="row 1: there is nothing to learn"):
             encode_sft(examples, QWEN, max_length=300)
+    with pytest.raises(UserError, match="row 1: it has two answers to compare: name .* in data.preferences.path"):
+        encode_sft(from_rows([{"prompt": "a", "chosen": "b", "rejected": "c"}]), QWEN, max_length=300)
 
 
 # Answers to compare.

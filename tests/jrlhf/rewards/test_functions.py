@@ -24,7 +24,7 @@ from .conftest import make_reward, make_sample, pids
 def test_trl_functions_score_rows_in_order_whatever_the_number_of_workers(start):
     source = """
     def f(prompts, completions, completion_ids, answer, weight=10, **columns):
-        assert sorted(columns) == ["data_source", "extra_info", "log_extra", "log_metric", "trainer_state"], columns
+        assert sorted(columns) == ["data_source", "log_extra", "log_metric", "trainer_state"], columns
         assert columns["data_source"] == ["here"] * len(prompts)
         return [
             ids[0] + len(ids) / weight + (completion == "response " + prompt.split()[1]) * float(a)
@@ -40,6 +40,9 @@ def test_trl_functions_score_rows_in_order_whatever_the_number_of_workers(start)
         assert scored.extras == {} and not scored.failures
         assert len(set(pids(reward))) == workers
         assert reward.score([]).scores.shape == (0,)
+    source = "def f(completions, **own): return [{'data_source', 'extra_info', 'ground_truth'} <= {*own}]"
+    of_verl = {"reward_model": {"ground_truth": 0}, "extra_info": None}
+    assert start(source).score([make_sample(**of_verl)]).scores == [1]
     # Conversations are lists of messages.
     source = """
     def f(prompts, completions):
@@ -284,6 +287,24 @@ def test_every_value_is_a_number_or_a_counted_failure(start):
     for key in table["FLAT"]:
         scored = reward.score([make_sample(0, key="int"), make_sample(1, key=key), make_sample(2, key="true")])
         assert (scored.failures, list(scored.scores)) == ({key.split()[0]: 1}, [3, -7, 1]), key
+
+
+def test_none_for_a_sample_means_that_it_is_not_judged_where_the_config_says_so(start):
+    trl = "def f(completions, value): return value"
+    verl = "def f(solution_str, value): return value"
+    for source, skipping in ((trl, [None, {"score": None, "x": 1}]), (verl, [None, {"score": None, "x": 1}])):
+        samples = [make_sample(row, value=value) for row, value in enumerate([0.5, *skipping, [1, 2, 3]])]
+        scored = start(source, skip_none=True).score(samples)
+        np.testing.assert_array_equal(scored.scores, [0.5, np.nan, np.nan, 6])
+        assert scored.token_scores is not None and [sum(row) for row in scored.token_scores] == [0.5, 0, 0, 6]
+        assert not scored.failures and scored.extras["x"][2] == 1
+        hint = r"\(none: returned None\) .*: mend the function, set skip_none=true of reward 'judge' if it does not"
+        with pytest.raises(RewardFailure, match=hint):
+            start(source).score(samples)
+        with pytest.raises(RewardFailure, match=r"none: returned None.*: mend the function, or set on_failure"):
+            start(source, skip_none=True).score([make_sample(value=[1.0, None, 1.0])])  # of a token
+    with pytest.raises(RewardFailure, match=r"has it a return\?"):
+        start("def f(completions): ...", skip_none=True).score(samples)
 
 
 def test_what_a_batch_may_return(start):

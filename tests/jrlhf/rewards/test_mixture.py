@@ -266,7 +266,7 @@ def test_each_reward_is_normalised_over_the_responses_to_a_prompt_before_they_ar
     """GDPO: whatever their scales. A row of which one reward is not finite counts in no group, and teaches nothing."""
     rng = np.random.default_rng(3)
     given = {"right": rng.integers(0, 2, ROWS).astype(float), "long": 100 * rng.normal(size=ROWS)}
-    given["right"][:4], given["long"][5] = (0, 1, 1, 0), np.nan
+    given["right"][:4], given["long"][5] = (0, 1, 1, 0), 1e39  # float32 does not hold it
     weights = {"right": 1.0, "long": -0.5}
 
     def part(name: str) -> TextPart:
@@ -274,15 +274,31 @@ def test_each_reward_is_normalised_over_the_responses_to_a_prompt_before_they_ar
 
     calls = Calls(ScoreConfig(combine="normalise_then_sum"), samples=4, right=part("right"), long=part("long"))
     scores = calls.score()
-    expected = np.full(ROWS, np.nan)
+    expected = np.full(ROWS, -np.inf)
     for rows in (np.arange(4), np.array([4, 6, 7])):
         groups = {name: own[rows] for name, own in given.items()}
         expected[rows] = sum(
             w * (groups[n] - groups[n].mean()) / (groups[n].std(ddof=1) + 1e-6) for n, w in weights.items()
         )
     np.testing.assert_allclose(scores, expected, rtol=2e-5, atol=1e-6)
-    np.testing.assert_allclose(calls.rewards.raw[BATCH.step], given["right"] - 0.5 * given["long"], rtol=1e-5)
+    raw = np.where(np.arange(ROWS) == 5, -np.inf, given["right"] - 0.5 * given["long"])
+    np.testing.assert_allclose(calls.rewards.raw[BATCH.step], raw, rtol=1e-5)
     assert calls.rewards.metrics()["rewards/long/mean"] != 0
+    np.testing.assert_array_equal(calls.rewards.parts[BATCH.step]["long"], given["long"])
+    # A reward that does not judge a row has it in no mean, and gives it 0; `right` judges a single row of the last.
+    given["long"][5] = 7.0
+    given["long"][[0, 2]], given["right"][[4, 5, 6]] = np.nan, np.nan
+    scores, expected = calls.score(), np.zeros(ROWS)
+    for name, own in given.items():
+        for group in (slice(0, 4), slice(4, 8)):
+            judged = own[group][~np.isnan(own[group])]
+            if len(judged) > 1:
+                normalised = (own[group] - judged.mean()) / (judged.std(ddof=1) + 1e-6)
+                expected[group] += weights[name] * np.nan_to_num(normalised)
+    np.testing.assert_allclose(scores, expected, rtol=2e-5, atol=1e-6)
+    metrics = calls.rewards.metrics()
+    assert (metrics["rewards/long/skipped"], metrics["rewards/right/skipped"]) == (2, 3)
+    assert metrics["rewards/right/mean"] == pytest.approx(np.nanmean(given["right"]))
     calls.rewards.close()
     tokens = TextPart(1.0, lambda *_, **__: Scored(np.ones(ROWS), token_scores=(np.ones(1),) * ROWS), "steps")
     calls = Calls(ScoreConfig(combine="normalise_then_sum"), samples=4, steps=tokens)
@@ -309,6 +325,9 @@ def test_weighted_sums():
     total = weighted_sum([(0.5, a), (0.25, b)], [3, 4])
     np.testing.assert_array_equal(total.scores, [3, -4])
     assert total.token_scores is None and total.extras == total.failures == {}
+    partly = Scored(np.array([np.nan, 4.0]))  # the first sample is not judged
+    np.testing.assert_array_equal(weighted_sum([(0.5, a), (2.0, partly)], [3, 4]).scores, [0.5, 9])
+    assert [list(row) for row in partly.by_token([2, 1])] == [[0, 0], [4]]
     # With scores of tokens, every part is conserved.
     tokens = Scored(np.array([3.0, 0.0, 5.0]), token_scores=(np.array([1.0, 2.0]), np.zeros(0), np.array([5.0])))
     whole = Scored(np.array([10.0, 20.0, 30.0]))
@@ -323,5 +342,9 @@ def test_metrics_leave_out_what_is_not_there():
     scored = Scored(np.array([1.0, 3.0]), extras={"a": np.array([np.nan, 4.0]), "b": np.full(2, np.nan)})
     assert scored.metrics("x") == {f"rewards/x/{k}": v for k, v in (("mean", 2), ("std", 1), ("a", 4), ("failures", 0))}
     assert Scored(np.zeros(0)).metrics("x") == {"rewards/x/failures": 0}
+    assert Scored(np.array([np.nan, 3.0])).metrics("x") == {
+        f"rewards/x/{k}": v for k, v in (("mean", 3), ("std", 0), ("skipped", 1), ("failures", 0))
+    }
+    assert Scored(np.full(2, np.nan)).metrics("x") == {"rewards/x/skipped": 2, "rewards/x/failures": 0}
     failed = Scored(np.zeros(2), failures={"hang": 2}).metrics("x")
     assert failed["rewards/x/failures"] == failed["rewards/x/failures/hang"] == 2

@@ -1,9 +1,11 @@
 """A dry run: adapters as rewards and costs, datasets that are not here, and the move of the last rows."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
@@ -75,6 +77,9 @@ def counted(completions, prompts, trainer_state, **columns):
         print(len(completions), prompts[0][0]["content"], completions[0][0]["content"], file=file)
     return [len(completion[0]["content"]) + done for completion in completions]
 
+def fussy(completions, question):
+    return [None if "more" in asked else 1.0 for asked in question]
+
 def single(completions):
     return [1.0]
 
@@ -98,28 +103,41 @@ def test_the_first_prompt_is_shown_and_each_reward_function_called_once_on_it(tm
         return code, *capsys.readouterr()
 
     code, text, _ = dry_run("counted")
+    assert re.search(r"^an epoch is [0-9.]+ iterations$", text, re.MULTILINE)
     (call,) = (tmp_path / "calls").read_text().splitlines()
     shown = text.split("the first prompt, as the model reads it:\n")[1].split("scores of 2 made-up answers (")[0]
     question, mark, answer = call.removeprefix("2 ").partition("? ")
     question += mark.strip()
     assert code == 0 and answer == {"How many?": "It is 12.", "How many more?": "3"}[question]
     assert f"<|im_start|>user\n  {question}<|im_end|>\n" in shown and shown.endswith("<|im_start|>assistant\n\n")
-    head = f"scores of 2 made-up answers ({answer!r}, 'This is answer 2.' ...), which show that functions work, and no "
-    assert f"{head}more:\n  reward mine: {len(answer)}, 17\n" in text
+    head = f"scores of 2 made-up answers ({answer!r}, 'This is answer 2.' ...) to 1 prompt(s), which show that "
+    assert f"{head}functions work, and no more:\n  reward mine: {len(answer)}, 17\n" in text
     assert "weights are not read here: a run reads them before it trains" in text and not (tmp_path / "runs").exists()
 
+    rows += [{"question": f"How many {kind}?", "answer": "3"} for kind in ("eggs", "more eggs", "hens", "more hens")]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    code, _, error = dry_run("fussy")
+    assert code == 2 and "set skip_none=true of reward 'mine' if it does not judge every sample, or set on" in error
+    code, text, _ = dry_run("fussy", skip_none=True)
+    (line,) = [line.partition(": ")[2] for line in text.splitlines() if line.startswith("  reward mine: ")]
+    assert code == 0 and len(line.split(", ")) >= 6 and {*line.split(", ")} == {"none", "1"}
+
     code, _, error = dry_run("single")
-    assert code == 2 and "reward 'mine' failed (length: returned 1 scores for 2 samples) on a call with 2" in error
+    assert code == 2 and "reward 'mine' failed (length: returned 1 scores for " in error
     assert "set on_failure of reward 'mine' to a score for such samples\n" in error  # there is nothing to resume
     code, _, error = dry_run("slow", deadline=1.0)
     assert code == 2 and "reward 'mine' failed (hang" in error
+    write_jsonl(tmp_path / "rows.jsonl", rows[:40])
     code, text, _ = dry_run("single", on_failure=-3)
     assert code == 0 and "  reward mine: -3, -3 (on_failure for failed ones: 2 length; the last: returned 1 sc" in text
 
 
 def test_the_first_text_is_shown_where_there_are_no_prompts(settings):
-    text = describe(build(Config, settings(stages=["sft"], rewards=[])))
+    given = settings(stages=["sft"], rewards=[])
+    text = describe(build(Config, given))
     assert "the first text to learn, as the model reads it:\n  <|im_start|>" in text
+    rows = len(Path(given["data"]["sft"]["path"]).read_text().splitlines()) - 8  # held out
+    assert f"an epoch of sft is {rows / 8:.4g} steps\n" in text
 
 
 def test_datasets_that_a_run_could_not_read_are_named(settings, monkeypatch):

@@ -35,6 +35,7 @@ from jrlhf.stages.evaluate import (
     evaluate,
     grade,
     grade_before,
+    scores_of,
     statistics,
     validate,
 )
@@ -78,6 +79,24 @@ def test_costs_are_measured_beside_the_score_and_are_no_part_of_it():
     assert summary["score"] == 4.0 and summary["items"] == {"exact": 2.0} and summary["failures"] == {"other": 2}
     assert summary["cost"] == 1.0 and summary["cost_standard_error"] == pytest.approx(0.5 / 3**0.5)
     assert "cost" not in grade(context(), PROMPTS, RESPONSES, rewards).summary()
+    assert scores_of(1, result.by_reward) == {}  # of a single reward
+
+
+def test_a_reward_that_does_not_judge_an_answer_is_in_no_mean_of_it():
+    def partly(samples, step, first=0) -> Scored:
+        return Scored(np.array([np.nan if sample.response.text == RESPONSES[1].text else 1.0 for sample in samples]))
+
+    never = lambda samples, *_, **__: Scored(np.full(len(samples), np.nan))  # noqa: E731
+    rewards = sum_of(exact=(2.0, words), partly=(0.5, partly), never=(1.0, never))
+    result = grade(context(), PROMPTS, RESPONSES, rewards)
+    np.testing.assert_array_equal(result.scores, [2.5, 6.0, 4.5])
+    assert result.summary()["items"] == {"exact": 2.0, "partly": 1.0}
+    assert scores_of(1, result.by_reward, "scores_after") == {
+        "scores_after": {"exact": 3.0, "partly": None, "never": None}
+    }
+    assert {key for key in statistics([result]) if "val-aux" in key} == {
+        f"val-aux/all/{name}/mean@1" for name in ("exact", "partly")
+    }
 
 
 def test_a_measure_of_the_task_has_costs_besides():
@@ -249,7 +268,7 @@ def answers(texts: list[str], lengths: list[int] | None = None, **parts: tuple[f
     weights = {name: weight for name, (weight, _) in parts.items()}
     total = sum((np.nan_to_num(weights[name] * items[name]) for name in parts), np.zeros(len(texts)))
     counts = lengths or [len(text) + 1 for text in texts]
-    responses = tuple(Response((1,) * n, text, n < 16) for text, n in zip(texts, counts, strict=True))
+    responses = tuple(Response(tuple(range(n)), text, n < 16) for text, n in zip(texts, counts, strict=True))
     return Graded("score", responses, ("",) * len(texts), total, items, None, weights=weights)
 
 
@@ -276,7 +295,15 @@ def test_a_policy_that_learnt_to_be_silent_is_no_gain(tmp_path):
     assert all(page.index(doubt) < page.index("Score, held out") for doubt in sentences)
     shown = [value for figure in results(record) for value in (*figure.values, figure.note)]
     assert not any(re.search(r"-0\.0+(?!\d)", text) for text in (page, *shown))
+    assert "14.8 standard errors" in page
+    summary["held_out"] = comparison | {"standard_error": comparison["standard_error"] / 2}
+    (tmp_path / "summary.json").write_bytes(to_json(summary))
+    assert "more than 20 standard errors" in render(read_run(tmp_path))  # 29.6 would be a false certainty
     assert "-1.0e-05" in page  # a value that is not zero has digits
+
+
+def one_token(graded: Graded, length: int) -> Graded:
+    return replace(graded, responses=tuple(replace(own, ids=(3,) * length) for own in graded.responses))
 
 
 HALF = [0.0, 1.0] * 5
@@ -323,6 +350,8 @@ DOUBTED = [  # before, after, words of each doubt
     (None, answers([*TEN[:2], *["same"] * 8], a=(1.0, HALF)), []),
     (None, answers([*TEN[:1], *["same"] * 9], a=(1.0, HALF)), ["9 of 10 held-out answers are one and the same text"]),
     (None, answers(TEN, [16] * 9 + [3], a=(1.0, HALF)), ["9 of 10 held-out answers are as long as they may be"]),
+    (None, one_token(answers(TEN, a=(1.0, HALF)), 8), []),
+    (None, one_token(answers(TEN, a=(1.0, HALF)), 9), ["10 of 10 held-out answers are one token again and again"]),
     (None, answers(TEN, [1] * 10, a=(1.0, HALF)), ["10 of 10 held-out answers are as short as they may be"]),
     (None, answers(["same"]), []),
     (None, answers(TEN, [16] * 8 + [1] * 2), []),
