@@ -376,9 +376,9 @@ def test_answers_are_as_short_as_they_may_be_also_if_that_is_set():
 
 def test_a_run_whose_groups_all_had_equal_scores_says_that_nothing_was_learned():
     graded = answers(TEN, [1] * 10)
-    (sentence,) = doubts(None, graded, SAMPLING, [1.0, 1.0])
+    *_, sentence = doubts(None, graded, SAMPLING, [1.0, 1.0])
     assert sentence == "all responses to a prompt had the same score, in all 2 iterations: nothing was learned"
-    assert not doubts(None, graded, SAMPLING, [1.0, 0.5])
+    assert sentence not in doubts(None, graded, SAMPLING, [1.0, 0.5])
 
 
 def test_a_run_has_finished_if_it_ended_with_this_config_and_still_has_what_it_left(tmp_path):
