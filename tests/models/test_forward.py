@@ -223,9 +223,9 @@ def test_bad_arguments_are_refused():
         jax.eval_shape(make_logprobs(EVERYTHING, mesh, TRAIN), shapes, jax.ShapeDtypeStruct((12, 8), jnp.int32))
     listed = {**shapes, "layers": [{}]}
     for layout, weights, dtype, message in (
-        (TRAIN, shapes, jnp.float32, "^tokens must be an array of integers, of rows and time$"),
-        (TRAIN, listed, jnp.int32, r"reshard them to param_shardings\(model, mesh, TRAIN\)$"),
-        (GENERATE, shapes, jnp.int32, r"reshard them to param_shardings\(model, mesh, GENERATE\)$"),
+        (TRAIN, shapes, jnp.float32, "^tokens must be an array of integers, of rows and time"),
+        (TRAIN, listed, jnp.int32, r"reshard them to param_shardings\(model, mesh, TRAIN\)"),
+        (GENERATE, shapes, jnp.int32, r"reshard them to param_shardings\(model, mesh, GENERATE\)"),
     ):
         for make in (make_logprobs, make_values):
             with pytest.raises((TypeError, ValueError), match=message):
