@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 
 from jrlhf.kernels.devices import target_platform, vary
 from jrlhf.kernels.row_sums import row_sums
-from jrlhf.meshes import AXES
+from jrlhf.meshes import AXES, GENERATE, Layout
 
 TENSOR = AXES[-1]
 
@@ -71,6 +71,15 @@ def _rows_backward(residuals: tuple[Array, Array], cotangent: Array) -> tuple[Ar
 
 
 _rows_of.defvjp(_rows_forward, _rows_backward)
+
+
+def check_inputs(layout: Layout, params: Any, tokens: Any, name: str = "tokens") -> None:
+    """Raises TypeError for tokens that are no rows of integers, ValueError for weights stored for another layout."""
+    if getattr(tokens, "ndim", 0) != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise TypeError(f"{name} must be an array of integers, of rows and time")
+    if isinstance(params.get("layers"), dict if layout == GENERATE else list):
+        here = f"param_shardings(model, mesh, {layout.name.upper()})"
+        raise ValueError(f"params are stored for another layout: reshard them to {here}")
 
 
 def check_rows(rows: int, mesh: Mesh | AbstractMesh, axes: Sequence[str], what: str) -> None:

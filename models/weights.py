@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
-from typing import Literal
+from typing import Literal, get_args
 
 from jrlhf.meshes import Layout
 from jrlhf.meshes.layout import axis_names
@@ -173,6 +173,8 @@ def weights(config: ModelConfig, head: HeadKind = "lm", tensor: int = 1) -> tupl
 
     If there are fewer key-value heads than `tensor`, they are not sharded: every device stores all and uses one.
     """
+    if head not in get_args(HeadKind):
+        raise ValueError(f"head={head!r} must be 'lm' or 'scalar'")
     check_tensor(config, tensor)
     switches = _switches(config, head)
     return tuple(_weight(config, row, tensor) for row in _ROWS if switches.issuperset(row.needs.split()))

@@ -106,7 +106,7 @@ def make_critic_step(
     An update's loss is the mean of `value_loss` over the minibatch's response tokens. pipeline: see `make_actor_step`.
 
     docs/metrics.md explains the metrics, which are means as in `make_actor_step`. critic/vf_explained_var is
-    1 - Var(returns - values) / (Var(returns) + 1e-5) of the values before the update (verl's definition).
+    1 - Var(returns - values) / (Var(returns) + 1e-5) of the values before the update (verl's), NaN of no token.
     """
     return make_step(critic_update(value_fn, optimizer, config, pipeline is not None), pipeline)
 
@@ -134,6 +134,9 @@ def make_ppo_step(
     `target_kl` stops the actor only. `sums_fn` and the texts of `config.ptx_coef` are the actor's, as in
     `make_actor_step`. Metrics are those of both steps and, if the experience has a reference, objective/kl (the
     controller's input) and objective/kl_coef (the coefficient before the update).
+
+    Raises TypeError for arguments of another class, and ValueError when first called with rows that do not divide, with
+    another config's experience, or if a function returns another shape.
     """
     update_actor = actor_update(logprob_fn, actor_optimizer, config, sums_fn)
     update_critic = critic_update(value_fn, critic_optimizer, config)
@@ -185,7 +188,8 @@ def critic_update(
             loss_fn, optimizer, config, state, batch, Partial(CriticRows), frozen, names=names, staged=staged
         )
         metrics = {f"critic/{name}": value for name, value in run.means.items()}
-        metrics["critic/vf_explained_var"] = 1 - unexplained / (masked_variance(returns, mask) + 1e-5)
+        explained = 1 - unexplained / (masked_variance(returns, mask) + 1e-5)
+        metrics["critic/vf_explained_var"] = jnp.where(jnp.sum(mask) > 0, explained, jnp.nan)
         counts = {f"critic/{name}": run.counts[name] for name in ("skipped_updates", "nonfinite_updates")}
         return state, metrics | counts
 

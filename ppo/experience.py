@@ -16,10 +16,12 @@ Shared arguments:
     old_logprobs: log-probs under the actor before its update, read at response tokens only, like all [B, T] arrays.
         They may be None unless `config.old_logprobs` is "recompute": then those of the rollout are used.
     ref_logprobs: log-probs under the reference; they may be None where `config.needs_reference` is False.
-    kl_coef: beta, the coefficient of the KL controller. If the KL is in the loss, the experience carries it there.
-All functions raise ValueError for arrays whose shapes do not fit, and for None where the config needs an array, and
-TypeError for arguments of another class, such as another algorithm's config. On a mesh with Explicit axes, under
-`jax.set_mesh`, all arrays get their rows divided as those of `rollout.tokens`.
+    kl_coef: beta now, the coefficient of the KL controller. If the KL is in the loss, the experience carries it there.
+        `config.kl_coef` only says whether there is a KL, and so a reference.
+All functions raise ValueError for arrays that do not fit or are None where the config needs them, and, outside of
+`jax.jit`, for lengths that exceed a row and a positive kl_coef without effect; TypeError for arguments of another class
+or dtype, such as another algorithm's config. On a mesh with Explicit axes, under `jax.set_mesh`, all arrays get their
+rows divided as those of `rollout.tokens`.
 
 With `config.corrections` the experience has weights of the policy loss, `off_policy.importance_weights` of pi_old /
 pi_rollout, for a rollout whose numbers or weights differ from the trainer's (verl's rollout_correction). A token or row
@@ -34,8 +36,11 @@ whitening would carry its NaN to every other row.
 """
 
 from dataclasses import fields, replace
+from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
 from jrlhf.meshes.rows import divided_like
@@ -64,7 +69,9 @@ def make_group_experience(
     Row = prompt * samples + sample; the rows must be a multiple of `config.samples`.
 
     scores: one per row or per token. old_logprobs: under the actor before its update; None: the rollout's.
-    ref_logprobs: under the reference; None without a KL penalty. kl_coef: the KL penalty's coefficient.
+    ref_logprobs: under the reference; None without a KL penalty. kl_coef: its coefficient now, as in `make_experience`.
+
+    Raises ValueError for arrays that do not fit or a kl_coef without effect; TypeError for another class or dtype.
 
     `help(jrlhf.ppo.experience)` has the formulas.
     """
@@ -182,18 +189,21 @@ def rewarded(
     """
     check_class("rollout", rollout, Rollout)
     check_class("config", config, PolicyConfig)
-    if getattr(rollout.tokens, "ndim", 0) != 2 or not jnp.issubdtype(rollout.tokens.dtype, jnp.integer):
-        raise TypeError("rollout.tokens must be an array [B, T] of integers")
+    _check_rows(rollout)
     rows, time = rollout.tokens.shape
-    fields_of_rows = ("prompt_lengths", "response_lengths", "finished")
-    check_shapes((rows,), **{f"rollout.{name}": getattr(rollout, name) for name in fields_of_rows})
     if config.old_logprobs != "recompute":
         old_logprobs = rollout.logprobs
     if old_logprobs is None:
         raise ValueError(f"old_logprobs=None: they are needed with config.old_logprobs={config.old_logprobs!r}")
     if ref_logprobs is None and config.needs_reference:
-        raise ValueError(f"ref_logprobs=None: they are needed with config.kl_coef={config.kl_coef:g}")
+        raise ValueError(f"ref_logprobs=None: config.kl_coef={config.kl_coef:g} needs them, whatever kl_coef is passed")
+    unused = not config.needs_reference and (ref_logprobs is None or config.kl_in == "loss")
+    if unused and _readable(kl_coef) and float(kl_coef) > 0:
+        raise ValueError(f"kl_coef={float(kl_coef):g} has no effect with config.kl_coef=0: set both, or pass 0")
     arrays = {"rollout.logprobs": rollout.logprobs, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
+    for name, x in arrays.items():
+        if getattr(x, "shape", None) == (time,):
+            raise ValueError(f"{name} has shape {x.shape}, that of one row: a logprob_fn must return a pair of [B, T]")
     check_shapes((rows, time), **arrays)
 
     mask = divided_like(rollout.tokens, response_mask(rollout.prompt_lengths, rollout.response_lengths, time))
@@ -234,9 +244,33 @@ def rewarded(
     )
 
 
+def _check_rows(rollout: Rollout) -> None:
+    """Raises TypeError or ValueError for arrays of another shape or dtype, and for lengths that are no row's."""
+    if getattr(rollout.tokens, "ndim", 0) != 2 or not jnp.issubdtype(rollout.tokens.dtype, jnp.integer):
+        raise TypeError("rollout.tokens must be an array [B, T] of integers")
+    rows, time = rollout.tokens.shape
+    kinds = {"prompt_lengths": jnp.integer, "response_lengths": jnp.integer, "finished": jnp.bool_}
+    for name, kind in kinds.items():
+        x = getattr(rollout, name)
+        check_shapes((rows,), **{f"rollout.{name}": x})
+        if not jnp.issubdtype(x.dtype, kind):
+            raise TypeError(f"rollout.{name} has dtype {x.dtype}, but must be {kind.__name__.strip('_')}")
+    lengths = rollout.prompt_lengths, rollout.response_lengths
+    if all(map(_readable, lengths)):
+        prompts, responses = map(np.asarray, lengths)
+        for row in np.flatnonzero((prompts < 1) | (responses < 0) | (prompts + responses > time)):
+            given = f"rollout.prompt_lengths[{row}]={prompts[row]} and response_lengths[{row}]={responses[row]}"
+            raise ValueError(f"{given} must be at least 1 and at least 0, together at most T={time}")
+
+
+def _readable(x: Any) -> bool:
+    """Whether the numbers of an array can be read here: it is not traced, nor in other processes."""
+    return not isinstance(x, Tracer) and getattr(x, "is_fully_addressable", True)
+
+
 def _placed(scores: Array, mask: Bool[Array, "B T"]) -> tuple[Float[Array, "B T"], Float[Array, "B"]]:
     """Returns the scores at the tokens where they count [B, T], and their sum for each response [B]."""
-    check_shapes(mask.shape[:1] if jnp.ndim(scores) < 2 else mask.shape, scores=scores)
+    check_shapes(mask.shape[:1], mask.shape, scores=scores)
     scores = divided_like(mask, scores.astype(jnp.float32))
     if scores.ndim < 2:
         return jnp.where(last_token_mask(mask), scores[:, None], 0), scores

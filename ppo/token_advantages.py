@@ -94,11 +94,15 @@ def make_experience(
     """PPO's experience: advantages and returns by `gae` from a critic.
 
     scores: one per row or per token. old_logprobs: under the actor before its update; None: the rollout's.
-    ref_logprobs: under the reference; None without a KL penalty. kl_coef: the KL penalty's coefficient.
+    ref_logprobs: under the reference; None without a KL penalty. kl_coef: its coefficient now, of the controller;
+        `config.kl_coef` only says whether there is a penalty.
     values: the critic's values, [B, T] or [B, T+1], as `make_values` returns them; `[:, t]` is V before the token at t.
     bootstrap_values: V after each row's last token, read in rows cut off. None: they are among [B, T+1] values;
         `truncation="bootstrap"` needs one or the other.
 
+    Raises ValueError for arrays that do not fit or a kl_coef without effect; TypeError for another class or dtype.
+
+    A row whose score is not finite is excluded; critic/score/nonfinite of `experience_metrics` counts them.
     `help(jrlhf.ppo.experience)` has the formulas.
     """
     check_class("config", config, PPOConfig)

@@ -29,9 +29,9 @@ class Rollout:
     """Prompts with the responses that the behaviour policy sampled: B rows of T tokens, right-padded, without a gap.
 
     prompt_lengths, response_lengths: numbers of tokens, at least 1 and at least 0, together at most T, which is not
-    checked; a response includes its end-of-sequence token. logprobs: those of the behaviour policy when it drew the
-    token; read at response tokens only. finished: False if the length limit
-    cut the response. version: version of the weights. versions: of the weights per token; None: `version` everywhere.
+    checked under `jax.jit`; a response includes its end-of-sequence token. logprobs: those of the behaviour policy when
+    it drew the token; read at response tokens only. finished: False if the length limit cut the response.
+    version: version of the weights. versions: of the weights per token; None: `version` everywhere.
     """
 
     tokens: Int[Array, "B T"]
@@ -134,13 +134,14 @@ def check_class(name: str, value: Any, *classes: type) -> None:
         raise TypeError(f"{name} is of class {type(value).__name__}, but must be of class {wanted}")
 
 
-def check_shapes(shape: tuple[int, ...], **arrays: Any) -> None:
-    """Raises TypeError or ValueError, with its name, for an array that has another shape. None is no array."""
+def check_shapes(*shapes: tuple[int, ...], **arrays: Any) -> None:
+    """Raises TypeError or ValueError, with its name, for an array of none of these shapes. None is no array."""
+    wanted = " or ".join(map(str, shapes))
     for name, x in arrays.items():
         if x is not None and not hasattr(x, "shape"):
-            raise TypeError(f"{name} is of class {type(x).__name__}, but must be an array of shape {shape}")
-        if x is not None and x.shape != shape:
-            raise ValueError(f"{name} has shape {x.shape}, but the rows ask for {shape}")
+            raise TypeError(f"{name} is of class {type(x).__name__}, but must be an array of shape {wanted}")
+        if x is not None and x.shape not in shapes:
+            raise ValueError(f"{name} has shape {x.shape}, but the rows ask for {wanted}")
 
 
 def before_tokens(tokens: Int[Array, "B T"], values: Any) -> Any:

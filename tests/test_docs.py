@@ -141,7 +141,8 @@ def test_the_example_of_a_page_of_reference_computes_what_its_comments_say(page:
         moved = names["state"].params["logits"]  # from 0
         assert float(moved[2:, 3].sum()) > 0 == float(abs(moved[:2]).max())  # responses have more of what is rewarded
     elif page == "models.md":
-        assert names["logprobs"].shape == (2, 8)
+        drawn = names["drawn"]
+        assert names["logprobs"].shape == (2, 8) and drawn.tokens.shape == drawn.logprobs.shape == (4, 8)
     elif page == "meshes.md":
         np.testing.assert_array_equal(names["array"], np.arange(64.0).reshape(8, 8))
     else:

@@ -273,7 +273,7 @@ class ChunkedRollouts:
     ) -> Generation:
         programs, decoder = self._programs, self._programs.decoder
         params, adapter, (prompts, prompt_lengths, row_keys) = split_arguments(arguments, decoder.lora)
-        decoder.check(prompts, len(row_keys))
+        decoder.check(params, prompts, row_keys)
         (count, width), limit = prompts.shape, decoder.sampling.max_new_tokens
         sizes = {"groups": programs.groups, "tensor": programs.tensor, "width": width, "limit": limit}
         slots = min(self._schedule.slots or len(row_keys), len(row_keys))

@@ -28,7 +28,7 @@ from jrlhf.models.attention import (
     prefilled_cache,
     transposes_keys,
 )
-from jrlhf.models.collectives import TENSOR, check_rows, lookup, total
+from jrlhf.models.collectives import TENSOR, check_inputs, check_rows, lookup, total
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.flash import AttentionImplementation
 from jrlhf.models.generation.sampling import SamplingConfig, is_stop, sample
@@ -123,12 +123,14 @@ class Decoder:
 
     # ---- at the border: global arrays
 
-    def check(self, prompts: Int[Array, "U P"], keys: int) -> None:
-        """Raises a ValueError if the rows do not divide over the mesh, or do not fit the keys or the positions."""
+    def check(self, params: Params, prompts: Int[Array, "U P"], row_keys: PRNGKeyArray) -> None:
+        """Raises as `check_inputs`, and ValueError if rows do not divide over the mesh or fit keys or positions."""
+        check_inputs(GENERATE, params, prompts, "prompts")
         (count, length), rows, limit = prompts.shape, prompts.shape[0] * self.samples, self.sampling.max_new_tokens
-        if keys != rows:
+        if row_keys.shape[:1] != (rows,):
+            keys = row_keys.shape[0] if row_keys.ndim else "a single one: use jax.random.split"
             raise ValueError(f"{count} prompts with {self.samples} samples each need {rows} keys, not {keys}")
-        check_rows(keys, self.mesh, AXES, "generation")
+        check_rows(rows, self.mesh, AXES, "generation")
         check_rows(count, self.mesh, GENERATE.batch, "prompts")
         if length + limit > self.config.max_positions:
             raise ValueError(

@@ -45,7 +45,7 @@ def make_generate(
         tokens are drawn from exactly the distribution that `make_logprobs` scores.
 
     The rows of the result are divided over all mesh axes. The function is not jitted. It raises ValueError for a batch
-    that does not divide over the mesh, or is longer than the model's positions.
+    that does not divide over the mesh, or is longer than the model's positions, and for weights of another layout.
     """
     return _whole_rollouts(Decoder(config, mesh, sampling, samples, dtype, attention, lora))
 
@@ -67,7 +67,7 @@ def _whole_rollouts(decoder: Decoder) -> Callable[..., Generation]:
 
     def generate(*arguments: Any) -> Generation:
         params, adapter, (prompts, prompt_lengths, row_keys) = split_arguments(arguments, decoder.lora)
-        decoder.check(prompts, len(row_keys))
+        decoder.check(params, prompts, row_keys)
         prompts, prompt_lengths = (place(x, decoder.mesh, SHARED) for x in (prompts, prompt_lengths))
         return mapped(params, adapter, prompts, prompt_lengths, place(row_keys, decoder.mesh, OWN))
 

@@ -54,7 +54,13 @@ def load_hf(
         table.
 
     Returns what config.json says, and the weights. Padding rows of vocabulary tables are zero.
+
+    Raises FileNotFoundError if files are missing, and ValueError for an unknown head or dtype, a model that is not
+    supported or does not fit on the mesh, and tensors that config.json does not describe or that are not finite.
     """
+    name = getattr(dtype, "__name__", str(dtype))
+    if name not in ("None", "float64", "float32", "bfloat16", "float16"):
+        raise ValueError(f"dtype={name!r} must be None or one of floats, such as 'float32' or 'bfloat16'")
     config, source = _inspect(Path(directory), head, config, keep_head=keep_head)
     shardings = param_shardings(config.model, mesh, layout, head)
     done = 0

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from benchmarks.hlo import collectives
-from jrlhf.meshes import AXES, TRAIN, TRAIN_TP, make_mesh
+from jrlhf.meshes import AXES, GENERATE, TRAIN, TRAIN_TP, make_mesh
 from jrlhf.models import PRESETS, ModelConfig, init_lm, make_logprobs, make_scores, make_values, param_shardings
 from jrlhf.models.modules import Norm
 from tests.models.shared import (
@@ -221,5 +221,14 @@ def test_bad_arguments_are_refused():
             make_logprobs(EVERYTHING, mesh, TRAIN, temperature=temperature)
     with pytest.raises(ValueError, match=r"train layout: a batch of 12 rows .* over 8 devices .*data=2 \* fsdp=2"):
         jax.eval_shape(make_logprobs(EVERYTHING, mesh, TRAIN), shapes, jax.ShapeDtypeStruct((12, 8), jnp.int32))
+    listed = {**shapes, "layers": [{}]}
+    for layout, weights, dtype, message in (
+        (TRAIN, shapes, jnp.float32, "^tokens must be an array of integers, of rows and time"),
+        (TRAIN, listed, jnp.int32, r"reshard them to param_shardings\(model, mesh, TRAIN\)"),
+        (GENERATE, shapes, jnp.int32, r"reshard them to param_shardings\(model, mesh, GENERATE\)"),
+    ):
+        for make in (make_logprobs, make_values):
+            with pytest.raises((TypeError, ValueError), match=message):
+                jax.eval_shape(make(EVERYTHING, mesh, layout), weights, jax.ShapeDtypeStruct((16, 8), dtype))
     with pytest.raises(ValueError, match="65 tokens a row exceed the model's max_positions=64"):
         jax.eval_shape(make_logprobs(EVERYTHING, mesh, TRAIN_TP), shapes, jax.ShapeDtypeStruct((12, 65), jnp.int32))

@@ -123,13 +123,26 @@ def test_groups_with_equal_scores_are_dropped_and_the_others_stay():
 def test_arguments_that_do_not_fit_are_named():
     rollout, (scores, old, ref, values), after = inputs()
     short = replace(rollout, logprobs=rollout.logprobs[:, 1:])
-    cut, wide = PPOConfig(truncation="bootstrap"), jnp.pad(values, ((0, 0), (0, 1)))
+    cut, wide = PPOConfig(truncation="bootstrap"), jnp.pad(values, ((0, 0), (0, 2)))
     late = {"config": cut, "bootstrap_values": after[:, None]}
     column = replace(rollout, prompt_lengths=rollout.prompt_lengths[:, None])
     listed = replace(rollout, tokens=rollout.tokens.tolist())
+    own = {"config": PPOConfig(old_logprobs="recompute")}
+
+    def lengths(prompt, response):
+        return replace(rollout, prompt_lengths=jnp.full(ROWS, prompt), response_lengths=jnp.full(ROWS, response))
+
     for arguments, options, message in [
-        ((rollout, scores, old, ref, wide), {}, r"values has shape \(6, 11\), .* \(6, 10\)"),
+        ((rollout, scores, old, ref, wide), {}, r"values has shape \(6, 12\), .* \(6, 10\)"),
         ((rollout, scores[:5], old, ref, values), {}, r"scores has shape \(5,\)"),
+        ((rollout, scores[:, None], old, ref, values), {}, r"scores has shape \(6, 1\), .* \(6,\) or \(6, 10\)$"),
+        ((rollout, scores, old[0], ref, values), own, r"old_logprobs .* \(10,\), that of one row: .* return a pair"),
+        ((lengths(6, 4.0), scores, old, ref, values), {}, "response_lengths has dtype float32, .* integer$"),
+        ((lengths(6.0, 4), scores, old, ref, values), {}, "prompt_lengths has dtype float32, .* integer$"),
+        ((lengths(6, 5), scores, old, ref, values), {}, r"prompt_lengths\[0\]=6 .*=5 .* at most T=10$"),
+        ((lengths(0, 5), scores, old, ref, values), {}, r"rollout.prompt_lengths\[0\]=0 and .* at least 1"),
+        ((lengths(6, -1), scores, old, ref, values), {}, r"response_lengths\[0\]=-1 .* at least 0"),
+        ((replace(rollout, finished=scores), scores, old, ref, values), {}, "finished has dtype float32, .* bool$"),
         ((rollout, jnp.zeros((ROWS, TIME - 1)), old, ref, values), {}, r"scores has shape \(6, 9\), .* \(6, 10\)"),
         ((short, scores, old, ref, values), {}, r"rollout.logprobs has shape \(6, 9\), .* \(6, 10\)"),
         ((rollout, scores, old, ref, values), late, r"bootstrap_values has shape \(6, 1\), .* \(6,\)"),
@@ -151,6 +164,22 @@ def test_arguments_that_do_not_fit_are_named():
     for make in (make_group_experience, make_return_experience):
         with pytest.raises(TypeError, match="config is of class PPOConfig"):
             make(rollout, scores, old, ref, config=PPOConfig(), kl_coef=0.1)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_coefficient_that_would_have_no_effect_is_refused_where_it_can_be_read():
+    rollout, (scores, old, ref, values), _ = inputs()
+    make = partial(make_experience, rollout, scores, old, values=values)
+    none, in_loss = PPOConfig(kl_coef=0.0), PPOConfig(kl_coef=0.0, kl_in="loss", kl_estimator="k3")
+    for coefficient in (0.5, jnp.array(0.5)):
+        for config, given in ((none, None), (in_loss, ref)):
+            with pytest.raises(ValueError, match=r"^kl_coef=0.5 has no effect with config.kl_coef=0: set both"):
+                make(ref_logprobs=given, config=config, kl_coef=coefficient)
+            make(ref_logprobs=given, config=config, kl_coef=0.0)
+    with pytest.raises(ValueError, match=r"config.kl_coef=0.05 needs them, whatever kl_coef is passed$"):
+        make(ref_logprobs=None, config=PPOConfig(kl_coef=0.05), kl_coef=0.0)
+    present, absent = (make(ref_logprobs=ref, config=none, kl_coef=coefficient).rewards for coefficient in (0.5, 0.0))
+    assert np.any(present != absent)
+    compiled(rollout, scores, old, None, values, config=none, kl_coef=0.5)  # traced: not read
 
 
 def test_advantages_are_whitened_over_all_response_tokens_and_returns_are_not():

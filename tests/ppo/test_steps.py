@@ -245,6 +245,14 @@ def test_early_stop_applies_nothing_from_the_update_that_goes_too_far(toy):
     assert (metrics["actor/skipped_updates"], metrics["actor/stopped_updates"]) == (6, 0)
 
 
+def test_no_share_of_the_variance_of_no_returns_is_explained(toy):
+    experience = toy.experience(ROWS, TIME)
+    nothing = replace(experience, response_mask=jnp.zeros_like(experience.response_mask))
+    _, metrics = make_critic_step(toy.values, OPTIMIZER, PPOConfig())(fresh_state(toy).critic, nothing)
+    assert np.isnan(metrics["critic/vf_explained_var"]) and np.isnan(metrics["critic/vf_loss"])
+    assert (metrics["critic/skipped_updates"], metrics["critic/nonfinite_updates"]) == (1, 0)
+
+
 def test_shuffles_differ_between_epochs_calls_and_seeds():
     cases = ((CONFIG, 0), (CONFIG, 1), (replace(CONFIG, seed=2), 0))
     draws = {tuple(drawn_rows(config, step, update)) for config, step in cases for update in (0, CONFIG.minibatches)}

@@ -179,14 +179,28 @@ def test_families_draw_with_the_log_probabilities_of_the_plain_decoder(reference
 def test_what_does_not_fit_is_refused():
     mesh = make_mesh(2, 2, 2)
     shapes = jax.eval_shape(partial(init_lm, CONFIG), jax.random.key(0))
-    shapes = jax.eval_shape(unstacked, shapes)
+    listed = jax.eval_shape(unstacked, shapes)
 
     def trace(sampling, rows, width):
         run = make_generate(CONFIG, mesh, sampling)
         tokens = jax.ShapeDtypeStruct((rows, width), jnp.int32)
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
-        jax.eval_shape(run, shapes, tokens, jax.ShapeDtypeStruct((rows,), jnp.int32), keys)
+        jax.eval_shape(run, listed, tokens, jax.ShapeDtypeStruct((rows,), jnp.int32), keys)
 
+    tokens, keys = jnp.ones((8, 6), jnp.int32), row_keys(8)
+    for weights, prompts, key, message in (
+        (listed, tokens.astype(jnp.float32), keys, "^prompts must be an array of integers, of rows and time$"),
+        (listed, tokens[0], keys, "^prompts must be an array of integers"),
+        (listed, tokens, keys[0], "8 prompts with 1 samples each need 8 keys, not a single one: use jax.random"),
+        (
+            shapes,
+            tokens,
+            keys,
+            r"params are .*: reshard them to param_shardings\(model, mesh, GENERATE\)$",
+        ),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            make_generate(CONFIG, mesh, SamplingConfig(4))(weights, prompts, jnp.full(8, 6), key)
     with pytest.raises(ValueError, match="stop id 150 is outside the vocabulary of 150 tokens"):
         make_generate(CONFIG, mesh, SamplingConfig(4, stop_ids=(150,)))
     with pytest.raises(ValueError, match=r"generation: a batch of 12 rows .* 8 devices .*: use a multiple of 8"):

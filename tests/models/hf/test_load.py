@@ -321,6 +321,15 @@ def test_a_config_read_before_may_be_changed(whole, mesh):
         load_hf(whole, odd)
 
 
+def test_unknown_arguments_are_named(whole, mesh):
+    unknown: Any = "value"
+    with pytest.raises(ValueError, match="^head='value' must be 'lm' or 'scalar'$"):
+        load_hf(whole, mesh, head=unknown)
+    for dtype in ("bf16", jnp.int8):
+        with pytest.raises(ValueError, match="^dtype='(bf16|int8)' must be None or one of floats, such as"):
+            load_hf(whole, mesh, dtype=dtype)
+
+
 # ---- memory and processes
 
 _MEASURE = """
