@@ -102,7 +102,8 @@ def alike(word: str, names: Iterable[str], otherwise: str) -> str:
     Of equally similar names it is the first.
     """
     names = list(names)
-    near = [name for name in names if name in get_close_matches(word, names)]
+    matches = get_close_matches(word, names)
+    near = [name for name in names if name in matches]
     best = max(near, key=lambda name: SequenceMatcher(None, name, word).ratio(), default="")
     return f"did you mean {best}?" if near else otherwise
 

@@ -68,9 +68,9 @@ def simulate_devices(count: int) -> None:
 
     Raises RuntimeError if JAX has already started, which the first array or the first look at its devices does.
     """
-    prepare_simulated(count)
+    jax.config.update("jax_num_cpu_devices", count)  # first, because it raises
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", count)
+    prepare_simulated(count)
 
 
 def prepare_simulated(count: int) -> None:

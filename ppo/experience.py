@@ -252,6 +252,8 @@ def _check_rows(rollout: Rollout) -> None:
     kinds = {"prompt_lengths": jnp.integer, "response_lengths": jnp.integer, "finished": jnp.bool_}
     for name, kind in kinds.items():
         x = getattr(rollout, name)
+        if x is None:  # which `check_shapes` takes for an array that is not needed
+            raise TypeError(f"rollout.{name}=None: it must be an array [B]")
         check_shapes((rows,), **{f"rollout.{name}": x})
         if not jnp.issubdtype(x.dtype, kind):
             raise TypeError(f"rollout.{name} has dtype {x.dtype}, but must be {kind.__name__.strip('_')}")

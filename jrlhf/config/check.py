@@ -133,6 +133,8 @@ def _stages(config: Config) -> Iterator[str]:
         yield "stage safe_rlhf has nothing to keep below safe_rlhf.algorithm.cost_limit: give costs"
     if config.algorithm not in ("safe_rlhf", None) and config.costs:
         yield "costs have no effect without stage safe_rlhf: leave them out, or make them rewards"
+    if skipping := [part.name for part in config.costs if part.skip_none]:
+        yield f"skip_none of the cost {skipping[0]}: it would be 0 in the mean that cost_limit bounds, leave it out"
     for section in ("rewards", "costs"):
         parts = getattr(config, section)
         names = [part.name for part in parts]

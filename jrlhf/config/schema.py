@@ -301,7 +301,7 @@ class RewardConfig(Section):
     in_process: bool = field(default=False, metadata=_FUNCTION)
     # The score used when a function or a model fails to give one; null: a failure ends the run.
     on_failure: float | None = checked(None, lambda value: abs(value) < 3.4e38, "finite in float32")
-    # A function's None for one response means that it does not judge it: it adds 0 to the sum, and is in no statistic.
+    # A function's None for one response: it does not judge it, adds 0 to the sum, and is in no mean of the reward.
     skip_none: bool = field(default=False, metadata=_FUNCTION)
     options: Mapping[str, Any] = field(default_factory=dict, metadata=_FUNCTION)  # a function's further arguments
     # {parameter of the function: column of the dataset}, where the two names differ.

@@ -136,8 +136,8 @@ def stuck_rows(workload: Workload, call: Call, placement: Placement) -> str | No
 def _undivided(key: str, rows: int, divisor: int, over: str, parts: int) -> str:
     """Returns a sentence on rows that `divisor` does not divide. parts: the micro-batches in it, which may be fewer."""
     fewer = next((some for some in range(parts - 1, 0, -1) if rows % (divisor // parts * some) == 0), None)
-    rollouts = key.endswith(".rollout_batch")  # `parts` > 1 only for rows of a stage
-    section = key.removeprefix("2 x ").partition(".")[0] + (".algorithm" if rollouts else "")
+    stage = key.removeprefix("2 x ").partition(".")[0]  # `parts` > 1 only for rows of a stage
+    section = stage if stage in ("sft", "reward_model") else f"{stage}.algorithm"
     other = "" if fewer is None else f", or take {section}.micro_batches={fewer}"
     return f"{key}={rows} does not divide over {over}: choose a multiple of {divisor}{other}"
 

@@ -34,6 +34,7 @@ from jrlhf.run.clock import Clock
 from jrlhf.run.processes import from_main, is_main
 
 Metrics = dict[str, float | Array]
+_TELLING = 8  # samples; of fewer, such as the last ones of an evaluation, most may fail by chance
 _COUNT = re.compile("/failures|/skipped$")  # in the names of metrics that are counts
 TRAINED = "reward_model"  # the name of the reward model that the run itself trains
 
@@ -306,7 +307,7 @@ class Rewards:
         """Returns the weighted sum, and the scores of the parts in the order of the config."""
         for name, part in scored.items():
             failed, kinds = sum(part.failures.values()), ", ".join(part.failures)
-            if 2 * failed > len(samples) and name not in self._broken:
+            if 2 * failed > len(samples) >= _TELLING and name not in self._broken:
                 self._broken.add(name)
                 last = f"; the last: {part.last_failure}" if part.last_failure else ""
                 self._warn(

@@ -183,7 +183,7 @@ def _module_of(path: str, source: bytes) -> ModuleType:
 
 def explain(error: BaseException) -> str:
     """Returns the message of an exception, and its last frame outside of this folder."""
-    if isinstance(error, SyntaxError) and error.filename:
+    if isinstance(error, SyntaxError) and os.path.isfile(error.filename or ""):  # not of a text that a function reads
         return printable(f"{error.filename}, line {error.lineno}: {error.msg}")
     try:
         text = "".join(traceback.format_exception_only(error)).strip()

@@ -225,7 +225,11 @@ def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
 
 def markdown_table(samples: Sequence[Mapping[str, object]]) -> str:
     """Writes samples as a Markdown table for TensorBoard. Texts are escaped, so that they stay in their cells."""
-    names = [name for name in samples[0] if name not in ("stage", "step", "kind")]
+    names = [
+        name
+        for name, value in samples[0].items()
+        if name not in ("stage", "step", "kind") and not isinstance(value, Mapping)
+    ]
 
     def cell(value: object) -> str:
         text = f"{value:.4g}" if isinstance(value, float) else html.escape(clean(str(value)), quote=False)

@@ -228,7 +228,8 @@ def _epochs(config: Config, task: Task) -> Iterator[str]:
     if task.sft is not None and "sft" in config.stages:
         yield f"an epoch of sft is {task.sft.count / config.sft.batch:.4g} steps"
     if task.prompts is not None:
-        yield f"an epoch is {len(task.prompts.ids) * config.samples / config.rl.rollout_batch:.4g} iterations"
+        most = "at most " if config.algorithm == "dapo" else ""  # which may draw several batches in an iteration
+        yield f"an epoch is {most}{len(task.prompts.ids) * config.samples / config.rl.rollout_batch:.4g} iterations"
 
 
 def _first_text(task: Task) -> list[str]:

@@ -250,6 +250,8 @@ def doubts(before: Graded | None, after: Graded, sampling: SamplingConfig, equal
     for name, weight in after.weights.items():
         scores = np.stack([first.items[name], after.items[name]])
         scores = scores[:, np.isfinite(scores).all(axis=0)]
+        if count > 1 and np.isnan(after.items[name]).all():
+            lines.append(f"the reward {name} judges no held-out answer (skip_none)")
         if weight == 0 or scores.shape[1] < 2 or name in broken:
             continue
         change, (old, new) = weight * (scores[1] - scores[0]), map(decimals, scores.mean(axis=1))
@@ -273,7 +275,8 @@ def doubts(before: Graded | None, after: Graded, sampling: SamplingConfig, equal
             lines.append(f"{answers} of {count} held-out answers {clause}")
     if min(equal, default=0.0) == 1:
         lines.append(
-            f"all responses to a prompt had the same score, in all {len(equal)} iterations: nothing was learned"
+            f"the scores taught nothing: in all {len(equal)} iterations no prompt had counted responses with different "
+            "scores"
         )
     return lines
 

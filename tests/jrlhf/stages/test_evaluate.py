@@ -346,7 +346,11 @@ DOUBTED = [  # before, after, words of each doubt
         replace(answers(TEN, a=(1.0, [1.0] * 10)), failures={"a": 5}),
         ["the reward a is 1.000 for every held-out answer"],
     ),
-    (answers(TEN, a=(1.0, [np.nan, *HALF[1:]])), answers(TEN, a=(1.0, [np.nan] * 10)), []),
+    (
+        answers(TEN, a=(1.0, [np.nan, *HALF[1:]])),
+        answers(TEN, a=(1.0, [np.nan] * 10)),
+        ["the reward a judges no held-out answer (skip_none)"],
+    ),
     (None, answers([*TEN[:2], *["same"] * 8], a=(1.0, HALF)), []),
     (None, answers([*TEN[:1], *["same"] * 9], a=(1.0, HALF)), ["9 of 10 held-out answers are one and the same text"]),
     (None, answers(TEN, [16] * 9 + [3], a=(1.0, HALF)), ["9 of 10 held-out answers are as long as they may be"]),
@@ -377,7 +381,9 @@ def test_answers_are_as_short_as_they_may_be_also_if_that_is_set():
 def test_a_run_whose_groups_all_had_equal_scores_says_that_nothing_was_learned():
     graded = answers(TEN, [1] * 10)
     *_, sentence = doubts(None, graded, SAMPLING, [1.0, 1.0])
-    assert sentence == "all responses to a prompt had the same score, in all 2 iterations: nothing was learned"
+    assert sentence == (
+        "the scores taught nothing: in all 2 iterations no prompt had counted responses with different scores"
+    )
     assert sentence not in doubts(None, graded, SAMPLING, [1.0, 0.5])
 
 
