@@ -113,8 +113,8 @@ class ShardedForward:
             trained = params if lora is None else adapter
             inputs = {"hidden": trained["hidden"]} if "hidden" in trained else {}
             adapter = {name: adapter[name] for name in adapter_specs if name in adapter}
-            check_inputs(self.layout, params, batch[0])
             params, stored = self.stored(params)
+            check_inputs(self.layout, params, batch[0])
             count, length = batch[0].shape
             check_rows(count, self.mesh, self.layout.batch, f"{self.layout.name} layout")
             if length > self.config.max_positions:

@@ -198,7 +198,7 @@ def rewarded(
     if ref_logprobs is None and config.needs_reference:
         raise ValueError(f"ref_logprobs=None: config.kl_coef={config.kl_coef:g} needs them, whatever kl_coef is passed")
     unused = not config.needs_reference and (ref_logprobs is None or config.kl_in == "loss")
-    if unused and _readable(kl_coef) and float(kl_coef) > 0:
+    if unused and isinstance(kl_coef, int | float | np.number) and kl_coef > 0:  # an array's number would be waited for
         raise ValueError(f"kl_coef={float(kl_coef):g} has no effect with config.kl_coef=0: set both, or pass 0")
     arrays = {"rollout.logprobs": rollout.logprobs, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
     for name, x in arrays.items():
@@ -261,7 +261,7 @@ def _check_rows(rollout: Rollout) -> None:
     if all(map(_readable, lengths)):
         prompts, responses = map(np.asarray, lengths)
         for row in np.flatnonzero((prompts < 1) | (responses < 0) | (prompts + responses > time)):
-            given = f"rollout.prompt_lengths[{row}]={prompts[row]} and response_lengths[{row}]={responses[row]}"
+            given = f"row {row} has prompt_lengths {prompts[row]} and response_lengths {responses[row]}: they"
             raise ValueError(f"{given} must be at least 1 and at least 0, together at most T={time}")
 
 

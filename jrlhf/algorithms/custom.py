@@ -85,7 +85,7 @@ def _check_advantages(config: Config, advantages: Callable, *arguments: Any) -> 
         versions = None if config.asynchronous is None else tokens
         rollout = Rollout(tokens, tokens[:, 0], tokens[:, 0], logprobs, finished, version, versions=versions)
         given = rollout, jnp.zeros(rows), *(None if value is None else logprobs for value in (old, ref))
-        return make_custom_experience(*given, advantages=advantages, config=algorithm_of(config), kl_coef=1.0)
+        return make_custom_experience(*given, advantages=advantages, config=algorithm_of(config), kl_coef=0.0)
 
     try:
         here = jax.sharding.get_abstract_mesh().shape  # a mesh in a mesh has the same size

@@ -227,7 +227,7 @@ def _epochs(config: Config, task: Task) -> Iterator[str]:
     """How long a stage takes for all prompts, or all rows of SFT, once."""
     if task.sft is not None and "sft" in config.stages:
         yield f"an epoch of sft is {task.sft.count / config.sft.batch:.4g} steps"
-    if task.prompts is not None:
+    if task.prompts is not None and config.algorithm is not None:
         most = "at most " if config.algorithm == "dapo" else ""  # which may draw several batches in an iteration
         yield f"an epoch is {most}{len(task.prompts.ids) * config.samples / config.rl.rollout_batch:.4g} iterations"
 
