@@ -145,7 +145,7 @@ def test_arguments_that_do_not_fit_are_named():
             r"row 0 .* prompt_lengths 6 .* response_lengths 5: .* at most T=10$",
         ),
         ((lengths(0, 5), scores, old, ref, values), {}, r"row 0 has prompt_lengths 0 and .* at least 1"),
-        ((lengths(6, -1), scores, old, ref, values), {}, r"response_lengths\[0\]=-1 .* at least 0"),
+        ((lengths(6, -1), scores, old, ref, values), {}, r"response_lengths -1: .* at least 0"),
         ((replace(rollout, finished=scores), scores, old, ref, values), {}, "finished has dtype float32, .* bool$"),
         ((rollout, jnp.zeros((ROWS, TIME - 1)), old, ref, values), {}, r"scores has shape \(6, 9\), .* \(6, 10\)"),
         ((short, scores, old, ref, values), {}, r"rollout.logprobs has shape \(6, 9\), .* \(6, 10\)"),
