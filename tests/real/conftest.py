@@ -137,8 +137,10 @@ class Peer:
         ends = [answer.index(end) + 1 if end in answer else new for answer in answers]  # the pad is the end, too
         return [tuple(answer[:stop]) for answer, stop in zip(answers, ends, strict=True)]
 
-    def rounded(self, int8: Any, config: Any, directory: Path) -> Any:
-        """The model with the numbers of an int8 base, each of which is at most half a step from the stored one.
+    def rounded(self, int8: Any, config: Any, directory: Path, stored: Any = None) -> Any:
+        """The model with the numbers of an int8 base, each of which is at most half a step from that of `stored`.
+
+        stored: the model that was rounded; default: this one.
 
         A step is 1/127 of the largest number of an output channel. Which of two neighbours a number half way between
         them becomes is not checked.
@@ -147,23 +149,23 @@ class Peer:
 
         whole = {**int8, "layers": dequantised(int8["layers"], np.float32)}
         model = self.load(export_hf(whole, config, directory))
-        for (name, own), stored in zip(model.named_parameters(), self.model.parameters(), strict=True):
-            step = stored.abs().amax(-1, keepdim=True) / 127
+        for (name, own), first in zip(model.named_parameters(), (stored or self.model).parameters(), strict=True):
+            step = first.abs().amax(-1, keepdim=True) / 127
             inside = own.ndim == 2 and "layers" in name
-            assert torch.all((own - stored).abs() <= (step * 0.50001 if inside else 0)), name
+            assert torch.all((own - first).abs() <= (step * 0.50001 if inside else 0)), name
             if inside:
                 assert torch.all((own / step - torch.round(own / step)).abs() < 1e-4), name
         return model
 
-    def gradients(self, tokens: np.ndarray, mask: np.ndarray) -> tuple[float, dict[str, np.ndarray]]:
-        """The mean loss of the tokens in `mask`, and its gradient by the weights' names.
+    def gradients(self, model: Any, tokens: np.ndarray, mask: np.ndarray) -> tuple[float, dict[str, np.ndarray]]:
+        """The mean loss of a model of `load` for the tokens in `mask`, and its gradient by the weights' names.
 
         transformers takes the token that pads for no token, and leaves its embedding out of the gradient. Here it is
         the end of a turn, too.
         """
         import torch
 
-        model, ids = self.load(), torch.tensor(tokens, dtype=torch.long)
+        ids = torch.tensor(tokens, dtype=torch.long)
         model.model.embed_tokens.padding_idx = None
         logprobs = torch.log_softmax(model(ids).logits[:, :-1], -1).gather(-1, ids[:, 1:, None])[..., 0]
         loss = -logprobs[torch.tensor(mask[:, 1:])].mean()

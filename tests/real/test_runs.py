@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
@@ -82,7 +83,7 @@ def check(metrics: list[dict[str, Any]], *, rounding: float) -> None:
         assert row["async/recomputed_tokens"] > 0 and row["async/unchecked_versions"] == 0
         assert row["async/logprob_distance"] < rounding
     assert metrics[0]["rollout/logprob_gap_max"] < 20 * rounding
-    assert metrics[0]["actor/initial_ratio_gap"] == metrics[0]["objective/kl"] == 0
+    assert metrics[0]["objective/kl"] == 0 and metrics[0]["actor/initial_ratio_gap"] < rounding
     # The estimate of the KL is negative where older weights drew the tokens.
     assert metrics[-1]["objective/kl"] != 0 and metrics[-1]["training/off_policy/token_staleness/max"] >= 1
 
@@ -107,16 +108,23 @@ def test_a_run_on_devices_that_share_heads(peer, tmp_path):
 
 
 def test_a_run_of_an_adapter_on_an_int8_base_in_bfloat16(peer, tmp_path):
-    """PEFT's model of the trained adapter, on transformers' copy of the int8 base, is the merged model of the run."""
+    """PEFT's sum of the trained adapter and the base is the merged model that the run wrote, in float32 as it was read.
+
+    The run reads its base in bfloat16, and rounds that to int8.
+    """
     import peft
+    import torch
 
     adapter = {"compute": {"dtype": "bfloat16"}, "lora": {"rank": 8, "alpha": 16.0, "base": "int8"}}
     path, metrics = run(tmp_path, peer.directory, rows=8, **adapter)
     check(metrics, rounding=0.05)
-    read, params = load_hf(peer.directory, mesh_of(), layout=GENERATE)
-    base = peer.rounded(to_int8(params), read.model, tmp_path / "rounded")
-    expected = peer.chosen(peer.rows(), base)
-    model = peft.PeftModel.from_pretrained(base, path / "adapter").eval()
-    adapted, merged = peer.chosen(peer.rows(), model.base_model.model), Peer(path / "model").chosen(peer.rows())
-    assert np.abs(adapted - expected).max() > 1e-3
-    np.testing.assert_allclose(merged, adapted, atol=3e-4)
+    read, params = load_hf(peer.directory, mesh_of(), layout=GENERATE, dtype=jnp.bfloat16)
+    stored = peer.load(dtype=torch.bfloat16).float()
+    base = peer.rounded(to_int8(params), read.model, tmp_path / "rounded", stored)
+    before = peer.chosen(peer.rows(), base)
+    merged = peft.PeftModel.from_pretrained(base, path / "adapter").merge_and_unload()
+    assert np.abs(peer.chosen(peer.rows(), merged) - before).max() > 1e-3
+    written = peer.load(path / "model").state_dict()
+    for name, weight in merged.state_dict().items():
+        error = (written[name] - weight).abs().max()
+        assert error <= (1e-6 * weight.abs().max() if "layers" in name and weight.ndim == 2 else 0), name

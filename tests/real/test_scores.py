@@ -1,5 +1,6 @@
 """Logits, log-probabilities and gradients of a pretrained model against transformers', in every layout that it has."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -153,7 +154,10 @@ def test_pipelines_score_as_transformers(peer, stages):
 
 @pytest.mark.parametrize("placing", ["one", "fsdp", "stages"])
 def test_gradients_are_those_of_torch(peer, tmp_path, placing):
-    """The gradient of the mean loss of some tokens by every weight, compared under transformers' names."""
+    """The gradient of the mean loss of some tokens by every weight, compared under transformers' names.
+
+    The judge is torch in float64: ours are nearer to it than torch's own in float32.
+    """
     tokens = np.resize(peer.rows(width=48), (6, 48))
     mask = np.zeros(tokens.shape, bool)
     mask[:, 8:] = True
@@ -171,12 +175,16 @@ def test_gradients_are_those_of_torch(peer, tmp_path, placing):
         state = jax.jit(lambda params: TrainState.create(params, RECORDER))(params)
     with jax.set_mesh(mesh):
         after, metrics = step(state, SFTBatch(*put_rows((tokens, mask), mesh)))
-    loss, expected = peer.gradients(tokens, mask)
+    loss, exact = peer.gradients(peer.load().double(), tokens, mask)
     np.testing.assert_allclose(metrics["sft/loss"], loss, rtol=1e-5)
     export_hf(after.opt_state, config, tmp_path / "gradients")
-    ours = load_file(tmp_path / "gradients" / "model.safetensors")
-    assert ours.keys() == expected.keys() and len(ours) == 272
-    norms = {name: np.linalg.norm(gradient) for name, gradient in expected.items()}
-    errors = {name: np.linalg.norm(ours[name] - gradient) / norms[name] for name, gradient in expected.items()}
-    assert max(errors.values()) < 3e-4 and np.mean([*errors.values()]) < 1e-4
+    ours, theirs = load_file(tmp_path / "gradients" / "model.safetensors"), peer.gradients(peer.load(), tokens, mask)[1]
+    assert ours.keys() == exact.keys() and len(ours) == 272
+    norms = {name: np.linalg.norm(gradient) for name, gradient in exact.items()}
+
+    def errors(gradients: Mapping[str, np.ndarray]) -> np.ndarray:
+        return np.array([np.linalg.norm(gradients[name] - exact[name]) / norm for name, norm in norms.items()])
+
+    assert errors(ours).max() < 1e-4 < errors(theirs).max()
+    assert errors(ours).mean() < 2e-5 < errors(theirs).mean()
     np.testing.assert_allclose(metrics["sft/grad_norm"], np.linalg.norm([*norms.values()]), rtol=1e-4)

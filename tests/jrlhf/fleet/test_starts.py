@@ -113,11 +113,13 @@ def test_every_start_of_a_run_ends(kind, tmp_path):
 
 @pytest.mark.proof("runs")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_run_that_hangs_ends_within_a_minute_of_a_signal(number, tmp_path, monkeypatch):
+def test_a_run_that_hangs_ends_within_a_minute_of_a_signal(number, tmp_path, monkeypatch, request):
     (tmp_path / "hangs.py").write_text(HANGS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
     log = tmp_path / "log"
+    before = signal.signal(number, signal.SIG_DFL)  # a program that nohup or `&` started lets its children ignore it
+    request.addfinalizer(lambda: signal.signal(number, before))
     training = Training(*arguments(tmp_path, "run", "slices"), log=log, module="hangs")
     while "compiling actor.update" not in log.read_text():
         assert training.process.poll() is None, log.read_text()
