@@ -174,7 +174,7 @@ def test_a_coefficient_that_would_have_no_effect_is_refused_where_it_can_be_read
     rollout, (scores, old, ref, values), _ = inputs()
     make = partial(make_experience, rollout, scores, old, values=values)
     none, in_loss = PPOConfig(kl_coef=0.0), PPOConfig(kl_coef=0.0, kl_in="loss", kl_estimator="k3")
-    for coefficient in (0.5, np.float32(0.5)):
+    for coefficient in (0.5, np.float64(0.5)):
         for config, given in ((none, None), (in_loss, ref)):
             with pytest.raises(ValueError, match=r"^kl_coef=0.5 has no effect with config.kl_coef=0: set both"):
                 make(ref_logprobs=given, config=config, kl_coef=coefficient)
