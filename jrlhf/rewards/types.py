@@ -139,3 +139,9 @@ def weighted_sum(parts: Sequence[tuple[float, Scored]], response_lengths: Sequen
         for total, row in zip(tokens, scored.by_token(response_lengths), strict=True):
             total += weight * row
     return Scored(scores, tokens)
+
+
+def scores_of(row: int, parts: Mapping[str, np.ndarray], key: str = "scores") -> dict[str, dict[str, float | None]]:
+    """Returns the entry of a sample with each reward's score, None where it is not judged; {} for a single reward."""
+    scores = {name: None if np.isnan(own[row]) else float(own[row]) for name, own in parts.items()}
+    return {key: scores} if len(scores) > 1 else {}

@@ -17,7 +17,7 @@ from jrlhf.data.types import Response
 from jrlhf.models import SamplingConfig
 from jrlhf.rewards.facts import MODULES
 from jrlhf.rewards.mixture import TRAINED, Rewards
-from jrlhf.rewards.types import joined
+from jrlhf.rewards.types import joined, scores_of
 from jrlhf.roles.model import Model
 from jrlhf.run.clock import Clock
 from jrlhf.run.console import decimals
@@ -279,12 +279,6 @@ def doubts(before: Graded | None, after: Graded, sampling: SamplingConfig, equal
             "scores"
         )
     return lines
-
-
-def scores_of(row: int, parts: Mapping[str, np.ndarray], key: str = "scores") -> dict[str, dict[str, float | None]]:
-    """Returns the entry of a sample with each reward's score, None where it is not judged; {} for a single reward."""
-    scores = {name: None if np.isnan(own[row]) else float(own[row]) for name, own in parts.items()}
-    return {key: scores} if len(scores) > 1 else {}
 
 
 def means(items: Mapping[str, np.ndarray]) -> dict[str, float]:

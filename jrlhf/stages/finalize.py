@@ -18,6 +18,7 @@ from jrlhf.models.hf.config import ENDS
 from jrlhf.models.weights import HeadKind
 from jrlhf.ppo import SafeRLHFConfig
 from jrlhf.rewards.mixture import Rewards
+from jrlhf.rewards.types import scores_of
 from jrlhf.roles.model import Model
 from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.pretrained import base_name, describe, locate
@@ -26,7 +27,7 @@ from jrlhf.run.files import sha256, to_json
 from jrlhf.run.metrics import StageRecords, read_metrics
 from jrlhf.run.processes import from_main
 from jrlhf.stages.context import Context
-from jrlhf.stages.evaluate import Graded, compare, doubts, evaluate, scores_of
+from jrlhf.stages.evaluate import Graded, compare, doubts, evaluate
 
 if TYPE_CHECKING:
     from jrlhf.report.card import Facts

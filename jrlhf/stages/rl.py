@@ -44,13 +44,14 @@ from jrlhf.ppo import (
 )
 from jrlhf.ppo.shaping import RunningMoments
 from jrlhf.rewards.mixture import Rewards
+from jrlhf.rewards.types import scores_of
 from jrlhf.roles.model import Model
 from jrlhf.roles.placement import RolePlacement, ready
 from jrlhf.run.clock import Clock, calling
 from jrlhf.run.metrics import verl_figures
 from jrlhf.run.processes import is_main
 from jrlhf.stages.context import Context
-from jrlhf.stages.evaluate import scores_of, validate
+from jrlhf.stages.evaluate import validate
 from jrlhf.stages.loop import CALLS, SAMPLES, run_stage
 from jrlhf.stages.mfu import Utilisation, utilisation_of
 from jrlhf.stages.sft import sft_rows

@@ -22,7 +22,7 @@ from jrlhf.errors import UserError
 from jrlhf.models import ModelConfig, SamplingConfig
 from jrlhf.report import read_run, render, results
 from jrlhf.rewards.mixture import Rewards, TextPart
-from jrlhf.rewards.types import Scored
+from jrlhf.rewards.types import Scored, scores_of
 from jrlhf.run.clock import Stopwatch
 from jrlhf.run.console import Console
 from jrlhf.run.directory import Run
@@ -35,7 +35,6 @@ from jrlhf.stages.evaluate import (
     evaluate,
     grade,
     grade_before,
-    scores_of,
     statistics,
     validate,
 )
