@@ -99,13 +99,12 @@ def path_error(path: str | os.PathLike[str]) -> str | None:
 def alike(word: str, names: Iterable[str], otherwise: str) -> str:
     """Returns the remedy for a name that does not exist: the most similar of `names`, or else `otherwise`.
 
-    Of equally similar names it is the first.
+    The first of equally similar names.
     """
-    names = list(names)
-    matches = get_close_matches(word, names)
-    near = [name for name in names if name in matches]
-    best = max(near, key=lambda name: SequenceMatcher(None, name, word).ratio(), default="")
-    return f"did you mean {best}?" if near else otherwise
+    ratio, best = max(
+        ((SequenceMatcher(None, name, word).ratio(), name) for name in names), key=lambda pair: pair[0], default=(0, "")
+    )
+    return f"did you mean {best}?" if ratio >= 0.6 else otherwise  # the bound of `get_close_matches`
 
 
 def beside(path: Path | str, otherwise: str) -> str:

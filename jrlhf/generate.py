@@ -333,7 +333,7 @@ def _write_answers(prompts: Prompts, answers: Iterator[Response], out: str) -> N
     rows = []
     for example, response in zip(prompts.examples, answers, strict=True):
         answer = {"prompt": example.prompt, "completion": response.text, "finished": response.finished}
-        rows.append({**answer, **{name: value for name, value in example.columns.items() if name not in answer}})
+        rows.append(answer | dict(example.columns) | answer)
         if sys.stderr.isatty():
             print(f"\r{len(rows)} of {len(prompts.ids)}", end="", file=sys.stderr, flush=True)
     path = local("--out", out)

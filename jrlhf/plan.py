@@ -54,7 +54,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help=f"seconds of the search; default: {SECONDS:g}")
     proposals = "number of plans to try, rounded up to whole turns; then the result depends only on the seed"
     parser.add_argument("--proposals", type=int, help=proposals)
-    parser.add_argument("--seed", type=int, default=0, help="of the search; default: 0")
+    parser.add_argument("--seed", type=int, default=0, help="the random numbers of the search; default: 0")
     parser.add_argument(
         "--hypothetical",
         action="store_true",

@@ -73,7 +73,7 @@ def _rows_backward(residuals: tuple[Array, Array], cotangent: Array) -> tuple[Ar
 _rows_of.defvjp(_rows_forward, _rows_backward)
 
 
-def check_inputs(layout: Layout, params: Any, tokens: Any, name: str = "tokens") -> None:
+def check_operands(layout: Layout, params: Any, tokens: Any, name: str = "tokens") -> None:
     """Raises TypeError for tokens that are no rows of integers, ValueError for weights stored for another layout."""
     if getattr(tokens, "ndim", 0) != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise TypeError(f"{name} must be an array of integers, of rows and time")

@@ -24,7 +24,7 @@ from jrlhf.kernels.logprob import Terms, token_logprobs, token_sums
 from jrlhf.kernels.logprob.api import Implementation
 from jrlhf.meshes import AXES, GENERATE, Layout, gather
 from jrlhf.models.attention import attention, layer_rotations, of_layer
-from jrlhf.models.collectives import TENSOR, check_inputs, check_rows, lookup, own_rows, place, total
+from jrlhf.models.collectives import TENSOR, check_operands, check_rows, lookup, own_rows, place, total
 from jrlhf.models.config.checks import positive
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.flash import AttentionImplementation
@@ -114,7 +114,7 @@ class ShardedForward:
             inputs = {"hidden": trained["hidden"]} if "hidden" in trained else {}
             adapter = {name: adapter[name] for name in adapter_specs if name in adapter}
             params, stored = self.stored(params)
-            check_inputs(self.layout, params, batch[0])
+            check_operands(self.layout, params, batch[0])
             count, length = batch[0].shape
             check_rows(count, self.mesh, self.layout.batch, f"{self.layout.name} layout")
             if length > self.config.max_positions:

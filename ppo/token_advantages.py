@@ -179,10 +179,11 @@ def with_critic(
     experience: Experience, values: Array, bootstrap_values: Array | None, config: PPOConfig, *, prefix: str = ""
 ) -> Experience:
     """Adds the values of a critic, and advantages and returns computed from them."""
-    if bootstrap_values is None and before_tokens(experience.tokens, values) is not values:
+    before = before_tokens(experience.tokens, values)
+    if bootstrap_values is None and before is not values:
         rows = (divided_like(experience.response_mask, x) for x in (values, experience.lengths))
         bootstrap_values = jax.vmap(lambda row, length: row[length])(*rows)
-    values = before_tokens(experience.tokens, values)
+    values = before
     if config.truncation == "bootstrap" and bootstrap_values is None:
         name = f"{prefix}bootstrap_values"
         raise ValueError(f"truncation='bootstrap' needs {name}: pass them, or choose 'zero' or 'mask'")

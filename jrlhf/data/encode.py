@@ -210,7 +210,8 @@ class Encoding:
                 f"{first}; {len(long)} of {len(places)} rows are too long, the longest has {max(long)} tokens"
             )
         if not rows:
-            longer = f"{counts['filtered']} are longer than {limit} tokens, raise data.max_prompt or data.max_response"
+            keys = "data.max_prompt or, for texts to learn, data.max_response"
+            longer = f"{counts['filtered']} are longer than {limit} tokens, raise {keys}"
             equal = f"{counts['same']} have two equal answers, give other answers"
             reasons = [longer] * (counts["filtered"] > 0 or not counts["same"]) + [equal] * (counts["same"] > 0)
             raise UserError(f"no row is left: {'; '.join(reasons)}")

@@ -111,7 +111,7 @@ def undivided_rows(workload: Workload, call: Call, placement: Placement) -> Iter
             if call.kind == "infer" and isinstance(workload.score_rows, int):
                 rules.append(("compute.score_rows", workload.score_rows, count * parts, over))
     choices = parts if call.kind == "train" else 1
-    yield from (_undivided(*rule, choices) for rule in rules if rule[1] % rule[2])
+    yield from (_undivided(*rule, choices, workload.parts_key) for rule in rules if rule[1] % rule[2])
     if call.kind == "generate" and slots is not None and slots < samples:
         yield f"rollout.slots={slots} has no room for {prompts}: raise it"
 
@@ -133,12 +133,10 @@ def stuck_rows(workload: Workload, call: Call, placement: Placement) -> str | No
     )
 
 
-def _undivided(key: str, rows: int, divisor: int, over: str, parts: int) -> str:
+def _undivided(key: str, rows: int, divisor: int, over: str, parts: int, parts_key: str) -> str:
     """Returns a sentence on rows that `divisor` does not divide. parts: the micro-batches in it, which may be fewer."""
     fewer = next((some for some in range(parts - 1, 0, -1) if rows % (divisor // parts * some) == 0), None)
-    stage = key.removeprefix("2 x ").partition(".")[0]  # `parts` > 1 only for rows of a stage
-    section = stage if stage in ("sft", "reward_model") else f"{stage}.algorithm"
-    other = "" if fewer is None else f", or take {section}.micro_batches={fewer}"
+    other = "" if fewer is None else f", or take {parts_key}={fewer}"
     return f"{key}={rows} does not divide over {over}: choose a multiple of {divisor}{other}"
 
 

@@ -144,13 +144,13 @@ def _remedy(
 def _written(config: Config, changes: Changes, workload: Workload, plan: Plan) -> str:
     """Returns changes as a user writes them."""
     stage = workload.graph.name
-    key = f"{update_section(config, stage)[0]}.micro_batch"
-    micro_batches = key + "es={}"
+    micro_batches = workload.parts_key + "={}"
     if "micro_batches" in changes and token_budgets(config, stage)["train"] is not None:
         devices = max(plan[name].devices.count for name in _calls(workload, plan, "train"))
         devices = devices * changes.get("devices", plan.devices) // plan.devices
         tokens = workload.rows // workload.minibatches * workload.length // devices  # per minibatch and device
-        micro_batches = f"{key}_tokens={tokens // changes['micro_batches']}"
+        section, _ = update_section(config, stage)
+        micro_batches = f"{section}.micro_batch_tokens={tokens // changes['micro_batches']}"
     texts = {**_WRITTEN, "micro_batches": micro_batches}
     if plan.name not in NAMES:  # in a plan file each call has its own mesh and parts
         texts |= {"micro_batches": "micro_batches={} in its updates", "fsdp": "data=1 with fsdp={} in its calls"}

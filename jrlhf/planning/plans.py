@@ -261,10 +261,10 @@ def _check_asynchronous(named: str, config: Config, workload: Workload, plan: Pl
         return
     for call in workload.calls:
         if call.name not in drawing and plan[call.name].devices.overlaps(plan[drawing[0]].devices):
+            halved = "plan=disaggregated, which halves the devices, or " if plan.devices % 2 == 0 else ""
             raise UserError(
                 f"{named} has {drawing[0]} and {call.name} on the same devices, and {key} draws on devices of its own: "
-                "set plan=disaggregated, which halves the devices, or fleet.workers=1, another process, or "
-                "leave asynchronous out"
+                f"set {halved}fleet.workers=1, which draws in another process, or leave asynchronous out"
             )
 
 

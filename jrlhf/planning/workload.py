@@ -111,7 +111,8 @@ class Workload:
 
     models: by role, for roles whose calls use a model. A role may have several: a fused update trains actor and critic
         in one program, and a sum of reward models scores with each.
-    rows: responses of an iteration. rows_key: the setting for it, for messages. samples: responses to each prompt.
+    rows: responses of an iteration. samples: responses to each prompt. rows_key, parts_key: the settings for the rows
+        and for the parts of an update, for messages.
     prompt, response: widths of the token arrays. mean_prompt, mean_response: average lengths.
     slots: rows that decode at a time, None for all. chunk: steps of one decode program, None for all. prefill: as in
         `models.Schedule`. last_groups, score_rows: as in the config.
@@ -141,6 +142,7 @@ class Workload:
     spanned: tuple[Kind, ...] = ("infer", "train")
     recomputed_stages: bool = True
     rows_key: str = "rows"
+    parts_key: str = "micro_batches"
 
     @property
     def length(self) -> int:
@@ -191,6 +193,7 @@ def workload_of(config: Config, graph: Graph, models: Mapping[str, ModelConfig])
         mean_response=float(response),
         dtype=jnp.dtype(config.compute.dtype),
         remat=config.compute.remat,
+        parts_key=f"{update_section(config, stage)[0]}.micro_batches",
     )
     if stage != config.algorithm:
         rows, key = config.sections[stage].batch, f"{stage}.batch"

@@ -166,7 +166,7 @@ class Console:
 
     def _samples(self, title: str, samples: Sequence[Mapping[str, object]]) -> None:
         self._sampled = self.now()
-        columns = [name for name in samples[0] if name not in ("stage", "step", "kind", "scores")]
+        columns = shown_columns(samples[0])
         self._table(title, columns, [[sample.get(name, "") for name in columns] for sample in samples])
 
     def _table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -337,6 +337,12 @@ def decimals(value: float, form: str = ".3f") -> str:
     sign, digits = form.removesuffix("f").split(".")
     small = digits > "0" and 0 < abs(value) < 10.0 ** (1 - int(digits))
     return format(value + 0.0, f"{sign}#.2g" if small else form)  # -0.0 is 0
+
+
+def shown_columns(sample: Mapping[str, object]) -> list[str]:
+    """Returns the columns of tables of samples: without those that the title has, and without nested ones."""
+    hidden = ("stage", "step", "kind")
+    return [name for name, value in sample.items() if name not in hidden and not isinstance(value, Mapping)]
 
 
 def clean(text: str, limit: int | None = None) -> str:

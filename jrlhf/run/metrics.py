@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jrlhf.run.console import clean
+from jrlhf.run.console import clean, shown_columns
 from jrlhf.run.directory import SAMPLES
 from jrlhf.run.files import Closing, jsonl_lines, read_jsonl, to_json, write_atomic
 
@@ -225,11 +225,7 @@ def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
 
 def markdown_table(samples: Sequence[Mapping[str, object]]) -> str:
     """Writes samples as a Markdown table for TensorBoard. Texts are escaped, so that they stay in their cells."""
-    names = [
-        name
-        for name, value in samples[0].items()
-        if name not in ("stage", "step", "kind") and not isinstance(value, Mapping)
-    ]
+    names = shown_columns(samples[0])
 
     def cell(value: object) -> str:
         text = f"{value:.4g}" if isinstance(value, float) else html.escape(clean(str(value)), quote=False)

@@ -248,7 +248,7 @@ def _first_text(task: Task) -> list[str]:
 def _made_answers(config: Config, prompts: Prompts, tokenizer: Tokenizer) -> list[Sample]:
     """Answers to a few prompts, to each as many as in a group but at least two: its reference, if any, and others."""
     limit, samples = config.data.max_response - 1, list[Sample]()
-    distinct = sorted({text: row for row, text in reversed([*enumerate(prompts.texts)])}.values())
+    distinct = [*{text: row for row, text in enumerate(prompts.texts)}.values()]
     for row in dict.fromkeys(distinct[len(distinct) * part // TRIED] for part in range(TRIED)):
         example = prompts.examples[row]
         answers = [f"This is answer {number}." for number in range(1, max(2, config.samples) + 1)]

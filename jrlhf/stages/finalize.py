@@ -1,6 +1,7 @@
 """The end of a run: held-out evaluation, the models in Hugging Face form, samples, the summary and the report."""
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -105,15 +106,14 @@ def _export_all(context: Context, outcome: Outcome) -> None:
 def _summarise(context: Context, outcome: Outcome, after: Graded | None) -> dict[str, Any]:
     """Writes samples and summary.json. Without an algorithm the grades of the only policy appear as `before`."""
     first, second = (after, None) if outcome.before is None else (outcome.before, after)
-    summary: dict[str, Any] = {}
+    summary, records = dict[str, Any](), read_metrics(context.run.path)
     if first is not None:
         _write_samples(context, first, second)
-        records = (record.get("group/zero_std") for record in read_metrics(context.run.path))
-        equal = [share for share in records if share is not None]
+        equal = values_of(records, "group/zero_std")
         warnings = doubts(outcome.before, first if second is None else second, context.sampling, equal)
         summary["held_out"] = compare(first, second) | ({"doubts": warnings} if warnings else {})
     steps = {stage: context.config.length(stage) for stage in context.config.stages}
-    summary |= {**_from_metrics(context), "steps": steps, "phases": dict(context.phases.seconds)}
+    summary |= {**_from_metrics(context.config, records), "steps": steps, "phases": dict(context.phases.seconds)}
     context.run.write(SUMMARY, to_json(summary, indent=2))
     return summary
 
@@ -213,12 +213,14 @@ def _write_samples(context: Context, before: Graded, after: Graded | None) -> No
     context.run.add_samples(samples)
 
 
-def _from_metrics(context: Context) -> dict[str, Any]:
-    """The figures of the summary from metrics.jsonl: accuracies on held-out pairs, and the last KL and cost."""
-    records = read_metrics(context.run.path)
+def values_of(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    """Returns the values of a metric in the records that have it."""
+    return [record[name] for record in records if record.get(name) is not None]
 
-    def values(name: str) -> list[float]:
-        return [record[name] for record in records if record.get(name) is not None]
+
+def _from_metrics(config: Config, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The figures of the summary from metrics.jsonl: accuracies on held-out pairs, and the last KL and cost."""
+    values = partial(values_of, records)
 
     def last_quarter(numbers: list[float]) -> float:
         return float(np.mean(numbers[-max(len(numbers) // 4, 1) :]))
@@ -227,7 +229,7 @@ def _from_metrics(context: Context) -> dict[str, Any]:
     for stage in ("reward_model", "dpo"):
         if accuracies := values(f"{stage}/eval_accuracy"):
             summary[f"{stage}_accuracy"] = accuracies[-1]
-    algorithm = context.config.rl.algorithm if context.config.algorithm else None
+    algorithm = config.rl.algorithm if config.algorithm else None
     if (costs := values("cost/mean")) and isinstance(algorithm, SafeRLHFConfig):
         summary["cost"] = {"last_quarter": last_quarter(costs), "limit": algorithm.cost_limit}
     if algorithm and (kl := values("objective/kl")):

@@ -28,7 +28,7 @@ from jrlhf.models.attention import (
     prefilled_cache,
     transposes_keys,
 )
-from jrlhf.models.collectives import TENSOR, check_inputs, check_rows, lookup, total
+from jrlhf.models.collectives import TENSOR, check_operands, check_rows, lookup, total
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.flash import AttentionImplementation
 from jrlhf.models.generation.sampling import SamplingConfig, is_stop, sample
@@ -124,8 +124,8 @@ class Decoder:
     # ---- at the border: global arrays
 
     def check(self, params: Params, prompts: Int[Array, "U P"], row_keys: PRNGKeyArray) -> None:
-        """Raises as `check_inputs`, and ValueError if rows do not divide over the mesh or fit keys or positions."""
-        check_inputs(GENERATE, params, prompts, "prompts")
+        """Raises as `check_operands`, and ValueError if rows do not divide over the mesh or fit keys or positions."""
+        check_operands(GENERATE, params, prompts, "prompts")
         (count, length), rows, limit = prompts.shape, prompts.shape[0] * self.samples, self.sampling.max_new_tokens
         if row_keys.shape[:1] != (rows,):
             keys = row_keys.shape[0] if row_keys.ndim else "a single one: use jax.random.split"

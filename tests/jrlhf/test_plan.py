@@ -203,6 +203,11 @@ def test_bad_input_is_one_sentence(capsys):
             "--cluster v5e-64 --plan colocate mesh.fsdp=-1",
             "choose a multiple of 2048, or take ppo.algorithm.micro_batches=1",
         ),
+        (
+            "--config arithmetic-grpo --cluster 1xh100 --plan colocate mesh.data=1 mesh.fsdp=1 "
+            "grpo.algorithm.old_logprobs=rollout grpo.asynchronous.staleness=2",
+            "devices of its own: set fleet.workers=1, which draws in another process, or leave",
+        ),
     ):
         assert cli(["--config", "llama3-8b-ppo", *arguments.split()]) == 2, arguments  # the last --config counts
         error = capsys.readouterr().err

@@ -187,7 +187,11 @@ def test_a_run_ends_before_it_learns_from_wrong_log_probabilities(tmp_path, monk
 
 def test_what_cannot_be_asynchronous_is_one_sentence(tmp_path):
     for algorithm, settings, sentence in (
-        ("grpo", ["plan=colocate"], "on the same devices, and grpo.asynchronous draws on devices of its own"),
+        (
+            "grpo",
+            ["plan=colocate"],
+            "draws on devices of its own: set plan=disaggregated, which halves the devices, or fleet.workers=1",
+        ),
         ("remax", [], "remax calls actor.generate, actor.generate_greedy: leave asynchronous out"),
     ):
         with pytest.raises(UserError, match=sentence):
