@@ -185,6 +185,20 @@ def test_a_run_ends_before_it_learns_from_wrong_log_probabilities(tmp_path, monk
     assert 0 < len(records) < 4 and all(record["async/logprob_distance"] < 1e-4 for record in records)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("asynchronous", [{}, {"staleness": 0, "update_steps": 3}], ids=["synchronous", "slices"])
+def test_what_a_reward_does_not_judge_adds_nothing_and_is_in_no_mean_of_it(asynchronous, tmp_path):
+    file = tmp_path / "halves.py"
+    file.write_text("def half(completions):\n    return [None if len(text) % 2 else 1.0 for text in completions]\n")
+    rewards = f"{REWARD[:-1]}, {{name: half, function: '{file}:half', skip_none: true}}]"
+    records = stage_of(run(config(tmp_path, "skipping", settings=[rewards], **asynchronous)), "grpo")
+    skipped = [record.get("rewards/half/skipped", 0) for record in records]
+    assert any(0 < count < 16 for count in skipped)
+    for record, count in zip(records, skipped, strict=True):
+        assert record["rewards/half/failures"] == 0 and record.get("rewards/half/mean", 1) == 1
+        assert record["critic/score/mean"] == pytest.approx(record["rewards/low/mean"] + (16 - count) / 16, abs=1e-6)
+
+
 def test_what_cannot_be_asynchronous_is_one_sentence(tmp_path):
     for algorithm, settings, sentence in (
         (
