@@ -5,7 +5,8 @@
     python -m benchmarks.proofs check         exit code 1 if a part was not run or failed; prints the age of each, and
                                               how many tests it has now where that number has changed
 
-A part is the tests marked `proof("PART")`, or a folder of tests beside them (`oracle`).
+A part is the tests marked `proof("PART")`, or a folder of tests beside them (`oracle`). The part `real` needs a model's
+directory: the one that the environment variable REAL_MODEL names, else `benchmarks.real_model` makes one.
 """
 
 import collections
@@ -37,6 +38,7 @@ PARTS = {
     "random config.json files",
     "runs": "whole runs of every algorithm, plan and option, killed and resumed to the same bits; asynchronous ones of "
     "several processes",
+    "starts": "60 starts of runs of every kind whose programs are in JAX's cache; runs that hang, ended by a signal",
     "processes": "runs of two processes against runs of one; rollout processes, killed and stopped at random",
     "switches": "compiled switches between 42 of all 210 pairs of mesh shapes of 16 devices, drawn anew by each run: "
     "bytes that each device receives",
@@ -44,6 +46,8 @@ PARTS = {
     "notebooks beside an old and a fitting JAX",
     "inputs": "5,400 malformed inputs, read in one process, and 120 commands: one sentence and exit code 2, or a run; "
     "every combination of answers to `jrlhf init`",
+    "real": "a pretrained chat model (SmolLM2-135M-Instruct, weights rounded to four bits) against transformers and "
+    "PEFT: logits, gradients, greedy and drawn texts, templates, adapters, exports, layouts, stages; asynchronous runs",
 }
 PACKAGES = ("jax", "flax", "optax", "numpy", "orbax-checkpoint")
 
@@ -54,9 +58,13 @@ def run(part: str) -> int:
     (RESULTS / f"{part}.json").unlink(missing_ok=True)  # a run that is ended leaves no result of an older one
     selection = ["benchmarks/oracle"] if part == "oracle" else ["tests", "--proof", part]
     with tempfile.TemporaryDirectory() as directory:
+        variables = {**os.environ, "PROOF_SEED": str(seed)}
+        if part == "real" and "REAL_MODEL" not in variables:
+            variables["REAL_MODEL"] = model = str(Path(directory) / "model")
+            subprocess.run([sys.executable, "-m", "benchmarks.real_model", model], cwd=ROOT, check=True)
         report = Path(directory) / "junit.xml"
         command = [sys.executable, "-m", "pytest", "-m", "", "--dist", "load", f"--junitxml={report}", *selection]
-        code = subprocess.run(command, cwd=ROOT, env={**os.environ, "PROOF_SEED": str(seed)}).returncode
+        code = subprocess.run(command, cwd=ROOT, env=variables).returncode
         suite = ElementTree.parse(report).getroot().find("testsuite")
         assert suite is not None
     counts = {name: int(suite.get(name, "0")) for name in ("tests", "failures", "errors", "skipped")}

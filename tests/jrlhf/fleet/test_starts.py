@@ -99,7 +99,7 @@ def starts(directory: Path, kind: str, names: list[str], *, guard: bool) -> list
     return results
 
 
-@pytest.mark.proof("runs")
+@pytest.mark.proof("starts")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_start_of_a_run_ends(kind, tmp_path):
     """Where several CPU devices may read programs from the cache, all starts but the first read all of theirs, and the
@@ -111,7 +111,7 @@ def test_every_start_of_a_run_ends(kind, tmp_path):
     assert shipped["read"] == 0 and shipped["compiled"] > 0
 
 
-@pytest.mark.proof("runs")
+@pytest.mark.proof("starts")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_run_that_hangs_ends_within_a_minute_of_a_signal(number, tmp_path, monkeypatch, request):
     (tmp_path / "hangs.py").write_text(HANGS)
