@@ -68,10 +68,10 @@ from jrlhf.errors import UserError
 from jrlhf.meshes import AXES, GENERATE, make_mesh
 from jrlhf.models import LoRAConfig, ModelConfig, SamplingConfig, make_generate, param_shardings
 from jrlhf.planning.fit import memory_of
-from jrlhf.planning.workload import adapter_of
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.initial import adamw
 from jrlhf.roles.model import Architecture, Compute
+from jrlhf.roles.pretrained import adapter_of
 from jrlhf.stages.setup import architectures, compute_of
 from tests.support.reshard import lower_reshard
 

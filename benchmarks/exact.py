@@ -4,8 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jrlhf.meshes.plan import Slice
-from jrlhf.planning.memory import segments
+from jrlhf.meshes.plan import Slice, segments
 from jrlhf.planning.simulate import Simulator, nested
 
 

@@ -21,11 +21,11 @@ from benchmarks import sleeps
 from benchmarks.records import hardware, output_path, provenance, write
 from jrlhf.config import load_config
 from jrlhf.fleet.fleet import Fleet
-from jrlhf.fleet.predict import costs
 from jrlhf.fleet.processes import workers
 from jrlhf.fleet.processes.process import LocalWorker
 from jrlhf.fleet.schedule import Rules
-from jrlhf.fleet.simulate import Scenario, measured
+from jrlhf.planning.predict_async import costs
+from jrlhf.planning.simulate_async import Scenario, measured
 from jrlhf.train import main as train
 
 STEP = 0.1  # seconds of a decode step

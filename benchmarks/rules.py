@@ -8,10 +8,10 @@ from typing import Literal
 
 import numpy as np
 
-from jrlhf.fleet import simulate as run
-from jrlhf.fleet.predict import pace, token_versions
 from jrlhf.fleet.schedule import first_batch, fresh, may_start
-from jrlhf.fleet.simulate import WAITING, Trace
+from jrlhf.planning import simulate_async as run
+from jrlhf.planning.predict_async import pace, token_versions
+from jrlhf.planning.simulate_async import WAITING, Trace
 
 Rule = Literal["token_bound", "completed_first", "capacity", "in_order", "drop_oldest", "discard_stale"]
 DROPPED = -2  # in `Trace.trained`: groups that were dropped
@@ -46,7 +46,7 @@ class Scenario(run.Scenario):
 
 
 def simulate(scenario: Scenario, versions: int, seed: int = 0) -> Trace:
-    """Simulates a run of `versions` updates, as `jrlhf.fleet.simulate.simulate` does."""
+    """Simulates a run of `versions` updates, as `jrlhf.planning.simulate_async.simulate` does."""
     return _Pipeline(scenario, seed).run(versions)
 
 
@@ -139,7 +139,7 @@ class Cost:
 
 
 def cost(scenario: Scenario, versions: int, seed: int = 0) -> Cost:
-    """Simulates `versions` updates and returns the mean costs of one; see `jrlhf.fleet.predict.summarise`."""
+    """Simulates `versions` updates and returns the mean costs of one; see `jrlhf.planning.predict_async.summarise`."""
     trace = simulate(scenario, versions, seed)
     own, first = pace(trace), versions // 5
     middle = (trace.drawn >= first) & (trace.drawn < versions - first) & (trace.trained != WAITING)

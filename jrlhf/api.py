@@ -29,8 +29,7 @@ from jaxtyping import Float
 from matplotlib.figure import Figure
 
 from jrlhf import plan as planner
-from jrlhf.config import make_config
-from jrlhf.config.load import plain_value
+from jrlhf.config.load import make_config, plain_value
 from jrlhf.config.parse import build, convert
 from jrlhf.config.places import local
 from jrlhf.data.batches import key_for, pad_rows, program_width, put_rows, whole_batches
@@ -41,7 +40,7 @@ from jrlhf.errors import Preempted, UserError
 from jrlhf.export import export_checkpoint
 from jrlhf.generate import Generator, asked_of, converse
 from jrlhf.generate import load as load_generator
-from jrlhf.meshes import to_host
+from jrlhf.meshes.transfer import to_host
 from jrlhf.plan import Planned, Search
 from jrlhf.ppo.fields import Section, count, natural, positive
 from jrlhf.report.read import Record, read_run

@@ -13,15 +13,16 @@ import jax
 import tokenizers
 from jax.sharding import Mesh
 
-from jrlhf.config import Config, load_config
+from jrlhf.config.load import load_config
 from jrlhf.config.places import local
-from jrlhf.config.schema import DatasetsData, DeviceConfig
+from jrlhf.config.schema import Config, DatasetsData, DeviceConfig
 from jrlhf.config.stages import ALGORITHMS
 from jrlhf.data.hub import account_name, push
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.errors import UserError, beside, exit_code, parse_options
-from jrlhf.meshes import make_mesh
-from jrlhf.models import ModelConfig
+from jrlhf.meshes.mesh import make_mesh
+from jrlhf.models.config.decoder import ModelConfig
+from jrlhf.report.card import card_of_run
 from jrlhf.roles.initial import InitialModels
 from jrlhf.roles.model import Architecture, Model
 from jrlhf.roles.pretrained import (
@@ -38,7 +39,7 @@ from jrlhf.run.console import Console
 from jrlhf.run.devices import select
 from jrlhf.run.directory import CONFIG, HUB, TOKENIZER, Run
 from jrlhf.run.files import check_writable
-from jrlhf.stages.finalize import card_facts, export
+from jrlhf.stages.finalize import export
 from jrlhf.stages.setup import compute_of
 from jrlhf.tasks.docstrings.vocabulary import wrap
 
@@ -67,7 +68,7 @@ def export_checkpoint(run: Path, step: int | None = None, out: Path | None = Non
     out = run if out is None else out
     check_writable(f"out={out}", out / "model" / "config.json")
 
-    facts = card_facts(Run(run), config, stage, chosen)
+    card = card_of_run(run, config, stage, chosen)
     try:
         devices = jax.local_devices(backend="cpu")
     except RuntimeError:  # this process runs on accelerators alone
@@ -80,7 +81,7 @@ def export_checkpoint(run: Path, step: int | None = None, out: Path | None = Non
         weights = "trained.actor.params." if stage in ALGORITHMS else "params."
         params = restore_part(run / "checkpoints" / stage, chosen, weights, policy.params)
         try:
-            export(Run(out), config, tokenizer, policy.holding(params), facts)
+            export(Run(out), config, tokenizer, policy.holding(params), card)
         except OSError as error:
             raise UserError(f"out={out}: {error}") from error
     return f"{out / 'model'} is the policy of {stage} after step {chosen} of {config.length(stage)}"
@@ -120,7 +121,7 @@ def _policy(config: Config, mesh: Mesh, actor: ModelConfig) -> Model:
 
 def _check_base(run: Path) -> None:
     """Refuses the upload of an adapter whose base is a directory of this machine."""
-    from jrlhf.report import read_run
+    from jrlhf.report.read import read_run
 
     path = load_config(str(run / CONFIG)).model.path
     if hub_model(path, read_run(run).hub) is None:

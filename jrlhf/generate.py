@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jrlhf.config import load_config
 from jrlhf.config.check import divisors, indivisible
 from jrlhf.config.keys import kinds_of
+from jrlhf.config.load import load_config
 from jrlhf.config.parse import convert
 from jrlhf.config.peers import SAMPLING
 from jrlhf.config.places import expanded, is_address, local
@@ -27,10 +27,14 @@ from jrlhf.data.read import Dataset, read_dataset
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Example, Response
 from jrlhf.errors import UserError, exit_code_of_printing, parse_options, user_errors
-from jrlhf.meshes import GENERATE, make_mesh
-from jrlhf.models import ModelConfig, SamplingConfig, Schedule
+from jrlhf.meshes.layout import GENERATE
+from jrlhf.meshes.mesh import make_mesh
+from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.generation.continuous import ContinuousBatch, Prompt
-from jrlhf.models.hf import HFConfig, load_adapter
+from jrlhf.models.generation.sampling import SamplingConfig
+from jrlhf.models.generation.schedule import Schedule
+from jrlhf.models.hf.adapters import load_adapter
+from jrlhf.models.hf.config import HFConfig
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.model import Architecture, Compute, Model
 from jrlhf.roles.pretrained import describe, load_weights, locate, own_tokenizer

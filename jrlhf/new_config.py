@@ -22,11 +22,10 @@ from typing import Any
 
 import yaml
 
-from jrlhf.config import Config, build
 from jrlhf.config.descriptions import commented
-from jrlhf.config.parse import parse_yaml
+from jrlhf.config.parse import build, parse_yaml
 from jrlhf.config.places import is_address, local
-from jrlhf.config.schema import ColumnsConfig
+from jrlhf.config.schema import ColumnsConfig, Config
 from jrlhf.config.stages import ALGORITHMS, STAGES
 from jrlhf.data.encode import Encoding
 from jrlhf.data.read import is_hub_name, make_dataset, read_rows

@@ -14,25 +14,28 @@ from functools import partial
 from pathlib import Path
 
 from jrlhf.algorithms.registry import planned_graph
-from jrlhf.config import Config, config_names, load_config, mesh_sizes, parse_with_settings
+from jrlhf.config.check import mesh_sizes
+from jrlhf.config.load import config_names, load_config, parse_with_settings
 from jrlhf.config.places import local
+from jrlhf.config.schema import Config
 from jrlhf.errors import UserError, exit_code_of_printing, user_errors
-from jrlhf.fleet import predict
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.hardware import cluster as cluster_of
 from jrlhf.meshes.plan import Plan
-from jrlhf.planning import auto, fit, plans, profile, show
+from jrlhf.planning import auto, fit, plans, predict_async, profile, show
 from jrlhf.planning.fusion import tiles
 from jrlhf.planning.fusion.last_rows import Work
 from jrlhf.planning.fusion.updates import fused_prices
 from jrlhf.planning.memory import GIB
+from jrlhf.planning.resolve import of_one_process
 from jrlhf.planning.simulate import Simulation, simulate
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import leave_to_budgets
 from jrlhf.ppo.fields import Section
 from jrlhf.run.devices import select
+from jrlhf.run.directory import plan_yaml
 from jrlhf.run.files import check_writable
-from jrlhf.stages.setup import architectures, of_one_process
+from jrlhf.stages.setup import architectures
 
 SECONDS = 20.0
 _FULL = 0.9  # part of a device's memory above which users are told
@@ -116,7 +119,7 @@ class Planned:
     outcome: Simulation
     text: str
     problem: str = ""
-    asynchronous: predict.Prediction | None = None
+    asynchronous: predict_async.Prediction | None = None
     rollouts: Callable[[], Mapping[str, Sequence[Work]]] = dict  # examples by call, where rows are scored early
 
     @property
@@ -146,7 +149,7 @@ class Planned:
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as YAML, for `plan: FILE` of a config."""
-        text = plans.plan_yaml(leave_to_budgets(self.config, self.prices.workload.graph, self.plan))
+        text = plan_yaml(leave_to_budgets(self.config, self.prices.workload.graph, self.plan))
         with _writing(path):
             local("path", path).write_text(text, encoding="utf-8")
 
@@ -195,8 +198,8 @@ def make_plan(
     lines += more
     asynchronous = None
     if config.asynchronous is not None:
-        predictions = predict.alternatives(config, prices, outcome, sigma)
-        lines += ["", *predict.describe(config, prices, predictions, sigma)]
+        predictions = predict_async.alternatives(config, prices, outcome, sigma)
+        lines += ["", *predict_async.describe(config, prices, predictions, sigma)]
         asynchronous = predictions[0]
     lines += _remarks(config, search, prices, outcome)
     problem = _problem(config, prices, outcome)
@@ -230,9 +233,9 @@ def _given(config: Config, search: Search, prices: CostModel) -> _Priced:
 
 def _divided(setting: auto.Setting, prices: CostModel, sigma: float) -> _Priced:
     """Finds the fastest division of the devices between rollouts and training."""
-    divisions = predict.choose(setting, sigma)
+    divisions = predict_async.choose(setting, sigma)
     lines = [show.describe_plan(prices, divisions[0].outcome), "", "divisions of the devices, the fastest first:"]
-    return prices, divisions[0].outcome, lines + predict.table(divisions)
+    return prices, divisions[0].outcome, lines + predict_async.table(divisions)
 
 
 def _searched(
@@ -272,9 +275,9 @@ def _tiled(
     """Returns lines about rows that are scored while others decode, and `Planned.rollouts`."""
     if config.compute.score_rows is None:
         return [], dict
-    lines, lengths = list[str](), predict.lengths_of_a_new_run(prices.workload)
+    lines, lengths = list[str](), predict_async.lengths_of_a_new_run(prices.workload)
     if search.mean_response is not None:
-        lengths = predict.assumed_lengths(prices.workload, sigma)
+        lengths = predict_async.assumed_lengths(prices.workload, sigma)
     if config.compute.score_rows == "auto":
         rows, line = tiles.choose_tiles(config, prices.workload, plan, lengths, lambda: prices)
         config = tiles.with_tiles(config, rows)

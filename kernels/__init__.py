@@ -1,5 +1,5 @@
 """Fused operations, one folder per operation: `reference` is the specification, `api` chooses an implementation."""
 
-from jrlhf.kernels.logprob import token_logprobs, token_sums
+from jrlhf.lazy import lazily
 
-__all__ = ["token_logprobs", "token_sums"]
+__getattr__, __dir__, __all__ = lazily(__name__, __file__)

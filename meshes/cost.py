@@ -8,7 +8,7 @@ from typing import Any
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
-from jrlhf.meshes.reshard import pair
+from jrlhf.meshes.resharding import pair
 
 Box = tuple[tuple[int, int], ...]  # [start, stop) of each dimension
 

@@ -137,7 +137,7 @@ def _tpu(name: str, memory: float, node: int, link: float, network: float, host:
     The fractions were not measured. They are those of GPUs except for products, where public training runs (MaxText)
     reach 0.6 to 0.7 of the peak.
     """
-    rest = {"infer": 0.8, "train": 0.8, "decode": 0.6, "launch": 4e-6, "latency": 4e-6}
+    rest: Any = {"infer": 0.8, "train": 0.8, "decode": 0.6, "launch": 4e-6, "latency": 4e-6}
     return Hardware(name, memory, *_rates(name), node, link, network, host, **rest, per_host=per_host, platform="tpu")
 
 

@@ -5,8 +5,9 @@ the operations of one training step, of one model or of several that share the d
 arrays.
 """
 
+import json
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import zip_longest
@@ -382,3 +383,18 @@ def _times(
         step = orders[devices[0]][heads[devices[0]]]
         raise ValueError(f"the devices wait for each other: device {devices[0]} for the {need}, before the {step}")
     return times
+
+
+@dataclass(frozen=True)
+class FusedUpdates:
+    """The table of a plan's fused updates. pipelines: name of a call -> numbers of its pipelines in the table."""
+
+    table: Table
+    pipelines: Mapping[str, range]
+
+    def to_json(self) -> str:
+        """Returns the table as a run stores it for its report."""
+        table, pipelines = self.table, {name: [*numbers] for name, numbers in self.pipelines.items()}
+        devices = [pipeline.devices for pipeline in table.pipelines]
+        operations = [(tick, *step) for tick, step in table.operations]
+        return json.dumps({"pipelines": pipelines, "devices": devices, "operations": operations}) + "\n"

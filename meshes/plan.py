@@ -1,7 +1,7 @@
 """`Plan`: the devices and the partitioning of each call of a graph, as plain data."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
@@ -172,3 +172,11 @@ def _placement(call: str, mapping: Any) -> Placement:
         return Placement(Slice.of(mapping["devices"]), mapping["layout"], **sizes, schedule=schedule)
     except ValueError as error:
         raise ValueError(f"call {call} of the plan: {error}") from None
+
+
+def segments(slices: Iterable[Slice]) -> list[Slice]:
+    """Divides the devices of these slices into the fewest groups that each slice contains whole or not at all."""
+    ranges = set(slices)
+    bounds = sorted({bound for devices in ranges for bound in (devices.start, devices.stop)})
+    groups = [Slice(start, stop - start) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return [group for group in groups if any(group.overlaps(devices) for devices in ranges)]

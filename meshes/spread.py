@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jrlhf.meshes.layout import axis_names
 from jrlhf.meshes.mesh import absent_processes, mesh_of
 from jrlhf.meshes.offload import DEVICE, groups, onload
-from jrlhf.meshes.reshard import GROUP_BYTES, reshard
+from jrlhf.meshes.resharding import GROUP_BYTES, reshard
 
 
 def spread(tree: Any) -> Any:

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from jrlhf.meshes.mesh import absent_processes
-from jrlhf.meshes.reshard import reshard
+from jrlhf.meshes.resharding import reshard
 
 HOST = "pinned_host"  # the memory kind of offloaded arrays
 

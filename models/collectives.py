@@ -12,7 +12,8 @@ from jaxtyping import Array, Int
 
 from jrlhf.kernels.devices import target_platform, vary
 from jrlhf.kernels.row_sums import row_sums
-from jrlhf.meshes import AXES, GENERATE, Layout
+from jrlhf.meshes.layout import GENERATE, Layout
+from jrlhf.meshes.mesh import AXES
 
 TENSOR = AXES[-1]
 

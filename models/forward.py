@@ -20,9 +20,10 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int
 
 from jrlhf.kernels.devices import vary
-from jrlhf.kernels.logprob import Terms, token_logprobs, token_sums
-from jrlhf.kernels.logprob.api import Implementation
-from jrlhf.meshes import AXES, GENERATE, Layout, gather
+from jrlhf.kernels.logprob.api import Implementation, token_logprobs, token_sums
+from jrlhf.kernels.logprob.common import Terms
+from jrlhf.meshes.layout import GENERATE, Layout, gather
+from jrlhf.meshes.mesh import AXES
 from jrlhf.models.attention import attention, layer_rotations, of_layer
 from jrlhf.models.collectives import TENSOR, check_operands, check_rows, lookup, own_rows, place, total
 from jrlhf.models.config.checks import positive

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, PRNGKeyArray
 
-from jrlhf.meshes import TRAIN
+from jrlhf.meshes.layout import TRAIN
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.params import Params, made_in_place, nested, param_shardings
 from jrlhf.models.weights import HeadKind, WeightInfo, weights

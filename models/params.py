@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jrlhf.meshes import AXES, GENERATE, Layout
+from jrlhf.meshes.layout import GENERATE, Layout
+from jrlhf.meshes.mesh import AXES
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.weights import VECTORS, HeadKind, Path, weights
 

@@ -26,10 +26,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
-from jrlhf.meshes import Layout, transfer
 from jrlhf.meshes.exchange import copied
+from jrlhf.meshes.layout import Layout
 from jrlhf.meshes.pipeline import SCHEDULES, Pipeline, ScheduleName, Step, Table, actions, forwards
 from jrlhf.meshes.rows import join_rows, split_rows
+from jrlhf.meshes.transfer import transfer
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.forward import ForwardOptions, ShardedForward
 from jrlhf.models.lora import base_on

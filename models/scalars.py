@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float
 
-from jrlhf.meshes import Layout
+from jrlhf.meshes.layout import Layout
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.forward import DEFAULTS, ForwardOptions, ShardedForward
 from jrlhf.models.params import Params

@@ -16,8 +16,7 @@ from functools import cache
 from math import prod
 from typing import Literal, get_args
 
-from jrlhf.meshes import Layout
-from jrlhf.meshes.layout import axis_names
+from jrlhf.meshes.layout import Layout, axis_names
 from jrlhf.models.config.decoder import ModelConfig
 
 Path = tuple[str, ...]

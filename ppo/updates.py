@@ -17,9 +17,9 @@ import optax
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jrlhf.meshes import to_devices, to_host, transfer
 from jrlhf.meshes.by_length import ByLength, fold_by_length, row_ends
 from jrlhf.meshes.rows import check_divisible, draw_minibatch, split_rows
+from jrlhf.meshes.transfer import to_devices, to_host, transfer
 from jrlhf.ppo.config.policy import PolicyConfig
 from jrlhf.ppo.masked import token_count
 from jrlhf.ppo.types import TrainState
@@ -169,7 +169,7 @@ def check_output(name: str, tokens: Array, output: Any, *fields: str) -> Any:
     """Returns the output of a given function: an array of the shape of `tokens`, or a tuple of one for each field."""
     shapes = [getattr(x, "shape", None) for x in (output if isinstance(output, tuple | list) else (output,))]
     if shapes != [tokens.shape] * len(fields):
-        wanted = f"({', '.join(fields)})" if len(fields) > 1 else fields[0]
+        wanted = fields[0] if len(fields) == 1 else f"({', '.join(fields)})"
         raise ValueError(
             f"{name} returned shapes {', '.join(map(str, shapes))} for tokens of shape {tokens.shape}: it must return "
             f"{wanted}, with a number for each token"

@@ -15,21 +15,20 @@ ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
     ("__main__", "api"),
     ("train", "generate", "export", "plan", "doctor", "new_config"),
+    ("planning", "report"),  # clients: called by commands only
     ("stages",),
-    ("report",),
     ("tasks",),
     ("algorithms",),
     ("fleet",),
     ("rewards",),
     ("roles",),
-    ("planning",),
     ("data",),
     ("storage",),
     ("run",),
     ("config",),
     ("ppo", "models"),
     ("kernels", "meshes"),
-    ("errors", "configs", "__init__"),
+    ("errors", "lazy", "configs", "__init__"),
 )
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 AT_THE_TOP = ("kernels", "meshes", "models", "ppo", "configs")

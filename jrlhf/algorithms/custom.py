@@ -16,8 +16,10 @@ from jrlhf.algorithms.factory import algorithm_of
 from jrlhf.algorithms.roles import ROLES, known_facts
 from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
-from jrlhf.meshes import AXES, Graph
-from jrlhf.ppo import Experience, Rollout, make_custom_experience
+from jrlhf.meshes.graph import Graph
+from jrlhf.meshes.mesh import AXES
+from jrlhf.ppo.token_advantages import make_custom_experience
+from jrlhf.ppo.types import Experience, Rollout
 from jrlhf.rewards.user_code import UserCode, explain, load, resolve
 from jrlhf.roles.graph import Value, trace
 

@@ -1,14 +1,23 @@
 """DAPO: `DAPOConfig`."""
 
-from jrlhf.algorithms import Actor, DynamicSampler, ExperienceMaker, Number, Reference, Result, Rewards, policy_logprobs
+from jrlhf.algorithms.calls import (
+    ActorCalls,
+    EstimatorCalls,
+    Number,
+    PoolCalls,
+    ReferenceCalls,
+    Result,
+    RewardCalls,
+    policy_logprobs,
+)
 
 
 def dapo(
-    actor: Actor,
-    reference: Reference | None,
-    reward: Rewards,
-    pool: DynamicSampler,
-    estimator: ExperienceMaker,
+    actor: ActorCalls,
+    reference: ReferenceCalls | None,
+    reward: RewardCalls,
+    pool: PoolCalls,
+    estimator: EstimatorCalls,
     kl_coef: Number,
 ) -> Result:
     """GRPO on informative groups: prompts are drawn until groups with different scores fill a batch."""

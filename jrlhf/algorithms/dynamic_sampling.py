@@ -8,8 +8,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jrlhf.data.batches import Batch, put_rows
-from jrlhf.meshes import to_host
-from jrlhf.ppo import DAPOConfig, Rollout
+from jrlhf.meshes.transfer import to_host
+from jrlhf.ppo.config.algorithms import DAPOConfig
+from jrlhf.ppo.types import Rollout
 from jrlhf.rewards.combine import extremes, named
 from jrlhf.rewards.mixture import Rewards
 from jrlhf.roles.placement import RolePlacement, call, loop_condition

@@ -4,24 +4,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from jrlhf.algorithms import (
-    Actor,
-    Constraint,
-    CostCritic,
-    Critic,
-    DynamicSampler,
-    ExperienceMaker,
-    FusedUpdate,
-    Reference,
-    Rewards,
-)
+from jrlhf.algorithms.dynamic_sampling import DynamicSampler
 from jrlhf.algorithms.roles import Roles
 from jrlhf.config.schema import Config
-from jrlhf.meshes import Graph
-from jrlhf.models import SamplingConfig
-from jrlhf.planning.fusion.last_rows import Moves
-from jrlhf.ppo import DAPOConfig, PolicyConfig, SafeRLHFConfig
-from jrlhf.roles.early import EarlyActor
+from jrlhf.meshes.graph import Graph
+from jrlhf.models.generation.sampling import SamplingConfig
+from jrlhf.ppo.config.algorithms import DAPOConfig, SafeRLHFConfig
+from jrlhf.ppo.config.policy import PolicyConfig
+from jrlhf.rewards.mixture import Rewards
+from jrlhf.roles.actor import Actor, Reference
+from jrlhf.roles.critic import Constraint, CostCritic, Critic, FusedUpdate
+from jrlhf.roles.early import EarlyActor, LastRowsPolicy
+from jrlhf.roles.experience import ExperienceMaker
 from jrlhf.roles.initial import InitialModels, adamw, scalar_model
 from jrlhf.roles.model import Compute, Model
 from jrlhf.roles.placement import RolePlacement
@@ -55,7 +49,7 @@ class RoleFactory:
     sampling: SamplingConfig
     placement: Callable[[str], RolePlacement]
     clock: Clock
-    moves: Moves | None = None
+    moves: LastRowsPolicy | None = None
 
     def models(
         self, initial: InitialModels, policy: Model, rewards: Rewards, graph: Graph

@@ -1,13 +1,22 @@
 """GRPO and its variants: their configs, `GRPOConfig` and its subclasses, change the advantages and the loss."""
 
-from jrlhf.algorithms import Actor, Batch, ExperienceMaker, Number, Reference, Result, Rewards, policy_logprobs
+from jrlhf.algorithms.calls import (
+    ActorCalls,
+    Batch,
+    EstimatorCalls,
+    Number,
+    ReferenceCalls,
+    Result,
+    RewardCalls,
+    policy_logprobs,
+)
 
 
 def grpo(
-    actor: Actor,
-    reference: Reference | None,
-    reward: Rewards,
-    estimator: ExperienceMaker,
+    actor: ActorCalls,
+    reference: ReferenceCalls | None,
+    reward: RewardCalls,
+    estimator: EstimatorCalls,
     prompts: Batch,
     kl_coef: Number,
 ) -> Result:

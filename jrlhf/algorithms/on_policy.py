@@ -1,10 +1,15 @@
 """PPO, GRPO and its variants, and REINFORCE++, where a batch gets a single update."""
 
-from jrlhf.algorithms import Actor, Batch, FusedUpdate, Number, Reference, Result, Rewards
+from jrlhf.algorithms.calls import ActorCalls, Batch, LearnerCalls, Number, ReferenceCalls, Result, RewardCalls
 
 
 def on_policy(
-    actor: Actor, learner: FusedUpdate, reference: Reference | None, reward: Rewards, prompts: Batch, kl_coef: Number
+    actor: ActorCalls,
+    learner: LearnerCalls,
+    reference: ReferenceCalls | None,
+    reward: RewardCalls,
+    prompts: Batch,
+    kl_coef: Number,
 ) -> Result:
     """One program computes the experience and trains on it, so no pass is computed twice."""
     rollout = actor.generate(prompts)

@@ -4,7 +4,8 @@ import jax
 import optax
 from jaxtyping import Array, Float
 
-from jrlhf.ppo import DPOConfig, PairBatch, make_dpo_step, with_reference
+from jrlhf.ppo.config.algorithms import DPOConfig
+from jrlhf.ppo.supervised import PairBatch, make_dpo_step, with_reference
 from jrlhf.roles.model import Model
 from jrlhf.roles.placement import call
 from jrlhf.roles.role import Role, Site, TrainedRole

@@ -1,14 +1,24 @@
 """PPO: `PPOConfig`."""
 
-from jrlhf.algorithms import Actor, Batch, Critic, ExperienceMaker, Number, Reference, Result, Rewards, policy_logprobs
+from jrlhf.algorithms.calls import (
+    ActorCalls,
+    Batch,
+    CriticCalls,
+    EstimatorCalls,
+    Number,
+    ReferenceCalls,
+    Result,
+    RewardCalls,
+    policy_logprobs,
+)
 
 
 def ppo(
-    actor: Actor,
-    critic: Critic,
-    reference: Reference | None,
-    reward: Rewards,
-    estimator: ExperienceMaker,
+    actor: ActorCalls,
+    critic: CriticCalls,
+    reference: ReferenceCalls | None,
+    reward: RewardCalls,
+    estimator: EstimatorCalls,
     prompts: Batch,
     kl_coef: Number,
 ) -> Result:

@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from importlib import import_module
 
-from jrlhf.algorithms import PairActor, PairReference
 from jrlhf.algorithms.custom import custom_dataflow, custom_graph
 from jrlhf.algorithms.on_policy import on_policy
+from jrlhf.algorithms.pair_actor import PairActor, PairReference
 from jrlhf.algorithms.roles import ROLES, known_facts
 from jrlhf.config.schema import Config
 from jrlhf.config.stages import FILES
 from jrlhf.errors import UserError
-from jrlhf.meshes import Call, Graph
+from jrlhf.meshes.graph import Call, Graph
 from jrlhf.roles.graph import trace
 from jrlhf.run.processes import from_main
 

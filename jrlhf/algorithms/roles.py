@@ -5,20 +5,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args, get_type_hints
 
-from jrlhf.algorithms import (
-    Actor,
-    Batch,
-    Constraint,
-    CostCritic,
-    Critic,
-    DynamicSampler,
-    ExperienceMaker,
-    FusedUpdate,
-    Reference,
-    Rewards,
-)
+from jrlhf.algorithms.dynamic_sampling import DynamicSampler
 from jrlhf.config.schema import Config
-from jrlhf.ppo import MultiplierState, RunningMoments, SFTBatch, TrainState
+from jrlhf.data.batches import Batch
+from jrlhf.ppo.safe import MultiplierState
+from jrlhf.ppo.shaping import RunningMoments
+from jrlhf.ppo.types import SFTBatch, TrainState
+from jrlhf.rewards.mixture import Rewards
+from jrlhf.roles.actor import Actor, Reference
+from jrlhf.roles.critic import Constraint, CostCritic, Critic, FusedUpdate
+from jrlhf.roles.experience import ExperienceMaker
 
 
 def known_facts(config: Config) -> dict[str, Any]:

@@ -1,29 +1,28 @@
 """Safe RLHF: `SafeRLHFConfig`."""
 
-from jrlhf.algorithms import (
-    Actor,
+from jrlhf.algorithms.calls import (
+    ActorCalls,
     Batch,
-    Constraint,
-    CostCritic,
-    Critic,
-    ExperienceMaker,
+    ConstraintCalls,
+    CriticCalls,
+    EstimatorCalls,
     Number,
-    Reference,
+    ReferenceCalls,
     Result,
-    Rewards,
+    RewardCalls,
     policy_logprobs,
 )
 
 
 def safe_rlhf(
-    actor: Actor,
-    critic: Critic,
-    cost_critic: CostCritic,
-    reference: Reference | None,
-    reward: Rewards,
-    cost: Rewards,
-    constraint: Constraint,
-    estimator: ExperienceMaker,
+    actor: ActorCalls,
+    critic: CriticCalls,
+    cost_critic: CriticCalls,
+    reference: ReferenceCalls | None,
+    reward: RewardCalls,
+    cost: RewardCalls,
+    constraint: ConstraintCalls,
+    estimator: EstimatorCalls,
     prompts: Batch,
     kl_coef: Number,
 ) -> Result:

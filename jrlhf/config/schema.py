@@ -177,6 +177,11 @@ class SleepConfig(Feature):
     reward: Memory = "device"  # all reward models and cost models
     ahead: bool = False  # each call starts to load the parts for the next one: less waiting, more memory
 
+    def weights_of(self, role: str) -> bool:
+        """Returns whether a role's weights are offloaded to host memory between its calls."""
+        section = {"cost_critic": "critic", "cost": "reward"}.get(role, role)
+        return getattr(self, section) == "host"
+
 
 @dataclass(frozen=True)
 class ColumnsConfig(Section):
@@ -461,6 +466,11 @@ class Config(Section):
     @property
     def rl(self) -> RLStageConfig:
         return self.sections[str(self.algorithm)]
+
+    def update_section(self, stage: str) -> tuple[str, Any]:
+        """Returns the key and the section of the settings that divide a stage's updates into parts."""
+        section = self.sections[stage]
+        return (f"{stage}.algorithm", section.algorithm) if hasattr(section, "algorithm") else (stage, section)
 
     @property
     def asynchronous(self) -> AsynchronousConfig | None:

@@ -138,7 +138,7 @@ def probe() -> None:
         import jax.numpy as jnp
         import numpy as np
 
-        from jrlhf.kernels.logprob import token_logprobs
+        from jrlhf.kernels.logprob.api import token_logprobs
         from jrlhf.run.devices import accelerator, host_memory
 
         facts["accelerator"] = accelerator()

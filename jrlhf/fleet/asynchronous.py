@@ -26,11 +26,11 @@ from jrlhf.fleet.recompute import Recompute
 from jrlhf.fleet.schedule import Rules, fresh
 from jrlhf.fleet.slices import SliceWorkers, Workers
 from jrlhf.fleet.state import Collected, FleetState
-from jrlhf.models import SamplingConfig
 from jrlhf.models.generation.chunks import ToHosts
 from jrlhf.models.generation.continuous import ContinuousBatch, Weights
+from jrlhf.models.generation.sampling import SamplingConfig
 from jrlhf.models.lora import base_on
-from jrlhf.ppo import TrainState
+from jrlhf.ppo.types import TrainState
 from jrlhf.rewards.mixture import Answers, Rewards
 from jrlhf.roles.actor import Actor
 from jrlhf.roles.initial import learning_rate

@@ -37,7 +37,7 @@ from jrlhf.fleet.state import (
     rows_of,
     unpack,
 )
-from jrlhf.meshes import to_devices, to_host
+from jrlhf.meshes.transfer import to_devices, to_host
 from jrlhf.models.generation.chunks import ToHosts
 from jrlhf.models.generation.continuous import Decoding, Progress, Prompt, Weights
 from jrlhf.run.clock import TrainerWait

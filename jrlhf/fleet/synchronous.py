@@ -8,7 +8,7 @@ from jaxtyping import Array
 from jrlhf.data.batches import Batch
 from jrlhf.data.order import Solved
 from jrlhf.fleet.state import FleetState
-from jrlhf.ppo import TrainState
+from jrlhf.ppo.types import TrainState
 from jrlhf.roles.actor import Actor
 from jrlhf.run.files import Closing
 

@@ -16,8 +16,8 @@ from typing import Literal
 import jax.numpy as jnp
 
 from jrlhf.meshes.plan import Placement
-from jrlhf.models import ModelConfig
 from jrlhf.models.attention import default_attention
+from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.flash import AttentionImplementation
 from jrlhf.models.remat import Remat
 from jrlhf.models.weights import PROJECTIONS

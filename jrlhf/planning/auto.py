@@ -10,11 +10,11 @@ import jax
 from jrlhf.config.check import mesh_sizes
 from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
-from jrlhf.meshes import Call, Graph
+from jrlhf.meshes.graph import Call, Graph
 from jrlhf.meshes.hardware import Cluster, hardware_of
 from jrlhf.meshes.mesh import Device
 from jrlhf.meshes.plan import Placement, Plan, Slice
-from jrlhf.models import ModelConfig
+from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.remat import REMATS
 from jrlhf.planning.activations import Backend
 from jrlhf.planning.candidates import NoPlan, candidates, placements

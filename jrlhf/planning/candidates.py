@@ -13,12 +13,13 @@ from typing import Any
 
 from jrlhf.config.check import divisors, indivisible
 from jrlhf.errors import UserError
-from jrlhf.meshes import Call
+from jrlhf.meshes.graph import Call
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.plan import Placement, Slice
 from jrlhf.planning.memory import call_bytes
 from jrlhf.planning.time import CostModel, Price
-from jrlhf.planning.workload import LEARNER, Workload
+from jrlhf.planning.workload import Workload
+from jrlhf.roles.graph import LEARNER
 from jrlhf.run.files import in_units
 
 ALL_RANGES = 8  # maximum number of nodes for which every range of nodes is a slice

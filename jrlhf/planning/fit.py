@@ -13,17 +13,18 @@ from jax.sharding import Mesh
 from jrlhf.config.places import expanded
 from jrlhf.config.schema import MOST_DEVICES, Config
 from jrlhf.errors import UserError
-from jrlhf.meshes import Graph
+from jrlhf.meshes.graph import Graph
 from jrlhf.meshes.mesh import Device
 from jrlhf.meshes.plan import Placement, Plan, Slice
-from jrlhf.models import LoRAConfig, ModelConfig
+from jrlhf.models.config.decoder import ModelConfig
+from jrlhf.models.lora import LoRAConfig
 from jrlhf.models.remat import REMATS
 from jrlhf.planning.activations import DEFAULT, Backend
 from jrlhf.planning.memory import GIB, Away, PlanMemory, away_parts, plan_memory
 from jrlhf.planning.plans import NAMES, colocated
 from jrlhf.planning.simulate import Simulation
 from jrlhf.planning.time import CostModel
-from jrlhf.planning.workload import RoleModel, Workload, token_budgets, update_section, with_budgets, workload_of
+from jrlhf.planning.workload import RoleModel, Workload, token_budgets, with_budgets, workload_of
 from jrlhf.run.devices import host_memory
 from jrlhf.run.files import in_units
 
@@ -149,7 +150,7 @@ def _written(config: Config, changes: Changes, workload: Workload, plan: Plan) -
         devices = max(plan[name].devices.count for name in _calls(workload, plan, "train"))
         devices = devices * changes.get("devices", plan.devices) // plan.devices
         tokens = workload.rows // workload.minibatches * workload.length // devices  # per minibatch and device
-        section, _ = update_section(config, stage)
+        section, _ = config.update_section(stage)
         micro_batches = f"{section}.micro_batch_tokens={tokens // changes['micro_batches']}"
     texts = {**_WRITTEN, "micro_batches": micro_batches}
     if plan.name not in NAMES:  # in a plan file each call has its own mesh and parts

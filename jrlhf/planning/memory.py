@@ -12,18 +12,21 @@ from itertools import pairwise, product
 from math import ceil, lcm, prod
 from typing import Literal
 
-from jrlhf.config.schema import Config, SleepConfig
-from jrlhf.meshes import GENERATE, TRAIN, Call, Layout
+from jrlhf.config.schema import Config
+from jrlhf.meshes.graph import Call
+from jrlhf.meshes.layout import GENERATE, TRAIN, Layout
 from jrlhf.meshes.pipeline import SCHEDULES, ScheduleName, peak
-from jrlhf.meshes.plan import Placement, Plan, Slice
-from jrlhf.meshes.reshard import GROUP_BYTES
-from jrlhf.models import LoRAConfig, ModelConfig, Schedule
-from jrlhf.models.lora import adapter_weights
+from jrlhf.meshes.plan import Placement, Plan, Slice, segments
+from jrlhf.meshes.resharding import GROUP_BYTES
+from jrlhf.models.config.decoder import ModelConfig
+from jrlhf.models.generation.schedule import Schedule
+from jrlhf.models.lora import LoRAConfig, adapter_weights
 from jrlhf.models.weights import HeadKind, weights
 from jrlhf.planning import activations
 from jrlhf.planning.activations import DEFAULT, WIDE, Arrays, Backend, Gradients, Phase
 from jrlhf.planning.moves import stored_alike
-from jrlhf.planning.workload import LEARNED, LEARNER, RoleModel, Workload, home_of
+from jrlhf.planning.workload import RoleModel, Workload
+from jrlhf.roles.graph import LEARNED, LEARNER, home_of
 
 GIB = 2**30
 COUNTERS = 8  # bytes: AdamW counts its updates twice, for the bias of the moments and for the schedule
@@ -164,19 +167,13 @@ def residency(config: Config, role: str, call: Call, following: Call | None = No
     users = [user for user in (call, *ahead) if user.role == role or (user.role == LEARNER and role in LEARNED)]
     generates_with_copy = role == "actor" and config.lora is None
     needed = any(user is following or user.kind != "generate" or not generates_with_copy for user in users)
-    places: dict[Part, Place] = {"weights": "pinned_host" if weights_sleep(role, sleep) and not needed else "device"}
+    places: dict[Part, Place] = {"weights": "pinned_host" if sleep.weights_of(role) and not needed else "device"}
     if role in ("actor", "critic", "cost_critic"):
         trained = any(user.kind == "train" for user in users)
         places["optimizer"] = "device" if trained or sleep.optimizer == "device" else "pinned_host"
     if role == "actor":
         places["generation"] = "device" if call.role == role and call.kind == "generate" else "dropped"
     return places
-
-
-def weights_sleep(role: str, sleep: SleepConfig) -> bool:
-    """Returns whether a role's weights are offloaded to host memory between its calls."""
-    section = {"cost_critic": "critic", "cost": "reward"}.get(role, role)
-    return getattr(sleep, section) == "host"
 
 
 def away_parts(config: Config, workload: Workload) -> Away:
@@ -377,14 +374,6 @@ def keepers(workload: Workload) -> dict[str, tuple[RoleModel, ...]]:
     """Returns role -> the models that it stores. Models of a fused update belong to the roles that it trains."""
     models = dict(workload.models)
     return models | {role: (model,) for role, model in zip(LEARNED, models.pop(LEARNER, ()), strict=False)}
-
-
-def segments(slices: Iterable[Slice]) -> list[Slice]:
-    """Divides the devices of these slices into the fewest groups that each slice contains whole or not at all."""
-    ranges = set(slices)
-    bounds = sorted({bound for devices in ranges for bound in (devices.start, devices.stop)})
-    groups = [Slice(start, stop - start) for start, stop in zip(bounds, bounds[1:], strict=False)]
-    return [group for group in groups if any(group.overlaps(devices) for devices in ranges)]
 
 
 def fused_bytes(workload: Workload, plan: Plan, backend: Backend = DEFAULT) -> dict[str, float]:

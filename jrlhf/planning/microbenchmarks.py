@@ -18,13 +18,17 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jrlhf.kernels.logprob import token_logprobs, token_sums
-from jrlhf.meshes import GENERATE, TRAIN, make_mesh
-from jrlhf.meshes.mesh import Device
-from jrlhf.models import ModelConfig, SamplingConfig, init_lm, make_generate, param_shardings
+from jrlhf.kernels.logprob.api import token_logprobs, token_sums
+from jrlhf.meshes.layout import GENERATE, TRAIN
+from jrlhf.meshes.mesh import Device, make_mesh
 from jrlhf.models.attention import attention, layer_rotations, of_layer
 from jrlhf.models.collectives import TENSOR, lookup, total, vary
+from jrlhf.models.config.decoder import ModelConfig
+from jrlhf.models.generation.engine import make_generate
+from jrlhf.models.generation.sampling import SamplingConfig
+from jrlhf.models.init import init_lm
 from jrlhf.models.modules import NO_ADAPTERS, Block
+from jrlhf.models.params import param_shardings
 from jrlhf.models.remat import Remat, policy
 from jrlhf.models.weights import HeadKind
 from jrlhf.ppo.updates import apply_update, finish

@@ -1,26 +1,25 @@
 """Makes the plan that a config names, and checks that a run can follow it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import combinations
 from math import ceil, gcd, lcm
 from pathlib import Path
 
 import numpy as np
-import yaml
 
 from jrlhf.config.check import divisors, indivisible, mesh_sizes
 from jrlhf.config.parse import parse_yaml
 from jrlhf.config.places import expanded
 from jrlhf.config.schema import Config
 from jrlhf.errors import UserError, alike, beside, one_line
-from jrlhf.meshes import Call
-from jrlhf.meshes.graph import Kind
+from jrlhf.meshes.graph import Call
 from jrlhf.meshes.plan import LayoutName, Placement, Plan, Slice, plan_of
 from jrlhf.models.flops import forward_operations
 from jrlhf.planning.candidates import stuck_rows, undivided_rows
 from jrlhf.planning.simulate import nested
-from jrlhf.planning.workload import LAYOUTS, LEARNER, Workload, token_budgets, update_section
+from jrlhf.planning.workload import LAYOUTS, Workload, token_budgets
+from jrlhf.roles.graph import LEARNER
+from jrlhf.roles.planned_placement import staged
 
 NAMES = ("colocate", "split", "standalone", "disaggregated", "auto")
 FUSED = "actor.update", "critic.update"  # the calls that one table can train
@@ -67,20 +66,6 @@ def colocated(config: Config, workload: Workload, devices: int) -> Plan:
     return Plan("colocate", placements)
 
 
-def staged(config: Config, stage: str, kind: Kind, placement: Placement) -> Placement:
-    """Returns the placement of a stage's calls of a kind, in the pipeline stages that the stage's section sets.
-
-    placement: on all devices. The stages divide its `fsdp`, so weights are stored as without them.
-    """
-    section = config.sections[stage]
-    pipeline, stages = getattr(section, "pipeline", None), getattr(section, "pipeline_stages", 1)
-    if pipeline is None or stages == 1 or kind == "compute":
-        return placement
-    schedule, parts = pipeline.schedule if kind == "train" else "1f1b", update_section(config, stage)[1].micro_batches
-    sizes = {"fsdp": placement.fsdp // stages, "pipeline": stages}
-    return replace(placement, **sizes, micro_batches=parts, schedule=schedule)
-
-
 def read_plan(path: Path) -> Plan:
     if not path.is_file():
         remedy = alike(str(path), NAMES, beside(path, "name one of them"))
@@ -94,15 +79,10 @@ def read_plan(path: Path) -> Plan:
         raise UserError(f"plan={path}: {error}") from error
 
 
-def plan_yaml(plan: Plan) -> str:
-    """Returns the plan as YAML, from which `read_plan` makes an equal one."""
-    return yaml.safe_dump(plan.as_dict(), sort_keys=False)
-
-
 def scaled_placement(config: Config, workload: Workload, call: Call, devices: Slice, count: int) -> Placement:
     """Returns the usual placement of a call on a part of `count` devices: `mesh` of the config, scaled down."""
     layout: LayoutName = "generate" if workload.on_base(call.role) else LAYOUTS[call.kind][0]
-    _, updates = update_section(config, workload.graph.name)
+    _, updates = config.update_section(workload.graph.name)
     micro_batches = updates.micro_batches if call.kind == "train" else 1
     _, fsdp, tensor = mesh_sizes(config.mesh, count)
     tensor = gcd(tensor, devices.count)

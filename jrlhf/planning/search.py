@@ -17,13 +17,13 @@ from itertools import cycle
 from operator import attrgetter
 from typing import Any
 
-from jrlhf.meshes import Graph
+from jrlhf.meshes.graph import Graph
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.planning.candidates import NoPlan, by_key, candidates, placements, slices
 from jrlhf.planning.moves import stored_alike
 from jrlhf.planning.simulate import Simulation, Simulator, simulate
 from jrlhf.planning.time import CostModel, Price
-from jrlhf.planning.workload import LEARNER, home_of
+from jrlhf.roles.graph import LEARNER, home_of
 from jrlhf.run.files import in_units
 
 Candidates = Mapping[str, Sequence[Price]]

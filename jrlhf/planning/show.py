@@ -6,54 +6,27 @@ from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 
 from jrlhf.errors import UserError
-from jrlhf.meshes import Call
-from jrlhf.meshes.pipeline import bubble, table_of
-from jrlhf.meshes.plan import Plan
+from jrlhf.meshes.graph import Call
+from jrlhf.meshes.pipeline import FusedUpdates, bubble, table_of
+from jrlhf.meshes.plan import Plan, segments
 from jrlhf.models.flops import forward_operations, training_operations
 from jrlhf.planning.candidates import by_key
 from jrlhf.planning.fusion.last_rows import Work
-from jrlhf.planning.fusion.updates import FusedUpdates, fused_prices, fused_updates
-from jrlhf.planning.memory import segments
+from jrlhf.planning.fusion.updates import fused_prices, fused_updates
 from jrlhf.planning.search import RULES, TURN, Result
 from jrlhf.planning.simulate import STEADY, Simulation, Span
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import Workload
+from jrlhf.run.colors import TICK_COLORS, call_color
 from jrlhf.run.files import in_units
 
 WIDTH = 72  # characters of the timeline
 MOST_NUMBERED = 400  # maximum number of operations of a schedule whose micro-batches are numbered
 FORMATS = (".svg", ".png", ".pdf")
-# Of forward, backward and gradients of weights, for the first call and for one that is fused with it.
-TICK_COLORS = ("#2f6fed", "#e07a1f", "#0f9d7a"), ("#8b5cf6", "#e23d6d")
-
-# The calls of the algorithms, by the names of their times in metrics; each has a colour of its own in all pictures.
-_TIMES = {
-    "actor.generate": "gen",
-    "reward.score": "reward",
-    "actor.logprobs": "old_log_prob",
-    "actor.logprobs_with_base": "old_log_prob",
-    "reference.logprobs": "ref",
-    "critic.values": "values",
-    "critic.update": "update_critic",
-    "actor.update": "update_actor",
-    "cost_critic.values": "cost_values",
-    "cost_critic.update": "update_cost_critic",
-    "cost.score": "cost",
-    **dict.fromkeys(("learner.update", "update"), "update_actor"),  # which trains the critic, too
-}
-_COLORS = "#2f6fed #e07a1f #0f9d7a #8b5cf6 #e23d6d #0e93b8 #a16207 #64748b #7c3f58 #4d7c0f".split()
-
-
-def call_color(name: str) -> str:
-    """The colour of a call, given by its name in a graph or in the metrics: the same in every picture and run."""
-    names = list(dict.fromkeys(_TIMES.values()))
-    name = _TIMES.get(name, name)
-    return _COLORS[names.index(name) if name in names else crc32(name.encode()) % len(_COLORS)]
 
 
 def describe(prices: CostModel, result: Result) -> str:

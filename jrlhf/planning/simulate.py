@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import Literal
 
-from jrlhf.meshes import Graph
-from jrlhf.meshes.plan import Placement, Plan, Slice
-from jrlhf.planning.memory import segments
+from jrlhf.meshes.graph import Graph
+from jrlhf.meshes.plan import Placement, Plan, Slice, segments
 from jrlhf.planning.time import Price, Prices
-from jrlhf.planning.workload import LEARNER, home_of
+from jrlhf.roles.graph import LEARNER, home_of
 
 ITERATIONS = 5  # as in ReaL's code
 STEADY = 2  # the iteration that is shown; earlier ones are still filling up

@@ -10,7 +10,7 @@ from functools import cached_property
 from math import ceil, prod
 from typing import Any, Protocol
 
-from jrlhf.meshes import Call
+from jrlhf.meshes.graph import Call
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.pipeline import SCHEDULES, makespan
 from jrlhf.meshes.plan import Placement
@@ -19,7 +19,8 @@ from jrlhf.planning import moves
 from jrlhf.planning.activations import DEFAULT, Backend
 from jrlhf.planning.memory import Away, call_bytes, state_bytes
 from jrlhf.planning.moves import Group
-from jrlhf.planning.workload import LEARNED, LEARNER, RoleModel, Workload, home_of
+from jrlhf.planning.workload import RoleModel, Workload
+from jrlhf.roles.graph import LEARNED, LEARNER, home_of
 
 Parts = dict[str, float]  # seconds of a device by kind of work; parts follow each other
 

@@ -10,17 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrlhf.config.places import expanded
-from jrlhf.config.schema import Config, LoRASection
+from jrlhf.config.schema import Config
 from jrlhf.errors import user_errors
-from jrlhf.meshes import Call, Graph
-from jrlhf.meshes.graph import Kind
+from jrlhf.meshes.graph import Call, Graph, Kind
 from jrlhf.meshes.plan import LayoutName, Plan
-from jrlhf.models import LoRAConfig, ModelConfig
+from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.flops import attention_operations, head_weights, layer_weights, lora_weights
-from jrlhf.models.hf import read_adapter_config
-from jrlhf.models.lora import adapter_weights
+from jrlhf.models.hf.adapters import read_adapter_config
+from jrlhf.models.lora import LoRAConfig
 from jrlhf.models.remat import Remat
 from jrlhf.models.weights import HeadKind
+from jrlhf.roles.graph import LEARNER
+from jrlhf.roles.pretrained import adapter_of
 
 # The layouts that each kind of call can use; the first is the default. "compute": the model is only stored meanwhile.
 LAYOUTS: dict[str, tuple[LayoutName, ...]] = {
@@ -29,9 +30,6 @@ LAYOUTS: dict[str, tuple[LayoutName, ...]] = {
     "train": ("train", "train_tp"),
     "compute": ("train",),
 }
-
-LEARNER = "learner"  # the role that trains actor and critic in one program; their weights are stored where it runs
-LEARNED = ("actor", "critic")
 
 # Elementwise work reads and writes more than a perfect fusion would, partly in float32: a trace of training on an H200
 # showed 309 GB where `Numbers.traffic` without this factor counts 188.
@@ -193,7 +191,7 @@ def workload_of(config: Config, graph: Graph, models: Mapping[str, ModelConfig])
         mean_response=float(response),
         dtype=jnp.dtype(config.compute.dtype),
         remat=config.compute.remat,
-        parts_key=f"{update_section(config, stage)[0]}.micro_batches",
+        parts_key=f"{config.update_section(stage)[0]}.micro_batches",
     )
     if stage != config.algorithm:
         rows, key = config.sections[stage].batch, f"{stage}.batch"
@@ -266,32 +264,6 @@ def _models_of_roles(
     return {role: roles[role] for role in graph.roles if role in roles}
 
 
-def home_of(graph: Graph, role: str, plan: Plan | None = None) -> Call | None:
-    """Returns the call in whose placement a role's weights are stored: the one that trains them, or else the role's
-    first call. None: the role has no call.
-
-    plan: ignores calls that it does not place. Among calls that do not train, prefers one with stacked layers, because
-        these can be unstacked for generation.
-    """
-    if role in LEARNED and LEARNER in graph.roles:
-        role = LEARNER
-    own = [call for call in graph if call.role == role and (plan is None or call.name in plan.placements)]
-    own.sort(key=lambda call: (call.kind != "train", plan is not None and plan[call.name].layout == "generate"))
-    return own[0] if own else None
-
-
-def adapter_of(section: LoRASection, actor: ModelConfig) -> LoRAConfig:
-    """Returns the settings of the actor's adapter, new or from a file; refuses one that does not fit the actor."""
-    with user_errors("lora"):
-        if section.path is not None:
-            lora = read_adapter_config(expanded(section.path))
-        else:
-            assert section.rank is not None
-            lora = LoRAConfig(rank=section.rank, alpha=section.alpha, targets=section.targets, rslora=section.rslora)
-        adapter_weights(actor, lora)
-        return lora
-
-
 def with_budgets(config: Config, workload: Workload, plan: Plan) -> Plan:
     """Returns the plan with the micro-batches that token budgets and the batches of reward models lead to."""
     budgets, placements = token_budgets(config, workload.graph.name), {}
@@ -319,14 +291,8 @@ def leave_to_budgets(config: Config, graph: Graph, plan: Plan) -> Plan:
 
 def token_budgets(config: Config, stage: str) -> dict[str, int | None]:
     """Returns kind of call -> the number of tokens that a device computes at a time; None: no limit."""
-    _, section = update_section(config, stage)
+    _, section = config.update_section(stage)
     return {"train": getattr(section, "micro_batch_tokens", None), "infer": config.compute.score_tokens}
-
-
-def update_section(config: Config, stage: str) -> tuple[str, Any]:
-    """Returns the key and the section of the settings that divide a stage's updates into parts."""
-    section = config.sections[stage]
-    return (f"{stage}.algorithm", section.algorithm) if hasattr(section, "algorithm") else (stage, section)
 
 
 def _reward_batches(config: Config, role: str, rows: int) -> int:

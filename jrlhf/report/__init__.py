@@ -1,7 +1,5 @@
 """The report of a run: one HTML file."""
 
-from jrlhf.report.html import render, write_report
-from jrlhf.report.read import read_run
-from jrlhf.report.sections import results
+from jrlhf.lazy import lazily
 
-__all__ = ["read_run", "render", "results", "write_report"]
+__getattr__, __dir__, __all__ = lazily(__name__, __file__)

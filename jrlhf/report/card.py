@@ -15,16 +15,16 @@ import yaml
 from huggingface_hub.repocard import metadata_load
 
 from jrlhf import __version__
-from jrlhf.config import Config, config_yaml
 from jrlhf.config.keys import classes_of, kinds_of
-from jrlhf.config.schema import DatasetsData, RewardConfig
+from jrlhf.config.parse import config_yaml
+from jrlhf.config.schema import Config, DatasetsData, RewardConfig
 from jrlhf.config.stages import ALGORITHMS
 from jrlhf.models.hf.files import CARD, PLOT, PROMPTING, SIGNATURE, check_file
 from jrlhf.models.weights import HeadKind
 from jrlhf.report.charts import Chart, Series
-from jrlhf.report.read import GOLD, SCORE, STAGES, Record
+from jrlhf.report.read import GOLD, SCORE, STAGES, Record, read_run
 from jrlhf.report.sections import OWN_ANSWERS, accuracy, results
-from jrlhf.roles.pretrained import hub_model
+from jrlhf.roles.pretrained import hub_model, locate
 from jrlhf.run.console import clean, validation_key
 from jrlhf.run.files import to_json
 from jrlhf.run.resume import defines_results
@@ -38,7 +38,7 @@ _ROLES = {"sft": "SFT", "preferences": "preferences", "prompts": "prompts", "hel
 
 
 @dataclass(frozen=True)
-class Facts:
+class CardData:
     """The contents of a card.
 
     config: of the run. record: the run's records until the exported step. stage: the last stage that trained the
@@ -54,9 +54,24 @@ class Facts:
     adapter: bool = False
     license: Mapping[str, str | list[str]] | None = None
 
+    @property
+    def hub(self) -> Sequence[str]:
+        """The names of models and datasets that the run took from the hub."""
+        return self.record.hub
 
-def facts_of(config: Config, record: Record, stage: str, step: int, base: Path | None) -> Facts:
-    """Returns the facts of a policy after a step of a stage.
+    def files(self, head: HeadKind, *, adapter: bool) -> dict[str, bytes]:
+        """Returns name -> bytes of the card, the prompting settings and, if two values were measured, a plot."""
+        return files(replace(self, head=head, adapter=adapter))
+
+
+def card_of_run(run: Path, config: Config, stage: str, step: int) -> CardData:
+    """Returns the contents of the cards of a run's models after a step of the last stage that trained the policy."""
+    base = None if config.model.path is None else locate(config.model.path, "model.path")
+    return card_data(config, read_run(run), stage, step, base)
+
+
+def card_data(config: Config, record: Record, stage: str, step: int, base: Path | None) -> CardData:
+    """Returns the contents of the cards of a policy after a step of a stage.
 
     record: of the whole run. Later steps are left out, and the summary, too, if it belongs to another step.
     base: the directory of the model from which the run started.
@@ -67,29 +82,29 @@ def facts_of(config: Config, record: Record, stage: str, step: int, base: Path |
         metrics[stage] = own
     ended = record.summary.get("steps", {}).get(stage) == step
     record = replace(record, metrics=metrics, summary=record.summary if ended else {})
-    return Facts(config, record, stage, step, license=None if base is None else license_of(base))
+    return CardData(config, record, stage, step, license=None if base is None else license_of(base))
 
 
-def files(facts: Facts) -> dict[str, bytes]:
+def files(data: CardData) -> dict[str, bytes]:
     """Returns name -> bytes of the card, the prompting settings and, if two values were measured, a plot."""
-    plot = progress(facts)
-    parts = {CARD: card(facts, plot="" if plot is None else plot[0]).encode()}
-    if facts.record.prompting and facts.head == "lm" and not facts.adapter:
-        parts[PROMPTING] = to_json(facts.record.prompting)
+    plot = progress(data)
+    parts = {CARD: card(data, plot="" if plot is None else plot[0]).encode()}
+    if data.record.prompting and data.head == "lm" and not data.adapter:
+        parts[PROMPTING] = to_json(data.record.prompting)
     return parts if plot is None else {**parts, PLOT: plot[1]}
 
 
-def card(facts: Facts, *, plot: str = "") -> str:
+def card(data: CardData, *, plot: str = "") -> str:
     """Returns the Markdown text. plot: what the plot shows; empty: there is none."""
     sections = [
-        f"---\n{_metadata(facts)}---\n\n# {_title(facts)}",
+        f"---\n{_metadata(data)}---\n\n# {_title(data)}",
         f"{SIGNATURE}, which does RLHF in JAX.",
-        *_results(facts, plot),
+        *_results(data, plot),
         "## Recipe",
-        *_recipe(facts),
-        *_data(facts),
-        *_rewards(facts),
-        *_use(facts),
+        *_recipe(data),
+        *_data(data),
+        *_rewards(data),
+        *_use(data),
         "## Versions",
         f"jrlhf {__version__}, jax {version('jax')}, flax {version('flax')}, "
         f"Python {platform.python_version()}; format of the weights: Hugging Face, safetensors.",
@@ -114,10 +129,10 @@ def license_of(base: Path) -> dict[str, str | list[str]]:
     return terms
 
 
-def _short(path: str, facts: Facts) -> str:
+def _short(path: str, data: CardData) -> str:
     """Returns the hub name of a model or dataset on the hub; for any other path its last part."""
     last = re.split(r"[/\\]", path.rstrip("/\\"))[-1].rpartition("@")[2]
-    return hub_model(path, facts.record.hub) or (_LEFT_OUT if last.startswith("~") else clean(last))
+    return hub_model(path, data.record.hub) or (_LEFT_OUT if last.startswith("~") else clean(last))
 
 
 def _text(text: str) -> str:
@@ -137,39 +152,39 @@ def _ticks(text: str, least: int) -> str:
     return "`" * max(least, *(len(run) + 1 for run in re.findall("`+", text)), 0)
 
 
-def _metadata(facts: Facts) -> str:
-    config, scalar = facts.config, facts.head == "scalar"
-    values: dict[str, Any] = {"library_name": "peft" if facts.adapter else "transformers"}
+def _metadata(data: CardData) -> str:
+    config, scalar = data.config, data.head == "scalar"
+    values: dict[str, Any] = {"library_name": "peft" if data.adapter else "transformers"}
     values["pipeline_tag"] = "text-classification" if scalar else "text-generation"
-    values |= facts.license or {}
-    if base := hub_model(config.model.path, facts.record.hub):
-        values |= {"base_model": base, "base_model_relation": "adapter" if facts.adapter else "finetune"}
-    if names := [path.partition(":")[0] for _, path, _ in _datasets(config) if path in facts.record.hub]:
+    values |= data.license or {}
+    if base := hub_model(config.model.path, data.record.hub):
+        values |= {"base_model": base, "base_model_relation": "adapter" if data.adapter else "finetune"}
+    if names := [path.partition(":")[0] for _, path, _ in _datasets(config) if path in data.record.hub]:
         values["datasets"] = list(dict.fromkeys(names))
-    stages = ["reward-model"] if scalar else [stage.replace("_", "-") for stage in _done(facts)]
+    stages = ["reward-model"] if scalar else [stage.replace("_", "-") for stage in _done(data)]
     lora = ["lora"] if config.lora is not None else []
     values["tags"] = list(dict.fromkeys(["jrlhf", *stages, *lora]))
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
-def _done(facts: Facts) -> list[str]:
+def _done(data: CardData) -> list[str]:
     """The stages of the exported model, in their order."""
-    stages = facts.config.stages
-    return ["reward_model"] if facts.head == "scalar" else list(stages[: stages.index(facts.stage) + 1])
+    stages = data.config.stages
+    return ["reward_model"] if data.head == "scalar" else list(stages[: stages.index(data.stage) + 1])
 
 
-def _title(facts: Facts) -> str:
-    path = facts.config.model.path
-    trained = " and ".join(STAGES[stage] for stage in _done(facts) if stage != "reward_model")
-    base = "A language model" if path is None else _text(_short(path, facts))
-    if facts.head == "scalar":
+def _title(data: CardData) -> str:
+    path = data.config.model.path
+    trained = " and ".join(STAGES[stage] for stage in _done(data) if stage != "reward_model")
+    base = "A language model" if path is None else _text(_short(path, data))
+    if data.head == "scalar":
         return "A reward model" if path is None else f"A reward model of {base}"
-    kind = ": a LoRA adapter" if facts.adapter else "" if path is None else ","
+    kind = ": a LoRA adapter" if data.adapter else "" if path is None else ","
     return f"{base}{kind} trained with {trained}" if trained else base
 
 
-def _results(facts: Facts, plot: str) -> list[str]:
-    run, scalar = facts.record, facts.head == "scalar"
+def _results(data: CardData, plot: str) -> list[str]:
+    run, scalar = data.record, data.head == "scalar"
     shown = accuracy(run, "reward_model", "Reward model", "right about") if scalar else results(run)
     rows = [[title, " → ".join(values), note] for title, values, note in shown]
     note = f" {OWN_ANSWERS}" if plot.endswith(_VALIDATED) else ""
@@ -179,12 +194,12 @@ def _results(facts: Facts, plot: str) -> list[str]:
     return ["## Results", *table, *filter(None, doubts), *picture] if rows or picture else []
 
 
-def progress(facts: Facts) -> tuple[str, bytes] | None:
+def progress(data: CardData) -> tuple[str, bytes] | None:
     """Returns (description, PNG) of a plot of the held-out score, or else of the score in training or the loss.
 
     Returns None if nothing was measured twice. The same metrics give the same bytes.
     """
-    run = facts.record
+    run = data.record
     validated = {key: parsed for key in run.names("val-core/") if (parsed := validation_key(key)) is not None}
     means = [key for key, (source, _, statistic) in validated.items() if source == "all" and statistic[:4] == "mean"]
     training = f"in the iterations of {run.title}"
@@ -192,7 +207,7 @@ def progress(facts: Facts) -> tuple[str, bytes] | None:
     curves += [(f"gold score of the answers {training}", GOLD, None), (f"mean score {training}", SCORE, None)]
     curves += [("share of held-out pairs whose better answer the policy prefers", "dpo/eval_accuracy", "dpo")]
     losses = [("loss on held-out rows in SFT", "sft/eval_loss", "sft"), ("loss in SFT", "sft/loss", "sft")]
-    if facts.head == "scalar":
+    if data.head == "scalar":
         shown = "share of held-out pairs that the reward model is right about"
         curves, losses = [(shown, "reward_model/eval_accuracy", "reward_model")], []
     for label, metric, stage in curves + losses:
@@ -202,14 +217,14 @@ def progress(facts: Facts) -> tuple[str, bytes] | None:
     return None
 
 
-def _recipe(facts: Facts) -> list[str]:
-    config, lines = facts.config, []
-    for stage in _done(facts):
+def _recipe(data: CardData) -> list[str]:
+    config, lines = data.config, []
+    for stage in _done(data):
         unit, length = "iterations" if stage in ALGORITHMS else "steps", config.length(stage)
-        done = facts.step if stage == facts.stage and facts.head == "lm" else length
+        done = data.step if stage == data.stage and data.head == "lm" else length
         count = f"{done} {unit}" if done == length else f"{done} of {length} {unit}"
         lines.append(f"{len(lines) + 1}. {STAGES[stage]}: {count}")
-    settings = yaml.safe_dump(_settings(facts), sort_keys=False, allow_unicode=True, width=1000).rstrip()
+    settings = yaml.safe_dump(_settings(data), sort_keys=False, allow_unicode=True, width=1000).rstrip()
     fence = _ticks(settings, 3)
     text = (
         "The settings that are not the defaults, without those that only say where and how it is computed. Paths are "
@@ -220,7 +235,7 @@ def _recipe(facts: Facts) -> list[str]:
     return ["\n".join(lines), text, f"{fence}yaml\n{settings}\n{fence}"]
 
 
-def _settings(facts: Facts) -> dict[str, Any]:
+def _settings(data: CardData) -> dict[str, Any]:
     """Returns the settings that define the results and are not the defaults.
 
     Numbers and choices are shown, and paths are shortened. All other values, which may contain anything, are replaced;
@@ -238,10 +253,10 @@ def _settings(facts: Facts) -> dict[str, Any]:
         if not isinstance(value, str) or value in _choices(kind):
             return value
         name = key.rpartition(".")[2]
-        return _short(value, facts) if name in _PLACES else clean(value) if name in _NAMES_OF_PARTS else _LEFT_OUT
+        return _short(value, data) if name in _PLACES else clean(value) if name in _NAMES_OF_PARTS else _LEFT_OUT
 
     def section(values: Mapping[str, Any], kind: Any, key: str) -> dict[str, Any]:
-        kinds, mapping = kinds_of(type(facts.config.data) if key == "data" else classes_of(kind)[0]), {}
+        kinds, mapping = kinds_of(type(data.config.data) if key == "data" else classes_of(kind)[0]), {}
         for name, value in values.items():
             inner = f"{key}.{name}" if key else name
             if isinstance(value, dict) and value:
@@ -251,7 +266,7 @@ def _settings(facts: Facts) -> dict[str, Any]:
                 mapping[name] = plain(value, kinds[name], inner)
         return mapping
 
-    return section(yaml.safe_load(config_yaml(facts.config, defaults=False)), Config, "")
+    return section(yaml.safe_load(config_yaml(data.config, defaults=False)), Config, "")
 
 
 def _choices(kind: Any) -> set[str]:
@@ -267,22 +282,22 @@ def _datasets(config: Config) -> list[tuple[str, str, str]]:
     return [(title, part.path, part.split) for title, part in parts if part is not None and part.path is not None]
 
 
-def _data(facts: Facts) -> list[str]:
-    config, lines = facts.config, []
+def _data(data: CardData) -> list[str]:
+    config, lines = data.config, []
     for title, path, split in _datasets(config):
         link = f"[{path}]({HUB}/datasets/{path.partition(':')[0]})"
-        named = link if path in facts.record.hub else _code(_short(path, facts))
+        named = link if path in data.record.hub else _code(_short(path, data))
         lines.append(f"- {title}: {named}, split {_code(split)}")
     lines = lines or [f"The built-in task `{config.data.source}`."]
     limits = f"At most {config.data.max_prompt} tokens of prompt and {config.data.max_response} of response."
     return ["## Data", "\n".join(lines), limits]
 
 
-def _rewards(facts: Facts) -> list[str]:
-    config = facts.config
+def _rewards(data: CardData) -> list[str]:
+    config = data.config
 
     def row(kind: str, part: RewardConfig) -> list[str]:
-        source = _short(str(getattr(part, str(part.kind))), facts)
+        source = _short(str(getattr(part, str(part.kind))), data)
         return [part.name, kind, f"{part.kind} {_code(source)}", f"{part.weight:g}"]
 
     rows = [row(kind, part) for _, kind, part in config.rewards_and_costs]
@@ -297,22 +312,22 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(clean(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-def _use(facts: Facts) -> list[str]:
-    config, scalar = facts.config, facts.head == "scalar"
+def _use(data: CardData) -> list[str]:
+    config, scalar = data.config, data.head == "scalar"
     task = "SequenceClassification" if scalar else "CausalLM"
-    name, library = (f"AutoPeftModelFor{task}", "peft") if facts.adapter else (f"AutoModelFor{task}", "transformers")
+    name, library = (f"AutoPeftModelFor{task}", "peft") if data.adapter else (f"AutoModelFor{task}", "transformers")
     code = f'from {library} import {name}\n\nmodel = {name}.from_pretrained("MODEL")'
     parts = ["## Use", "`MODEL` is the directory of this file, or its name on the hub."]
-    if not scalar and not facts.adapter:
+    if not scalar and not data.adapter:
         parts.append("    python -m jrlhf.generate --model MODEL")
-        if end := facts.record.prompting.get("prompt_end"):
+        if end := data.record.prompting.get("prompt_end"):
             parts.append(f"Prompts of the training end in {_code(repr(end))}.")
     parts.append(f"```python\n{code}\n```")
-    kind = "adapter" if facts.adapter else "model"
+    kind = "adapter" if data.adapter else "model"
     if scalar:
         remedy = f"In a config, it is the reward of a run as `rewards: [{{{kind}: MODEL}}]`."
     else:
-        remedy = f"Training begins with it where a config says `{'lora' if facts.adapter else 'model'}.path: MODEL`."
+        remedy = f"Training begins with it where a config says `{'lora' if data.adapter else 'model'}.path: MODEL`."
     resume = "A run that was stopped goes on with `python -m jrlhf.train --config RUN/config.yaml --resume`, where "
     resume += "`RUN` is its directory."
     return [*parts, "## Continue", *([remedy] if scalar or config.model.path is not None else []), resume]

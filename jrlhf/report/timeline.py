@@ -9,11 +9,10 @@ import numpy as np
 from jrlhf.config.schema import SleepConfig
 from jrlhf.errors import UserError
 from jrlhf.meshes.pipeline import table_of
-from jrlhf.meshes.plan import Slice
-from jrlhf.planning.memory import segments
-from jrlhf.planning.show import TICK_COLORS, call_color
+from jrlhf.meshes.plan import Slice, segments
 from jrlhf.report.charts import COLORS
 from jrlhf.report.read import Metrics, Record
+from jrlhf.run.colors import TICK_COLORS, call_color
 from jrlhf.run.console import duration
 from jrlhf.run.directory import FUSED
 from jrlhf.run.metrics import TIMELINE

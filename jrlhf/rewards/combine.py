@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jrlhf.ppo import RunningMoments
 from jrlhf.ppo.advantages import group_advantages
 from jrlhf.ppo.masked import masked_extremes
-from jrlhf.ppo.shaping import on_last_token
+from jrlhf.ppo.shaping import RunningMoments, on_last_token
 from jrlhf.rewards.types import Kind
 
 RowsOrTokens = Float[Array, "B"] | Float[Array, "B R"]

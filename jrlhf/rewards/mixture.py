@@ -18,9 +18,10 @@ from jrlhf.data.encode import answer_gap
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Example, Response
 from jrlhf.errors import UserError
-from jrlhf.meshes import gathered, transfer
 from jrlhf.meshes.graph import Kind as CallKind
-from jrlhf.ppo import Rollout, RunningMoments, ScoreConfig, shape_scores
+from jrlhf.meshes.transfer import gathered, transfer
+from jrlhf.ppo.shaping import RunningMoments, ScoreConfig, shape_scores
+from jrlhf.ppo.types import Rollout
 from jrlhf.rewards.combine import Combined, combine, named
 from jrlhf.rewards.functions import RewardFailure
 from jrlhf.rewards.text_model import Begun, TextReward

@@ -14,8 +14,8 @@ from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.tokenizer_files import check_vocabulary, load_tokenizer
 from jrlhf.data.types import Ids
 from jrlhf.errors import UserError
-from jrlhf.meshes import to_host
-from jrlhf.models import ModelConfig
+from jrlhf.meshes.transfer import to_host
+from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.hf.config import ENDS
 from jrlhf.models.hf.files import parse_json
 from jrlhf.models.params import Params

@@ -9,10 +9,12 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from jrlhf.data.batches import Batch
-from jrlhf.meshes import transfer
-from jrlhf.models import SamplingConfig, Schedule
+from jrlhf.meshes.transfer import transfer
+from jrlhf.models.generation.sampling import SamplingConfig
+from jrlhf.models.generation.schedule import Schedule
 from jrlhf.models.params import Params
-from jrlhf.ppo import Experience, PolicyConfig, Rollout, SFTBatch, TrainState
+from jrlhf.ppo.config.policy import PolicyConfig
+from jrlhf.ppo.types import Experience, Rollout, SFTBatch, TrainState
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.model import Model, generation_weights
 from jrlhf.roles.placement import call
@@ -134,23 +136,6 @@ class Reference(Role):
     def is_base_of(self, actor: Actor) -> bool:
         """True if the actor is an adapter on this very model, which then needs no separate pass."""
         return self.model.params is actor.model.base
-
-
-def policy_logprobs(
-    actor: Actor, reference: Reference | None, rollout: Rollout
-) -> tuple[Float[Array, "B T"] | None, Float[Array, "B T"] | None]:
-    """Log-probs [B, T] of a rollout's responses under actor and reference: in one pass if they share weights.
-
-    They are undefined outside the responses, and beyond data.max_response tokens of a response. The actor's are None
-    if the algorithm uses those of the rollout; the reference's are None if there is no reference.
-    """
-    if not actor.recomputes():
-        return None, None if reference is None else reference.logprobs(rollout)
-    if reference is None:
-        return actor.logprobs(rollout), None
-    if reference.is_base_of(actor):
-        return actor.logprobs_with_base(rollout)
-    return actor.logprobs(rollout), reference.logprobs(rollout)
 
 
 def _responses(rollout: Rollout) -> tuple[Array, Array, Array]:

@@ -13,19 +13,19 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from optax import GradientTransformation
 
-from jrlhf.meshes import Layout
-from jrlhf.models import (
-    Engine,
-    SamplingConfig,
-    Schedule,
-    make_logprobs,
-    make_logprobs_with_base,
-    make_scores,
-    make_token_sums,
-    make_values,
-)
+from jrlhf.meshes.by_length import ByLength, map_by_length
+from jrlhf.meshes.layout import Layout
+from jrlhf.meshes.rows import map_parts
+from jrlhf.models.forward import make_logprobs, make_logprobs_with_base, make_token_sums
 from jrlhf.models.generation.decoding import Decoder
-from jrlhf.ppo import ByLength, PolicyConfig, PPOConfig, make_actor_step, make_critic_step, map_by_length, map_parts
+from jrlhf.models.generation.engine import Engine
+from jrlhf.models.generation.sampling import SamplingConfig
+from jrlhf.models.generation.schedule import Schedule
+from jrlhf.models.scalars import make_scores, make_values
+from jrlhf.ppo.config.algorithms import PPOConfig
+from jrlhf.ppo.config.policy import PolicyConfig
+from jrlhf.ppo.critic import make_critic_step
+from jrlhf.ppo.steps import make_actor_step
 from jrlhf.ppo.updates import Pipeline
 from jrlhf.roles.model import Architecture, Compute
 

@@ -10,21 +10,13 @@ import optax
 from jaxtyping import Array, Float
 
 from jrlhf.meshes.graph import Kind
-from jrlhf.ppo import (
-    Experience,
-    GRPOConfig,
-    MultiplierState,
-    PolicyConfig,
-    PPOConfig,
-    Rollout,
-    SafeRLHFConfig,
-    TrainState,
-    make_group_experience,
-    make_on_policy_actor_step,
-    make_on_policy_step,
-    make_return_experience,
-    update_multiplier,
-)
+from jrlhf.ppo.config.algorithms import GRPOConfig, PPOConfig, SafeRLHFConfig
+from jrlhf.ppo.config.policy import PolicyConfig
+from jrlhf.ppo.critic import make_on_policy_actor_step, make_on_policy_step
+from jrlhf.ppo.experience import make_group_experience
+from jrlhf.ppo.safe import MultiplierState, update_multiplier
+from jrlhf.ppo.token_advantages import make_return_experience
+from jrlhf.ppo.types import Experience, Rollout, TrainState
 from jrlhf.roles.actor import Actor
 from jrlhf.roles.experience import align_to_tokens, sum_rows
 from jrlhf.roles.model import Model

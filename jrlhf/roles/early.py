@@ -11,20 +11,20 @@ A call runs the same program on the same tiles in both cases, so its results do 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 
 from jrlhf.data.batches import Batch, put_rows
-from jrlhf.meshes import to_host
 from jrlhf.meshes.mesh import Device
+from jrlhf.meshes.transfer import to_host
 from jrlhf.models.generation.decoding import Generation
-from jrlhf.planning.fusion.last_rows import Moves
-from jrlhf.ppo import Rollout, TrainState
+from jrlhf.models.generation.occupancy import LastRows
+from jrlhf.ppo.types import Rollout, TrainState
 from jrlhf.roles.actor import Actor
 from jrlhf.roles.placement import Pending
 from jrlhf.run.clock import may_deadlock
@@ -33,6 +33,16 @@ T = TypeVar("T")
 ReadRows = Callable[[Bool[np.ndarray, "B"]], Rollout]  # returns the rollout on the host, at least these rows of it
 Watch = Callable[[Bool[np.ndarray, "B"], ReadRows, Mesh], None]  # (mask of finished rows, read, mesh of the other rows)
 OF_ROWS = "tokens", "prompt_lengths", "response_lengths", "logprobs", "finished"  # fields of a rollout
+
+
+class LastRowsPolicy(Protocol):
+    """Chooses, before each rollout, where its last rows decode. call: the name of the call that draws.
+
+    seconds: how long other processes wait for the one that chooses.
+    """
+
+    def before(self, call: str, *, seconds: float = 3600.0) -> LastRows | None: ...
+    def after(self, call: str, lengths: Int[np.ndarray, "B"]) -> None: ...
 
 
 @dataclass
@@ -121,11 +131,11 @@ class OpenRollout(Pending[Rollout]):
 
 
 class EarlyActor(Actor):
-    """An actor whose rollouts are open. rows: per tile. moves: moves of the last rows, if a simulation chooses them."""
+    """An actor whose rollouts are open. rows: per tile. moves: chooses where the last rows decode; None: they stay."""
 
     _open: list[OpenRollout]  # set by `bind`
 
-    def __init__(self, *arguments: Any, rows: int, moves: Moves | None = None, **options: Any):
+    def __init__(self, *arguments: Any, rows: int, moves: LastRowsPolicy | None = None, **options: Any):
         super().__init__(*arguments, **options)
         self._rows, self._moves = rows, moves
 

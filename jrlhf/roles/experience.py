@@ -8,17 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jrlhf.ppo import (
-    Experience,
-    PolicyConfig,
-    Rollout,
-    align_scores,
-    make_custom_experience,
-    make_experience,
-    make_group_experience,
-    make_return_experience,
-    make_safe_experience,
-)
+from jrlhf.ppo.config.policy import PolicyConfig
+from jrlhf.ppo.experience import make_group_experience
+from jrlhf.ppo.safe import make_safe_experience
+from jrlhf.ppo.shaping import align_scores
+from jrlhf.ppo.token_advantages import make_custom_experience, make_experience, make_return_experience
+from jrlhf.ppo.types import Experience, Rollout
 from jrlhf.roles.placement import RolePlacement, call
 from jrlhf.run.clock import Clock, timed
 

@@ -10,9 +10,12 @@ from typing import Any
 
 import jax
 
-from jrlhf.meshes import Call, Graph
-from jrlhf.meshes.graph import Kind
+from jrlhf.meshes.graph import Call, Graph, Kind
+from jrlhf.meshes.plan import Plan
 from jrlhf.roles.placement import CALL, CONDITION
+
+LEARNER = "learner"  # the role that trains actor and critic in one program; their weights are stored where it runs
+LEARNED = ("actor", "critic")
 
 
 def trace(
@@ -44,6 +47,20 @@ def trace(
             inputs.append(parameter)
     algorithm(**arguments)
     return Graph(name or algorithm.__name__, tuple(inputs), tuple(recorder.calls))
+
+
+def home_of(graph: Graph, role: str, plan: Plan | None = None) -> Call | None:
+    """Returns the call in whose placement a role's weights are stored: the one that trains them, or else the role's
+    first call. None: the role has no call.
+
+    plan: ignores calls that it does not place. Among calls that do not train, prefers one with stacked layers, because
+        these can be unstacked for generation.
+    """
+    if role in LEARNED and LEARNER in graph.roles:
+        role = LEARNER
+    own = [call for call in graph if call.role == role and (plan is None or call.name in plan.placements)]
+    own.sort(key=lambda call: (call.kind != "train", plan is not None and plan[call.name].layout == "generate"))
+    return own[0] if own else None
 
 
 class Value:

@@ -12,19 +12,14 @@ from jax.sharding import Mesh
 from jrlhf.config.schema import Config
 from jrlhf.config.stages import OptimizerConfig
 from jrlhf.data.batches import key_for
-from jrlhf.meshes import GENERATE, TRAIN, reshard, to_host
-from jrlhf.models import (
-    LoRAConfig,
-    ModelConfig,
-    init_lora,
-    init_sharded,
-    int8_error,
-    lora_shardings,
-    param_shardings,
-    scalar_from,
-    to_int8,
-)
-from jrlhf.models.params import Params, matrices
+from jrlhf.meshes.layout import GENERATE, TRAIN
+from jrlhf.meshes.resharding import reshard
+from jrlhf.meshes.transfer import to_host
+from jrlhf.models.config.decoder import ModelConfig
+from jrlhf.models.init import init_sharded, scalar_from
+from jrlhf.models.lora import LoRAConfig, init_lora, lora_shardings
+from jrlhf.models.params import Params, matrices, param_shardings
+from jrlhf.models.quantize import int8_error, to_int8
 from jrlhf.roles.model import Architecture, Compute, Model
 from jrlhf.roles.pretrained import (
     actor_adapter,

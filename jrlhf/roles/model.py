@@ -8,11 +8,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jrlhf.kernels.logprob.api import Implementation
-from jrlhf.meshes import GENERATE, SCORE, TRAIN, Layout, reshard
+from jrlhf.meshes.layout import GENERATE, SCORE, TRAIN, Layout
 from jrlhf.meshes.offload import offload, onload
-from jrlhf.models import ForwardOptions, LoRAConfig, ModelConfig, lora_shardings, param_shardings
+from jrlhf.meshes.resharding import reshard
+from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.flash import AttentionImplementation
-from jrlhf.models.params import Params, cast_matrices
+from jrlhf.models.forward import ForwardOptions
+from jrlhf.models.lora import LoRAConfig, lora_shardings
+from jrlhf.models.params import Params, cast_matrices, param_shardings
 from jrlhf.models.remat import Remat
 from jrlhf.run.checkpoints import fingerprint_of
 

@@ -13,8 +13,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jrlhf.meshes import Layout, transfer
+from jrlhf.meshes.layout import Layout
 from jrlhf.meshes.pipeline import Table
+from jrlhf.meshes.transfer import transfer
 from jrlhf.models.params import Params
 from jrlhf.models.pipeline import Gradients, PipelinePlacement, Stages, Task, run
 from jrlhf.ppo.updates import Pipeline, Updates, finish

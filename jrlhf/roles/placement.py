@@ -15,9 +15,9 @@ from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, Self
 import jax
 from jax.sharding import Mesh
 
-from jrlhf.meshes import GENERATE, TRAIN_TP, Layout, lies_elsewhere, transfer
 from jrlhf.meshes.graph import Kind
-from jrlhf.meshes.transfer import is_on_host
+from jrlhf.meshes.layout import GENERATE, TRAIN_TP, Layout
+from jrlhf.meshes.transfer import is_on_host, lies_elsewhere, transfer
 from jrlhf.models.params import Params
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.model import Architecture, Compute, Model, relocate, weights_at

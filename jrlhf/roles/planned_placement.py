@@ -1,17 +1,20 @@
 """Places an algorithm's roles as a plan says, and prefetches their offloaded arrays."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 from jax.sharding import Mesh
 
-from jrlhf.meshes import GENERATE, SCORE, TRAIN, TRAIN_TP, Call, Graph, Layout, make_mesh
-from jrlhf.meshes.mesh import Device
+from jrlhf.config.schema import Config
+from jrlhf.meshes.graph import Call, Graph, Kind
+from jrlhf.meshes.layout import GENERATE, SCORE, TRAIN, TRAIN_TP, Layout
+from jrlhf.meshes.mesh import Device, make_mesh
+from jrlhf.meshes.pipeline import FusedUpdates
 from jrlhf.meshes.plan import Placement, Plan
 from jrlhf.models.pipeline import PipelinePlacement
-from jrlhf.planning.fusion.updates import FusedUpdates
-from jrlhf.planning.workload import home_of
+from jrlhf.roles.graph import home_of
 from jrlhf.roles.pipelined import JointUpdate, PipelinedPlacement
 from jrlhf.roles.placement import CallPlacement, RolePlacement, TransferCache
 
@@ -81,6 +84,20 @@ def call_placement(
     first, *copies = (tuple(meshes[group] for group in order) for order in orders)
     pipeline = PipelinePlacement(first, whole, placement.schedule, tuple(copies))
     return PipelinedPlacement(first[-1], layout, parts * len(orders), joint, pipeline=pipeline)
+
+
+def staged(config: Config, stage: str, kind: Kind, placement: Placement) -> Placement:
+    """Returns the placement of a stage's calls of a kind, in the pipeline stages that the stage's section sets.
+
+    placement: on all devices. The stages divide its `fsdp`, so weights are stored as without them.
+    """
+    section = config.sections[stage]
+    pipeline, stages = getattr(section, "pipeline", None), getattr(section, "pipeline_stages", 1)
+    if pipeline is None or stages == 1 or kind == "compute":
+        return placement
+    schedule, parts = pipeline.schedule if kind == "train" else "1f1b", config.update_section(stage)[1].micro_batches
+    sizes = {"fsdp": placement.fsdp // stages, "pipeline": stages}
+    return replace(placement, **sizes, micro_batches=parts, schedule=schedule)
 
 
 class Prefetch:

@@ -18,13 +18,17 @@ from jrlhf.data.read import is_hub_name
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.tokenizer_files import check_vocabulary, load_tokenizer
 from jrlhf.errors import UserError, beside, one_line, user_errors
-from jrlhf.meshes import TRAIN, Layout
-from jrlhf.models import PRESETS, LoRAConfig, ModelConfig, init_lm, lora_shardings, param_shardings
-from jrlhf.models.hf import HFConfig, check_hf, load_adapter, load_hf, read_config
+from jrlhf.meshes.layout import TRAIN, Layout
+from jrlhf.models.config.decoder import ModelConfig
+from jrlhf.models.hf.adapters import load_adapter, read_adapter_config
+from jrlhf.models.hf.config import HFConfig, read_config
 from jrlhf.models.hf.files import CARD
-from jrlhf.models.params import Params, cast_matrices
+from jrlhf.models.hf.load import check_hf, load_hf
+from jrlhf.models.hf.presets import PRESETS
+from jrlhf.models.init import init_lm
+from jrlhf.models.lora import LoRAConfig, adapter_weights, lora_shardings
+from jrlhf.models.params import Params, cast_matrices, param_shardings
 from jrlhf.models.weights import HeadKind
-from jrlhf.planning.workload import adapter_of
 from jrlhf.run.directory import HUB
 from jrlhf.storage.models import fetch
 from jrlhf.storage.outward import hub_requests
@@ -167,6 +171,18 @@ def check_weights(path: str, key: str, *, head: HeadKind = "lm", numbers: bool =
     """Checks that `load_weights` will find what it needs. Reads headers and, only with `numbers`, the weights."""
     with user_errors(f"{key}={path}"):
         return check_hf(locate(path, key, weights=True), head=head, numbers=numbers)
+
+
+def adapter_of(section: LoRASection, actor: ModelConfig) -> LoRAConfig:
+    """Returns the settings of the actor's adapter, new or from a file; refuses one that does not fit the actor."""
+    with user_errors("lora"):
+        if section.path is not None:
+            lora = read_adapter_config(expanded(section.path))
+        else:
+            assert section.rank is not None
+            lora = LoRAConfig(rank=section.rank, alpha=section.alpha, targets=section.targets, rslora=section.rslora)
+        adapter_weights(actor, lora)
+        return lora
 
 
 def actor_adapter(section: LoRASection, actor: ModelConfig, mesh: Mesh) -> tuple[LoRAConfig, Params | None]:

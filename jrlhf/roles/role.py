@@ -20,8 +20,7 @@ from jrlhf.meshes.offload import free_host, offload, onload
 from jrlhf.meshes.transfer import is_on_host
 from jrlhf.models.lora import base_on
 from jrlhf.models.params import Params
-from jrlhf.planning.memory import weights_sleep
-from jrlhf.ppo import TrainState
+from jrlhf.ppo.types import TrainState
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.model import Compute, Model
 from jrlhf.roles.placement import RolePlacement
@@ -41,7 +40,7 @@ class Offloader:
     @classmethod
     def of(cls, role: str, config: SleepConfig, clock: Clock) -> Self:
         """The offloader of a trained role."""
-        return cls(clock, weights=weights_sleep(role, config), optimizer=config.optimizer == "host")
+        return cls(clock, weights=config.weights_of(role), optimizer=config.optimizer == "host")
 
     def prefetch(self, tree: Any) -> None:
         """Starts bringing an offloaded `tree` to the devices for the role's next call. Does not wait; is not timed."""

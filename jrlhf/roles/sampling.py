@@ -10,8 +10,9 @@ from jax.sharding import Mesh
 from jrlhf.data.batches import pad_rows, put_rows, read_responses, row_keys, whole_batches
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Response
-from jrlhf.meshes import to_host
-from jrlhf.models import SamplingConfig, Schedule
+from jrlhf.meshes.transfer import to_host
+from jrlhf.models.generation.sampling import SamplingConfig
+from jrlhf.models.generation.schedule import Schedule
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.model import Compute, Model, generation_weights, weights_at
 from jrlhf.roles.placement import CallPlacement

@@ -26,10 +26,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Shaped, UInt32
 
 from jrlhf.errors import UserError, one_line
-from jrlhf.meshes import to_host
 from jrlhf.meshes.offload import DEVICE, groups, offload, onload
 from jrlhf.meshes.spread import move, spread, spread_sharding
-from jrlhf.meshes.transfer import HOST, is_on_host
+from jrlhf.meshes.transfer import HOST, is_on_host, to_host
 from jrlhf.run.files import Closing, sha256
 from jrlhf.run.processes import any_process, from_main, is_main
 

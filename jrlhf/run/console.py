@@ -24,8 +24,8 @@ import rich.progress
 from rich.table import Table
 from rich.text import Text
 
-from jrlhf.config import Config
 from jrlhf.config.places import is_address
+from jrlhf.config.schema import Config
 from jrlhf.run.directory import run_path
 from jrlhf.run.files import in_units
 from jrlhf.run.resume import longer

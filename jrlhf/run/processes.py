@@ -30,8 +30,9 @@ from orbax.checkpoint import multihost
 
 from jrlhf.config.schema import DistributedConfig
 from jrlhf.errors import FAILED, UserError, one_line
-from jrlhf.meshes import reshard, to_host
 from jrlhf.meshes.mesh import absent_processes
+from jrlhf.meshes.resharding import reshard
+from jrlhf.meshes.transfer import to_host
 from jrlhf.run.files import decode, encode
 
 T = TypeVar("T")

@@ -10,9 +10,9 @@ from pathlib import Path
 import jax
 
 from jrlhf import __version__
-from jrlhf.config import Config, build, config_yaml
 from jrlhf.config.keys import flatten
-from jrlhf.config.parse import parse_yaml
+from jrlhf.config.parse import build, config_yaml, parse_yaml
+from jrlhf.config.schema import Config
 from jrlhf.config.stages import OptimizerConfig, PPOStageConfig
 from jrlhf.errors import UserError
 from jrlhf.run.checkpoints import saved_steps

@@ -21,7 +21,8 @@ from typing import Any
 
 import yaml
 
-from jrlhf.config import Config, config_yaml
+from jrlhf.config.parse import config_yaml
+from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
 from jrlhf.run.checkpoints import saved_steps
 from jrlhf.run.directory import Run

@@ -9,15 +9,14 @@ from jax.sharding import Mesh
 from jrlhf.config.schema import Config
 from jrlhf.data.task import Task
 from jrlhf.meshes.plan import Placement, Slice
-from jrlhf.models import SamplingConfig
-from jrlhf.planning.fusion.last_rows import Moves
-from jrlhf.planning.plans import staged
+from jrlhf.models.generation.sampling import SamplingConfig
 from jrlhf.rewards.mixture import Rewards
 from jrlhf.rewards.of_config import open_rewards
+from jrlhf.roles.early import LastRowsPolicy
 from jrlhf.roles.initial import InitialModels
 from jrlhf.roles.model import Compute, Model
 from jrlhf.roles.placement import CallPlacement, RolePlacement
-from jrlhf.roles.planned_placement import call_placement
+from jrlhf.roles.planned_placement import call_placement, staged
 from jrlhf.roles.sampling import Sampler
 from jrlhf.run.clock import Stopwatch
 from jrlhf.run.console import Console
@@ -43,7 +42,7 @@ class Context:
     phases: Stopwatch = field(default_factory=Stopwatch)
     trackers: Sequence[Tracker] = ()
     placements: Mapping[str, RolePlacement] = field(default_factory=dict)  # by role, for reinforcement learning
-    moves: Moves | None = None  # chooses where the last rows of rollouts decode, if a simulation does
+    moves: LastRowsPolicy | None = None  # chooses where the last rows of rollouts decode, if a simulation does
 
     def placement(self, role: str) -> RolePlacement:
         """The placement of a role's calls in reinforcement learning. Without a plan, it is the whole mesh."""

@@ -14,8 +14,9 @@ from jrlhf.algorithms.registry import stage_graph
 from jrlhf.data.batches import put_rows, whole_batches
 from jrlhf.data.order import Order
 from jrlhf.data.task import Pairs
-from jrlhf.meshes import to_host
-from jrlhf.ppo import PairBatch, TrainState, pair_terms
+from jrlhf.meshes.transfer import to_host
+from jrlhf.ppo.supervised import PairBatch, pair_terms
+from jrlhf.ppo.types import TrainState
 from jrlhf.roles.initial import adamw
 from jrlhf.roles.model import Model
 from jrlhf.roles.role import Site

@@ -14,7 +14,7 @@ import numpy as np
 from jrlhf.data.batches import key_for
 from jrlhf.data.encode import Prompts
 from jrlhf.data.types import Response
-from jrlhf.models import SamplingConfig
+from jrlhf.models.generation.sampling import SamplingConfig
 from jrlhf.rewards.facts import MODULES
 from jrlhf.rewards.mixture import TRAINED, Rewards
 from jrlhf.rewards.types import joined, scores_of

@@ -1,37 +1,36 @@
 """The end of a run: held-out evaluation, the models in Hugging Face form, samples, the summary and the report."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrlhf.config import Config, config_yaml
+from jrlhf.config.parse import config_yaml
 from jrlhf.config.places import is_address
+from jrlhf.config.schema import Config
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.errors import UserError
-from jrlhf.models.hf import drawn_with, export_adapter, export_hf
-from jrlhf.models.hf.config import ENDS
+from jrlhf.models.hf.adapters import export_adapter
+from jrlhf.models.hf.config import ENDS, drawn_with
+from jrlhf.models.hf.export import export_hf
 from jrlhf.models.weights import HeadKind
-from jrlhf.ppo import SafeRLHFConfig
+from jrlhf.ppo.config.algorithms import SafeRLHFConfig
 from jrlhf.rewards.mixture import Rewards
 from jrlhf.rewards.types import scores_of
 from jrlhf.roles.model import Model
 from jrlhf.roles.placement import RolePlacement
-from jrlhf.roles.pretrained import base_name, describe, locate
+from jrlhf.roles.pretrained import base_name, describe
 from jrlhf.run.directory import REPORT, SUMMARY, Run, read_summary
 from jrlhf.run.files import sha256, to_json
 from jrlhf.run.metrics import StageRecords, read_metrics
 from jrlhf.run.processes import from_main
 from jrlhf.stages.context import Context
 from jrlhf.stages.evaluate import Graded, compare, doubts, evaluate
-
-if TYPE_CHECKING:
-    from jrlhf.report.card import Facts
 
 FINISHED = "finished"  # key in the summary: a digest of the config with which the run ended
 
@@ -66,41 +65,55 @@ def finished(context: Context) -> dict[str, Any] | None:
     return summary if summary.get(FINISHED) == sha256(config_yaml(config)) else None
 
 
-def finish(context: Context, outcome: Outcome) -> dict[str, Any]:
-    """Evaluates the policy on held-out prompts, writes models, samples, summary and report; returns the summary."""
-    from jrlhf.report import read_run, results, write_report  # draws with matplotlib, which takes long to load
+class ModelCard(Protocol):
+    """The contents of the cards of a run's models."""
 
-    run, config = context.run, context.config
+    @property
+    def hub(self) -> Sequence[str]:
+        """The names of models and datasets that the run took from the hub."""
+        ...
+
+    def files(self, head: HeadKind, *, adapter: bool) -> dict[str, bytes]:
+        """Returns name -> bytes of the files of the policy's card ("lm") or the reward model's, or of its adapter's."""
+        ...
+
+
+def deliver(context: Context, outcome: Outcome, card_of: Callable[[str, int], ModelCard]) -> dict[str, Any]:
+    """Evaluates the policy on held-out prompts; writes samples, summary and models. Returns the summary.
+
+    card_of: (the last stage that trained the policy, its last step) -> the card.
+    """
+    run = context.run
     run.begin(context.console.line)
     after = evaluate(context, outcome.policy, outcome.rewards, outcome.costs)
     summary = from_main(partial(_summarise, context, outcome, after))
     with context.console.status("writing the model"):
         try:
-            _export_all(context, outcome)
+            _export_all(context, outcome, card_of)
         except FileExistsError as error:  # a file of the user, which would be deleted
             raise UserError(f"{error}; then resume the run") from error
-    from_main(lambda: str(write_report(run.path)))
-    summary[FINISHED] = sha256(config_yaml(config))  # last: a run that is killed before is completed by a resume
-    run.write(SUMMARY, to_json(summary, indent=2))
-    if run.writes:
-        for doubt in summary.get("held_out", {}).get("doubts", ()):
-            context.console.warn(doubt)
-        place = None if is_address(config.run_dir) else run.path  # an address gets the files at the end
-        context.console.summary(results(read_run(run.path)), summary["phases"], place)
     return summary
 
 
-def _export_all(context: Context, outcome: Outcome) -> None:
+def mark_finished(context: Context, summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Writes and returns the summary of a run that has written everything else. One that is killed before is completed
+    by a resume."""
+    whole = {**summary, FINISHED: sha256(config_yaml(context.config))}
+    context.run.write(SUMMARY, to_json(whole, indent=2))
+    return whole
+
+
+def _export_all(context: Context, outcome: Outcome, card_of: Callable[[str, int], ModelCard]) -> None:
     """Exports the policy, and the reward model if this run trained one."""
     config, run, tokenizer = context.config, context.run, context.task.tokenizer
     stage = [name for name in config.stages if name != "reward_model" or len(config.stages) == 1][-1]
-    facts = card_facts(run, config, stage, config.length(stage)) if run.writes else None
-    export(run, config, tokenizer, outcome.policy, facts)
+    card = card_of(stage, config.length(stage)) if run.writes else None
+    export(run, config, tokenizer, outcome.policy, card)
     if (reward := outcome.reward) is not None:
         if reward.base is not None:  # the base is on all devices, and is exported with the adapter
             reward = RolePlacement.of(context.mesh).store(reward, donate=False)
         with jax.set_mesh(reward.mesh):
-            export(run, config, tokenizer, reward, facts, head="scalar")
+            export(run, config, tokenizer, reward, card, head="scalar")
 
 
 def _summarise(context: Context, outcome: Outcome, after: Graded | None) -> dict[str, Any]:
@@ -118,21 +131,12 @@ def _summarise(context: Context, outcome: Outcome, after: Graded | None) -> dict
     return summary
 
 
-def card_facts(run: Run, config: Config, stage: str, step: int) -> "Facts":
-    """The contents of the model cards of a run, after a step of the last stage that trained the policy."""
-    from jrlhf.report import read_run
-    from jrlhf.report.card import facts_of
-
-    base = None if config.model.path is None else locate(config.model.path, "model.path")
-    return facts_of(config, read_run(run.path), stage, step, base)
-
-
 def export(
-    run: Run, config: Config, tokenizer: Tokenizer, model: Model, facts: "Facts | None", head: HeadKind = "lm"
+    run: Run, config: Config, tokenizer: Tokenizer, model: Model, card: ModelCard | None, head: HeadKind = "lm"
 ) -> None:
     """Writes a model in Hugging Face form to model/ or reward_model/; an adapter also to adapter/, in PEFT's form.
 
-    Replaces the files of an earlier export. facts: contents of the cards; None in a process that writes nothing.
+    Replaces the files of an earlier export. card: None in a process that writes nothing.
     """
     origin = None if config.model.path is None else describe(config.model.path, "model.path")
     dtype = config.export.dtype
@@ -145,8 +149,8 @@ def export(
     pad_id = tokenizer.pad_id if head == "lm" else _pad_of_classifier(tokenizer)
     params, lora = model.onloaded().params, model.architecture.lora
     if lora is not None:
-        base, card = base_name(config.model.path, facts.record.hub if facts else ()), _card(facts, head, adapter=True)
-        export_adapter(params, model.config, lora, run.path / adapter_name, base_name=base, card=card)
+        base, files = base_name(config.model.path, card.hub if card else ()), _files(card, head, adapter=True)
+        export_adapter(params, model.config, lora, run.path / adapter_name, base_name=base, card=files)
     export_hf(
         params if model.base is None else model.base,
         model.config,
@@ -161,7 +165,7 @@ def export(
         pad_id=pad_id,
         bos_id=origin.bos_id if origin is not None and tokenizer.bos_id is None else tokenizer.bos_id,
         generation=generation,
-        card=_card(facts, head),
+        card=_files(card, head),
     )
     if head == "scalar" and run.writes:
         named = {} if pad_id is None else {"pad_token": tokenizer.backend.id_to_token(pad_id)}
@@ -184,12 +188,8 @@ def _pad_of_classifier(tokenizer: Tokenizer) -> int | None:
     return min(others, key=lambda index: ("pad" not in ids[index].lower(), index), default=None)
 
 
-def _card(facts: "Facts | None", head: HeadKind, *, adapter: bool = False) -> dict[str, bytes]:
-    if facts is None:
-        return {}
-    from jrlhf.report.card import files
-
-    return files(replace(facts, head=head, adapter=adapter))
+def _files(card: ModelCard | None, head: HeadKind, *, adapter: bool = False) -> dict[str, bytes]:
+    return {} if card is None else card.files(head, adapter=adapter)
 
 
 def _write_samples(context: Context, before: Graded, after: Graded | None) -> None:

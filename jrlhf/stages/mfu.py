@@ -8,11 +8,12 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Bool
 
-from jrlhf.meshes import Graph
+from jrlhf.meshes.graph import Graph
 from jrlhf.meshes.hardware import Peak, peak_of
 from jrlhf.models.flops import Lengths, forward_operations, generation_seconds, training_operations
 from jrlhf.models.modules import has_int8
-from jrlhf.ppo import GRPOConfig, PolicyConfig
+from jrlhf.ppo.config.algorithms import GRPOConfig
+from jrlhf.ppo.config.policy import PolicyConfig
 from jrlhf.roles.model import Compute, Model
 from jrlhf.roles.placement import RolePlacement
 

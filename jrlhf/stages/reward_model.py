@@ -11,8 +11,9 @@ from jrlhf.data.encode import Ids
 from jrlhf.data.order import Order
 from jrlhf.data.task import Pairs
 from jrlhf.errors import RunFailure
-from jrlhf.meshes import to_devices, to_host
-from jrlhf.ppo import PreferenceBatch, TrainState, make_preference_step
+from jrlhf.meshes.transfer import to_devices, to_host
+from jrlhf.ppo.supervised import PreferenceBatch, make_preference_step
+from jrlhf.ppo.types import TrainState
 from jrlhf.roles.initial import adamw, scalar_model, stored
 from jrlhf.roles.model import Model
 from jrlhf.run.clock import calling

@@ -30,19 +30,13 @@ from jrlhf.data.order import UNSOLVED, Order, Solved
 from jrlhf.fleet.asynchronous import AsynchronousRollouts
 from jrlhf.fleet.state import FleetState
 from jrlhf.fleet.synchronous import SynchronousRollouts
-from jrlhf.meshes import to_devices, to_host
-from jrlhf.ppo import (
-    Experience,
-    KLState,
-    MultiplierState,
-    PolicyConfig,
-    SafeRLHFConfig,
-    SFTBatch,
-    TrainState,
-    experience_metrics,
-    update_kl,
-)
+from jrlhf.meshes.transfer import to_devices, to_host
+from jrlhf.ppo.config.algorithms import SafeRLHFConfig
+from jrlhf.ppo.config.policy import PolicyConfig
+from jrlhf.ppo.experience import experience_metrics, update_kl
+from jrlhf.ppo.safe import MultiplierState
 from jrlhf.ppo.shaping import RunningMoments
+from jrlhf.ppo.types import Experience, KLState, SFTBatch, TrainState
 from jrlhf.rewards.mixture import Rewards
 from jrlhf.rewards.types import scores_of
 from jrlhf.roles.model import Model

@@ -4,18 +4,18 @@ Opens everything a run needs later (reward functions, tokenizers, adapters), so 
 """
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import cache, partial
-from typing import Literal
+from functools import partial
+from typing import Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jrlhf.algorithms.registry import graph_of, stage_graph
+from jrlhf.algorithms.registry import graph_of
 from jrlhf.config.check import mesh_sizes, uncorrected, unrepeatable, validate
 from jrlhf.config.parse import changed
 from jrlhf.config.places import is_address
@@ -27,30 +27,21 @@ from jrlhf.data.task import Task
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.tokenizer_files import load_tokenizer, same_tokens
 from jrlhf.errors import Preempted, RunFailure, UserError
-from jrlhf.fleet.predict import choose, lengths_of_a_new_run, sentence
-from jrlhf.fleet.processes.places import asked_places
 from jrlhf.fleet.processes.ray_worker import joined
-from jrlhf.meshes import make_mesh
-from jrlhf.meshes.mesh import Device
+from jrlhf.meshes.mesh import make_mesh
 from jrlhf.meshes.offload import check_host_memory
-from jrlhf.meshes.plan import Plan, plan_of
-from jrlhf.models import ModelConfig
+from jrlhf.meshes.pipeline import FusedUpdates
+from jrlhf.meshes.plan import Plan
+from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.flash import computes
 from jrlhf.models.hf.files import PROMPTING
 from jrlhf.models.weights import HeadKind
-from jrlhf.planning.auto import Setting, auto_plan, prices_here
-from jrlhf.planning.fit import check_memory
-from jrlhf.planning.fusion.last_rows import Moves, rollouts_of
-from jrlhf.planning.fusion.tiles import choose_tiles, resumed_tiles, with_tiles
-from jrlhf.planning.fusion.updates import FusedUpdates, fused_updates
-from jrlhf.planning.plans import colocated, plan_of_config, plan_yaml, read_plan, refuse_cross_process, transfer_line
-from jrlhf.planning.time import CostModel
-from jrlhf.planning.workload import Workload, workload_of
 from jrlhf.rewards import builtin
 from jrlhf.rewards.functions import FunctionReward, RewardFailure
 from jrlhf.rewards.python_code import PREFIX
 from jrlhf.rewards.text_model import is_ours, reward_tokenizer
 from jrlhf.rewards.types import Kind
+from jrlhf.roles.early import LastRowsPolicy
 from jrlhf.roles.model import Compute
 from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.planned_placement import place_roles
@@ -69,7 +60,6 @@ from jrlhf.run.clock import Stopwatch
 from jrlhf.run.console import Console
 from jrlhf.run.devices import idle_accelerator, select
 from jrlhf.run.directory import (
-    CONFIG,
     FUSED,
     HUB,
     PLAN,
@@ -79,13 +69,14 @@ from jrlhf.run.directory import (
     explained,
     first_day,
     open_run,
+    plan_yaml,
     refuse_unshared,
     run_path,
 )
-from jrlhf.run.files import seal, to_json, unsealed
+from jrlhf.run.files import seal, to_json
 from jrlhf.run.preemption import PreemptionGuard
 from jrlhf.run.processes import from_main, is_main, several
-from jrlhf.run.resume import refuse_other_processes, saved_tile
+from jrlhf.run.resume import refuse_other_processes
 from jrlhf.run.tracking import check_wandb, tracking
 from jrlhf.stages.context import Context
 from jrlhf.stages.identity import Identity, note_failure, numbers
@@ -94,8 +85,40 @@ from jrlhf.tasks.arithmetic import task as arithmetic
 from jrlhf.tasks.docstrings import task as docstrings
 
 
+@dataclass(frozen=True)
+class Resources:
+    """What a run computes on, decided before it begins.
+
+    config: with the tiles that a new run chooses. models: role -> architecture. plan: of the algorithm, if there is
+    one; fused: the updates that it fuses. moves: chooses where last rows decode; None: they stay. lines: told at start.
+    """
+
+    config: Config
+    mesh: Mesh
+    models: dict[str, ModelConfig]
+    plan: Plan | None = None
+    fused: FusedUpdates | None = None
+    moves: LastRowsPolicy | None = None
+    lines: tuple[str, ...] = ()
+
+    def placements(self) -> dict[str, RolePlacement]:
+        """Returns the placement of each role of the algorithm, as the plan says."""
+        if self.plan is None:
+            return {}
+        graph, ahead = graph_of(self.config), self.config.offloading.ahead
+        return place_roles(self.plan, graph, list(self.mesh.devices.flat), fused=self.fused, prefetch=ahead)
+
+
+class Resolve(Protocol):
+    """Decides what a run computes on. tell: called with sentences while the run runs."""
+
+    def __call__(self, config: Config, *, resume: bool, tell: Callable[[str], None]) -> Resources: ...
+
+
 @contextmanager
-def open_context(config: Config, *, resume: bool | Literal["auto"], accept_rewards: bool = False) -> Iterator[Context]:
+def open_context(
+    config: Config, resolve: Resolve, *, resume: bool | Literal["auto"], accept_rewards: bool = False
+) -> Iterator[Context]:
     """Checks everything that a run needs, cheapest first, and opens its directory and services."""
     phases = Stopwatch()
     select(config.device, config.distributed)  # connects the processes
@@ -111,16 +134,15 @@ def open_context(config: Config, *, resume: bool | Literal["auto"], accept_rewar
             from_main(partial(_check_directory, config, resume))
         if mirror is None:
             refuse_unshared(config, "it")
-        if resume and config.compute.score_rows == "auto":
-            config, line = resumed_tiles(config, from_main(partial(saved_tile, run_path(config) / CONFIG)))
-            config = replace(config, notices=(*config.notices, line))
-        mesh, models, plan = select_resources(config, resume=resume)
-        console, placements, moves, fused = _open_console(config), {}, None, None
+        resources = resolve(config, resume=resume, tell=tell)
+        config, mesh, models, plan = resources.config, resources.mesh, resources.models, resources.plan
+        console = _open_console(config)
         console.line(_headline(config, mesh))
-        if plan is not None:
-            config, placements, moves, fused = _place(config, models, mesh, plan, console.line)
-            if config.fleet is not None and config.fleet.engine == "ray":
-                stack.enter_context(joined())
+        for line in resources.lines:
+            console.line(line)
+        placements = resources.placements()
+        if config.fleet is not None and config.fleet.engine == "ray":
+            stack.enter_context(joined())
         # Templates write the day on which the run began, also after a resume and in every process.
         now = datetime.now(UTC)
         stack.enter_context(dated(from_main(lambda: first_day(run_path(config), now) if resume else f"{now.date()}")))
@@ -143,7 +165,7 @@ def open_context(config: Config, *, resume: bool | Literal["auto"], accept_rewar
             mirror.start(run)
         elif mirror is not None:
             run.kept = partial(mirror.start, run)
-        _write_inputs(run, config, task, plan, fused)
+        _write_inputs(run, config, task, plan, resources.fused)
         words |= {"corpus": task.fingerprint, "seeds": str(from_main(run.seeds))}
         functions = {f"{kind} {part.name}" for _, kind, part in config.rewards_and_costs if part.function is not None}
         try:
@@ -160,7 +182,7 @@ def open_context(config: Config, *, resume: bool | Literal["auto"], accept_rewar
                 phases=phases,
                 trackers=trackers,
                 placements=placements,
-                moves=moves,
+                moves=resources.moves,
             )
         except RewardFailure as failure:
             note_failure(run, failure.identity, str(failure))
@@ -198,28 +220,6 @@ def _check_directory(config: Config, resume: bool) -> None:
     if resume:
         check_origins(hub_names(config), run_path(config))
     check_run(config, resume)
-
-
-def _place(
-    config: Config, models: Mapping[str, ModelConfig], mesh: Mesh, plan: Plan, tell: Callable[[str], None]
-) -> tuple[Config, dict[str, RolePlacement], Moves | None, FusedUpdates | None]:
-    """Places the roles as the plan says, and decides what the config leaves to a simulation of rollouts.
-
-    Returns the config with the tiles that a new run chooses, the placements, what chooses the moves of last rows, and
-    the fused updates.
-    """
-    workload, devices = workload_of(config, graph_of(config), models), list(mesh.devices.flat)
-    fused = fused_updates(workload, plan, mesh.size // jax.process_count())
-    placements = place_roles(plan, workload.graph, devices, fused=fused, prefetch=config.offloading.ahead)
-    prices, moves = prices_of_rollouts(config, workload, devices), None
-    if config.compute.score_rows == "auto":
-        config, line = tiles_of_a_new_run(config, workload, plan, prices)
-        tell(line)
-    if config.rollout.last_groups == "auto":
-        moves = Moves(lambda: rollouts_of(config, prices(), plan), tell)
-    if line := transfer_line(plan, [device.process_index for device in devices]):
-        tell(line)
-    return config, placements, moves, fused
 
 
 def _write_inputs(run: Run, config: Config, task: Task, plan: Plan | None, fused: FusedUpdates | None) -> None:
@@ -302,23 +302,6 @@ def actor_tokenizer(config: Config, actor: ModelConfig) -> Tokenizer:
     return tokenizer
 
 
-def select_resources(config: Config, *, resume: bool = False) -> tuple[Mesh, dict[str, ModelConfig], Plan | None]:
-    """Returns mesh, architectures and the algorithm's plan. Refuses a run that does not fit into device memory."""
-    mesh, models = select_mesh(config)
-    plan = None
-    if config.algorithm is not None:
-        plan = select_plan(config, models, list(mesh.devices.flat), resume=resume)
-        if config.fleet is not None:
-            asked_places(config, mesh.devices.flat[0].platform, plan["actor.generate"].devices.count)
-    graphs = [stage_graph(config, stage) for stage in config.stages]
-    for graph in graphs:
-        if graph.name != config.algorithm and config.sections[graph.name].pipeline is not None:
-            staged = colocated(config, workload_of(config, graph, models), mesh.size)
-            refuse_cross_process(staged, [device.process_index for device in mesh.devices.flat])
-    from_main(partial(check_memory, config, graphs, mesh, models, plan))
-    return mesh, models, plan
-
-
 def select_mesh(config: Config) -> tuple[Mesh, dict[str, ModelConfig]]:
     """Returns the config's mesh and the architecture of every role; checks that they fit together."""
     devices = select(config.device, config.distributed)
@@ -329,83 +312,6 @@ def select_mesh(config: Config) -> tuple[Mesh, dict[str, ModelConfig]]:
     mesh = make_mesh(data, fsdp, tensor, devices=devices)
     check_sleep(config.offloading, mesh)
     return mesh, models
-
-
-def select_plan(
-    config: Config, models: dict[str, ModelConfig], devices: Sequence[Device], *, resume: bool = False
-) -> Plan:
-    """Returns the plan of the RL stage. Process 0 decides for all, since files and measurements may differ.
-
-    resume: with plan=auto, takes the plan that the run's first search found.
-    """
-    graph = graph_of(config)
-
-    def search() -> Plan:
-        path = run_path(config) / PLAN
-        if resume and path.exists():
-            if unsealed(path, older=True) is None:
-                raise UserError(
-                    f"{path} is not what was saved: delete it to search for a plan again; results are the same up to "
-                    "rounding"
-                )
-            if (last := read_plan(path)).name == "auto":
-                return last
-        if config.asynchronous is None or config.fleet is not None:
-            return auto_plan(config, graph, models, devices)
-        divisions = choose(Setting(config, graph, models, devices))
-        Console().line(sentence(divisions))
-        return divisions[0].outcome.plan
-
-    if several() and (key := of_one_process(config)):
-        raise UserError(f"{key} is for runs of one process, and this one has {jax.process_count()}: leave it out")
-    workload = workload_of(config, graph, models)
-    plan = plan_of(from_main(lambda: plan_of_config(config, workload, len(devices), search).as_dict()))
-    refuse_cross_process(plan, [device.process_index for device in devices])
-    if resume and config.asynchronous is not None and config.asynchronous.clock == "virtual":
-        _refuse_other_groups(config, plan)
-    return plan
-
-
-def of_one_process(config: Config) -> str:
-    """Returns the setting that only runs of one process can have; empty if there is none."""
-    if config.fleet is not None:
-        return f"fleet.workers={config.fleet.workers}"
-    wall = config.asynchronous is not None and config.asynchronous.clock == "wall"
-    return f"{config.algorithm}.asynchronous.clock=wall" if wall else ""
-
-
-def _refuse_other_groups(config: Config, plan: Plan) -> None:
-    """Refuses a plan that divides the decode slots over another number of groups of devices than the run's own plan.
-
-    A prompt starts when one group has free slots for all its rows, so with other groups other weights draw it.
-    """
-    path = run_path(config) / PLAN
-    if unsealed(path, older=True) is None:
-        return
-    there, here = (own["actor.generate"] for own in (read_plan(path), plan))
-    if there.groups != here.groups:
-        raise UserError(
-            f"actor.generate drew on {there.groups} group(s) of devices and here on {here.groups}, which changes the "
-            f"schedule of {config.algorithm}.asynchronous: resume with the devices, mesh and plan that {path} shows"
-        )
-
-
-def tiles_of_a_new_run(
-    config: Config, workload: Workload, plan: Plan, prices: Callable[[], CostModel]
-) -> tuple[Config, str]:
-    """Returns a config with the tiles that a new run with `compute.score_rows: auto` chooses, and a line on them."""
-    lengths = lengths_of_a_new_run(workload)
-    rows, line = from_main(lambda: choose_tiles(config, workload, plan, lengths, prices))
-    return with_tiles(config, rows), line
-
-
-def prices_of_rollouts(config: Config, workload: Workload, devices: Sequence[Device]) -> Callable[[], CostModel]:
-    """Returns a function for the prices with which a run chooses its tiles and moves; it makes them when called first.
-
-    `compute.score_rows: auto` and `rollout.last_groups: auto` share them, because neither changes a price.
-    """
-    key = "compute.score_rows" if config.compute.score_rows == "auto" else "rollout.last_groups"
-    return cache(lambda: prices_here(config, workload, devices, f"{key}=null"))
 
 
 def architectures(config: Config) -> dict[str, ModelConfig]:

@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jrlhf.config import Config
 from jrlhf.config.places import is_address
+from jrlhf.config.schema import Config
 from jrlhf.errors import Preempted, RunFailure, UserError
 from jrlhf.run.checkpoints import saved_steps
 from jrlhf.run.console import written

@@ -1,6 +1,5 @@
 """Token log-probabilities and entropies from hidden states, without ever holding `[tokens, vocabulary]` logits."""
 
-from jrlhf.kernels.logprob.api import IMPLEMENTATIONS, token_logprobs, token_sums
-from jrlhf.kernels.logprob.common import Terms
+from jrlhf.lazy import lazily
 
-__all__ = ["IMPLEMENTATIONS", "Terms", "token_logprobs", "token_sums"]
+__getattr__, __dir__, __all__ = lazily(__name__, __file__)

@@ -13,7 +13,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
-from jrlhf.meshes import AXES, to_host
+from jrlhf.meshes.mesh import AXES
+from jrlhf.meshes.transfer import to_host
 from jrlhf.models.collectives import check_rows
 from jrlhf.models.generation.chunks import Programs, Prompts, Slots, ToHosts
 from jrlhf.models.generation.decoding import Decoder, Results

@@ -17,7 +17,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jrlhf.meshes import AXES, GENERATE
+from jrlhf.meshes.layout import GENERATE
+from jrlhf.meshes.mesh import AXES
 from jrlhf.models.attention import (
     LayerCache,
     append,

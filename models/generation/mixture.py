@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jrlhf.kernels.logprob import token_logprobs
-from jrlhf.meshes import GENERATE
+from jrlhf.kernels.logprob.api import token_logprobs
+from jrlhf.meshes.layout import GENERATE
 from jrlhf.models.attention import attention, layer_rotations, of_layer
 from jrlhf.models.collectives import TENSOR
 from jrlhf.models.config.decoder import ModelConfig

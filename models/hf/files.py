@@ -26,8 +26,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 
-from jrlhf.meshes import to_host
-from jrlhf.meshes.reshard import packed_by_size
+from jrlhf.meshes.resharding import packed_by_size
+from jrlhf.meshes.transfer import to_host
 
 DTYPES: Mapping[str, np.dtype] = {
     "F32": np.dtype(np.float32),

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from jrlhf.meshes import TRAIN, Layout
+from jrlhf.meshes.layout import TRAIN, Layout
 from jrlhf.models.hf.config import HFConfig, read_config
 from jrlhf.models.hf.files import DTYPES, NOT_FINITE, Tensor, find_tensors
 from jrlhf.models.hf.names import BUFFERS, HEAD_TENSORS, TensorView, TreePath, weight_table, without_prefix

@@ -11,7 +11,7 @@ from benchmarks.clocks import theory
 from benchmarks.learning import table
 from benchmarks.overlap import SCENARIO, STEP
 from benchmarks.records import RESULTS
-from jrlhf.fleet.predict import costs
+from jrlhf.planning.predict_async import costs
 
 CLOCKS, OVERLAP, LEARNING = (json.loads((RESULTS / f"{x}.json").read_text()) for x in ("clocks", "overlap", "learning"))
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "asynchronous.md").read_text(encoding="utf-8")

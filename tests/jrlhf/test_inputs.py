@@ -20,8 +20,8 @@ from jrlhf.config import load_config
 from jrlhf.errors import UserError
 from jrlhf.models import LoRAConfig, init_lora
 from jrlhf.models.hf import export_adapter, read_config
+from jrlhf.planning.dryrun import describe
 from jrlhf.run import processes
-from jrlhf.stages.dryrun import describe
 from tests.support.inputs import Case, case_of, leaves, listing
 from tests.support.runs import ROOT
 

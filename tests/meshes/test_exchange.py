@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jrlhf.meshes import AXES
 from jrlhf.meshes.exchange import exchange, permutations
-from jrlhf.meshes.reshard import host_transfers_refused
+from jrlhf.meshes.resharding import host_transfers_refused
 from tests.meshes.test_transfer import PAIRS, batch, mesh_on
 from tests.support.launched import launch
 

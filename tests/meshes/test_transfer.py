@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jrlhf.meshes import AXES, gathered, lies_elsewhere, make_mesh, transfer
-from jrlhf.meshes.reshard import host_transfers_refused
+from jrlhf.meshes.resharding import host_transfers_refused
 from tests.support.live import live_bytes
 
 ROWS = 16

@@ -1,11 +1,11 @@
-"""The compiled programs of `jrlhf.meshes.reshard`, to read their collectives and memory."""
+"""The compiled programs of `jrlhf.meshes.resharding`, to read their collectives and memory."""
 
 from typing import Any
 
 import jax
 from jax.typing import DTypeLike
 
-from jrlhf.meshes.reshard import GROUP_BYTES, _groups, _mesh, _one_device_set, _program_of, _staged, pair
+from jrlhf.meshes.resharding import GROUP_BYTES, _groups, _mesh, _one_device_set, _program_of, _staged, pair
 
 
 def lower_reshard(

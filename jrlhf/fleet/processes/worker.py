@@ -35,18 +35,16 @@ from jrlhf.config.schema import DeviceConfig
 from jrlhf.fleet.processes.shared import SharedArrays, patched, read
 from jrlhf.fleet.slices import SliceWorkers
 from jrlhf.fleet.state import saved
-from jrlhf.meshes import GENERATE, make_mesh, to_devices, to_host
-from jrlhf.models import (
-    LoRAConfig,
-    ModelConfig,
-    SamplingConfig,
-    Schedule,
-    int8_shardings,
-    lora_shardings,
-    param_shardings,
-)
+from jrlhf.meshes.layout import GENERATE
+from jrlhf.meshes.mesh import make_mesh
+from jrlhf.meshes.transfer import to_devices, to_host
+from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.generation.continuous import ContinuousBatch, Prompt
-from jrlhf.models.params import Params
+from jrlhf.models.generation.sampling import SamplingConfig
+from jrlhf.models.generation.schedule import Schedule
+from jrlhf.models.lora import LoRAConfig, lora_shardings
+from jrlhf.models.params import Params, param_shardings
+from jrlhf.models.quantize import int8_shardings
 from jrlhf.roles.model import Architecture, Compute
 from jrlhf.roles.placement import CallPlacement
 from jrlhf.run.child import channel_to_parent, receive, send

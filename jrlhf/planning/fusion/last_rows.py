@@ -17,11 +17,11 @@ from jaxtyping import Bool, Int
 
 from jrlhf.config.check import divisors
 from jrlhf.config.schema import Config
-from jrlhf.meshes import Call, Graph
+from jrlhf.meshes.graph import Call, Graph
 from jrlhf.meshes.plan import Plan, Slice
-from jrlhf.models import Schedule
 from jrlhf.models.flops import cache_bytes
 from jrlhf.models.generation.occupancy import LastRows, Occupancy
+from jrlhf.models.generation.schedule import Schedule
 from jrlhf.planning import moves
 from jrlhf.planning.time import CostModel
 from jrlhf.run.processes import from_main, is_main

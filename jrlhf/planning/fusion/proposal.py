@@ -24,7 +24,7 @@ from jrlhf.planning.plans import FUSED
 from jrlhf.planning.search import Result
 from jrlhf.planning.simulate import Simulation, Simulator, simulate
 from jrlhf.planning.time import CostModel
-from jrlhf.planning.workload import LEARNER
+from jrlhf.roles.graph import LEARNER
 
 _GAIN = 0.01  # least share of an iteration that stages of a call must save; smaller ones are within the prices' error
 _PLANS = 4  # number of a search's plans that are tried with fused updates

@@ -6,7 +6,7 @@ from statistics import fmean
 
 from jrlhf.config.check import divisors
 from jrlhf.config.schema import Config
-from jrlhf.meshes import Graph
+from jrlhf.meshes.graph import Graph
 from jrlhf.meshes.plan import Plan
 from jrlhf.planning.candidates import undivided_rows
 from jrlhf.planning.fusion.last_rows import (

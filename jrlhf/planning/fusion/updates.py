@@ -1,13 +1,11 @@
 """The updates that a plan fuses, the table that trains their models, and its price."""
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from math import lcm
 
 from jrlhf.meshes.hardware import HARDWARE, Cluster
-from jrlhf.meshes.pipeline import Table, makespan, synchronous_makespan
+from jrlhf.meshes.pipeline import FusedUpdates, Table, makespan, synchronous_makespan
 from jrlhf.meshes.plan import Placement, Plan
 from jrlhf.planning.fusion.dispatch import search, search_apart
 from jrlhf.planning.fusion.problem import Model, fuse
@@ -19,21 +17,6 @@ from jrlhf.planning.workload import Workload
 _REFERENCE, _NODE = "h100", 8
 _EFFORT = 0.25  # effort of a search: about two core-seconds at most, and four for several processes
 _DIGITS = 2  # digits to which relative costs are rounded
-
-
-@dataclass(frozen=True)
-class FusedUpdates:
-    """The table of a plan's fused updates. pipelines: name of a call -> numbers of its pipelines in the table."""
-
-    table: Table
-    pipelines: Mapping[str, range]
-
-    def to_json(self) -> str:
-        """Returns the table as a run stores it for its report."""
-        table, pipelines = self.table, {name: [*numbers] for name, numbers in self.pipelines.items()}
-        devices = [pipeline.devices for pipeline in table.pipelines]
-        operations = [(tick, *step) for tick, step in table.operations]
-        return json.dumps({"pipelines": pipelines, "devices": devices, "operations": operations}) + "\n"
 
 
 def fused_updates(workload: Workload, plan: Plan, per_process: int | None = None) -> FusedUpdates | None:

@@ -15,8 +15,8 @@ from jrlhf.errors import RunFailure, UserError
 from jrlhf.fleet.processes.places import Place, asked_places
 from jrlhf.fleet.processes.process import NoRoom, Process
 from jrlhf.fleet.processes.workers import ProcessWorkers
+from jrlhf.planning.resolve import select_resources
 from jrlhf.run.directory import FLEET
-from jrlhf.stages.setup import select_resources
 from tests.jrlhf.fleet.test_runs import ADAPTER, config, run
 from tests.support.runs import assert_same_run
 

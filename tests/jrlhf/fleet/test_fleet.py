@@ -10,13 +10,13 @@ import pytest
 
 from jrlhf.errors import RunFailure
 from jrlhf.fleet.fleet import Fleet
-from jrlhf.fleet.predict import token_versions
 from jrlhf.fleet.schedule import Rules
-from jrlhf.fleet.simulate import Scenario, measured, simulate
 from jrlhf.fleet.slices import Published
 from jrlhf.fleet.state import FREE, NEVER
 from jrlhf.meshes import make_mesh, to_host
 from jrlhf.models.generation.continuous import Progress, Prompt
+from jrlhf.planning.predict_async import token_versions
+from jrlhf.planning.simulate_async import Scenario, measured, simulate
 from tests.support.fleets import NO_RECOMPUTE
 
 VERSIONS = 14

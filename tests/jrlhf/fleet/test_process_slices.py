@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from jrlhf.errors import UserError
+from jrlhf.planning import resolve
+from jrlhf.planning.resolve import select_resources
 from jrlhf.run.files import read_jsonl
-from jrlhf.stages import setup
-from jrlhf.stages.setup import select_resources
 from tests.jrlhf.fleet.test_runs import ADAPTER, ALGORITHMS, REWARD, SECTION, SETTINGS, config
 from tests.jrlhf.stages.test_process_runs import assert_same_run, kill_second
 from tests.support.launched import LAYOUTS, Launched, train
@@ -86,7 +86,7 @@ def test_a_killed_run_of_two_processes_goes_on_to_the_same_bits(tmp_path: Path):
 
 
 def test_what_several_processes_cannot_do_is_one_sentence(tmp_path, monkeypatch):
-    monkeypatch.setattr(setup, "several", lambda: True)
+    monkeypatch.setattr(resolve, "several", lambda: True)
     for settings, sentence in (
         (["fleet.workers=2"], "fleet.workers=2 is for runs of one process"),
         (["grpo.asynchronous.clock=wall"], "grpo.asynchronous.clock=wall is for runs of one process"),

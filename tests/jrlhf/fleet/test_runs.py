@@ -17,10 +17,10 @@ from jrlhf.errors import RunFailure, UserError
 from jrlhf.fleet.asynchronous import masks_much
 from jrlhf.fleet.state import Collected, Drawn
 from jrlhf.models.generation.continuous import ContinuousBatch
+from jrlhf.planning.resolve import select_resources
 from jrlhf.run.files import read_jsonl
 from jrlhf.run.metrics import read_metrics
 from jrlhf.stages import rl
-from jrlhf.stages.setup import select_resources
 from jrlhf.train import main
 from tests.jrlhf.stages.test_plan_runs import maker
 from tests.support.runs import resumed, stage_of, timeless

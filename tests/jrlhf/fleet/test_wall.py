@@ -23,7 +23,7 @@ from jrlhf.fleet.schedule import Rules
 from jrlhf.fleet.state import Collected
 from jrlhf.meshes import make_mesh
 from jrlhf.models.generation.continuous import Progress, Prompt
-from jrlhf.stages.setup import select_resources
+from jrlhf.planning.resolve import select_resources
 from jrlhf.train import main
 from tests.jrlhf.fleet.test_faults import pids, signal_to
 from tests.jrlhf.fleet.test_runs import ADAPTER, config, run

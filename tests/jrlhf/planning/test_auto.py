@@ -10,9 +10,11 @@ from jrlhf.errors import UserError
 from jrlhf.meshes.hardware import HARDWARE, Cluster, cluster
 from jrlhf.meshes.plan import Plan
 from jrlhf.planning.auto import auto_plan, prices_here, prices_of
-from jrlhf.planning.plans import plan_of_config, plan_yaml, validate_plan
+from jrlhf.planning.plans import plan_of_config, validate_plan
+from jrlhf.planning.resolve import select_plan
 from jrlhf.planning.workload import Workload, workload_of
-from jrlhf.stages.setup import PLAN, architectures, select_plan
+from jrlhf.run.directory import plan_yaml
+from jrlhf.stages.setup import PLAN, architectures
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def test_a_run_goes_on_with_the_plan_that_its_search_found(monkeypatch, tmp_path
     models, workload = architectures(config), work(config)
     colocated, split = (plan_of_config(config_of(f"plan={name}"), workload, 8) for name in ("colocate", "split"))
     (tmp_path / "run").mkdir()
-    monkeypatch.setattr("jrlhf.stages.setup.auto_plan", lambda *_: colocated)
+    monkeypatch.setattr("jrlhf.planning.resolve.auto_plan", lambda *_: colocated)
     auto = replace(split, name="auto")
     for saved, expected in ((auto, auto), (split, colocated)):  # one that was asked for by name was not auto_plan for
         (tmp_path / "run" / PLAN).write_text(plan_yaml(saved))

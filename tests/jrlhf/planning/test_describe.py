@@ -6,8 +6,9 @@ import pytest
 
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.planning.search import search
-from jrlhf.planning.show import _range, bottleneck, call_color, critical_path, describe, operations, plot, timeline
+from jrlhf.planning.show import _range, bottleneck, critical_path, describe, operations, plot, timeline
 from jrlhf.planning.simulate import simulate
+from jrlhf.run.colors import call_color
 from jrlhf.stages import mfu
 from tests.jrlhf.planning.synthetic import PPO, Table, problem
 

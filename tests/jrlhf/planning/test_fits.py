@@ -15,8 +15,9 @@ from jrlhf.planning import fit
 from jrlhf.planning.fit import capacity, check_memory, memory_of
 from jrlhf.planning.memory import GIB
 from jrlhf.planning.plans import colocated
+from jrlhf.planning.resolve import select_plan
 from jrlhf.planning.workload import with_budgets, workload_of
-from jrlhf.stages.setup import architectures, select_plan
+from jrlhf.stages.setup import architectures
 
 EIGHT = ["device.platform=cpu", "device.simulated=8"]
 

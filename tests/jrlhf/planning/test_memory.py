@@ -29,7 +29,8 @@ from jrlhf.planning.fit import suggest_settings
 from jrlhf.planning.memory import COUNTERS, Away, away_parts, call_bytes, plan_memory, saving_bytes, state_bytes, tiled
 from jrlhf.planning.simulate import simulate
 from jrlhf.planning.time import CostModel
-from jrlhf.planning.workload import RoleModel, Workload, home_of
+from jrlhf.planning.workload import RoleModel, Workload
+from jrlhf.roles.graph import home_of
 
 CPU, GPU, TPU = Backend("cpu"), Backend("gpu"), Backend("tpu")
 MESHES = ((4, 2), (1, 8))

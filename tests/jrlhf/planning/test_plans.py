@@ -20,7 +20,6 @@ from jrlhf.planning.fit import check_fits
 from jrlhf.planning.plans import (
     colocated,
     plan_of_config,
-    plan_yaml,
     read_plan,
     refuse_cross_process,
     refuse_partial_overlap,
@@ -30,6 +29,7 @@ from jrlhf.planning.plans import (
 from jrlhf.planning.simulate import nested, simulate
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import workload_of
+from jrlhf.run.directory import plan_yaml
 from jrlhf.stages.setup import architectures
 from tests.jrlhf.planning.synthetic import LAYOUTS, PPO, problem
 

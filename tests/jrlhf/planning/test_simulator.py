@@ -5,8 +5,7 @@ import random
 import pytest
 
 from jrlhf.meshes import Call
-from jrlhf.meshes.plan import LayoutName, Placement, Plan, Slice
-from jrlhf.planning.memory import segments
+from jrlhf.meshes.plan import LayoutName, Placement, Plan, Slice, segments
 from jrlhf.planning.simulate import Simulation, Simulator, simulate
 from jrlhf.planning.time import Price
 from tests.jrlhf.planning.synthetic import PPO, Table, problem

@@ -19,7 +19,7 @@ from jrlhf.config import Config, config_yaml
 from jrlhf.config.keys import classes_of, kinds_of
 from jrlhf.config.parse import build
 from jrlhf.config.schema import DatasetsData, RewardConfig
-from jrlhf.report.card import Facts, card, facts_of, files, license_of
+from jrlhf.report.card import CardData, card, card_data, files, license_of
 from jrlhf.report.read import Record, read_run
 from jrlhf.roles.pretrained import hub_model, hub_names
 from jrlhf.run.resume import changes
@@ -66,9 +66,9 @@ def record_of(steps: int = 40, seconds: float = 1.0, **options) -> Record:
     return Record("mine", metrics={"sft": sft, "grpo": rows}, hub=hub, **options)
 
 
-def facts(step: int = 40, given: dict = USER, **options) -> Facts:
+def facts(step: int = 40, given: dict = USER, **options) -> CardData:
     options.setdefault("summary", {"held_out": HELD_OUT, "steps": {"sft": 30, "grpo": 40}})
-    return facts_of(build(Config, given), record_of(**options), "grpo", step, None)
+    return card_data(build(Config, given), record_of(**options), "grpo", step, None)
 
 
 def metadata(text: str) -> dict:
@@ -118,9 +118,9 @@ def test_the_hub_reads_the_metadata():
     adapter = metadata(card(replace(given, adapter=True, license={"license": "apache-2.0"})))
     assert (adapter["library_name"], adapter["base_model_relation"]) == ("peft", "adapter")
     assert adapter["license"] == "apache-2.0"
-    fresh = metadata(card(facts_of(Config(), Record("fresh"), "ppo", 1, None)))
+    fresh = metadata(card(card_data(Config(), Record("fresh"), "ppo", 1, None)))
     assert "base_model" not in fresh and "datasets" not in fresh and "license" not in fresh
-    scalar = card(Facts(Config(), Record("fresh"), "ppo", 1, head="scalar"))
+    scalar = card(CardData(Config(), Record("fresh"), "ppo", 1, head="scalar"))
     assert metadata(scalar)["pipeline_tag"] == "text-classification" and "AutoModelForSequenceClassification" in scalar
 
 
@@ -178,7 +178,7 @@ def test_no_text_option_or_directory_of_a_config_is_told(seed: int):
     assert sum(hidden in written for hidden in secrets) >= 57
     run = replace(record_of(), hub=())
     for adapter in (False, True):
-        text = card(Facts(config, run, "grpo", 40, adapter=adapter))
+        text = card(CardData(config, run, "grpo", 40, adapter=adapter))
         assert [hidden for hidden in secrets if hidden in text] == []
 
 
@@ -194,10 +194,10 @@ def test_a_directory_is_no_name_of_the_hub(tmp_path: Path, monkeypatch):
     (tmp_path / "config.yaml").write_text(config_yaml(build(Config, given)))
     (tmp_path / "hub.txt").write_text("".join(f"{name}\n" for name in names))
     run = read_run(tmp_path)
-    text = card(Facts(build(Config, given), run, "grpo", 40))
+    text = card(CardData(build(Config, given), run, "grpo", 40))
     assert "datasets" not in metadata(text) and "team" not in text and "- prompts: `prompts`, split `train`" in text
     assert metadata(text)["base_model"] == "Qwen/Qwen2.5-0.5B"
-    text = card(Facts(build(Config, given), replace(run, hub=("team/prompts",)), "grpo", 40))
+    text = card(CardData(build(Config, given), replace(run, hub=("team/prompts",)), "grpo", 40))
     assert metadata(text)["datasets"] == ["team/prompts"] and "base_model" not in metadata(text)
 
 

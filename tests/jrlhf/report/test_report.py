@@ -17,12 +17,12 @@ from jrlhf.config.parse import build, config_yaml
 from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
 from jrlhf.meshes.plan import Placement, Plan, Slice
-from jrlhf.planning.plans import plan_yaml
-from jrlhf.planning.show import call_color
 from jrlhf.report import read_run, render, write_report
 from jrlhf.report.__main__ import cli
 from jrlhf.report.charts import Chart
 from jrlhf.report.timeline import _CALLS
+from jrlhf.run.colors import call_color
+from jrlhf.run.directory import plan_yaml
 from jrlhf.run.files import append_jsonl
 
 GOLDEN = Path(__file__).with_name("golden.json")

@@ -13,11 +13,10 @@ from jrlhf.config import Config
 from jrlhf.config.keys import flatten
 from jrlhf.config.schema import SleepConfig
 from jrlhf.errors import UserError
-from jrlhf.meshes.pipeline import bubble
+from jrlhf.meshes.pipeline import FusedUpdates, bubble
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.planning.fusion.dispatch import search
 from jrlhf.planning.fusion.problem import Model, fuse
-from jrlhf.planning.fusion.updates import FusedUpdates
 from jrlhf.report.charts import COLORS
 from jrlhf.report.html import render
 from jrlhf.report.read import Record, read_run

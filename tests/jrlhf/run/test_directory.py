@@ -19,6 +19,7 @@ from jrlhf.config import Config, build, config_yaml, load_config
 from jrlhf.data.chat import render_chat
 from jrlhf.data.tokenizer_files import load_tokenizer
 from jrlhf.errors import UserError
+from jrlhf.planning.resolve import resolve
 from jrlhf.run import console, directory
 from jrlhf.run.directory import check_directory, first_day, open_run
 from jrlhf.run.files import append_jsonl, cache_directory, read_jsonl, seal, unsealed, write_atomic
@@ -371,7 +372,7 @@ def test_a_resume_writes_the_day_of_the_start_into_prompts(settings, tmp_path, m
         raise UserError("far enough")
 
     monkeypatch.setattr(setup, "load_task", load)
-    with pytest.raises(UserError, match="far enough"), open_context(config, resume=True):
+    with pytest.raises(UserError, match="far enough"), open_context(config, resolve, resume=True):
         pass
     assert texts == ["26 Jul 2024"] and render_chat(dated, ({"role": "user", "content": ""},)) != texts[0]
     assert first_day(run.path, later) == "2024-07-26"
@@ -383,7 +384,7 @@ def test_a_second_start_is_refused_before_the_data_is_read(settings, tmp_path, m
     config = build(Config, settings(run_dir=str(tmp_path)))
     open_run(config).close()
     monkeypatch.setattr(setup, "load_task", None)
-    with pytest.raises(UserError, match="already holds this run"), open_context(config, resume=False):
+    with pytest.raises(UserError, match="already holds this run"), open_context(config, resolve, resume=False):
         pass
 
 
@@ -409,7 +410,7 @@ def test_a_closed_terminal_does_not_stop_what_the_mirror_tells(make, monkeypatch
     monkeypatch.setattr(console, "drop_closed_outputs", lambda: dropped.append(1) or True)
     monkeypatch.setattr(sys, "stdout", Closed())
     monkeypatch.setattr(setup, "mirrored", mirrored)
-    with pytest.raises(UserError, match="far enough"), open_context(make(), resume=False):
+    with pytest.raises(UserError, match="far enough"), open_context(make(), resolve, resume=False):
         pass
     assert dropped
 

@@ -27,7 +27,8 @@ from jrlhf.config import load_config
 from jrlhf.config.schema import DeviceConfig, DistributedConfig
 from jrlhf.run.devices import select
 from jrlhf.errors import UserError
-from jrlhf.stages.setup import architectures, select_plan
+from jrlhf.stages.setup import architectures
+from jrlhf.planning.resolve import select_plan
 from jrlhf.meshes import gathered, make_mesh, reshard, to_devices, to_host
 from jrlhf.meshes.spread import spread
 from jrlhf.run.processes import any_process, from_main, is_main, share, to_all_hosts

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+from jrlhf import train
 from jrlhf.config import Config, config_yaml, load_config
 from jrlhf.config.schema import EvaluationConfig, ModelSection
 from jrlhf.data.encode import Prompts
@@ -254,7 +255,7 @@ def test_a_file_of_the_user_in_the_place_of_the_model_ends_the_run_with_a_senten
     )
     model.onloaded = lambda: model
     with pytest.raises(UserError, match="model holds 'notes.md', which .*: move it away, .*; then resume the run$"):
-        finalize.finish(context, finalize.Outcome(model))
+        finalize.deliver(context, finalize.Outcome(model), lambda *_: cast(Any, None))
     assert (tmp_path / "model" / "notes.md").exists()
 
 
@@ -419,8 +420,8 @@ def test_what_ends_a_run_is_written_last(tmp_path, monkeypatch):
     context: Any = SimpleNamespace(config=config, run=run, console=Console(enabled=False), phases=Stopwatch())
     monkeypatch.setattr(finalize, "evaluate", lambda *_: events.append("answers"))
     monkeypatch.setattr(finalize, "_export_all", lambda *_: events.append("model"))
-    monkeypatch.setattr("jrlhf.report.write_report", lambda *_: events.append("report"))
-    finalize.finish(context, finalize.Outcome(cast(Any, None)))
+    monkeypatch.setattr(train, "write_report", lambda *_: events.append("report"))
+    train._end(context, finalize.Outcome(cast(Any, None)))
     assert events == ["answers", "summary.json", "model", "report", "summary.json finished"]
 
 

@@ -11,9 +11,11 @@ from jrlhf.config.parse import build
 from jrlhf.config.schema import Config
 from jrlhf.meshes import to_host
 from jrlhf.models.pipeline import Stages
+from jrlhf.planning import resolve as resolving
+from jrlhf.planning.dryrun import describe
+from jrlhf.planning.resolve import resolve
 from jrlhf.run.metrics import read_metrics
-from jrlhf.stages import setup, sft
-from jrlhf.stages.dryrun import describe
+from jrlhf.stages import sft
 from jrlhf.stages.setup import open_context
 from jrlhf.train import main
 from tests.support.runs import resumed, timeless
@@ -45,7 +47,7 @@ def assert_close(records: list[dict[str, Any]], expected: list[dict[str, Any]]) 
 def test_sft_in_stages_is_sft_without(settings, tmp_path, monkeypatch):
     """Losses, held-out losses and weights; the actor's embeddings are tied. The dry run shows the stages."""
     ends, stages, staged_calls = [], list[int](), list[str]()
-    monkeypatch.setattr(setup, "refuse_cross_process", lambda plan, _: stages.append(plan["sft.update"].pipeline))
+    monkeypatch.setattr(resolving, "refuse_cross_process", lambda plan, _: stages.append(plan["sft.update"].pipeline))
 
     def run_stage(context, name, init, advance, *, meta, announced):
         state, first = advance(init(), 0)
@@ -62,7 +64,7 @@ def test_sft_in_stages_is_sft_without(settings, tmp_path, monkeypatch):
     for name, options in (("whole", {}), ("staged", {"parts": 2, "stages": 2})):
         given = settings(run_dir=str(tmp_path), name=name, **sections("sft", steps=2, **options))
         config: Config = build(Config, given)
-        with open_context(config, resume=False) as context, jax.set_mesh(context.mesh):
+        with open_context(config, resolve, resume=False) as context, jax.set_mesh(context.mesh):
             sft.train_sft(context, context.initial.policy())
     whole, staged = ends
     assert whole[0]["sft/loss"] - whole[1]["sft/loss"] > 0.01 and "sft/eval_loss" in whole[1]

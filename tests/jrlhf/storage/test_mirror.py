@@ -18,8 +18,8 @@ import pytest
 from jrlhf.config import Config, config_yaml, load_config
 from jrlhf.config.places import StorageConfig
 from jrlhf.errors import RunFailure, UserError
+from jrlhf.planning.dryrun import describe
 from jrlhf.run.directory import open_run, run_path
-from jrlhf.stages.dryrun import describe
 from jrlhf.storage import mirror as module
 from jrlhf.storage import store as store_module
 from jrlhf.storage.claim import Claim

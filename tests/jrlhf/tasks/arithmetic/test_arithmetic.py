@@ -10,8 +10,8 @@ import pytest
 from jrlhf.config import Config, config_names, load_config
 from jrlhf.errors import UserError
 from jrlhf.models import ModelConfig, export_hf, init_lm
+from jrlhf.planning.dryrun import describe
 from jrlhf.rewards.builtin import exact_match, numeric_answer
-from jrlhf.stages.dryrun import describe
 from jrlhf.tasks.arithmetic.problems import add, draw_problems, question, worked_answer
 from jrlhf.tasks.arithmetic.task import CHARACTERS, load_task, make_tokenizer
 

@@ -12,9 +12,9 @@ import pytest
 from benchmarks import rules
 from benchmarks.rules import DROPPED, cost
 from benchmarks.staleness import PUBLISHED
-from jrlhf.fleet.predict import costs, summarise, token_versions
 from jrlhf.fleet.schedule import Rules, first_batch, fresh
-from jrlhf.fleet.simulate import Scenario, lognormal, measured, simulate
+from jrlhf.planning.predict_async import costs, summarise, token_versions
+from jrlhf.planning.simulate_async import Scenario, lognormal, measured, simulate
 from jrlhf.ppo import Experience, PolicyConfig
 from jrlhf.ppo.off_policy import without_older
 

@@ -12,18 +12,20 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jrlhf.algorithms.registry import graph_of, stage_graph
-from jrlhf.config import Config, config_yaml
-from jrlhf.config.schema import DatasetsData
+from jrlhf.config.parse import config_yaml
+from jrlhf.config.schema import Config, DatasetsData
 from jrlhf.data.encode import Prompts
 from jrlhf.data.read import hub_library, is_hub_name
 from jrlhf.data.task import Task
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Response
 from jrlhf.errors import UserError, printable
-from jrlhf.fleet.predict import lengths_of_a_new_run
-from jrlhf.meshes import GENERATE, SCORE, TRAIN, Call, Graph, Layout, tree_reshard_cost
+from jrlhf.meshes.cost import tree_reshard_cost
+from jrlhf.meshes.graph import Call, Graph
+from jrlhf.meshes.layout import GENERATE, SCORE, TRAIN, Layout
 from jrlhf.meshes.plan import Plan
-from jrlhf.models import ModelConfig, param_shardings
+from jrlhf.models.config.decoder import ModelConfig
+from jrlhf.models.params import param_shardings
 from jrlhf.planning.fit import backend_of, capacity, memory_of
 from jrlhf.planning.fusion.last_rows import RECENT
 from jrlhf.planning.fusion.tiles import describe as describe_moves
@@ -31,6 +33,8 @@ from jrlhf.planning.fusion.tiles import scored_early
 from jrlhf.planning.fusion.updates import fused_updates
 from jrlhf.planning.memory import PlanMemory, away_parts, checkpoint_bytes
 from jrlhf.planning.plans import colocated
+from jrlhf.planning.predict_async import lengths_of_a_new_run
+from jrlhf.planning.resolve import prices_of_rollouts, select_resources, tiles_of_a_new_run
 from jrlhf.planning.show import in_columns
 from jrlhf.planning.workload import Workload, workload_of
 from jrlhf.rewards.functions import FunctionReward
@@ -44,9 +48,6 @@ from jrlhf.run.resume import refuse_other_processes
 from jrlhf.stages.setup import (
     check_sources,
     load_task,
-    prices_of_rollouts,
-    select_resources,
-    tiles_of_a_new_run,
     warnings_of,
 )
 from jrlhf.storage.mirror import check_place

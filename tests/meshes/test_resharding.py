@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.hlo import collectives
 from jrlhf.meshes import GENERATE, TRAIN, Layout, make_mesh, reshard
-from jrlhf.meshes.reshard import host_transfers_refused
+from jrlhf.meshes.resharding import host_transfers_refused
 from tests.support.live import live_bytes
 from tests.support.reshard import lower_reshard
 
@@ -260,7 +260,7 @@ def test_mesh_shapes_on_the_same_devices():
 
 def test_reshard_holds_the_guard_itself(monkeypatch: pytest.MonkeyPatch):
     """A wrong plan, whose copies find no fitting shard at the source, raises instead of going through the host."""
-    module = importlib.import_module("jrlhf.meshes.reshard")
+    module = importlib.import_module("jrlhf.meshes.resharding")
     monkeypatch.setattr(module, "_staged", lambda moves: [replace(move, targets=(rows,)) for move in moves])
     rows = NamedSharding(make_mesh(fsdp=4, devices=jax.devices()[:4]), P("fsdp"))
     columns = NamedSharding(make_mesh(fsdp=4, devices=jax.devices()[4:]), P(None, "fsdp"))

@@ -9,8 +9,12 @@ import pytest
 from jrlhf.algorithms.registry import planned_graph
 from jrlhf.config import load_config
 from jrlhf.errors import UserError
-from jrlhf.fleet import simulate as rollouts
-from jrlhf.fleet.predict import (
+from jrlhf.fleet.schedule import Rules
+from jrlhf.meshes.hardware import cluster
+from jrlhf.planning import simulate_async as rollouts
+from jrlhf.planning.auto import Setting
+from jrlhf.planning.plans import plan_of_config, validate_plan
+from jrlhf.planning.predict_async import (
     VERSIONS,
     alternatives,
     choose,
@@ -20,14 +24,12 @@ from jrlhf.fleet.predict import (
     mean_before_cut,
     predict,
 )
-from jrlhf.fleet.schedule import Rules
-from jrlhf.fleet.simulate import lognormal, measured
-from jrlhf.meshes.hardware import cluster
-from jrlhf.planning.auto import Setting
-from jrlhf.planning.plans import plan_of_config, plan_yaml, validate_plan
 from jrlhf.planning.profile import Profile, default_path, save, wanted_curves
+from jrlhf.planning.resolve import select_plan
 from jrlhf.planning.simulate import Simulation, simulate
-from jrlhf.stages.setup import PLAN, architectures, select_plan
+from jrlhf.planning.simulate_async import lognormal, measured
+from jrlhf.run.directory import plan_yaml
+from jrlhf.stages.setup import PLAN, architectures
 from tests.jrlhf.planning.test_auto import Device
 
 
@@ -134,7 +136,7 @@ def test_a_run_takes_the_fastest_division_and_keeps_it(monkeypatch, tmp_path, ca
     assert capsys.readouterr().out.startswith("plan=auto: rollouts on devices 4-7, predicted ")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / PLAN).write_text(plan_yaml(plan))
-    monkeypatch.setattr("jrlhf.stages.setup.choose", None)
+    monkeypatch.setattr("jrlhf.planning.resolve.choose", None)
     assert select_plan(own.config, dict(own.models), devices, resume=True) == plan
 
 
