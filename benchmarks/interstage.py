@@ -37,7 +37,7 @@ from jrlhf.roles import early
 from jrlhf.roles.actor import Actor
 from jrlhf.roles.early import OpenRollout
 from jrlhf.roles.role import TrainedRole
-from jrlhf.run.directory import plan_yaml
+from jrlhf.stages.setup import plan_yaml
 from jrlhf.train import main as train
 
 ROWS, TILE, LIMIT, CHUNK = 32, 4, 64, 4

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jrlhf.algorithms.ppo import ppo as run_ppo
 from jrlhf.data.batches import Batch, key_for, put_rows, row_keys
 from jrlhf.kernels.logprob import token_logprobs, token_sums
-from jrlhf.kernels.logprob.api import Implementation
+from jrlhf.kernels.logprob.common import Implementation
 from jrlhf.meshes import GENERATE, SCORE, TRAIN, reshard
 from jrlhf.meshes.hardware import Peak
 from jrlhf.models import (

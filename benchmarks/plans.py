@@ -42,6 +42,7 @@ from jrlhf.planning.workload import RoleModel, Workload
 from jrlhf.ppo import PPOConfig, TrainState
 from jrlhf.ppo.types import Experience
 from jrlhf.roles.compiled import CompiledModel
+from jrlhf.roles.generating import engine_of
 from jrlhf.roles.initial import adamw
 from jrlhf.roles.model import Architecture, Compute, Model, generation_weights
 
@@ -123,7 +124,7 @@ def calls_of(case: Case) -> dict[str, Callable[[], Any]]:
     batch = _batch(mesh, case.batch)
     tokens, lengths = batch.tokens, batch.lengths
     compiled = CompiledModel(model, mesh, compute)
-    generate = compiled.generate(SamplingConfig(RESPONSE), None)
+    generate = engine_of(model, mesh, compute, SamplingConfig(RESPONSE), None)
     weights = jax.block_until_ready(_generation_weights(language, mesh))
     by_group = NamedSharding(mesh, GENERATE.batch_spec())
     prompts = jax.device_put((np.asarray(tokens)[:, :PROMPT], np.asarray(batch.prompt_lengths)), by_group)

@@ -45,9 +45,10 @@ from jrlhf.plan import Planned, Search
 from jrlhf.ppo.fields import Section, count, natural, positive
 from jrlhf.report.read import Record, read_run
 from jrlhf.rewards.python_code import python_functions
-from jrlhf.run.checkpoints import saved_steps
+from jrlhf.roles.compiled import CompiledModel
 from jrlhf.run.console import SHOWN
 from jrlhf.run.directory import run_path
+from jrlhf.run.files import saved_steps
 from jrlhf.run.metrics import read_metrics
 from jrlhf.train import main
 
@@ -301,7 +302,7 @@ class Policy:
         if longest > most:
             raise UserError(f"a text has {longest} tokens, and the model {most} positions: shorten it")
         model, width = generator.model, program_width(longest, most)
-        score = generator.compiled.score_logprobs(temperature=temperature)
+        score = CompiledModel(*generator.place).score_logprobs(temperature=temperature)
 
         def scored() -> Iterator[np.ndarray]:
             for batch, whole in whole_batches(len(rows), generator.batch):

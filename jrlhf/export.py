@@ -34,11 +34,11 @@ from jrlhf.roles.pretrained import (
     hub_names,
     own_tokenizer,
 )
-from jrlhf.run.checkpoints import like, restore_part, saved_steps
+from jrlhf.run.checkpoints import like, restore_part
 from jrlhf.run.console import Console
 from jrlhf.run.devices import select
 from jrlhf.run.directory import CONFIG, HUB, TOKENIZER, Run
-from jrlhf.run.files import check_writable
+from jrlhf.run.files import check_writable, saved_steps
 from jrlhf.stages.finalize import export
 from jrlhf.stages.setup import compute_of
 from jrlhf.tasks.docstrings.vocabulary import wrap

@@ -35,15 +35,14 @@ from jrlhf.models.generation.sampling import SamplingConfig
 from jrlhf.models.generation.schedule import Schedule
 from jrlhf.models.hf.adapters import load_adapter
 from jrlhf.models.hf.config import HFConfig
-from jrlhf.roles.compiled import CompiledModel
+from jrlhf.roles.generating import decoder_of, engine_of
 from jrlhf.roles.model import Architecture, Compute, Model
 from jrlhf.roles.pretrained import describe, load_weights, locate, own_tokenizer
-from jrlhf.run.console import clean, clean_lines
 from jrlhf.run.devices import select
 from jrlhf.run.directory import CONFIG, ENVIRONMENT, read_prompting
 from jrlhf.run.files import check_writable, write_atomic
+from jrlhf.run.text import clean, clean_lines
 from jrlhf.storage.models import fetch_run
-from jrlhf.tasks.docstrings.task import PROMPT_END
 
 TOKENS = 256  # default maximum tokens of an answer
 STREAMED = 8  # number of tokens of an answer that a conversation shows at a time
@@ -82,8 +81,9 @@ class Generator:
         return self.model.config.max_positions - self.sampling.max_new_tokens
 
     @property
-    def compiled(self) -> CompiledModel:
-        return CompiledModel(self.model.architecture, self.mesh, self.compute)
+    def place(self) -> tuple[Architecture, Mesh, Compute]:
+        """What its programs are compiled for."""
+        return self.model.architecture, self.mesh, self.compute
 
     @property
     def chat(self) -> bool:
@@ -119,7 +119,7 @@ class Generator:
         """
         width = program_width(max(len(ids) for ids in prompts.ids), self.longest)
         # One chunk, because no answer waits for others.
-        run = self.compiled.generate(self.sampling, Schedule(chunk=self.sampling.max_new_tokens))
+        run = engine_of(*self.place, self.sampling, Schedule(chunk=self.sampling.max_new_tokens))
         for rows, count in whole_batches(len(prompts.ids), self.batch):
             tokens, lengths = put_rows(pad_rows([prompts.ids[row] for row in rows], width), self.mesh)
             keys = row_keys(key, self.batch, self.mesh, first=rows[0])
@@ -131,7 +131,7 @@ class Generator:
         """Yields the text of one response as it grows. The last text equals the result of `answer` for the prompt."""
         width = program_width(len(ids), self.longest)
         seeds = np.asarray(jax.random.key_data(row_keys(key, self.batch, self.mesh)))
-        decoder = self.compiled.decoder(self.sampling, 1)
+        decoder = decoder_of(*self.place, self.sampling, 1)
         slots = ContinuousBatch(decoder, self.mesh, Schedule(chunk=STREAMED), self.batch, width)
         base = self.model.frozen
         weights = (base[0], self.model.params) if base else (self.model.params, {})
@@ -176,8 +176,7 @@ def asked_of(path: str) -> Asked:
     if isinstance(data, DatasetsData):
         asked = Asked(data, system=data.system, sampling=sampling)
     else:
-        end = PROMPT_END if data.source == "docstrings" else ""
-        asked = Asked(DatasetsData(max_response=data.max_response), chat=False, end=end, sampling=sampling)
+        asked = Asked(DatasetsData(max_response=data.max_response), chat=False, sampling=sampling)
     return replace(asked, chat=prompting.get("chat", asked.chat), end=prompting.get("prompt_end", asked.end))
 
 

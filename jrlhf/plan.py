@@ -33,9 +33,8 @@ from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import leave_to_budgets
 from jrlhf.ppo.fields import Section
 from jrlhf.run.devices import select
-from jrlhf.run.directory import plan_yaml
 from jrlhf.run.files import check_writable
-from jrlhf.stages.setup import architectures
+from jrlhf.stages.setup import architectures, plan_yaml
 
 SECONDS = 20.0
 _FULL = 0.9  # part of a device's memory above which users are told

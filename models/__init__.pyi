@@ -1,6 +1,5 @@
 from jrlhf.models.config.decoder import ModelConfig as ModelConfig
 from jrlhf.models.config.rope import RopeScaling as RopeScaling
-from jrlhf.models.forward import ForwardOptions as ForwardOptions
 from jrlhf.models.forward import make_logprobs as make_logprobs
 from jrlhf.models.forward import make_logprobs_with_base as make_logprobs_with_base
 from jrlhf.models.forward import make_token_sums as make_token_sums
@@ -25,6 +24,7 @@ from jrlhf.models.lora import init_lora as init_lora
 from jrlhf.models.lora import lora_shardings as lora_shardings
 from jrlhf.models.lora import merge as merge
 from jrlhf.models.modules import Int8 as Int8
+from jrlhf.models.options import ForwardOptions as ForwardOptions
 from jrlhf.models.params import param_shardings as param_shardings
 from jrlhf.models.quantize import int8_error as int8_error
 from jrlhf.models.quantize import int8_shardings as int8_shardings

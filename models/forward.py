@@ -20,52 +20,20 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int
 
 from jrlhf.kernels.devices import vary
-from jrlhf.kernels.logprob.api import Implementation, token_logprobs, token_sums
+from jrlhf.kernels.logprob.api import token_logprobs, token_sums
 from jrlhf.kernels.logprob.common import Terms
 from jrlhf.meshes.layout import GENERATE, Layout, gather
 from jrlhf.meshes.mesh import AXES
 from jrlhf.models.attention import attention, layer_rotations, of_layer
 from jrlhf.models.collectives import TENSOR, check_operands, check_rows, lookup, own_rows, place, total
-from jrlhf.models.config.checks import positive
 from jrlhf.models.config.decoder import ModelConfig
-from jrlhf.models.flash import AttentionImplementation
 from jrlhf.models.lora import LoRAConfig, lora_shardings, with_adapter
 from jrlhf.models.modules import NO_ADAPTERS, Adapters, Block, Norm, dequantised, has_int8, scaled_embeddings
+from jrlhf.models.options import ForwardOptions
 from jrlhf.models.params import Params, layer_axes, model_axes, param_shardings, spec_tree, split_arguments
 from jrlhf.models.quantize import int8_shardings
-from jrlhf.models.remat import Remat, named, policy
+from jrlhf.models.remat import named, policy
 from jrlhf.models.weights import HeadKind
-
-
-@dataclass(frozen=True)
-class ForwardOptions:
-    """Settings with which a model computes over whole sequences. One object serves all functions of a model.
-
-    remat: the values of each layer that the backward pass keeps; it recomputes the others. See `remat.py`.
-    dtype: dtype of weights and activations in compute. Norms, rotary angles and all from the logits on are float32.
-    attention: None for cuDNN on a GPU and splash on a TPU where they support dtype and shapes, else XLA.
-    lora: the adapter that is trained, on a frozen base in the layout GENERATE. None: there is no adapter.
-
-    Only for token log-probabilities, unused by scalar heads:
-    temperature: divides the logits.
-    implementation: implementation of the log-probability op; None for the platform's default.
-    span: the largest number of tokens of a row that are predicted, from its start on; None: all but the first.
-    """
-
-    temperature: float = 1.0
-    implementation: Implementation | None = None
-    remat: Remat = "full"
-    dtype: Any = jnp.float32
-    attention: AttentionImplementation | None = None
-    lora: LoRAConfig | None = None
-    span: int | None = None
-
-    def __post_init__(self) -> None:
-        policy(self.remat)
-        if self.span is not None and self.span < 1:
-            raise ValueError(f"span={self.span} must be a positive number of tokens, or None")
-        if not positive(self.temperature):
-            raise ValueError(f"temperature={self.temperature} must be positive and finite")
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,9 @@ from jrlhf.meshes.pipeline import SCHEDULES, Pipeline, ScheduleName, Step, Table
 from jrlhf.meshes.rows import join_rows, split_rows
 from jrlhf.meshes.transfer import transfer
 from jrlhf.models.config.decoder import ModelConfig
-from jrlhf.models.forward import ForwardOptions, ShardedForward
+from jrlhf.models.forward import ShardedForward
 from jrlhf.models.lora import base_on
+from jrlhf.models.options import ForwardOptions
 from jrlhf.models.params import Params, cast_matrices
 
 Loss = Callable[..., tuple[Array, dict[str, Array]]]  # (params, micro-batch, *others, *frozen) -> (loss, metrics)

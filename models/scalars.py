@@ -12,7 +12,8 @@ from jaxtyping import Array, Float
 
 from jrlhf.meshes.layout import Layout
 from jrlhf.models.config.decoder import ModelConfig
-from jrlhf.models.forward import DEFAULTS, ForwardOptions, ShardedForward
+from jrlhf.models.forward import DEFAULTS, ShardedForward
+from jrlhf.models.options import ForwardOptions
 from jrlhf.models.params import Params
 
 

@@ -15,6 +15,7 @@ from jrlhf.ppo.config.algorithms import ReMaxConfig as ReMaxConfig
 from jrlhf.ppo.config.algorithms import RLOOConfig as RLOOConfig
 from jrlhf.ppo.config.algorithms import SafeRLHFConfig as SafeRLHFConfig
 from jrlhf.ppo.config.policy import PolicyConfig as PolicyConfig
+from jrlhf.ppo.config.score import ScoreConfig as ScoreConfig
 from jrlhf.ppo.critic import PPOState as PPOState
 from jrlhf.ppo.critic import make_critic_step as make_critic_step
 from jrlhf.ppo.critic import make_on_policy_actor_step as make_on_policy_actor_step
@@ -40,7 +41,6 @@ from jrlhf.ppo.safe import MultiplierState as MultiplierState
 from jrlhf.ppo.safe import make_safe_experience as make_safe_experience
 from jrlhf.ppo.safe import update_multiplier as update_multiplier
 from jrlhf.ppo.shaping import RunningMoments as RunningMoments
-from jrlhf.ppo.shaping import ScoreConfig as ScoreConfig
 from jrlhf.ppo.shaping import align_scores as align_scores
 from jrlhf.ppo.shaping import shape_scores as shape_scores
 from jrlhf.ppo.steps import make_actor_step as make_actor_step

@@ -69,7 +69,7 @@ def test_data_files_are_packaged(setuptools: dict[str, Any]):
     """Whatever is no Python file in a package must be listed, or it silently leaves the wheel."""
     unlisted = []
     for package, folder in packages_in_tree().items():
-        patterns = setuptools["package-data"].get(package, [])
+        patterns = [*setuptools["package-data"]["*"], *setuptools["package-data"].get(package, [])]
         for file in (ROOT / folder).iterdir():
             if file.is_file() and file.suffix not in (".py", ".pyc"):
                 if not any(fnmatch.fnmatch(file.name, pattern) for pattern in patterns):

@@ -137,7 +137,7 @@ def grade(work: Path, models: Sequence[Path]) -> list[float]:
     from jrlhf.data.batches import key_for, put_rows, row_keys
     from jrlhf.meshes import make_mesh
     from jrlhf.models import SamplingConfig, Schedule, load_hf
-    from jrlhf.roles.compiled import CompiledModel
+    from jrlhf.roles.generating import engine_of
     from jrlhf.roles.model import Architecture, Compute, Model, generation_weights
 
     questions, mesh, compute = json.loads((work / "heldout.json").read_text()), make_mesh(1, 1, 1), Compute()
@@ -150,7 +150,7 @@ def grade(work: Path, models: Sequence[Path]) -> list[float]:
         for path in models:
             description, params = load_hf(path, mesh, head="lm")
             model = Model(Architecture(description.model), params)
-            draw = draw or CompiledModel(model.architecture, mesh, compute).generate(sampling, schedule)
+            draw = draw or engine_of(model.architecture, mesh, compute, sampling, schedule)
             tokens = np.asarray(draw(generation_weights(model, mesh, compute), *placed, keys).tokens)
             answers = tokens[:, common.PROMPT :].tolist()
             shares.append(float(np.mean([*map(common.reward, questions, answers)])))

@@ -40,6 +40,7 @@ from jrlhf.ppo import (
 from jrlhf.roles.actor import Actor, Reference
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.critic import Critic, FusedUpdate, Reward
+from jrlhf.roles.generating import engine_of
 from jrlhf.roles.initial import adamw
 from jrlhf.roles.model import Architecture, Compute, Model, generation_weights
 from jrlhf.roles.placement import RolePlacement
@@ -120,7 +121,7 @@ def generator(model: Model, mesh: Mesh, sampling: SamplingConfig):
     """(prompts, lengths, keys) -> tokens [B, P+R] on the host; the weights are moved to where it wants them once."""
     weights = generation_weights(model, mesh, COMPUTE)
     schedule = one_chunk(sampling.max_new_tokens)
-    run = CompiledModel(model.architecture, mesh, COMPUTE).generate(sampling, schedule)
+    run = engine_of(model.architecture, mesh, COMPUTE, sampling, schedule)
     return lambda *arguments: np.asarray(run(weights, *arguments).tokens)
 
 

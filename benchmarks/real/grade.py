@@ -16,6 +16,8 @@ from jrlhf.api import Policy, load
 from jrlhf.data.batches import key_for, pad_rows, put_rows, read_responses, row_keys
 from jrlhf.data.types import Response
 from jrlhf.models import SamplingConfig, Schedule
+from jrlhf.roles.compiled import CompiledModel
+from jrlhf.roles.generating import engine_of
 
 BATCH = 128  # rows at a time
 KL_ROWS = 128  # responses from which the KL is estimated
@@ -27,7 +29,7 @@ def responses(policy: Policy, rows: Rows, limit: int, seed: int) -> list[Respons
     """One response to each row at temperature 1; `limit` tokens at most. Equal seeds give equal random numbers."""
     generator, drawn = policy.generator, []
     sampling = SamplingConfig(limit, temperature=1.0, stop_ids=generator.tokenizer.eos_ids)
-    draw = generator.compiled.generate(sampling, Schedule(chunk=limit))
+    draw = engine_of(*generator.place, sampling, Schedule(chunk=limit))
     width = max(len(row["ids"]) for row in rows)
     with jax.set_mesh(generator.mesh):
         for first in range(0, len(rows), BATCH):
@@ -42,7 +44,7 @@ def responses(policy: Policy, rows: Rows, limit: int, seed: int) -> list[Respons
 def logprobs(policy: Policy, rows: Sequence[Sequence[int]]) -> list[np.ndarray]:
     """The log-probabilities of each row's tokens after the first."""
     generator, values = policy.generator, []
-    score = generator.compiled.score_logprobs(temperature=1.0)
+    score = CompiledModel(*generator.place).score_logprobs(temperature=1.0)
     width = max(map(len, rows))
     with jax.set_mesh(generator.mesh):
         for first in range(0, len(rows), BATCH // 4):

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from jrlhf.algorithms.dynamic_sampling import DynamicSampler
 from jrlhf.algorithms.roles import Roles
-from jrlhf.config.schema import Config
+from jrlhf.config.schema import Config, SleepConfig
 from jrlhf.meshes.graph import Graph
 from jrlhf.models.generation.sampling import SamplingConfig
 from jrlhf.ppo.config.algorithms import DAPOConfig, SafeRLHFConfig
@@ -20,8 +20,8 @@ from jrlhf.roles.initial import InitialModels, adamw, scalar_model
 from jrlhf.roles.model import Compute, Model
 from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.role import Offloader, Site
-from jrlhf.run.checkpoints import fingerprint_of
 from jrlhf.run.clock import Clock
+from jrlhf.run.fingerprints import fingerprint_of
 
 Trained = TypeVar("Trained", Actor, Critic, CostCritic)
 
@@ -34,6 +34,11 @@ def algorithm_of(config: Config) -> PolicyConfig:
     if algorithm.aggregation == "constant" and algorithm.aggregation_divisor is None:
         return replace(algorithm, aggregation_divisor=config.data.max_response)
     return algorithm
+
+
+def offloader_of(role: str, config: SleepConfig, clock: Clock) -> Offloader:
+    """Returns what offloads the parts of a trained role's state that the config names."""
+    return Offloader(clock, weights=config.weights_of(role), optimizer=config.optimizer == "host")
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,6 @@ class RoleFactory:
         section, algorithm = self.config.rl, self.algorithm
         if algorithm.micro_batch_tokens is None:
             algorithm = replace(algorithm, micro_batches=self.placement(name)["update"].parts)
-        site = self._site(name, Offloader.of(name, self.config.offloading, self.clock))
+        site = self._site(name, offloader_of(name, self.config.offloading, self.clock))
         options |= {"optimizer": adamw(section.optimizer_of(name), updates=section.updates), "algorithm": algorithm}
         return kind(model, site, **options)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from jrlhf.config.parse import Feature
 from jrlhf.ppo.config import algorithms
 from jrlhf.ppo.config.policy import PolicyConfig, check_one_division
+from jrlhf.ppo.config.score import ScoreConfig
 from jrlhf.ppo.fields import LONGEST, Section, between, checked, count, natural, non_negative, only_if, positive
-from jrlhf.ppo.shaping import ScoreConfig
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jrlhf.errors import UserError, one_line
+from jrlhf.models.hf.files import CARD, is_foreign_card, is_of_export
 from jrlhf.storage.outward import hub_requests
 
 T = TypeVar("T")
@@ -29,9 +30,6 @@ def push(directory: Path, name: str, *, private: bool = False, revision: str | N
     revision: a branch, which is created if it is missing; None: the main branch.
     """
     import huggingface_hub
-
-    from jrlhf.models.hf.export import is_of_export
-    from jrlhf.models.hf.files import CARD, is_foreign_card
 
     hub = huggingface_hub.HfApi(library_name="jrlhf")
     paths = sorted(path for path in directory.rglob("*") if path.is_file())

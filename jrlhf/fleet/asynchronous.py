@@ -33,6 +33,7 @@ from jrlhf.models.lora import base_on
 from jrlhf.ppo.types import TrainState
 from jrlhf.rewards.mixture import Answers, Rewards
 from jrlhf.roles.actor import Actor
+from jrlhf.roles.generating import decoder_of
 from jrlhf.roles.initial import learning_rate
 from jrlhf.roles.pretrained import copied
 from jrlhf.run.directory import run_path
@@ -224,7 +225,7 @@ def _lanes(
     """Returns the workers of each lane: on this process's devices or, by the wall clock, one process per lane."""
     options, mesh, count = config.asynchronous, actor.placement["generate"].mesh, config.logical_workers
     assert options is not None
-    decoder = actor.compiled("generate").decoder(sampling, config.samples)
+    decoder = decoder_of(actor.architecture, mesh, actor.compute, sampling, config.samples)
     slots, width = (config.rollout.slots or config.rl.rollout_batch) // count, config.data.max_prompt
     batch = ContinuousBatch(decoder, mesh, config.rollout, slots, width, read)
     if config.fleet is None:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, UInt32
 
 from jrlhf.models.params import Params, cast_matrices
-from jrlhf.run.checkpoints import fingerprint
+from jrlhf.run.fingerprints import fingerprint
 
 Identity = dict[str, UInt32[Array, "..."]]  # name of a weight -> 32 bits, of each layer for a layer's weight
 

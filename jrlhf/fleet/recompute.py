@@ -22,11 +22,11 @@ from jrlhf.meshes.layout import GENERATE
 from jrlhf.meshes.transfer import to_devices, to_host
 from jrlhf.models.collectives import TENSOR
 from jrlhf.models.config.decoder import ModelConfig
-from jrlhf.models.forward import ForwardOptions
 from jrlhf.models.generation.chunks import ToHosts
 from jrlhf.models.generation.continuous import Weights
 from jrlhf.models.generation.mixture import CACHES, Redraws, make_mixture
 from jrlhf.models.generation.sampling import SamplingConfig
+from jrlhf.models.options import ForwardOptions
 
 ROWS = 2  # rows compared per logical worker and version: if possible one that continues from older weights, and another
 ROUNDING = 2.0  # threshold, term 1: times the distance of the scoring pass from the exact pass on the same tokens

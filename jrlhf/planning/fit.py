@@ -10,8 +10,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jrlhf.config.devices import MOST_DEVICES
 from jrlhf.config.places import expanded
-from jrlhf.config.schema import MOST_DEVICES, Config
+from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
 from jrlhf.meshes.graph import Graph
 from jrlhf.meshes.mesh import Device

@@ -25,9 +25,10 @@ from jrlhf.report.charts import Chart, Series
 from jrlhf.report.read import GOLD, SCORE, STAGES, Record, read_run
 from jrlhf.report.sections import OWN_ANSWERS, accuracy, results
 from jrlhf.roles.pretrained import hub_model, locate
-from jrlhf.run.console import clean, validation_key
+from jrlhf.run.console import validation_key
 from jrlhf.run.files import to_json
 from jrlhf.run.resume import defines_results
+from jrlhf.run.text import clean
 
 HUB = "https://huggingface.co"
 _LEFT_OUT = "(left out)"

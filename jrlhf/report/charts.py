@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
-from jrlhf.run.console import clean
+from jrlhf.run.text import clean
 
 COLORS = "#2f6fed", "#e07a1f", "#0f9d7a", "#8b5cf6", "#e23d6d", "#0e93b8"
 _INK, _MUTED, _GRID = "#14171c", "#667085", "#e4e7ec"

@@ -15,9 +15,9 @@ from jrlhf import __version__
 from jrlhf.report import sections, timeline
 from jrlhf.report.charts import number
 from jrlhf.report.read import GOLD, KL, SCORE, Record, Sample, read_run
-from jrlhf.run.console import clean, clean_lines, decimals
 from jrlhf.run.directory import REPORT
 from jrlhf.run.files import write_atomic
+from jrlhf.run.text import clean, clean_lines, decimals
 
 _LONGEST = 1500  # characters of a text that are shown; for a longer one both ends, because the end often matters
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from jrlhf.report.charts import COLORS, Chart, Series, number
 from jrlhf.report.read import FAILURES, GOLD, KL, REWARD_KINDS, SCORE, STAGES, Curve, Named, Record, Sample
-from jrlhf.run.console import decimals, duration, validation_key
+from jrlhf.run.console import validation_key
+from jrlhf.run.text import decimals, duration
 from jrlhf.tasks.docstrings.rubric import ITEMS
 
 _UNSET = ("", "0", "null")  # values of a setting that is not used

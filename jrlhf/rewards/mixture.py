@@ -20,7 +20,8 @@ from jrlhf.data.types import Example, Response
 from jrlhf.errors import UserError
 from jrlhf.meshes.graph import Kind as CallKind
 from jrlhf.meshes.transfer import gathered, transfer
-from jrlhf.ppo.shaping import RunningMoments, ScoreConfig, shape_scores
+from jrlhf.ppo.config.score import ScoreConfig
+from jrlhf.ppo.shaping import RunningMoments, shape_scores
 from jrlhf.ppo.types import Rollout
 from jrlhf.rewards.combine import Combined, combine, named
 from jrlhf.rewards.functions import RewardFailure

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jrlhf.config.schema import RewardConfig
 from jrlhf.data.task import Task
-from jrlhf.ppo.shaping import ScoreConfig
+from jrlhf.ppo.config.score import ScoreConfig
 from jrlhf.rewards.functions import FunctionReward
 from jrlhf.rewards.mixture import TRAINED, Rewards, TextPart, TokenPart
 from jrlhf.rewards.text_model import TextReward

@@ -15,8 +15,8 @@ from jrlhf.models.generation.schedule import Schedule
 from jrlhf.models.params import Params
 from jrlhf.ppo.config.policy import PolicyConfig
 from jrlhf.ppo.types import Experience, Rollout, SFTBatch, TrainState
-from jrlhf.roles.compiled import CompiledModel
-from jrlhf.roles.model import Model, generation_weights
+from jrlhf.roles.generating import engine_of
+from jrlhf.roles.model import Architecture, Compute, Model, generation_weights
 from jrlhf.roles.placement import call
 from jrlhf.roles.role import Role, Site, TrainedRole
 from jrlhf.run.clock import timed
@@ -47,11 +47,11 @@ class Actor(TrainedRole):
         temperature, span = sampling.temperature, sampling.max_new_tokens
         greedy = replace(sampling, temperature=0.0, top_k=None, top_p=None)
 
-        def on_mesh(method: str) -> CompiledModel:  # not `self.compiled`: a `Sampler` on this mesh shares the program
-            return CompiledModel(self.architecture, self.placement[method].mesh, self.compute)
+        def on_mesh(method: str) -> tuple[Architecture, Mesh, Compute]:
+            return self.architecture, self.placement[method].mesh, self.compute
 
-        self._engines = {"generate": on_mesh("generate").generate(sampling, schedule, samples)}
-        self._engines["generate_greedy"] = on_mesh("generate_greedy").generate(greedy, schedule)
+        self._engines = {"generate": engine_of(*on_mesh("generate"), sampling, schedule, samples)}
+        self._engines["generate_greedy"] = engine_of(*on_mesh("generate_greedy"), greedy, schedule)
         self._logprobs = self.compiled("logprobs").score_logprobs(temperature=temperature, span=span)
         if self.architecture.lora is not None:
             both = self.compiled("logprobs_with_base")

@@ -1,4 +1,4 @@
-"""`CompiledModel`: makes the compiled functions of a model on a mesh.
+"""`CompiledModel`: makes the compiled functions that score with a model on a mesh, or train it.
 
 If the model is an adapter, each function takes the base as one more argument at the end.
 """
@@ -17,10 +17,6 @@ from jrlhf.meshes.by_length import ByLength, map_by_length
 from jrlhf.meshes.layout import Layout
 from jrlhf.meshes.rows import map_parts
 from jrlhf.models.forward import make_logprobs, make_logprobs_with_base, make_token_sums
-from jrlhf.models.generation.decoding import Decoder
-from jrlhf.models.generation.engine import Engine
-from jrlhf.models.generation.sampling import SamplingConfig
-from jrlhf.models.generation.schedule import Schedule
 from jrlhf.models.scalars import make_scores, make_values
 from jrlhf.ppo.config.algorithms import PPOConfig
 from jrlhf.ppo.config.policy import PolicyConfig
@@ -31,7 +27,7 @@ from jrlhf.roles.model import Architecture, Compute
 
 Function = Callable[..., Any]  # the method that makes a function documents its arguments and results
 
-# Decorates methods whose functions score or generate: all roles of one architecture on one mesh share the program.
+# Decorates methods whose functions score: all roles of one architecture on one mesh share the program.
 _shared = cache
 
 
@@ -39,7 +35,7 @@ _shared = cache
 class CompiledModel:
     """The functions of one architecture on one mesh.
 
-    Those that score or generate are jitted. The results of `train_*` are to be differentiated inside a jitted step.
+    Those that score are jitted. The results of `train_*` are to be differentiated inside a jitted step.
     `span`, `temperature`: as in `make_logprobs`.
     """
 
@@ -119,17 +115,6 @@ class CompiledModel:
         """(params, tokens, lengths) -> scores [B]."""
         scores = self._make(make_scores, self.compute.score_layout, pad_id=self.architecture.pad_id)
         return self._scoring(scores, reads_lengths=True)
-
-    @_shared
-    def generate(self, sampling: SamplingConfig, schedule: Schedule | None, samples: int = 1) -> Engine:
-        """(weights in GENERATE, prompts, lengths, row keys) -> Generation. samples: responses per prompt."""
-        model, options = self.architecture, {"dtype": self.compute.dtype, "attention": self.compute.attention}
-        return Engine(model.config, self.mesh, sampling, schedule, samples=samples, lora=model.lora, **options)
-
-    def decoder(self, sampling: SamplingConfig, samples: int) -> Decoder:
-        """Returns what `ContinuousBatch` decodes with. samples: responses per prompt."""
-        model, compute = self.architecture, self.compute
-        return Decoder(model.config, self.mesh, sampling, samples, compute.dtype, compute.attention, model.lora)
 
     def _make(self, make: Function, layout: Layout, **keywords: Any) -> Function:
         model = self.architecture

@@ -7,17 +7,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jrlhf.kernels.logprob.api import Implementation
+from jrlhf.kernels.logprob.common import Implementation
 from jrlhf.meshes.layout import GENERATE, SCORE, TRAIN, Layout
 from jrlhf.meshes.offload import offload, onload
 from jrlhf.meshes.resharding import reshard
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.flash import AttentionImplementation
-from jrlhf.models.forward import ForwardOptions
 from jrlhf.models.lora import LoRAConfig, lora_shardings
+from jrlhf.models.options import ForwardOptions
 from jrlhf.models.params import Params, cast_matrices, param_shardings
 from jrlhf.models.remat import Remat
-from jrlhf.run.checkpoints import fingerprint_of
+from jrlhf.run.fingerprints import fingerprint_of
 
 
 @dataclass(frozen=True)

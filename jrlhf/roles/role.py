@@ -14,7 +14,6 @@ import jax
 import optax
 from jaxtyping import Array
 
-from jrlhf.config.schema import SleepConfig
 from jrlhf.meshes.graph import Kind
 from jrlhf.meshes.offload import free_host, offload, onload
 from jrlhf.meshes.transfer import is_on_host
@@ -36,11 +35,6 @@ class Offloader:
     def __init__(self, clock: Clock, *, weights: bool = False, optimizer: bool = False):
         self._clock, self._weights, self._optimizer = clock, weights, optimizer
         self._prefetched: tuple[Any, Any] | None = None  # an offloaded tree, and its copy on the devices
-
-    @classmethod
-    def of(cls, role: str, config: SleepConfig, clock: Clock) -> Self:
-        """The offloader of a trained role."""
-        return cls(clock, weights=config.weights_of(role), optimizer=config.optimizer == "host")
 
     def prefetch(self, tree: Any) -> None:
         """Starts bringing an offloaded `tree` to the devices for the role's next call. Does not wait; is not timed."""

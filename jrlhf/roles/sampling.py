@@ -13,7 +13,7 @@ from jrlhf.data.types import Response
 from jrlhf.meshes.transfer import to_host
 from jrlhf.models.generation.sampling import SamplingConfig
 from jrlhf.models.generation.schedule import Schedule
-from jrlhf.roles.compiled import CompiledModel
+from jrlhf.roles.generating import engine_of
 from jrlhf.roles.model import Compute, Model, generation_weights, weights_at
 from jrlhf.roles.placement import CallPlacement
 from jrlhf.run.profiler import deadline
@@ -47,7 +47,7 @@ class Sampler:
         """One response to each prompt. The same key gives the same texts. sampling: by default that of rollouts."""
         sampling = sampling or self.sampling
         schedule = self.schedule_for(sampling)
-        generate = CompiledModel(policy.architecture, self.mesh, self.compute).generate(sampling, schedule)
+        generate = engine_of(policy.architecture, self.mesh, self.compute, sampling, schedule)
         weights = generation_weights(policy.onloaded(), self.mesh, self.compute)
         responses: list[Response] = []
         for rows, count in whole_batches(len(prompts), self.batch):  # one shape needs one program

@@ -18,18 +18,17 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
-from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Shaped, UInt32
+from jaxtyping import Array
 
 from jrlhf.errors import UserError, one_line
-from jrlhf.meshes.offload import DEVICE, groups, offload, onload
+from jrlhf.meshes.offload import DEVICE, groups, offload
 from jrlhf.meshes.spread import move, spread, spread_sharding
-from jrlhf.meshes.transfer import HOST, is_on_host, to_host
+from jrlhf.meshes.transfer import HOST
 from jrlhf.run.files import Closing, sha256
+from jrlhf.run.fingerprints import fingerprints, mesh_of, named_leaves
 from jrlhf.run.processes import any_process, from_main, is_main
 
 T = TypeVar("T")
@@ -80,7 +79,7 @@ class Checkpoints(Closing):
             return
         if steps and step < steps[-1]:
             raise ValueError(f"step {step} comes before the newest checkpoint, that of step {steps[-1]}")
-        leaves = _leaves(tree)
+        leaves = named_leaves(tree)
         description = {"meta": meta, "leaves": _kinds(leaves), "fingerprints": fingerprints(leaves)}
         content = json.dumps(description, allow_nan=False)
         sealed = {"content": content, "sha256": sha256(content)}
@@ -147,11 +146,6 @@ class Checkpoints(Closing):
             raise RuntimeError(f"a checkpoint could not be saved into {self._directory}: {reason}") from error
 
 
-def saved_steps(directory: Path) -> list[int]:
-    """Returns the steps that have a complete checkpoint, ascending. Only reads: another process may be writing."""
-    return sorted(int(path.name) for path in directory.glob("*") if path.name.isdecimal())
-
-
 def read_meta(directory: Path, step: int) -> dict[str, Any]:
     """Returns the `meta` of a checkpoint; empty if it is damaged, which a restore tells."""
     try:
@@ -190,7 +184,7 @@ def _restore(path: Path, target: Any, prefix: str = "") -> tuple[dict[str, Any],
     """Returns (meta, tree) of the checkpoint in `path`; raises _Damaged. target, prefix: see the callers."""
     description = _description(path)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as states:
-        leaves = {prefix + name: leaf for name, leaf in _leaves(target).items()}
+        leaves = {prefix + name: leaf for name, leaf in named_leaves(target).items()}
         saved, wanted = {k: v for k, v in description["leaves"].items() if k.startswith(prefix)}, _kinds(leaves)
         for name in {**wanted, **saved}:
             if saved.get(name) != wanted.get(name):
@@ -198,7 +192,7 @@ def _restore(path: Path, target: Any, prefix: str = "") -> tuple[dict[str, Any],
                     f"the checkpoint of step {path.name} does not fit this run: {name} is {saved.get(name, 'absent')} "
                     f"there and {wanted.get(name, 'absent')} here; resume with the version of the program that wrote it"
                 )
-        abstract = like(leaves, next(filter(None, map(_mesh, leaves.values())), None))
+        abstract = like(leaves, next(filter(None, map(mesh_of, leaves.values())), None))
         # Orbax needs arrays of which each process has a part.
         saved_as = {name: leaf.update(sharding=spread_sharding(leaf)) for name, leaf in abstract.items()}
         placed = ocp.checkpoint_utils.construct_restore_args(saved_as)
@@ -231,86 +225,6 @@ def _set_aside(path: Path) -> str:
         number += 1
         aside = path.with_name(f"damaged-{path.name}-{number}")
     return str(path.rename(aside))
-
-
-def fingerprints(leaves: dict[str, Array]) -> dict[str, int]:
-    """Returns the fingerprint of every leaf. Leaves that are offloaded to the host are brought back.
-
-    A program computes those of a group of leaves, because its temporary memory is as large as they are.
-    """
-    numbers: dict[str, Any] = {}
-    for offloaded in (False, True):
-        names = [name for name, leaf in leaves.items() if is_on_host(leaf) == offloaded]
-        for group in groups([leaves[name] for name in names]):
-            numbers |= _by_mesh(onload({names[i]: leaves[names[i]] for i in group}))
-    return {name: int(numbers[name]) for name in leaves}
-
-
-def _by_mesh(leaves: dict[str, Array]) -> dict[str, Any]:
-    """Runs one program for all leaves of a mesh."""
-    numbers: dict[str, Any] = {}
-    for mesh in dict.fromkeys(map(_mesh, leaves.values())):
-        own = {name: leaf for name, leaf in leaves.items() if _mesh(leaf) == mesh}
-        with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-            numbers |= to_host(_fingerprints(own))
-    return numbers
-
-
-def _mesh(leaf: Any) -> Any:
-    return leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
-
-
-def fingerprint_of(tree: Any) -> str:
-    """Returns a short digest of a tree of arrays. Equal trees have equal digests, on any mesh."""
-    return sha256(json.dumps(fingerprints(_leaves(tree)), sort_keys=True))[:16]
-
-
-@jax.jit
-def _fingerprints(leaves: dict[str, Array]) -> dict[str, Array]:
-    return {name: fingerprint(leaf) for name, leaf in leaves.items()}
-
-
-def fingerprint(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
-    """Sums the words of an array, each mixed with its position, in 32 bits.
-
-    At every position the mix is a bijection of the word, so a change within one word always changes the sum; other
-    changes, such as two exchanged words, are missed with a probability of 2^-32. The sum wraps around and does not
-    depend on the order, so it is the same on every mesh. Compare only fingerprints of equal shapes and dtypes.
-    """
-    words = _words(x)
-    position = jnp.zeros(words.shape, jnp.uint32)
-    stride = 1
-    for dim in reversed(range(words.ndim)):
-        position += lax.broadcasted_iota(jnp.uint32, words.shape, dim) * jnp.uint32(stride % 2**32)
-        stride *= words.shape[dim]
-    return jnp.sum(_mix(words ^ _mix(position)), dtype=jnp.uint32)
-
-
-def _words(x: jax.Array) -> jax.Array:
-    """Returns the bits of an array as uint32: one word per element, two for 64 bits."""
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        x = lax.bitcast_convert_type(x, jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}"))
-    if x.dtype.itemsize == 8:
-        return lax.bitcast_convert_type(x, jnp.uint32)
-    return x.astype(jnp.uint32)
-
-
-def _mix(h: jax.Array) -> jax.Array:
-    """The finaliser of MurmurHash3 (Austin Appleby, public domain): a bijection; each input bit flips half the bits."""
-    h ^= h >> 16
-    h *= jnp.uint32(0x85EBCA6B)
-    h ^= h >> 13
-    h *= jnp.uint32(0xC2B2AE35)
-    return h ^ (h >> 16)
-
-
-def _leaves(tree: Any) -> dict[str, Any]:
-    """Returns name -> leaf, flat, so that a checkpoint does not depend on the classes of the tree."""
-    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
-    named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths}
-    if len(named) != len(paths):
-        raise ValueError("two leaves of the tree have the same name")
-    return named
 
 
 def _kinds(leaves: dict[str, Any]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jrlhf.config.schema import DeviceConfig, DistributedConfig
+from jrlhf.config.devices import DeviceConfig, DistributedConfig
 from jrlhf.errors import UserError, one_line
 from jrlhf.meshes.mesh import Device, prepare_simulated
 from jrlhf.run import processes

@@ -16,14 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import yaml
 
 from jrlhf import __version__
 from jrlhf.config.parse import config_yaml
 from jrlhf.config.places import expanded, is_address
 from jrlhf.config.schema import Config
 from jrlhf.errors import Preempted, RunFailure, UserError, beside
-from jrlhf.meshes.plan import Plan
 from jrlhf.models.hf.files import PROMPTING, heal
 from jrlhf.run.files import Closing, append_jsonl, cache_directory, lock_file, write_atomic, write_error
 from jrlhf.run.processes import from_main, is_main, share
@@ -183,11 +181,6 @@ def full_disk(error: BaseException | None) -> str | None:
 def read_summary(directory: Path) -> dict[str, Any]:
     """Reads a run's summary.json; empty if the run has not ended."""
     return _read_object(directory / SUMMARY)
-
-
-def plan_yaml(plan: Plan) -> str:
-    """Returns a plan as YAML, from which `planning.plans.read_plan` makes an equal one."""
-    return yaml.safe_dump(plan.as_dict(), sort_keys=False)
 
 
 def read_fused(directory: Path) -> dict[str, Any]:

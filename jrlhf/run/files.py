@@ -221,3 +221,8 @@ def jsonl_lines(path: Path | str) -> Iterator[tuple[bytes, dict]]:
             yield line.removesuffix(b"\n"), record
             if left <= 0:
                 return
+
+
+def saved_steps(directory: Path) -> list[int]:
+    """Returns the steps that have a complete checkpoint, ascending. Only reads: another process may be writing."""
+    return sorted(int(path.name) for path in directory.glob("*") if path.name.isdecimal())

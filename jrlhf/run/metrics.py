@@ -15,9 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jrlhf.run.console import clean, shown_columns
+from jrlhf.run.console import shown_columns
 from jrlhf.run.directory import SAMPLES
 from jrlhf.run.files import Closing, jsonl_lines, read_jsonl, to_json, write_atomic
+from jrlhf.run.text import clean
 
 METRICS, TIMELINE, TENSORBOARD = "metrics.jsonl", "timeline.jsonl", "tensorboard"
 Metrics = dict[str, float | int | bool]

@@ -28,7 +28,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import multihost
 
-from jrlhf.config.schema import DistributedConfig
+from jrlhf.config.devices import DistributedConfig
 from jrlhf.errors import FAILED, UserError, one_line
 from jrlhf.meshes.mesh import absent_processes
 from jrlhf.meshes.resharding import reshard

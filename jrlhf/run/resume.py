@@ -15,7 +15,7 @@ from jrlhf.config.parse import build, config_yaml, parse_yaml
 from jrlhf.config.schema import Config
 from jrlhf.config.stages import OptimizerConfig, PPOStageConfig
 from jrlhf.errors import UserError
-from jrlhf.run.checkpoints import saved_steps
+from jrlhf.run.files import saved_steps
 from jrlhf.run.processes import from_main, several, to_main
 
 # Patterns of keys that may change. The results stay the same,

@@ -24,9 +24,8 @@ import yaml
 from jrlhf.config.parse import config_yaml
 from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
-from jrlhf.run.checkpoints import saved_steps
 from jrlhf.run.directory import Run
-from jrlhf.run.files import sha256, write_atomic
+from jrlhf.run.files import saved_steps, sha256, write_atomic
 
 SCRIPT = Path(__file__).with_name("wandb_process.py")
 IDENTITY, LOG, PROMETHEUS = "wandb.id", "wandb.log", "metrics.prom"  # files of the run

@@ -20,9 +20,9 @@ from jrlhf.rewards.mixture import TRAINED, Rewards
 from jrlhf.rewards.types import joined, scores_of
 from jrlhf.roles.model import Model
 from jrlhf.run.clock import Clock
-from jrlhf.run.console import decimals
 from jrlhf.run.files import decode, encode, seal, unsealed
 from jrlhf.run.processes import from_main
+from jrlhf.run.text import decimals
 from jrlhf.stages.context import Context
 
 _MOST = 0.9  # share of the answers from which on a doubt concerns them all

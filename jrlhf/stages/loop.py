@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import jax
 
 from jrlhf.errors import Preempted, RunFailure, UserError
-from jrlhf.run.checkpoints import Checkpoints, like, read_meta, saved_steps
+from jrlhf.run.checkpoints import Checkpoints, like, read_meta
+from jrlhf.run.files import saved_steps
 from jrlhf.run.metrics import MetricsLog, StageRecords
 from jrlhf.run.processes import any_process
 from jrlhf.run.profiler import CompilationWatch, deadline, peak_memory, traced

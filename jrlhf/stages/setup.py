@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 
 import jax
 import jax.numpy as jnp
+import yaml
 from jax.sharding import Mesh
 
 from jrlhf.algorithms.registry import graph_of
@@ -69,7 +70,6 @@ from jrlhf.run.directory import (
     explained,
     first_day,
     open_run,
-    plan_yaml,
     refuse_unshared,
     run_path,
 )
@@ -232,6 +232,11 @@ def _write_inputs(run: Run, config: Config, task: Task, plan: Plan | None, fused
         run.write(PLAN, seal(plan_yaml(plan)))
     if fused is not None:
         run.write(FUSED, fused.to_json())
+
+
+def plan_yaml(plan: Plan) -> str:
+    """Returns a plan as YAML, from which `planning.plans.read_plan` makes an equal one."""
+    return yaml.safe_dump(plan.as_dict(), sort_keys=False)
 
 
 def _model_words(models: Mapping[str, ModelConfig], tokenizer: Tokenizer) -> dict[str, str]:

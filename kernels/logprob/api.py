@@ -1,6 +1,6 @@
 """The two public functions of the log-prob op. They check the arguments and choose an implementation."""
 
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -9,9 +9,8 @@ from jaxtyping import Array, Float, Int
 
 from jrlhf.kernels.devices import target_platform
 from jrlhf.kernels.logprob import reference, xla
-from jrlhf.kernels.logprob.common import Head, Terms, evaluate, once
+from jrlhf.kernels.logprob.common import Head, Implementation, Terms, evaluate, once
 
-Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 
 # On CPUs and GPUs it was measured to be fastest, forward and backward together; on TPUs nothing has been measured.

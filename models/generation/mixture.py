@@ -19,10 +19,11 @@ from jrlhf.meshes.layout import GENERATE
 from jrlhf.models.attention import attention, layer_rotations, of_layer
 from jrlhf.models.collectives import TENSOR
 from jrlhf.models.config.decoder import ModelConfig
-from jrlhf.models.forward import ForwardOptions, ShardedForward
+from jrlhf.models.forward import ShardedForward
 from jrlhf.models.generation.sampling import SamplingConfig, shortfall
 from jrlhf.models.lora import lora_shardings, with_adapter
 from jrlhf.models.modules import NO_ADAPTERS, Block, Norm, dequantised
+from jrlhf.models.options import ForwardOptions
 from jrlhf.models.params import Params, layer_axes, spec_tree
 
 CACHES = P(GENERATE.batch, None, TENSOR)  # rows are divided over the groups, heads over the devices of a group

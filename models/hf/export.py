@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -18,14 +17,10 @@ from jax.typing import DTypeLike
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.hf.config import hf_config
 from jrlhf.models.hf.files import (
-    ADAPTER_FILES,
-    CARD,
-    INDEX,
-    PLOT,
-    PROMPTING,
-    SINGLE,
     TEMPLATES,
+    TOKENIZER_FILES,
     Planned,
+    is_model_file,
     on_host,
     previous_export,
     replace_directory,
@@ -39,15 +34,7 @@ from jrlhf.models.params import Params, leaf_at
 from jrlhf.models.weights import HeadKind
 
 SHARD_BYTES = 5_000_000_000
-TOKENIZER_FILES = (
-    "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json chat_template.jinja "
-    "chat_template.json vocab.json merges.txt tokenizer.model"
-).split()
-_NAMES = ("config.json", "generation_config.json", SINGLE, INDEX, CARD, PLOT, PROMPTING, *TOKENIZER_FILES)
 _OF_ITS_WRITER = ("transformers_version", "_from_model_config")  # no settings of generation
-_WRITTEN = re.compile(
-    "|".join(map(re.escape, _NAMES)) + rf"|model-\d{{5}}-of-\d{{5}}\.safetensors|{TEMPLATES}/[^/]+\.jinja"
-)
 
 
 def export_hf(
@@ -107,7 +94,7 @@ def export_hf(
     if tokenizer_json is not None and tokenizer_dir is not None:
         raise ValueError("give tokenizer_json or tokenizer_dir, not both: a model has one tokenizer")
     copied = [] if tokenizer_dir is None else _tokenizer_files(Path(tokenizer_dir))
-    previous_export(directory, lambda name: _WRITTEN.fullmatch(name) is not None)
+    previous_export(directory, is_model_file)
 
     described = hf_config(config, head, family)
     merged = None
@@ -134,11 +121,6 @@ def export_hf(
         for tensor in tensors:  # this process's share of fetching them
             tensor.fetch()
     return replace_directory(directory, write, card)
-
-
-def is_of_export(name: str) -> bool:
-    """True for the names of files that `export_hf` or `export_adapter` writes."""
-    return _WRITTEN.fullmatch(name) is not None or name in ADAPTER_FILES
 
 
 def hf_weights(

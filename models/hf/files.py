@@ -9,6 +9,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -47,6 +48,14 @@ PROMPTING = "prompting.json"  # how to prompt the model
 TEMPLATES = "additional_chat_templates"  # the folder of a model with more chat templates, such as tool_use.jinja
 ADAPTER_FILES = "adapter_config.json", "adapter_model.safetensors"
 SIGNATURE = "Trained by jrlhf"  # a card without it is not ours
+TOKENIZER_FILES = (
+    "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json chat_template.jinja "
+    "chat_template.json vocab.json merges.txt tokenizer.model"
+).split()
+_NAMES = ("config.json", "generation_config.json", SINGLE, INDEX, CARD, PLOT, PROMPTING, *TOKENIZER_FILES)
+_WRITTEN = re.compile(
+    "|".join(map(re.escape, _NAMES)) + rf"|model-\d{{5}}-of-\d{{5}}\.safetensors|{TEMPLATES}/[^/]+\.jinja"
+)
 _NEW, _PREVIOUS, _PARTIAL = "new", "previous", ".partial"  # of the hidden folder of an export
 _RANDOM = 8  # characters that mkdtemp adds; other names that begin alike are longer
 _AGAIN = "fetch the file again"
@@ -311,6 +320,16 @@ def previous_export(directory: Path, ours: Callable[[str], bool]) -> None:
             f"{directory} holds {foreign[0]!r}{more}, which an export does not write and would delete: move it away, "
             "or choose another directory for the export"
         )
+
+
+def is_model_file(name: str) -> bool:
+    """True for the names of files that `export_hf` writes."""
+    return _WRITTEN.fullmatch(name) is not None
+
+
+def is_of_export(name: str) -> bool:
+    """True for the names of files that `export_hf` or `export_adapter` writes."""
+    return is_model_file(name) or name in ADAPTER_FILES
 
 
 def is_foreign_card(path: Path) -> bool:

@@ -28,10 +28,10 @@ from jrlhf.config import load_config, make_config
 from jrlhf.data.encode import Encoding
 from jrlhf.data.types import Example
 from jrlhf.errors import Preempted, UserError
-from jrlhf.run.console import clean
 from jrlhf.run.directory import CONFIG
 from jrlhf.run.files import append_jsonl
 from jrlhf.run.metrics import METRICS
+from jrlhf.run.text import clean
 from jrlhf.train import main
 
 ITERATIONS = 12

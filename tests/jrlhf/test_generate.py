@@ -27,7 +27,7 @@ from jrlhf.meshes import GENERATE, make_mesh
 from jrlhf.models import LoRAConfig, SamplingConfig, init_lora, merge
 from jrlhf.models.generation.decoding import Generation
 from jrlhf.models.hf import export_adapter, load_hf, read_config
-from jrlhf.roles.compiled import CompiledModel
+from jrlhf.roles.generating import engine_of
 from jrlhf.roles.model import Architecture, Compute
 from jrlhf.run.files import read_jsonl
 from tests.jrlhf.data.conftest import FAMILY, assistant, encode_chat, user
@@ -95,7 +95,7 @@ def greedy_program(directory: Path):
         sampling = SamplingConfig(
             max_new_tokens=NEW, temperature=0.0, stop_ids=tokenizer.eos_ids, token_limit=tokenizer.vocab_size
         )
-        run = CompiledModel(Architecture(config.model, shared=True), built, Compute()).generate(sampling, None)
+        run = engine_of(Architecture(config.model, shared=True), built, Compute(), sampling, None)
     return tokenizer, built, params, run
 
 

@@ -10,8 +10,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from jrlhf.kernels.logprob import pallas_gpu, pallas_tpu, token_logprobs
-from jrlhf.kernels.logprob.api import Implementation
-from jrlhf.kernels.logprob.common import Head
+from jrlhf.kernels.logprob.common import Head, Implementation
 
 DEVICES = {
     "tpu": AbstractDevice("TPU v5p", num_cores=1, platform="tpu"),

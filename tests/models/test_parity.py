@@ -23,8 +23,9 @@ from safetensors.numpy import load_file, save_file
 
 from jrlhf.meshes import GENERATE, SCORE, TRAIN, TRAIN_TP, make_mesh
 from jrlhf.models import SamplingConfig, export_hf, make_generate, make_logprobs, make_scores
-from jrlhf.models.forward import ForwardOptions, ShardedForward
+from jrlhf.models.forward import ShardedForward
 from jrlhf.models.hf.load import load_hf
+from jrlhf.models.options import ForwardOptions
 from tests.models.shared import fast_jit
 
 GOLDEN = Path(__file__).with_name("parity.json")

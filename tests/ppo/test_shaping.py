@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrlhf.ppo.shaping import RunningMoments, ScoreConfig, align_scores, shape_scores
+from jrlhf.ppo.config.score import ScoreConfig
+from jrlhf.ppo.shaping import RunningMoments, align_scores, shape_scores
 
 ROWS, LIMIT = 7, 12
 add = jax.jit(RunningMoments.add)

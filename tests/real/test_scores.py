@@ -14,8 +14,9 @@ from safetensors.numpy import load_file
 from jrlhf.data.batches import put_rows
 from jrlhf.meshes import GENERATE, SCORE, TRAIN, TRAIN_TP, Layout
 from jrlhf.models import export_hf, make_logprobs, to_int8
-from jrlhf.models.forward import ForwardOptions, ShardedForward
+from jrlhf.models.forward import ShardedForward
 from jrlhf.models.hf import load_hf
+from jrlhf.models.options import ForwardOptions
 from jrlhf.models.pipeline import PipelinePlacement, Stages
 from jrlhf.ppo import SFTBatch, TrainState, make_sft_step
 from jrlhf.ppo.updates import finish

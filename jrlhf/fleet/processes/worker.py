@@ -45,8 +45,8 @@ from jrlhf.models.generation.schedule import Schedule
 from jrlhf.models.lora import LoRAConfig, lora_shardings
 from jrlhf.models.params import Params, param_shardings
 from jrlhf.models.quantize import int8_shardings
+from jrlhf.roles.generating import decoder_of
 from jrlhf.roles.model import Architecture, Compute
-from jrlhf.roles.placement import CallPlacement
 from jrlhf.run.child import channel_to_parent, receive, send
 from jrlhf.run.devices import select
 from jrlhf.run.files import decode, encode
@@ -125,9 +125,9 @@ class _Process:
         self._base: Params = {}  # the frozen weights under an adapter
         self._present: tuple[int | None, Params] = None, {}  # number of the last update, and its weights
         compute = Compute(jnp.dtype(setup["dtype"]), attention=setup["attention"])
-        compiled = CallPlacement(self.mesh).compiled(Architecture(model, lora), compute)
         with jax.set_mesh(self.mesh):
-            decoder, sizes = compiled.decoder(sampling, setup["samples"]), (setup["slots"], setup["width"])
+            decoder = decoder_of(Architecture(model, lora), self.mesh, compute, sampling, setup["samples"])
+            sizes = setup["slots"], setup["width"]
             self._batch = ContinuousBatch(decoder, self.mesh, schedule, *sizes)  # has the programs of all workers
             self._state_shardings = jax.tree.map(lambda leaf: leaf.sharding, saved(self._batch.state, self.mesh))
         del self._batch.state  # frees its memory

@@ -13,8 +13,7 @@ from jrlhf.planning.auto import auto_plan, prices_here, prices_of
 from jrlhf.planning.plans import plan_of_config, validate_plan
 from jrlhf.planning.resolve import select_plan
 from jrlhf.planning.workload import Workload, workload_of
-from jrlhf.run.directory import plan_yaml
-from jrlhf.stages.setup import PLAN, architectures
+from jrlhf.stages.setup import PLAN, architectures, plan_yaml
 
 
 @dataclass(frozen=True)

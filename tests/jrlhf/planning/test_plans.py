@@ -29,8 +29,7 @@ from jrlhf.planning.plans import (
 from jrlhf.planning.simulate import nested, simulate
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import workload_of
-from jrlhf.run.directory import plan_yaml
-from jrlhf.stages.setup import architectures
+from jrlhf.stages.setup import architectures, plan_yaml
 from tests.jrlhf.planning.synthetic import LAYOUTS, PPO, problem
 
 MODEL = {"embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "mlp": 64}

@@ -28,8 +28,7 @@ from jrlhf.planning.profile import Profile, default_path, save, wanted_curves
 from jrlhf.planning.resolve import select_plan
 from jrlhf.planning.simulate import Simulation, simulate
 from jrlhf.planning.simulate_async import lognormal, measured
-from jrlhf.run.directory import plan_yaml
-from jrlhf.stages.setup import PLAN, architectures
+from jrlhf.stages.setup import PLAN, architectures, plan_yaml
 from tests.jrlhf.planning.test_auto import Device
 
 

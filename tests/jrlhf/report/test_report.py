@@ -22,8 +22,8 @@ from jrlhf.report.__main__ import cli
 from jrlhf.report.charts import Chart
 from jrlhf.report.timeline import _CALLS
 from jrlhf.run.colors import call_color
-from jrlhf.run.directory import plan_yaml
 from jrlhf.run.files import append_jsonl
+from jrlhf.stages.setup import plan_yaml
 
 GOLDEN = Path(__file__).with_name("golden.json")
 EVIL = '<script>alert(1)</script><img src=x onerror="alert(2)">&amp;\x1b[31m'

@@ -19,7 +19,8 @@ from jrlhf.data.types import Example, Response
 from jrlhf.errors import UserError
 from jrlhf.meshes import make_mesh
 from jrlhf.ppo import Rollout, RunningMoments
-from jrlhf.ppo.shaping import ScoreConfig, shape_scores
+from jrlhf.ppo.config.score import ScoreConfig
+from jrlhf.ppo.shaping import shape_scores
 from jrlhf.rewards.combine import combine
 from jrlhf.rewards.functions import RewardFailure
 from jrlhf.rewards.mixture import Rewards, TextPart

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from jrlhf.algorithms.factory import offloader_of
 from jrlhf.algorithms.ppo import ppo as run_ppo
 from jrlhf.config.schema import SleepConfig
 from jrlhf.data.batches import Batch, key_for, put_rows, row_keys
@@ -21,7 +22,7 @@ from jrlhf.roles.initial import stored
 from jrlhf.roles.model import Architecture, Compute, Model
 from jrlhf.roles.placement import CallPlacement, Pending, RolePlacement, call
 from jrlhf.roles.planned_placement import Prefetch
-from jrlhf.roles.role import Offloader, Site
+from jrlhf.roles.role import Site
 from jrlhf.run.clock import Clock
 
 MODEL = ModelConfig(
@@ -80,7 +81,7 @@ class Setup:
             return at(role).store(Model(Architecture(model), params))
 
         def site(role: str) -> Site:
-            offloader = Offloader.of(role, sleep, self.clock) if role in ("actor", "critic") else None
+            offloader = offloader_of(role, sleep, self.clock) if role in ("actor", "critic") else None
             return Site(at(role), compute, self.clock, offloader)
 
         policy, value = initial("actor", "lm", 0), initial("critic", "scalar", 1)

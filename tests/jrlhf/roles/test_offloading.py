@@ -18,8 +18,9 @@ from jrlhf.meshes import Call, make_mesh
 from jrlhf.meshes.offload import free_host, offload
 from jrlhf.planning.memory import residency
 from jrlhf.roles.role import Offloader
-from jrlhf.run.checkpoints import Checkpoints, fingerprint_of, like
+from jrlhf.run.checkpoints import Checkpoints, like
 from jrlhf.run.clock import Clock
+from jrlhf.run.fingerprints import fingerprint_of
 from jrlhf.stages.setup import check_sleep, select_mesh
 from tests.support.live import bytes_by_kind
 

@@ -40,8 +40,8 @@ from jrlhf.roles.model import Architecture, Compute, Model, generation_weights
 from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.planned_placement import Prefetch
 from jrlhf.roles.role import Site
-from jrlhf.run.checkpoints import fingerprint_of
 from jrlhf.run.clock import Clock
+from jrlhf.run.fingerprints import fingerprint_of
 from jrlhf.run.profiler import CompilationWatch
 from tests.jrlhf.roles.ppo_roles import MODEL, OPTIMIZER, PPO, PROMPT, RESPONSE, ROWS, Setup
 from tests.support.live import bytes_by_kind, live_bytes

@@ -32,8 +32,9 @@ from jrlhf.errors import UserError
 from jrlhf.meshes import make_mesh
 from jrlhf.meshes.offload import groups
 from jrlhf.ppo import TrainState
-from jrlhf.run import checkpoints
-from jrlhf.run.checkpoints import Checkpoints, fingerprint, is_obstacle, like
+from jrlhf.run import checkpoints, fingerprints
+from jrlhf.run.checkpoints import Checkpoints, is_obstacle, like
+from jrlhf.run.fingerprints import fingerprint
 
 MESH = make_mesh(fsdp=4, tensor=2)
 
@@ -208,7 +209,7 @@ def test_fingerprints_need_temporary_memory_for_one_group_only(monkeypatch: pyte
     sizes = {"a": (64, 8), "b": (64, 8), "c": (256, 8), "d": (64, 8)}
     host = {name: np.random.default_rng(0).standard_normal(size).astype(np.float32) for name, size in sizes.items()}
     leaves = {name: put(x, "data", mesh=mesh) for name, x in host.items()}
-    compute, temporary = checkpoints._fingerprints, []
+    compute, temporary = fingerprints._fingerprints, []
 
     def recorded(own: dict[str, jax.Array]) -> dict[str, jax.Array]:
         memory = compute.lower(own).compile().memory_analysis()
@@ -216,7 +217,7 @@ def test_fingerprints_need_temporary_memory_for_one_group_only(monkeypatch: pyte
         temporary.append((sorted(own), memory.temp_size_in_bytes))
         return compute(own)
 
-    monkeypatch.setattr(checkpoints, "_fingerprints", recorded)
+    monkeypatch.setattr(fingerprints, "_fingerprints", recorded)
     monkeypatch.setattr(checkpoints, "groups", partial(groups, group_bytes=2 * 64 * 8 * 4 // 8))
     assert checkpoints.fingerprints(leaves) == {name: numpy_fingerprint(x) for name, x in host.items()}
     assert [names for names, _ in temporary] == [["a", "b"], ["c"], ["d"]]

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from jrlhf.config import Config
-from jrlhf.run.console import Console, clean, decimals, duration, validation_key
+from jrlhf.run.console import Console, validation_key
 from jrlhf.run.files import in_units
+from jrlhf.run.text import clean, decimals, duration
 
 
 class Clock:

@@ -23,9 +23,9 @@ from jrlhf.meshes import make_mesh
 from jrlhf.ppo import SFTBatch, TrainState, make_sft_step
 from jrlhf.roles.initial import adamw
 from jrlhf.run import clock
-from jrlhf.run.checkpoints import saved_steps
 from jrlhf.run.clock import Stopwatch
 from jrlhf.run.directory import Run
+from jrlhf.run.files import saved_steps
 from jrlhf.run.metrics import read_metrics
 from jrlhf.run.preemption import PreemptionGuard
 from jrlhf.run.profiler import deadline

@@ -25,14 +25,13 @@ from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import workload_of
 from jrlhf.rewards.mixture import TRAINED
 from jrlhf.roles.early import OpenRollout
-from jrlhf.run.checkpoints import fingerprint_of
-from jrlhf.run.directory import plan_yaml
+from jrlhf.run.fingerprints import fingerprint_of
 from jrlhf.run.metrics import read_metrics
 from jrlhf.run.resume import saved_tile
 from jrlhf.stages import rl
 from jrlhf.stages.context import Context
 from jrlhf.stages.loop import run_stage
-from jrlhf.stages.setup import architectures
+from jrlhf.stages.setup import architectures, plan_yaml
 from jrlhf.train import main
 from tests.support.runs import resumed, timeless
 

@@ -14,9 +14,10 @@ from safetensors.numpy import save_file
 
 from jrlhf.meshes import TRAIN, make_mesh
 from jrlhf.models import export_hf
-from jrlhf.models.forward import ForwardOptions, ShardedForward
+from jrlhf.models.forward import ShardedForward
 from jrlhf.models.hf import load_hf, read_config
 from jrlhf.models.hf.config import FAMILIES
+from jrlhf.models.options import ForwardOptions
 from tests.models.hf.drawn import DRAWN, NO_EFFECT, VOCAB, Drawn, draw
 from tests.models.shared import fast_jit
 

@@ -1,0 +1,30 @@
+"""What a model generates with on a mesh."""
+
+from functools import cache
+
+from jax.sharding import Mesh
+
+from jrlhf.models.generation.decoding import Decoder
+from jrlhf.models.generation.engine import Engine
+from jrlhf.models.generation.sampling import SamplingConfig
+from jrlhf.models.generation.schedule import Schedule
+from jrlhf.roles.model import Architecture, Compute
+
+
+@cache  # all roles of one architecture on one mesh share the program
+def engine_of(
+    model: Architecture,
+    mesh: Mesh,
+    compute: Compute,
+    sampling: SamplingConfig,
+    schedule: Schedule | None,
+    samples: int = 1,
+) -> Engine:
+    """(weights in GENERATE, prompts, lengths, row keys, *base) -> Generation. samples: responses per prompt."""
+    options = {"dtype": compute.dtype, "attention": compute.attention}
+    return Engine(model.config, mesh, sampling, schedule, samples=samples, lora=model.lora, **options)
+
+
+def decoder_of(model: Architecture, mesh: Mesh, compute: Compute, sampling: SamplingConfig, samples: int) -> Decoder:
+    """Returns what `ContinuousBatch` decodes with. samples: responses per prompt."""
+    return Decoder(model.config, mesh, sampling, samples, compute.dtype, compute.attention, model.lora)
