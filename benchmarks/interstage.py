@@ -31,7 +31,7 @@ from jrlhf.models import Schedule
 from jrlhf.models.generation.chunks import _Rollout
 from jrlhf.models.generation.decoding import Rows
 from jrlhf.models.generation.occupancy import EMPTY, LastRows
-from jrlhf.planning import resolve
+from jrlhf.planning.fusion import choices
 from jrlhf.planning.fusion.last_rows import Rollouts, Scoring, decode, finish
 from jrlhf.roles import early
 from jrlhf.roles.actor import Actor
@@ -168,8 +168,8 @@ class Sleeps:
         yield mock.patch.object(OpenRollout, "by_rows", on_device)
         yield mock.patch.object(early, "_join", joined)
         yield mock.patch.object(TrainedRole, "_train", updated)
-        yield mock.patch.object(resolve, "prices_here", lambda *_: None)
-        yield mock.patch.object(resolve, "rollouts_of", lambda *_: {"actor.generate": ROLLOUTS})
+        yield mock.patch.object(choices, "prices_here", lambda *_: None)
+        yield mock.patch.object(choices, "rollouts_of", lambda *_: {"actor.generate": ROLLOUTS})
         if not while_decoding:
             yield mock.patch.object(OpenRollout, "_hand_out", lambda *_: None)
 

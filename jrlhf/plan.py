@@ -22,7 +22,7 @@ from jrlhf.errors import UserError, exit_code_of_printing, user_errors
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.hardware import cluster as cluster_of
 from jrlhf.meshes.plan import Plan
-from jrlhf.planning import auto, fit, plans, predict_async, profile, show
+from jrlhf.planning import auto, plans, predict_async, profile, show
 from jrlhf.planning.fusion import tiles
 from jrlhf.planning.fusion.last_rows import Work
 from jrlhf.planning.fusion.updates import fused_prices
@@ -307,7 +307,7 @@ def _problem(config: Config, prices: CostModel, outcome: Simulation) -> str:
     devices, processes = prices.cluster.devices, prices.processes
     try:
         plans.refuse_cross_process(outcome.plan, [number * processes // devices for number in range(devices)])
-        fit.check_fits(config, prices, outcome)
+        auto.check_fits(config, prices, outcome)
     except UserError as error:
         return str(error)
     return ""

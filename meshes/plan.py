@@ -1,7 +1,7 @@
 """`Plan`: the devices and the partitioning of each call of a graph, as plain data."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
@@ -180,3 +180,8 @@ def segments(slices: Iterable[Slice]) -> list[Slice]:
     bounds = sorted({bound for devices in ranges for bound in (devices.start, devices.stop)})
     groups = [Slice(start, stop - start) for start, stop in zip(bounds, bounds[1:], strict=False)]
     return [group for group in groups if any(group.overlaps(devices) for devices in ranges)]
+
+
+def nested(slices: Sequence[Slice]) -> bool:
+    """Returns whether any two slices are equal, disjoint, or one within the other."""
+    return not any(one.start < two.start < one.stop < two.stop for one in slices for two in slices)

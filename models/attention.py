@@ -1,5 +1,6 @@
 """Rotary positions and causal attention: of whole sequences, and of one token against a key-value cache."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jrlhf.kernels.devices import target_platform
 from jrlhf.models.config.decoder import ModelConfig
-from jrlhf.models.config.rope import RopeScaling, scaled
+from jrlhf.models.config.rope import RopeScaling
 from jrlhf.models.flash import LANES, AttentionImplementation, computes, reads_filled_positions, splash_attention
 from jrlhf.models.remat import named
 
@@ -259,3 +260,16 @@ def append(
 def _stored(key: Float[Array, "B P K H"], value: Float[Array, "B P K H"], transposed: bool) -> LayerCache:
     key = key.transpose(0, 2, 3, 1) if transposed else key.swapaxes(1, 2)
     return LayerCache(key, value.swapaxes(1, 2), transposed)
+
+
+def scaled(frequencies: Float[Array, "H//2"], scaling: RopeScaling) -> Float[Array, "H//2"]:
+    """Rotary frequencies, lowered as `RopeScaling` describes."""
+    lowered = frequencies / scaling.factor
+    low, high, original = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_positions
+    if low is None or high is None or original is None:
+        return lowered
+    # The number of turns of a pair within the positions of pretraining: pairs with at most `low` are lowered, those
+    # with at least `high` are not.
+    turns = original * frequencies / (2 * math.pi)
+    share = jnp.clip((turns - low) / (high - low), 0, 1)
+    return (1 - share) * lowered + share * frequencies

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
     ("__main__", "api"),
     ("train", "generate", "export", "plan", "doctor", "new_config"),
+    ("training",),
     ("planning", "report"),  # clients: called by commands only
     ("stages",),
     ("tasks",),

@@ -15,6 +15,7 @@ from jaxtyping import Array
 
 from jrlhf.config.schema import Config
 from jrlhf.data.batches import Batch, to_response
+from jrlhf.data.order import Solved
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.fleet.fleet import Fleet
 from jrlhf.fleet.identity import Identity, adapter_identity, drawing_identity, trained_identity
@@ -144,7 +145,7 @@ class AsynchronousRollouts(Closing):
                 for leaf in jax.tree.leaves(state.times):  # deleted, so that nobody saves the outdated state
                     leaf.delete()
 
-    def collect(self, step: int, solved: None = None) -> Batch:
+    def collect(self, step: int, solved: Solved | None = None) -> Batch:
         """Returns the next batch, with its rollout and the pending answers of the reward functions.
 
         solved: always None, because asynchronous runs leave out no prompts.

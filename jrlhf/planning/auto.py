@@ -18,7 +18,7 @@ from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.remat import REMATS
 from jrlhf.planning.activations import Backend
 from jrlhf.planning.candidates import NoPlan, candidates, placements
-from jrlhf.planning.fit import backend_of, capacity
+from jrlhf.planning.fit import backend_of, capacity, remedy_of
 from jrlhf.planning.fusion.proposal import with_pipelines
 from jrlhf.planning.memory import GIB, away_parts
 from jrlhf.planning.plans import scaled_placement, validate_plan
@@ -27,6 +27,7 @@ from jrlhf.planning.search import Result, colocates, placed_together, search
 from jrlhf.planning.simulate import Simulation, simulate
 from jrlhf.planning.time import CostModel, Price
 from jrlhf.planning.workload import Workload, leave_to_budgets, workload_of
+from jrlhf.run.files import in_units
 
 PROPOSALS = 50_000  # takes seconds; with a fixed number of proposals the result depends only on the seed
 FEWER, GROWN = 8, 7  # maximum halvings of slots, and doublings of devices, that are tried as a remedy
@@ -215,3 +216,19 @@ def prices_of(config: Config, workload: Workload, cluster: Cluster) -> CostModel
         cluster = replace(cluster, hardware=replace(cluster.hardware, memory=memory))
     backend = Backend(cluster.hardware.platform, config.compute.attention)
     return CostModel(workload, cluster, backend=backend, away=away_parts(config, workload))
+
+
+def check_fits(config: Config, prices: CostModel, result: Simulation) -> None:
+    """Refuses a plan whose calls do not fit the devices' memory together, with the nearest settings that do."""
+    workload, plan = prices.workload, result.plan
+    if result.peak <= prices.capacity:
+        return
+    fullest = max(result.memory, key=lambda group: group.peak)
+    here = [name for name, placement in plan.placements.items() if placement.devices.overlaps(fullest.devices)]
+    largest = max(here, key=lambda name: prices.call(workload.graph[name], plan[name]).active)
+    remedy = remedy_of(config, workload, plan, prices.capacity, prices.backend, prices.away)
+    raise UserError(
+        f"plan {plan.name} needs {in_units(result.peak)} on each of devices {fullest.devices}, which have "
+        f"{in_units(prices.capacity)}, {in_units(fullest.resident)} of it for what stays and the rest for {largest}: "
+        + (f"choose {remedy}" if remedy else "no setting makes it fit, search for another plan")
+    )

@@ -27,6 +27,7 @@ from jrlhf.meshes.plan import Plan
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.params import param_shardings
 from jrlhf.planning.fit import backend_of, capacity, memory_of
+from jrlhf.planning.fusion.choices import prices_of_rollouts, tiles_of_a_new_run
 from jrlhf.planning.fusion.last_rows import RECENT
 from jrlhf.planning.fusion.tiles import describe as describe_moves
 from jrlhf.planning.fusion.tiles import scored_early
@@ -34,7 +35,7 @@ from jrlhf.planning.fusion.updates import fused_updates
 from jrlhf.planning.memory import PlanMemory, away_parts, checkpoint_bytes
 from jrlhf.planning.plans import colocated
 from jrlhf.planning.predict_async import lengths_of_a_new_run
-from jrlhf.planning.resolve import prices_of_rollouts, select_resources, tiles_of_a_new_run
+from jrlhf.planning.resolve import select_resources
 from jrlhf.planning.show import in_columns
 from jrlhf.planning.workload import Workload, workload_of
 from jrlhf.rewards.functions import FunctionReward

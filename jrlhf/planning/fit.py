@@ -23,8 +23,6 @@ from jrlhf.models.remat import REMATS
 from jrlhf.planning.activations import DEFAULT, Backend
 from jrlhf.planning.memory import GIB, Away, PlanMemory, away_parts, plan_memory
 from jrlhf.planning.plans import NAMES, colocated
-from jrlhf.planning.simulate import Simulation
-from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import RoleModel, Workload, token_budgets, with_budgets, workload_of
 from jrlhf.run.devices import host_memory
 from jrlhf.run.files import in_units
@@ -54,28 +52,12 @@ def check_memory(
         memory = plan_memory(workload, own, backend, away=away)
         if memory.peak <= limit:
             continue
-        worst, remedy = memory.largest, _remedy(config, workload, own, limit, backend, away, larger=not simulated)
+        worst, remedy = memory.largest, remedy_of(config, workload, own, limit, backend, away, larger=not simulated)
         remedy = remedy or "fewer rows, smaller models or more memory, for no other setting fits"
         raise UserError(
             f"{worst.call} needs {in_units(worst.total)} of each device, of which roles keep "
             f"{in_units(worst.resident)}, and {source} has {in_units(limit)}: choose {remedy}"
         )
-
-
-def check_fits(config: Config, prices: CostModel, result: Simulation) -> None:
-    """Refuses a plan whose calls do not fit the devices' memory together, with the nearest settings that do."""
-    workload, plan = prices.workload, result.plan
-    if result.peak <= prices.capacity:
-        return
-    fullest = max(result.memory, key=lambda group: group.peak)
-    here = [name for name, placement in plan.placements.items() if placement.devices.overlaps(fullest.devices)]
-    largest = max(here, key=lambda name: prices.call(workload.graph[name], plan[name]).active)
-    remedy = _remedy(config, workload, plan, prices.capacity, prices.backend, prices.away)
-    raise UserError(
-        f"plan {plan.name} needs {in_units(result.peak)} on each of devices {fullest.devices}, which have "
-        f"{in_units(prices.capacity)}, {in_units(fullest.resident)} of it for what stays and the rest for {largest}: "
-        + (f"choose {remedy}" if remedy else "no setting makes it fit, search for another plan")
-    )
 
 
 def _share_of_host(config: Config, mesh: Mesh, plan: Plan) -> float:
@@ -132,7 +114,7 @@ _WRITTEN = {  # a setting's change as a user writes it
 }
 
 
-def _remedy(
+def remedy_of(
     config: Config, workload: Workload, plan: Plan, limit: float, backend: Backend, away: Away, *, larger: bool = True
 ) -> str:
     """Returns the nearest settings with which a plan fits, as a user writes them; "" without one. larger: more devices

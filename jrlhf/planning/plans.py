@@ -13,10 +13,9 @@ from jrlhf.config.places import expanded
 from jrlhf.config.schema import Config
 from jrlhf.errors import UserError, alike, beside, one_line
 from jrlhf.meshes.graph import Call
-from jrlhf.meshes.plan import LayoutName, Placement, Plan, Slice, plan_of
+from jrlhf.meshes.plan import LayoutName, Placement, Plan, Slice, nested, plan_of
 from jrlhf.models.flops import forward_operations
-from jrlhf.planning.candidates import stuck_rows, undivided_rows
-from jrlhf.planning.simulate import nested
+from jrlhf.planning.rows import stuck_rows, undivided_rows
 from jrlhf.planning.workload import LAYOUTS, Workload, token_budgets
 from jrlhf.roles.graph import LEARNER
 from jrlhf.roles.planned_placement import staged

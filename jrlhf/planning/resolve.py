@@ -1,11 +1,12 @@
 """What a run must know before it begins: its mesh, the models' sizes, its plan, and whether it fits into memory.
 
-A run itself plans nothing. It is given `Resources`, and a policy where it decides while it runs.
+A run itself plans nothing. It is given `Resources`, and a policy where it decides while it runs. What a setting asks
+for (a search, a simulation, fused updates, processes) is imported where the setting is read.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import jax
 from jax.sharding import Mesh
@@ -13,19 +14,12 @@ from jax.sharding import Mesh
 from jrlhf.algorithms.registry import graph_of, stage_graph
 from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
-from jrlhf.fleet.processes.places import asked_places
 from jrlhf.meshes.mesh import Device
 from jrlhf.meshes.plan import Plan, plan_of
 from jrlhf.models.config.decoder import ModelConfig
-from jrlhf.planning.auto import Setting, auto_plan, prices_here
 from jrlhf.planning.fit import check_memory
-from jrlhf.planning.fusion.last_rows import Moves, rollouts_of
-from jrlhf.planning.fusion.tiles import choose_tiles, resumed_tiles, with_tiles
-from jrlhf.planning.fusion.updates import fused_updates
 from jrlhf.planning.plans import colocated, plan_of_config, read_plan, refuse_cross_process, transfer_line
-from jrlhf.planning.predict_async import choose, lengths_of_a_new_run, sentence
-from jrlhf.planning.time import CostModel
-from jrlhf.planning.workload import Workload, workload_of
+from jrlhf.planning.workload import workload_of
 from jrlhf.run.console import Console
 from jrlhf.run.directory import (
     CONFIG,
@@ -44,6 +38,8 @@ def resolve(config: Config, *, resume: bool, tell: Callable[[str], None]) -> Res
     tell: called with each new choice of the moves of last rows, while the run runs.
     """
     if resume and config.compute.score_rows == "auto":
+        from jrlhf.planning.fusion.tiles import resumed_tiles
+
         config, line = resumed_tiles(config, from_main(partial(saved_tile, run_path(config) / CONFIG)))
         config = replace(config, notices=(*config.notices, line))
     mesh, models, plan = select_resources(config, resume=resume)
@@ -52,20 +48,21 @@ def resolve(config: Config, *, resume: bool, tell: Callable[[str], None]) -> Res
 
 
 def _with_rollouts(resources: Resources, plan: Plan, tell: Callable[[str], None]) -> Resources:
-    """Returns resources with the fused updates of the plan, and what the config leaves to a simulation of rollouts:
-    the tiles of a new run, and what chooses the moves of last rows."""
-    config, mesh, lines = resources.config, resources.mesh, list[str]()
-    workload, devices = workload_of(config, graph_of(config), resources.models), list(mesh.devices.flat)
-    fused = fused_updates(workload, plan, mesh.size // jax.process_count())
-    prices, moves = prices_of_rollouts(config, workload, devices), None
-    if config.compute.score_rows == "auto":
-        config, line = tiles_of_a_new_run(config, workload, plan, prices)
-        lines.append(line)
-    if config.rollout.last_groups == "auto":
-        moves = Moves(lambda: rollouts_of(config, prices(), plan), tell)
-    if line := transfer_line(plan, [device.process_index for device in devices]):
-        lines.append(line)
-    return replace(resources, config=config, fused=fused, moves=moves, lines=tuple(lines))
+    """Returns resources with what a plan needs beside itself: the table of the updates that it fuses, and what the
+    config leaves to a simulation of rollouts."""
+    config, mesh = resources.config, resources.mesh
+    if plan.fused:
+        from jrlhf.planning.fusion.updates import fused_updates
+
+        workload = workload_of(config, graph_of(config), resources.models)
+        resources = replace(resources, fused=fused_updates(workload, plan, mesh.size // jax.process_count()))
+    if config.compute.score_rows == "auto" or config.rollout.last_groups == "auto":
+        from jrlhf.planning.fusion.choices import choose_for_rollouts
+
+        resources = choose_for_rollouts(resources, plan, tell)
+    if line := transfer_line(plan, [device.process_index for device in mesh.devices.flat]):
+        resources = replace(resources, lines=(*resources.lines, line))
+    return resources
 
 
 def select_resources(config: Config, *, resume: bool = False) -> tuple[Mesh, dict[str, ModelConfig], Plan | None]:
@@ -75,6 +72,8 @@ def select_resources(config: Config, *, resume: bool = False) -> tuple[Mesh, dic
     if config.algorithm is not None:
         plan = select_plan(config, models, list(mesh.devices.flat), resume=resume)
         if config.fleet is not None:
+            from jrlhf.fleet.processes.places import asked_places
+
             asked_places(config, mesh.devices.flat[0].platform, plan["actor.generate"].devices.count)
     graphs = [stage_graph(config, stage) for stage in config.stages]
     for graph in graphs:
@@ -104,6 +103,9 @@ def select_plan(
                 )
             if (last := read_plan(path)).name == "auto":
                 return last
+        from jrlhf.planning.auto import Setting, auto_plan
+        from jrlhf.planning.predict_async import choose, sentence
+
         if config.asynchronous is None or config.fleet is not None:
             return auto_plan(config, graph, models, devices)
         divisions = choose(Setting(config, graph, models, devices))
@@ -142,21 +144,3 @@ def _refuse_other_groups(config: Config, plan: Plan) -> None:
             f"actor.generate drew on {there.groups} group(s) of devices and here on {here.groups}, which changes the "
             f"schedule of {config.algorithm}.asynchronous: resume with the devices, mesh and plan that {path} shows"
         )
-
-
-def tiles_of_a_new_run(
-    config: Config, workload: Workload, plan: Plan, prices: Callable[[], CostModel]
-) -> tuple[Config, str]:
-    """Returns a config with the tiles that a new run with `compute.score_rows: auto` chooses, and a line on them."""
-    lengths = lengths_of_a_new_run(workload)
-    rows, line = from_main(lambda: choose_tiles(config, workload, plan, lengths, prices))
-    return with_tiles(config, rows), line
-
-
-def prices_of_rollouts(config: Config, workload: Workload, devices: Sequence[Device]) -> Callable[[], CostModel]:
-    """Returns a function for the prices with which a run chooses its tiles and moves; it makes them when called first.
-
-    `compute.score_rows: auto` and `rollout.last_groups: auto` share them, because neither changes a price.
-    """
-    key = "compute.score_rows" if config.compute.score_rows == "auto" else "rollout.last_groups"
-    return cache(lambda: prices_here(config, workload, devices, f"{key}=null"))

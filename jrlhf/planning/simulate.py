@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 from typing import Literal
 
 from jrlhf.meshes.graph import Graph
-from jrlhf.meshes.plan import Placement, Plan, Slice, segments
+from jrlhf.meshes.plan import Placement, Plan, Slice, nested, segments
 from jrlhf.planning.time import Price, Prices
 from jrlhf.roles.graph import LEARNER, home_of
 
@@ -102,11 +102,6 @@ def simulate(
     groups, sizes = segments(place.devices for place in plan.placements.values()), simulator.memory(choice, brought)
     memory = tuple(Memory(group, *size) for group, size in zip(groups, sizes, strict=True))
     return Simulation(plan, seconds, tuple(spans), memory)
-
-
-def nested(slices: Sequence[Slice]) -> bool:
-    """Returns whether any two slices are equal, disjoint, or one within the other."""
-    return not any(one.start < two.start < one.stop < two.stop for one in slices for two in slices)
 
 
 class _Slices:

@@ -1,4 +1,7 @@
-"""Places an algorithm's roles as a plan says, and prefetches their offloaded arrays."""
+"""Places an algorithm's roles as a plan says, and prefetches their offloaded arrays.
+
+Pipelines are imported where a plan has one.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,9 +16,7 @@ from jrlhf.meshes.layout import GENERATE, SCORE, TRAIN, TRAIN_TP, Layout
 from jrlhf.meshes.mesh import Device, make_mesh
 from jrlhf.meshes.pipeline import FusedUpdates
 from jrlhf.meshes.plan import Placement, Plan
-from jrlhf.models.pipeline import PipelinePlacement
 from jrlhf.roles.graph import home_of
-from jrlhf.roles.pipelined import JointUpdate, PipelinedPlacement
 from jrlhf.roles.placement import CallPlacement, RolePlacement, TransferCache
 
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (TRAIN, TRAIN_TP, GENERATE, SCORE)}
@@ -30,6 +31,8 @@ def place_roles(
     """
     joint = None
     if fused is not None:
+        from jrlhf.roles.pipelined import JointUpdate
+
         joint = JointUpdate(fused.table, {graph[name].role: numbers for name, numbers in fused.pipelines.items()}).begin
 
     def placed(name: str, placement: Placement) -> CallPlacement:
@@ -77,6 +80,9 @@ def call_placement(
     layout, parts = LAYOUTS[placement.layout], placement.micro_batches
     if placement.pipeline == 1:
         return CallPlacement(whole, layout, parts)
+    from jrlhf.models.pipeline import PipelinePlacement
+    from jrlhf.roles.pipelined import PipelinedPlacement
+
     orders = orders or [range(placement.pipeline)]
     count = data * fsdp * tensor // len(orders)
     starts = range(0, len(own), count)

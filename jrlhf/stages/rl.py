@@ -27,9 +27,7 @@ from jrlhf.data.batches import (
 )
 from jrlhf.data.encode import Prompts
 from jrlhf.data.order import UNSOLVED, Order, Solved
-from jrlhf.fleet.asynchronous import AsynchronousRollouts
-from jrlhf.fleet.state import FleetState
-from jrlhf.fleet.synchronous import SynchronousRollouts
+from jrlhf.fleet.synchronous import RolloutSource, SynchronousRollouts
 from jrlhf.meshes.transfer import to_devices, to_host
 from jrlhf.ppo.config.algorithms import SafeRLHFConfig
 from jrlhf.ppo.config.policy import PolicyConfig
@@ -63,7 +61,7 @@ class RLState:
     moments: RunningMoments  # running mean and variance of all scores so far
     draws: Int[Array, ""]  # number of prompt batches drawn so far
     multiplier: MultiplierState | None = None  # the Lagrange multiplier of Safe RLHF
-    fleet: FleetState | None = None  # the state of asynchronous rollouts
+    fleet: Any = None  # the `FleetState` of asynchronous rollouts
     solved: Int[Array, "N"] | None = None  # epoch from which a prompt is left out; None: all are drawn
 
 
@@ -107,12 +105,12 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
     return RolePlacement.of(context.mesh).store(models["actor"].holding(state.trained["actor"].params))
 
 
-def _open_rollouts(
-    context: Context, roles: Roles, take: Callable[..., Batch]
-) -> SynchronousRollouts | AsynchronousRollouts:
+def _open_rollouts(context: Context, roles: Roles, take: Callable[..., Batch]) -> RolloutSource:
     """Returns what gives the iterations their batches. take: (mesh, number, solved prompts) -> a batch of prompts."""
     if context.config.asynchronous is None:
         return SynchronousRollouts(partial(take, roles.actor.placement["generate"].mesh))
+    from jrlhf.fleet.asynchronous import AsynchronousRollouts
+
     settings, scoring = (context.sampling, context.task.tokenizer), (roles.reward, roles.cost)
     return AsynchronousRollouts(context.config, roles.actor, *settings, take, scoring, context.console.warn)
 
@@ -129,7 +127,7 @@ class Iterations:
     dataflow: Callable[..., Any]
     roles: Roles
     order: Order
-    rollouts: SynchronousRollouts | AsynchronousRollouts
+    rollouts: RolloutSource
     home: Mesh
     measure: Callable[..., Any]
     utilisation: Utilisation | None

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +21,12 @@ from jrlhf.config.check import mesh_sizes, uncorrected, unrepeatable, validate
 from jrlhf.config.parse import changed
 from jrlhf.config.places import is_address
 from jrlhf.config.schema import ComputeConfig, Config, DatasetsData, ModelSection, RewardConfig, SleepConfig
-from jrlhf.data import datasets
 from jrlhf.data.chat import dated
 from jrlhf.data.read import fingerprint
 from jrlhf.data.task import Task
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.tokenizer_files import load_tokenizer, same_tokens
 from jrlhf.errors import Preempted, RunFailure, UserError
-from jrlhf.fleet.processes.ray_worker import joined
 from jrlhf.meshes.mesh import make_mesh
 from jrlhf.meshes.offload import check_host_memory
 from jrlhf.meshes.pipeline import FusedUpdates
@@ -61,17 +59,20 @@ from jrlhf.run.clock import Stopwatch
 from jrlhf.run.console import Console
 from jrlhf.run.devices import idle_accelerator, select
 from jrlhf.run.directory import (
+    CONFIG,
     FUSED,
     HUB,
     PLAN,
     TOKENIZER,
     Run,
+    check_directory,
     check_run,
     explained,
     first_day,
     open_run,
     refuse_unshared,
     run_path,
+    writable,
 )
 from jrlhf.run.files import seal, to_json
 from jrlhf.run.preemption import PreemptionGuard
@@ -80,9 +81,6 @@ from jrlhf.run.resume import refuse_other_processes
 from jrlhf.run.tracking import check_wandb, tracking
 from jrlhf.stages.context import Context
 from jrlhf.stages.identity import Identity, note_failure, numbers
-from jrlhf.storage.mirror import holds_run, mirrored
-from jrlhf.tasks.arithmetic import task as arithmetic
-from jrlhf.tasks.docstrings import task as docstrings
 
 
 @dataclass(frozen=True)
@@ -127,9 +125,9 @@ def open_context(
     refuse_other_processes(config, dry_run=False, resume=resume, accept_rewards=accept_rewards)
     tell = Console(enabled=is_main()).line
     if resume == "auto":
-        resume = from_main(partial(holds_run, config, tell))
+        resume = from_main(partial(_holds_run, config, tell))
     with ExitStack() as stack:
-        mirror = stack.enter_context(mirrored(config, resume=resume, tell=tell))
+        mirror = stack.enter_context(_mirrored(config, resume=resume, tell=tell))
         if resume or mirror is None:  # at an address the mirror has refused another run
             from_main(partial(_check_directory, config, resume))
         if mirror is None:
@@ -142,6 +140,8 @@ def open_context(
             console.line(line)
         placements = resources.placements()
         if config.fleet is not None and config.fleet.engine == "ray":
+            from jrlhf.fleet.processes.ray_worker import joined
+
             stack.enter_context(joined())
         # Templates write the day on which the run began, also after a resume and in every process.
         now = datetime.now(UTC)
@@ -189,6 +189,30 @@ def open_context(
             if command := _resuming(config):
                 raise RewardFailure(f"{failure}; to resume: {command}", failure.identity) from failure
             raise
+
+
+def _holds_run(config: Config, tell: Callable[[str], None]) -> bool:
+    """True if there is a run in a config's directory, here or in a store."""
+    check_directory(config)
+    if is_address(config.run_dir):
+        from jrlhf.storage.mirror import holds_run
+
+        return holds_run(config, tell)
+    with writable(config):
+        return (run_path(config) / CONFIG).exists()
+
+
+@contextmanager
+def _mirrored(config: Config, *, resume: bool, tell: Callable[[str], None]) -> Iterator[Any]:
+    """Yields the `Mirror` of a run at an address; None if run_dir is a path."""
+    from_main(partial(check_directory, config))
+    if is_address(config.run_dir):
+        from jrlhf.storage.mirror import mirrored
+
+        with mirrored(config, resume=resume, tell=tell) as mirror:
+            yield mirror
+    else:
+        yield None
 
 
 def _resuming(config: Config) -> str:
@@ -286,10 +310,17 @@ def compute_of(section: ComputeConfig) -> Compute:
 
 
 def load_task(config: Config, actor: ModelConfig) -> Task:
+    """Returns the task of a config. Only its kind of data is imported."""
     if config.data.source == "docstrings":
+        from jrlhf.tasks.docstrings import task as docstrings
+
         return docstrings.load_task(config)
     if config.data.source == "arithmetic":
+        from jrlhf.tasks.arithmetic import task as arithmetic
+
         return arithmetic.load_task(config)
+    from jrlhf.data import datasets
+
     return datasets.load_task(config, actor_tokenizer(config, actor))
 
 

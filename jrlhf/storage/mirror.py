@@ -311,11 +311,8 @@ def check_place(config: Config, tell: Callable[[str], None]) -> None:
 
 
 def holds_run(config: Config, tell: Callable[[str], None]) -> bool:
-    """True if there is a run in a config's directory, here or in a store."""
-    check_directory(config)
+    """True if there is a run at a config's address."""
     with _refused(config):
-        if not is_address(config.run_dir):
-            return (run_path(config) / CONFIG).exists()
         store = Store(_address(config), config.storage, tell)
         store.contact()
         return store.read(CONFIG) is not None
@@ -329,15 +326,11 @@ def _refused(config: Config) -> Iterator[None]:
 
 
 @contextmanager
-def mirrored(config: Config, *, resume: bool, tell: Callable[[str], None]) -> Iterator[Mirror | None]:
-    """Yields the `Mirror` of a run at an address; None if run_dir is a path.
+def mirrored(config: Config, *, resume: bool, tell: Callable[[str], None]) -> Iterator[Mirror]:
+    """Yields the `Mirror` of a run at an address.
 
     At the end remaining files are copied, also if the run fails. tell: called with sentences about downloads.
     """
-    from_main(partial(check_directory, config))
-    if not is_address(config.run_dir):
-        yield None
-        return
     mirror = Mirror(config, tell)
     try:
         mirror.open(resume)

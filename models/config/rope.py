@@ -1,11 +1,7 @@
-"""Scaling of rotary frequencies."""
+"""Settings of the scaling of rotary frequencies."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal
-
-import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from jrlhf.models.config.checks import is_count, positive
 
@@ -48,16 +44,3 @@ class RopeScaling:
                     f"rope_scaling low_freq_factor={self.low_freq_factor!r} must be below "
                     f"high_freq_factor={self.high_freq_factor!r}"
                 )
-
-
-def scaled(frequencies: Float[Array, "H//2"], scaling: RopeScaling) -> Float[Array, "H//2"]:
-    """Rotary frequencies, lowered as `RopeScaling` describes."""
-    lowered = frequencies / scaling.factor
-    low, high, original = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_positions
-    if low is None or high is None or original is None:
-        return lowered
-    # The number of turns of a pair within the positions of pretraining: pairs with at most `low` are lowered, those
-    # with at least `high` are not.
-    turns = original * frequencies / (2 * math.pi)
-    share = jnp.clip((turns - low) / (high - low), 0, 1)
-    return (1 - share) * lowered + share * frequencies

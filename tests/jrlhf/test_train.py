@@ -194,7 +194,7 @@ def test_a_dry_run_is_done_if_its_reader_leaves(eight, monkeypatch):
     def stopped(*arguments, **options):
         raise BrokenPipeError
 
-    monkeypatch.setattr("jrlhf.train.describe", stopped)
+    monkeypatch.setattr("jrlhf.planning.dryrun.describe", stopped)
     monkeypatch.setattr("jrlhf.train.main", stopped)
     assert cli([*eight, "--dry-run"]) == 0
     with pytest.raises(BrokenPipeError):

@@ -19,8 +19,8 @@ from jrlhf.models.attention import (
     prefilled_cache,
     rotate,
     rotation,
+    scaled,
 )
-from jrlhf.models.config.rope import scaled
 from jrlhf.models.flash import reads_filled_positions
 from jrlhf.models.generation.chunks import empty_cache, filled_cache
 

@@ -8,7 +8,6 @@ from jrlhf.config.check import divisors
 from jrlhf.config.schema import Config
 from jrlhf.meshes.graph import Graph
 from jrlhf.meshes.plan import Plan
-from jrlhf.planning.candidates import undivided_rows
 from jrlhf.planning.fusion.last_rows import (
     NO_GAIN,
     Lengths,
@@ -21,6 +20,7 @@ from jrlhf.planning.fusion.last_rows import (
     rollouts_of,
     settle,
 )
+from jrlhf.planning.rows import undivided_rows
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import Workload
 

@@ -77,7 +77,7 @@ def test_a_run_goes_on_with_the_plan_that_its_search_found(monkeypatch, tmp_path
     models, workload = architectures(config), work(config)
     colocated, split = (plan_of_config(config_of(f"plan={name}"), workload, 8) for name in ("colocate", "split"))
     (tmp_path / "run").mkdir()
-    monkeypatch.setattr("jrlhf.planning.resolve.auto_plan", lambda *_: colocated)
+    monkeypatch.setattr("jrlhf.planning.auto.auto_plan", lambda *_: colocated)
     auto = replace(split, name="auto")
     for saved, expected in ((auto, auto), (split, colocated)):  # one that was asked for by name was not auto_plan for
         (tmp_path / "run" / PLAN).write_text(plan_yaml(saved))

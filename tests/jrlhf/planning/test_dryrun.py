@@ -21,10 +21,10 @@ from jrlhf.errors import UserError
 from jrlhf.meshes.hardware import HARDWARE, Cluster
 from jrlhf.models import LoRAConfig, init_lora
 from jrlhf.models.hf import export_adapter, read_config
-from jrlhf.planning import resolve
 from jrlhf.planning.dryrun import describe
 from jrlhf.planning.fit import memory_of
-from jrlhf.planning.resolve import prices_of_rollouts
+from jrlhf.planning.fusion import choices
+from jrlhf.planning.fusion.choices import prices_of_rollouts
 from jrlhf.planning.time import CostModel
 from jrlhf.run.files import in_units
 from jrlhf.stages.setup import select_mesh
@@ -169,7 +169,7 @@ def test_the_move_of_the_last_rows_needs_prices_and_is_described(settings, monke
     config: Config = build(Config, settings(plan="split", compute={"score_rows": 4}, rollout=rollout))
     with pytest.raises(UserError, match="nothing is known of .* on cpu devices: .*, or set rollout.last_groups=null"):
         describe(config)
-    monkeypatch.setattr(resolve, "prices_here", of_h100s)
+    monkeypatch.setattr(choices, "prices_here", of_h100s)
     text = describe(replace(config, notices=("old keys were read",)))
     assert text.startswith("old keys were read\n\n")  # as the run itself does
     assert "the last rows move as the lengths of the last 4 rollouts suggest, of the first not;\n" in text
@@ -178,7 +178,7 @@ def test_the_move_of_the_last_rows_needs_prices_and_is_described(settings, monke
 
 def test_tiles_and_moves_share_their_prices(settings, monkeypatch):
     """The message names the setting that asks first."""
-    monkeypatch.setattr(resolve, "prices_here", lambda *arguments: [arguments[-1]])
+    monkeypatch.setattr(choices, "prices_here", lambda *arguments: [arguments[-1]])
     for rows, key in (("auto", "compute.score_rows"), (4, "rollout.last_groups")):
         rollout = {"chunk": 4, "last_groups": "auto"}
         config: Config = build(Config, settings(plan="split", compute={"score_rows": rows}, rollout=rollout))
@@ -196,5 +196,5 @@ def test_tiles_are_chosen_and_described(settings, monkeypatch):
     assert "because no model scores on devices that are free while rows decode" in chosen("colocate")
     with pytest.raises(UserError, match="nothing is known of .* on cpu devices: .*, or set compute.score_rows=null"):
         chosen("split")
-    monkeypatch.setattr(resolve, "prices_here", of_h100s)
+    monkeypatch.setattr(choices, "prices_here", of_h100s)
     assert "whole batches are scored after the last row; responses of 7 tokens in the mean" in chosen("split")

@@ -14,9 +14,9 @@ from jrlhf.errors import UserError
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.models import LoRAConfig
+from jrlhf.planning.auto import check_fits
 from jrlhf.planning.candidates import NoPlan, call_candidates, candidates, placements
 from jrlhf.planning.candidates import slices as slices_of
-from jrlhf.planning.fit import check_fits
 from jrlhf.planning.plans import (
     colocated,
     plan_of_config,

@@ -135,7 +135,7 @@ def test_a_run_takes_the_fastest_division_and_keeps_it(monkeypatch, tmp_path, ca
     assert capsys.readouterr().out.startswith("plan=auto: rollouts on devices 4-7, predicted ")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / PLAN).write_text(plan_yaml(plan))
-    monkeypatch.setattr("jrlhf.planning.resolve.choose", None)
+    monkeypatch.setattr("jrlhf.planning.predict_async.choose", None)
     assert select_plan(own.config, dict(own.models), devices, resume=True) == plan
 
 

@@ -409,7 +409,7 @@ def test_a_closed_terminal_does_not_stop_what_the_mirror_tells(make, monkeypatch
     dropped = []
     monkeypatch.setattr(console, "drop_closed_outputs", lambda: dropped.append(1) or True)
     monkeypatch.setattr(sys, "stdout", Closed())
-    monkeypatch.setattr(setup, "mirrored", mirrored)
+    monkeypatch.setattr(setup, "_mirrored", mirrored)
     with pytest.raises(UserError, match="far enough"), open_context(make(), resolve, resume=False):
         pass
     assert dropped

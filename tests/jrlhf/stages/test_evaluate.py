@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from jrlhf import train
+from jrlhf import training
 from jrlhf.config import Config, config_yaml, load_config
 from jrlhf.config.schema import EvaluationConfig, ModelSection
 from jrlhf.data.encode import Prompts
@@ -420,8 +420,8 @@ def test_what_ends_a_run_is_written_last(tmp_path, monkeypatch):
     context: Any = SimpleNamespace(config=config, run=run, console=Console(enabled=False), phases=Stopwatch())
     monkeypatch.setattr(finalize, "evaluate", lambda *_: events.append("answers"))
     monkeypatch.setattr(finalize, "_export_all", lambda *_: events.append("model"))
-    monkeypatch.setattr(train, "write_report", lambda *_: events.append("report"))
-    train._end(context, finalize.Outcome(cast(Any, None)))
+    monkeypatch.setattr(training, "write_report", lambda *_: events.append("report"))
+    training._end(context, finalize.Outcome(cast(Any, None)))
     assert events == ["answers", "summary.json", "model", "report", "summary.json finished"]
 
 

@@ -17,7 +17,8 @@ from jrlhf.config.parse import build
 from jrlhf.config.schema import Config
 from jrlhf.meshes.hardware import HARDWARE, Cluster
 from jrlhf.models.generation.occupancy import LastRows
-from jrlhf.planning import auto, resolve
+from jrlhf.planning import auto
+from jrlhf.planning.fusion import choices as choosing
 from jrlhf.planning.fusion import tiles
 from jrlhf.planning.fusion.last_rows import Moves, Rollouts
 from jrlhf.planning.plans import read_plan
@@ -200,7 +201,7 @@ def test_devices_that_the_last_rows_leave_score_with_the_bits_of_a_later_time(ma
     # The run chooses. Where scoring on the devices that the last rows leave is slow and a move is free, the last rows
     # move in every rollout but the first. A resume does the same.
     costly = {"step": lambda *_: 1.0, "prefill": lambda _: 0.0, "move": lambda *_: 0.0}
-    of_prices, before, choices = resolve.rollouts_of, Moves.before, list[LastRows | None]()
+    of_prices, before, choices = choosing.rollouts_of, Moves.before, list[LastRows | None]()
 
     def rollouts_of(*arguments: Any) -> dict[str, Rollouts]:
         return {
@@ -213,9 +214,9 @@ def test_devices_that_the_last_rows_leave_score_with_the_bits_of_a_later_time(ma
         return choices[-1]
 
     monkeypatch.setattr(
-        resolve, "prices_here", lambda _, workload, *__: CostModel(workload, Cluster(HARDWARE["h100"], 8))
+        choosing, "prices_here", lambda _, workload, *__: CostModel(workload, Cluster(HARDWARE["h100"], 8))
     )
-    monkeypatch.setattr(resolve, "rollouts_of", rollouts_of)
+    monkeypatch.setattr(choosing, "rollouts_of", rollouts_of)
     monkeypatch.setattr(Moves, "before", chosen)
     early.clear()
     config = make("chosen", "ppo", plan, **settings | {"rollout": rollout | {"last_groups": "auto"}})
@@ -239,7 +240,7 @@ def test_a_run_that_chooses_its_tiles_is_resumed_with_them(make, monkeypatch):
         }
 
     monkeypatch.setattr(
-        resolve, "prices_here", lambda _, workload, *__: CostModel(workload, Cluster(HARDWARE["h100"], 8))
+        choosing, "prices_here", lambda _, workload, *__: CostModel(workload, Cluster(HARDWARE["h100"], 8))
     )
     monkeypatch.setattr(tiles, "rollouts_of", rollouts_of)
     settings = {"rollout": {"chunk": 4}}
@@ -249,7 +250,7 @@ def test_a_run_that_chooses_its_tiles_is_resumed_with_them(make, monkeypatch):
     assert tile in (4, 8)
     set_by_hand = run(make("set", "ppo", "split", compute={"score_rows": tile}, **settings))
     assert_same_bits(chosen, set_by_hand)
-    monkeypatch.setattr(resolve, "prices_here", None)
+    monkeypatch.setattr(choosing, "prices_here", None)
     resumed(config, 2)
     assert_same_bits(chosen, set_by_hand)
     assert saved_tile(chosen / "config.yaml") == tile
