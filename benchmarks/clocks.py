@@ -18,7 +18,7 @@ from benchmarks.records import hardware, output_path, provenance, write
 from jrlhf.fleet.fleet import Fleet
 from jrlhf.fleet.schedule import Clock, Rules
 from jrlhf.meshes import make_mesh
-from jrlhf.models.generation.continuous import Progress, Prompt
+from jrlhf.models.generation.continuous import Prompt, RowProgress
 from tests.support.fleets import NO_RECOMPUTE
 
 STEP = 0.02  # seconds of a decode step
@@ -62,14 +62,14 @@ class Sleeping:
     def identities(self) -> list[Any]:
         return []
 
-    def decode(self, prompts: Sequence[Sequence[Prompt]]) -> list[Progress]:
+    def decode(self, prompts: Sequence[Sequence[Prompt]]) -> list[RowProgress]:
         time.sleep(max(self._seconds))
         blank, progress = (np.zeros(LENGTH, np.int32), np.zeros(LENGTH, np.float32), False), []
         for rows, entering in zip(self._rows, prompts, strict=True):
             rows |= {prompt.number * SAMPLES + sample: 0 for prompt in entering for sample in range(SAMPLES)}
             for row, start in list(rows.items()):
                 rows[row] = start + CHUNK
-                progress.append(Progress(row, start, rows[row], blank if rows[row] == LENGTH else None))
+                progress.append(RowProgress(row, start, rows[row], blank if rows[row] == LENGTH else None))
                 if rows[row] == LENGTH:
                     del rows[row]
         return progress

@@ -14,8 +14,8 @@ from typing import Any
 
 from benchmarks.records import RESULTS, provenance, write
 from jrlhf.meshes.pipeline import Table, makespan, peak, violation
-from jrlhf.planning.fusion import Model, Problem, fuse, search
-from jrlhf.planning.fusion.dispatch import TOLERANCE, Dispatcher, shortest
+from jrlhf.planning.fusion.dispatch import TOLERANCE, Dispatcher, search, shortest
+from jrlhf.planning.fusion.problem import FusedModel, Problem, fuse
 
 GENERATED, SEED, NODES = 60, 0, 20_000
 LIMITS = 6  # number of memory limits that are tried
@@ -24,7 +24,7 @@ LIMITS = 6  # number of memory limits that are tried
 def pair(depths, micro_batches, forwards, activations) -> Problem:
     """Returns an instance of the authors: a backward takes twice the time of a forward."""
     actor, critic = (
-        Model(depth, count, forward, 2 * forward, size)
+        FusedModel(depth, count, forward, 2 * forward, size)
         for depth, count, forward, size in zip(depths, micro_batches, forwards, activations, strict=True)
     )
     return fuse(actor, critic)
@@ -79,7 +79,7 @@ def generated(seed: int, count: int) -> list[Problem]:
         forwards = [round(unit * ratio), unit]
         generator.shuffle(forwards)
         actor, critic = (
-            Model(depth, generator.randint(depth, 4 * depth), forward, 2 * forward)
+            FusedModel(depth, generator.randint(depth, 4 * depth), forward, 2 * forward)
             for depth, forward in zip((copies * depth, depth), forwards, strict=True)
         )
         problems.append(fuse(actor, critic))

@@ -28,8 +28,8 @@ from benchmarks.records import output_path, provenance, write
 from jrlhf.meshes import TRAIN, make_mesh, to_devices
 from jrlhf.meshes.pipeline import (
     Pipeline,
+    PipelineStep,
     Seconds,
-    Step,
     Table,
     as_run,
     one_forward_one_backward,
@@ -38,21 +38,22 @@ from jrlhf.meshes.pipeline import (
 )
 from jrlhf.models import ModelConfig, init_sharded, pipeline
 from jrlhf.models.forward import make_logprobs
-from jrlhf.models.pipeline import Stages, Task
-from jrlhf.planning.fusion import Model, fuse, search_apart
+from jrlhf.models.pipeline import Stages, StageTask
+from jrlhf.planning.fusion.dispatch import search_apart
+from jrlhf.planning.fusion.problem import FusedModel, fuse
 
 UNIT = 0.12  # seconds of the models' unit; copies of weights and gradients take about 0.3 s here
 REPEATS = 2
 # Pairs of models whose backward operations compute the forward pass again, as here.
 PAIRS = {
-    "4 and 2 stages": (Model(4, 8, 4, 12), Model(2, 4, 3, 9)),
-    "4 and 4 stages": (Model(4, 4, 4, 12), Model(4, 4, 4, 12)),
+    "4 and 2 stages": (FusedModel(4, 8, 4, 12), FusedModel(2, 4, 3, 9)),
+    "4 and 4 stages": (FusedModel(4, 4, 4, 12), FusedModel(4, 4, 4, 12)),
 }
 SIZES = (4, 8), (4, 4)  # stages and micro-batches of one model
 ROWS, LENGTH = 2, 8  # of a micro-batch
 
 
-def tables() -> dict[str, tuple[Table, Callable[[Step], float]]]:
+def tables() -> dict[str, tuple[Table, Callable[[PipelineStep], float]]]:
     """Returns the tables, with the sleeps of their operations in units."""
     result = {}
     for name, (actor, critic) in PAIRS.items():
@@ -63,12 +64,12 @@ def tables() -> dict[str, tuple[Table, Callable[[Step], float]]]:
             result[f"1f1b of {model.depth} stages: {name}"] = alone, partial(_seconds, model)
     for stages, micro_batches in SIZES:
         for kind, schedule, backward in (("1f1b", one_forward_one_backward, 4), ("zb-h1", zero_bubble, 2)):
-            sleeps = partial(_seconds, Model(stages, micro_batches, 2, backward))
+            sleeps = partial(_seconds, FusedModel(stages, micro_batches, 2, backward))
             result[f"{kind}: {stages} stages, {micro_batches}"] = schedule(stages, micro_batches), sleeps
     return result
 
 
-def _seconds(model: Model, step: Step) -> float:
+def _seconds(model: FusedModel, step: PipelineStep) -> float:
     return {"forward": model.forward, "backward": model.backward, "weight": 2}[step.kind]
 
 
@@ -81,7 +82,7 @@ class Sleeping(pipeline._Running):
     seconds: Seconds
     now = 0.0
 
-    def compute(self, step: Step) -> None:
+    def compute(self, step: PipelineStep) -> None:
         Sleeping.now = Sleeping.seconds(step)
         super().compute(step)
 
@@ -101,7 +102,7 @@ def slept(operation: Callable[..., Any], donated: Sequence[int] = ()) -> Callabl
     return lambda function, *arguments: compiled(function, Sleeping.now, *arguments)
 
 
-def task(number: int, pipe: Pipeline, devices: Sequence[Any]) -> Task:
+def task(number: int, pipe: Pipeline, devices: Sequence[Any]) -> StageTask:
     """The training of a small model on a table's pipeline."""
     depth = len(pipe.devices)
     config = ModelConfig(
@@ -119,7 +120,9 @@ def task(number: int, pipe: Pipeline, devices: Sequence[Any]) -> Task:
         value = -logprobs(params, rows.tokens)[0].sum()
         return value, {}
 
-    return Task(stages, loss, params, pipeline._Rows(to_devices(tokens, jax.NamedSharding(groups[-1], jax.P())), ()))
+    return StageTask(
+        stages, loss, params, pipeline._Rows(to_devices(tokens, jax.NamedSharding(groups[-1], jax.P())), ())
+    )
 
 
 def process(number: int, devices: int, port: int) -> None:

@@ -50,7 +50,7 @@ def simulate(scenario: Scenario, versions: int, seed: int = 0) -> Trace:
     return _Pipeline(scenario, seed).run(versions)
 
 
-class _Pipeline(run.Pipeline):
+class _Pipeline(run.AsyncSimulation):
     scenario: Scenario
 
     def __init__(self, scenario: Scenario, seed: int):

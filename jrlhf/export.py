@@ -37,7 +37,7 @@ from jrlhf.roles.pretrained import (
 from jrlhf.run.checkpoints import like, restore_part
 from jrlhf.run.console import Console
 from jrlhf.run.devices import select
-from jrlhf.run.directory import CONFIG, HUB, TOKENIZER, Run
+from jrlhf.run.directory import CONFIG, HUB, TOKENIZER, RunDirectory
 from jrlhf.run.files import check_writable, saved_steps
 from jrlhf.stages.finalize import export
 from jrlhf.stages.setup import compute_of
@@ -81,7 +81,7 @@ def export_checkpoint(run: Path, step: int | None = None, out: Path | None = Non
         weights = "trained.actor.params." if stage in ALGORITHMS else "params."
         params = restore_part(run / "checkpoints" / stage, chosen, weights, policy.params)
         try:
-            export(Run(out), config, tokenizer, policy.holding(params), card)
+            export(RunDirectory(out), config, tokenizer, policy.holding(params), card)
         except OSError as error:
             raise UserError(f"out={out}: {error}") from error
     return f"{out / 'model'} is the policy of {stage} after step {chosen} of {config.length(stage)}"

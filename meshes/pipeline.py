@@ -17,7 +17,7 @@ Kind = Literal["forward", "backward", "weight"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "fused"]
 
 
-class Step(NamedTuple):
+class PipelineStep(NamedTuple):
     """One operation of a device. model: the number of its pipeline in the table."""
 
     model: int
@@ -31,17 +31,17 @@ class Step(NamedTuple):
 
 class Operation(NamedTuple):
     tick: int
-    step: Step
+    step: PipelineStep
 
 
 class Action(NamedTuple):
     """An operation; or, with `sends`, the transfer of its result to the stage that needs it."""
 
-    step: Step
+    step: PipelineStep
     sends: bool
 
 
-Seconds: TypeAlias = Callable[[Step], float]
+Seconds: TypeAlias = Callable[[PipelineStep], float]
 
 
 @dataclass(frozen=True)
@@ -92,15 +92,15 @@ class Table:
         return 1 + max(device for pipeline in self.pipelines for device in pipeline.devices)
 
     @property
-    def orders(self) -> list[list[Step]]:
+    def orders(self) -> list[list[PipelineStep]]:
         """Returns the steps of each device in its order."""
-        orders: list[list[Step]] = [[] for _ in range(self.devices)]
+        orders: list[list[PipelineStep]] = [[] for _ in range(self.devices)]
         for _, step in self.operations:
             orders[self.pipelines[step.model].devices[step.stage]].append(step)
         return orders
 
 
-def arrange(pipelines: Sequence[Pipeline], orders: Sequence[Sequence[Step]]) -> Table:
+def arrange(pipelines: Sequence[Pipeline], orders: Sequence[Sequence[PipelineStep]]) -> Table:
     """Returns the table in which every device computes its steps in the given order, each at the first possible tick.
 
     Raises ValueError if the orders of the devices wait for each other.
@@ -142,7 +142,7 @@ def zero_bubble(stages: int, micro_batches: int) -> Table:
 
 def forwards(stages: int, micro_batches: int) -> Table:
     """Returns the table of a call that scores: each stage computes one micro-batch after the other."""
-    orders = [[Step(0, stage, number, "forward") for number in range(micro_batches)] for stage in range(stages)]
+    orders = [[PipelineStep(0, stage, number, "forward") for number in range(micro_batches)] for stage in range(stages)]
     return arrange([Pipeline(tuple(range(stages)), micro_batches, trains=False)], orders)
 
 
@@ -178,8 +178,10 @@ def _table(pipeline: Pipeline, warmup: Callable[[int], int]) -> Table:
     ]
     orders = []
     for device in range(count):
-        forwards = [Step(0, chunk * count + device, number, "forward") for chunk, number in turns]
-        backwards = [Step(0, (chunks - 1 - chunk) * count + device, number, "backward") for chunk, number in turns]
+        forwards = [PipelineStep(0, chunk * count + device, number, "forward") for chunk, number in turns]
+        backwards = [
+            PipelineStep(0, (chunks - 1 - chunk) * count + device, number, "backward") for chunk, number in turns
+        ]
         weights = [step._replace(kind="weight") for step in backwards] if pipeline.split else []
         filling = min(warmup(device), len(forwards))
         rounds = zip_longest(forwards[filling:], backwards, [None] * device + weights)
@@ -195,7 +197,7 @@ def violation(table: Table, memory: float | None = None, activations: Sequence[f
     no device waits forever; activations in flight are within `memory` on each device (see `peak`).
     """
     expected = {step for number, pipeline in enumerate(table.pipelines) for step in _steps(number, pipeline)}
-    ticks: dict[Step, int] = {}
+    ticks: dict[PipelineStep, int] = {}
     for tick, step in table.operations:
         if step not in expected:
             return f"tick {tick}: there is no {step}"
@@ -204,7 +206,7 @@ def violation(table: Table, memory: float | None = None, activations: Sequence[f
         ticks[step] = tick
     if missing := expected - ticks.keys():
         return f"no operation computes the {min(missing)}"
-    taken: dict[tuple[int, int], Step] = {}
+    taken: dict[tuple[int, int], PipelineStep] = {}
     for tick, step in table.operations:
         device = table.pipelines[step.model].devices[step.stage]
         if (other := taken.setdefault((tick, device), step)) != step:
@@ -230,7 +232,7 @@ def as_run(table: Table, seconds: Seconds) -> Seconds:
     """Returns the seconds of operations if the last stage of a model that trains computes its forward pass within its
     backward operation, as `models.pipeline` does."""
 
-    def of(step: Step) -> float:
+    def of(step: PipelineStep) -> float:
         pipeline = table.pipelines[step.model]
         if not pipeline.trains or step.kind == "weight" or step.stage + 1 < len(pipeline.devices):
             return seconds(step)
@@ -269,10 +271,10 @@ def _dispatched(table: Table, share: float) -> tuple[float, tuple[Action, ...]]:
     next operation."""
     seconds = as_run(table, lambda step: table.pipelines[step.model].seconds(step.kind))
     left = [deque(order) for order in table.orders]
-    running = dict[int, tuple[float, Step]]()  # device -> end and step of its operation
-    unsent, available, result, now = list[Step](), set[tuple[int, Step]](), list[Action](), 0.0
+    running = dict[int, tuple[float, PipelineStep]]()  # device -> end and step of its operation
+    unsent, available, result, now = list[PipelineStep](), set[tuple[int, PipelineStep]](), list[Action](), 0.0
 
-    def needs(device: int) -> set[Step]:
+    def needs(device: int) -> set[PipelineStep]:
         """Returns the steps whose results the next operation of a device reads."""
         return set(needs_of(table.pipelines, left[device][0])) if left[device] else set()
 
@@ -310,7 +312,7 @@ def _dispatched(table: Table, share: float) -> tuple[float, tuple[Action, ...]]:
     return now, tuple(result)
 
 
-def _ends(table: Table, step: Step) -> tuple[int, int]:
+def _ends(table: Table, step: PipelineStep) -> tuple[int, int]:
     """Returns the device of a step, and that of the stage that its result is sent to; the same if there is none."""
     devices = table.pipelines[step.model].devices
     receiver = step.stage + {"forward": 1, "backward": -1, "weight": 0}[step.kind]
@@ -340,14 +342,14 @@ def peak(table: Table, activations: Sequence[float] | None = None) -> list[float
     return most
 
 
-def _steps(number: int, pipeline: Pipeline) -> Iterator[Step]:
+def _steps(number: int, pipeline: Pipeline) -> Iterator[PipelineStep]:
     for stage in range(len(pipeline.devices)):
         for micro_batch in range(pipeline.micro_batches):
             for kind in pipeline.kinds:
-                yield Step(number, stage, micro_batch, kind)
+                yield PipelineStep(number, stage, micro_batch, kind)
 
 
-def needs_of(pipelines: Sequence[Pipeline], step: Step) -> Iterator[Step]:
+def needs_of(pipelines: Sequence[Pipeline], step: PipelineStep) -> Iterator[PipelineStep]:
     """Yields the steps whose results `step` reads."""
     if step.kind == "forward":
         if step.stage:
@@ -359,13 +361,13 @@ def needs_of(pipelines: Sequence[Pipeline], step: Step) -> Iterator[Step]:
 
 
 def _times(
-    pipelines: Sequence[Pipeline], orders: Sequence[Sequence[Step]], seconds: Seconds
-) -> dict[Step, tuple[float, float]]:
+    pipelines: Sequence[Pipeline], orders: Sequence[Sequence[PipelineStep]], seconds: Seconds
+) -> dict[PipelineStep, tuple[float, float]]:
     """Returns when each step starts and ends, if each device computes its steps in the given order."""
-    times: dict[Step, tuple[float, float]] = {}
+    times: dict[PipelineStep, tuple[float, float]] = {}
     heads, free = [0] * len(orders), [0.0] * len(orders)
     waiting = list(range(len(orders)))
-    blocked: dict[Step, list[int]] = {}  # step -> devices that wait for it
+    blocked: dict[PipelineStep, list[int]] = {}  # step -> devices that wait for it
     while waiting:
         device = waiting.pop()
         for step in orders[device][heads[device] :]:

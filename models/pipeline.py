@@ -28,7 +28,7 @@ from jaxtyping import Array
 
 from jrlhf.meshes.exchange import copied
 from jrlhf.meshes.layout import Layout
-from jrlhf.meshes.pipeline import SCHEDULES, Pipeline, ScheduleName, Step, Table, actions, forwards
+from jrlhf.meshes.pipeline import SCHEDULES, Pipeline, PipelineStep, ScheduleName, Table, actions, forwards
 from jrlhf.meshes.rows import join_rows, split_rows
 from jrlhf.meshes.transfer import transfer
 from jrlhf.models.config.decoder import ModelConfig
@@ -130,19 +130,19 @@ class Stages:
             are computed in `parts` strided parts, as by `map_parts`. frozen: the base under an adapter.
         """
         tokens, *others = _on(self.meshes[-1], _split, rows, parts)
-        task = Task(self, function, params, _Rows(tokens, tuple(others)), (), frozen)
+        task = StageTask(self, function, params, _Rows(tokens, tuple(others)), (), frozen)
         return run(forwards(len(self.groups), parts), {0: task})[0]
 
     def gradients(
         self, loss: "Loss", params: Params, rows: Any, others: tuple[Any, ...], frozen: tuple[Params, ...]
     ) -> "Gradients":
-        """Returns loss, metrics and gradients of a minibatch. See `Task` for the arguments."""
-        task = Task(self, loss, params, rows, others, frozen)
+        """Returns loss, metrics and gradients of a minibatch. See `StageTask` for the arguments."""
+        task = StageTask(self, loss, params, rows, others, frozen)
         return run(self.table(task.micro_batches), {0: task})[0]
 
 
 @dataclass(frozen=True)
-class Task:
+class StageTask:
     """The training of one model on the micro-batches of one minibatch, or scores of micro-batches.
 
     loss: is differentiated by the weights of the last stage, which include its input, "hidden". Pass the same object
@@ -177,7 +177,7 @@ class _Rows(NamedTuple):
     others: tuple[Array, ...]
 
 
-def run(table: Table, tasks: Mapping[int, Task]) -> dict[int, Any]:
+def run(table: Table, tasks: Mapping[int, StageTask]) -> dict[int, Any]:
     """Runs a table. Returns the `Gradients` of each task, sums over its micro-batches, on the mesh of its weights;
     gradients have the form of the weights. A task whose pipeline does not train has the loss's results for all rows.
 
@@ -194,7 +194,7 @@ def run(table: Table, tasks: Mapping[int, Task]) -> dict[int, Any]:
 class _Running:
     """A task's weights, arrays in flight, and sums, by stage."""
 
-    def __init__(self, task: Task, pipeline: Pipeline):
+    def __init__(self, task: StageTask, pipeline: Pipeline):
         stages, head = task.stages, "value_head" not in task.params
         numbers, dtype = range(len(stages.meshes)), None
         if not pipeline.trains and stages.options.lora is None and stages.options.dtype != jnp.float32:
@@ -212,9 +212,9 @@ class _Running:
         # In flight, by stage and micro-batch: the stage's input, and the gradient of its output.
         self.inputs: dict[tuple[int, int], Params] = {(0, number): {} for number in range(task.micro_batches)}
         self.gradients: dict[tuple[int, int], Any] = {}
-        self.outputs: dict[Step, Any] = {}  # arrays for other stages, and scores of the last one
+        self.outputs: dict[PipelineStep, Any] = {}  # arrays for other stages, and scores of the last one
 
-    def compute(self, step: Step) -> None:
+    def compute(self, step: PipelineStep) -> None:
         """Dispatches one operation."""
         stage, place = step.stage, (step.stage, step.micro_batch)
         last = stage == self.task.stages.last
@@ -236,7 +236,7 @@ class _Running:
             if step.kind == "backward" and stage:
                 self.outputs[step] = of_input["hidden"]
 
-    def send(self, step: Step) -> None:
+    def send(self, step: PipelineStep) -> None:
         """Sends the operation's result, if it has one, to the stage that needs it."""
         forward = step.kind == "forward"
         stage = step.stage + (1 if forward else -1)

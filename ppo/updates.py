@@ -177,7 +177,7 @@ def check_output(name: str, tokens: Array, output: Any, *fields: str) -> Any:
     return output
 
 
-class Run(NamedTuple):
+class UpdateResults(NamedTuple):
     """The result of all updates on one batch."""
 
     means: Metrics  # means over the updates that were not skipped
@@ -210,7 +210,7 @@ def run_updates(
     veto: Callable[[Metrics], Bool[Array, ""]] | None = None,
     staged: bool = False,
 ) -> Updates:
-    """epochs x minibatches updates in one loop, which ends early once `veto` holds; their result is (state, `Run`).
+    """epochs x minibatches updates in one loop, which ends early once `veto` holds. Result: (state, `UpdateResults`).
 
     prepare: (*minibatch of `batch`) -> the rows that the loss gets in parts; a `Partial` of arrays.
     loss_fn: (params, rows, count, *frozen) -> (loss, metrics `names`); count is the number of tokens in the `mask` of
@@ -257,7 +257,7 @@ def run_updates(
         "nonfinite_updates": end.index - end.finite,
         "stopped_updates": jnp.where(end.stop, total - end.index + 1, 0),
     }
-    run = Run(means, end.first, {name: count.astype(jnp.float32) for name, count in counts.items()})
+    run = UpdateResults(means, end.first, {name: count.astype(jnp.float32) for name, count in counts.items()})
     return TrainState(end.params, end.opt_state, state.step + 1), run
 
 

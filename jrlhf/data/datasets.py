@@ -72,14 +72,14 @@ def load_task(config: Config, tokenizer: Tokenizer) -> Task:
     )
 
 
-class Split(NamedTuple):
+class DatasetSplit(NamedTuple):
     """Rows for training, and rows for evaluation only."""
 
     trained: Dataset
     heldout: Dataset
 
 
-def keep_apart(datasets: Mapping[str, Dataset], count: int) -> dict[str, Split]:
+def keep_apart(datasets: Mapping[str, Dataset], count: int) -> dict[str, DatasetSplit]:
     """Splits each dataset so that no training row in any of them has a prompt that is held out in any of them.
 
     Prompts are held out in the order of a hash of their text, which does not depend on a run's seed and dataset, until
@@ -103,7 +103,7 @@ def keep_apart(datasets: Mapping[str, Dataset], count: int) -> dict[str, Split]:
                 f"data.heldout_rows={count} leaves nothing of {dataset.source} to learn from: it has "
                 f"{len(dataset.examples)} rows and {len(set(prompts[key]))} prompts, {remedy}"
             )
-        splits[key] = Split(dataset.take(trained), dataset.take(chosen[key]))
+        splits[key] = DatasetSplit(dataset.take(trained), dataset.take(chosen[key]))
     return splits
 
 
@@ -131,7 +131,7 @@ def _used(config: Config, data: DatasetsData) -> list[str]:
 
 
 def _describe(
-    config: Config, datasets: Mapping[str, Dataset], splits: Mapping[str, Split], encoded: Mapping[tuple, Any]
+    config: Config, datasets: Mapping[str, Dataset], splits: Mapping[str, DatasetSplit], encoded: Mapping[tuple, Any]
 ) -> Iterator[str]:
     """Yields lines for the log: the datasets, the rows left out, the encoded rows, and whether prompts repeat."""
     for key, dataset in datasets.items():

@@ -21,7 +21,7 @@ Overlong = Literal["error", "filter", "truncate_left"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class EncodedRows:
     """Encoded rows.
 
     filtered: number of rows left out as too long. truncated: number of rows cut at the beginning. twice: number of
@@ -43,7 +43,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Prompts(Rows):
+class Prompts(EncodedRows):
     """Prompts for generation. A truncated prompt keeps its whole text.
 
     The prompts of `examples` are conversations if the model gets conversations.
@@ -57,7 +57,7 @@ class Prompts(Rows):
 
 
 @dataclass(frozen=True)
-class Sequences(Rows):
+class Sequences(EncodedRows):
     """Whole sequences for supervised learning."""
 
     ids: tuple[Ids, ...]
@@ -70,7 +70,7 @@ class Sequences(Rows):
 
 
 @dataclass(frozen=True)
-class Pairs(Rows):
+class Pairs(EncodedRows):
     """Two answers to each prompt as whole sequences, prompt included; an annotator preferred the first."""
 
     chosen: Sequence[Ids]
@@ -188,7 +188,7 @@ class Encoding:
     ) -> tuple[Any, dict[str, Any]]:
         """Returns the columns of the encoded rows, and the numbers of rows that were left out or cut.
 
-        The numbers have the names of fields of `Rows` and `Pairs`.
+        The numbers have the names of fields of `EncodedRows` and `Pairs`.
         """
         whole = isinstance(data, Dataset)
         places = data.places if whole else [f"row {row}" for row in range(1, len(data) + 1)]

@@ -39,7 +39,7 @@ from jrlhf.fleet.state import (
 )
 from jrlhf.meshes.transfer import to_devices, to_host
 from jrlhf.models.generation.chunks import ToHosts
-from jrlhf.models.generation.continuous import Decoding, Progress, Prompt, Weights
+from jrlhf.models.generation.continuous import Decoding, Prompt, RowProgress, Weights
 from jrlhf.run.clock import TrainerWait
 from jrlhf.run.processes import several
 
@@ -491,7 +491,7 @@ class Fleet:
 
     def _decode(
         self, lane: Lane, update: _Swap | None, entering: list[list[Prompt]]
-    ) -> tuple[DrawnRows | None, list[Progress], float, float]:
+    ) -> tuple[DrawnRows | None, list[RowProgress], float, float]:
         """Takes new weights, if any, and decodes a chunk; also returns the seconds before the chunk and of the chunk.
 
         Runs in a thread of the lane, if there are threads.
@@ -524,7 +524,7 @@ class Fleet:
                 self._retire(lane, running)
                 self._record(lane, progress, seconds)
 
-    def _record(self, lane: Lane, progress: Sequence[Progress], seconds: float) -> None:
+    def _record(self, lane: Lane, progress: Sequence[RowProgress], seconds: float) -> None:
         """Records what a lane drew in a chunk, and advances the virtual time (with the wall clock only an order)."""
         steps = max((row.end - row.start for row in progress), default=0)
         lane.decoded, lane.decoding_seconds = lane.decoded + steps, lane.decoding_seconds + seconds

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from jrlhf.fleet.identity import Identity, drawing_identity
 from jrlhf.fleet.recompute import Row, Tracked
 from jrlhf.fleet.state import DrawnRows, drawn_rows, restored, saved
-from jrlhf.models.generation.continuous import ContinuousBatch, Decoding, Progress, Prompt, Weights
+from jrlhf.models.generation.continuous import ContinuousBatch, Decoding, Prompt, RowProgress, Weights
 
 
 class Workers(Protocol):
@@ -61,7 +61,7 @@ class Workers(Protocol):
         """Returns the identities of the weights that draw now."""
         ...
 
-    def decode(self, prompts: Sequence[Sequence[Prompt]]) -> list[Progress]:
+    def decode(self, prompts: Sequence[Sequence[Prompt]]) -> list[RowProgress]:
         """Puts these prompts into free slots, by worker, and decodes a chunk."""
         ...
 
@@ -162,7 +162,7 @@ class SliceWorkers:
         assert self._weights is not None
         return [drawing_identity(*self._weights)]
 
-    def decode(self, prompts: Sequence[Sequence[Prompt]]) -> list[Progress]:
+    def decode(self, prompts: Sequence[Sequence[Prompt]]) -> list[RowProgress]:
         assert self._weights is not None
         progress = []
         for batch, entering in zip(self._batches, prompts, strict=True):

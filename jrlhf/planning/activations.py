@@ -278,7 +278,7 @@ def _largest(through: Phase, *phases: Phase) -> Phase:
 
 
 @dataclass(frozen=True)
-class Gradients:
+class GradientBytes:
     """Float32 bytes of a device's gradients: of the layers, and of all trained weights (`whole`).
 
     tiled: all gradients in the compiler's layout. relaid: weights and both moments that a loop over minibatches first
@@ -291,7 +291,7 @@ class Gradients:
     relaid: float = 0.0
 
 
-def train_phase(sizes: Arrays, remat: Remat, gradients: Gradients, micro_batches: int, transposed: float) -> Phase:
+def train_phase(sizes: Arrays, remat: Remat, gradients: GradientBytes, micro_batches: int, transposed: float) -> Phase:
     """Returns the largest phase of a step: forward and backward of a micro-batch, or the optimizer after the last.
 
     transposed: as in `infer_phase`.

@@ -17,7 +17,7 @@ from jrlhf.meshes.graph import Call
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.plan import Placement, Slice
 from jrlhf.planning.memory import call_bytes
-from jrlhf.planning.rows import undivided_rows
+from jrlhf.planning.rows import stuck_rows, undivided_rows
 from jrlhf.planning.time import CostModel, Price
 from jrlhf.planning.workload import Workload
 from jrlhf.roles.graph import LEARNER

@@ -23,7 +23,7 @@ from jrlhf.models.generation.schedule import Schedule
 from jrlhf.models.lora import LoRAConfig, adapter_weights
 from jrlhf.models.weights import HeadKind, weights
 from jrlhf.planning import activations
-from jrlhf.planning.activations import DEFAULT, WIDE, Arrays, Backend, Gradients, Phase
+from jrlhf.planning.activations import DEFAULT, WIDE, Arrays, Backend, GradientBytes, Phase
 from jrlhf.planning.moves import stored_alike
 from jrlhf.planning.workload import RoleModel, Workload
 from jrlhf.roles.graph import LEARNED, LEARNER, home_of
@@ -305,19 +305,19 @@ def _in_flight(schedule: ScheduleName, stages: int, micro_batches: int) -> float
     return max(peak(SCHEDULES[schedule](stages, micro_batches)))
 
 
-def _gradients(model: RoleModel, placement: Placement, backend: Backend, *, loop: bool) -> Gradients:
+def _gradients(model: RoleModel, placement: Placement, backend: Backend, *, loop: bool) -> GradientBytes:
     """Returns the bytes of a device's gradients. loop: several updates run in a loop."""
     fsdp, tensor = placement.fsdp, placement.tensor
     whole = trained_bytes(model, fsdp, tensor)
     if model.lora is not None:
-        return Gradients(whole, whole, whole)
+        return GradientBytes(whole, whole, whole)
     shards = shards_of(model.config, model.head, TRAIN, fsdp, tensor)
     layers = shards.layers * WIDE
     if backend.platform != "tpu":
-        return Gradients(layers, whole, whole)
+        return GradientBytes(layers, whole, whole)
     # Arrays that do not fill a TPU's row-major tiles arrive in another layout. A loop stores them by rows, in padded
     # tiles, so it copies the weights and both moments first.
-    return Gradients(layers, whole, shards.tiles * WIDE, 3 * shards.padded * WIDE if loop else 0.0)
+    return GradientBytes(layers, whole, shards.tiles * WIDE, 3 * shards.padded * WIDE if loop else 0.0)
 
 
 def _generating(workload: Workload, rows: float, model: RoleModel, placement: Placement, backend: Backend) -> Phase:

@@ -9,7 +9,7 @@ from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.plan import Placement, Slice
 
 
-class Group(NamedTuple):
+class DeviceGroup(NamedTuple):
     """The devices of one collective: their number, and how many of them are on one node."""
 
     size: int
@@ -19,16 +19,16 @@ class Group(NamedTuple):
 _AXES = ("pipeline", "data", "fsdp", "tensor")  # device numbers are row-major over these axes
 
 
-def group(placement: Placement, node: int, axis: str) -> Group:
+def group(placement: Placement, node: int, axis: str) -> DeviceGroup:
     """Returns the group of a collective over a mesh axis, on nodes of `node` devices."""
     size, inner = getattr(placement, axis), _AXES[_AXES.index(axis) + 1 :]
     stride = prod(getattr(placement, axis) for axis in inner)
     start = placement.devices.start % node
     here = node if start + min(placement.devices.count, node) <= node else node - start
-    return Group(size, max(1, min(size, here // stride)))
+    return DeviceGroup(size, max(1, min(size, here // stride)))
 
 
-def gather_seconds(cluster: Cluster, group: Group, size: float) -> float:
+def gather_seconds(cluster: Cluster, group: DeviceGroup, size: float) -> float:
     """Predicts an all-gather to `size` bytes on each device, or a reduce-scatter of `size` bytes.
 
     On a ring every device sends and receives (g - 1) / g of the bytes. Between nodes, as many rings run as the group
@@ -43,7 +43,7 @@ def gather_seconds(cluster: Cluster, group: Group, size: float) -> float:
     return (group.size - 1) / group.size * size / (hardware.collective * inside) + hardware.latency
 
 
-def reduce_seconds(cluster: Cluster, group: Group, size: float) -> float:
+def reduce_seconds(cluster: Cluster, group: DeviceGroup, size: float) -> float:
     """Predicts an all-reduce of `size` bytes: a reduce-scatter and an all-gather, started together."""
     if group.size == 1:
         return 0.0

@@ -28,7 +28,7 @@ from jrlhf.models.remat import Remat
 from jrlhf.models.weights import HeadKind
 from jrlhf.planning import microbenchmarks
 from jrlhf.planning.candidates import powers_of_two
-from jrlhf.planning.moves import Group
+from jrlhf.planning.moves import DeviceGroup
 from jrlhf.planning.time import Parts
 from jrlhf.planning.workload import RoleModel, Workload
 from jrlhf.run.files import cache_directory, write_atomic
@@ -131,13 +131,13 @@ class ProfiledCosts:
         share *= model.numbers.trained / model.numbers.total  # adapters are small
         return {"optimizer": self._at(f"update {shape_key(model.config)}", share) * (1 + added)}
 
-    def gather(self, group: Group, size: float, pieces: int = 1) -> float:
+    def gather(self, group: DeviceGroup, size: float, pieces: int = 1) -> float:
         return self._collective("gather", group, size, pieces)
 
-    def reduce(self, group: Group, size: float, pieces: int = 1) -> float:
+    def reduce(self, group: DeviceGroup, size: float, pieces: int = 1) -> float:
         return self._collective("reduce", group, size, pieces)
 
-    def _collective(self, kind: str, group: Group, size: float, pieces: int) -> float:
+    def _collective(self, kind: str, group: DeviceGroup, size: float, pieces: int) -> float:
         if group.size == 1:
             return 0.0
         return pieces * self._at(f"{kind} {group.size}", size / pieces) / microbenchmarks.CHAINED

@@ -87,10 +87,10 @@ class Trace:
 
 def simulate(scenario: Scenario, versions: int, seed: int = 0) -> Trace:
     """Simulates a run of `versions` updates. The lengths of the n-th group depend only on the seed."""
-    return Pipeline(scenario, seed).run(versions)
+    return AsyncSimulation(scenario, seed).run(versions)
 
 
-class Pipeline:
+class AsyncSimulation:
     """The state of a simulated run at one time."""
 
     def __init__(self, scenario: Scenario, seed: int):

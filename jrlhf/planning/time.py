@@ -18,7 +18,7 @@ from jrlhf.models.remat import Remat
 from jrlhf.planning import moves
 from jrlhf.planning.activations import DEFAULT, Backend
 from jrlhf.planning.memory import Away, call_bytes, state_bytes
-from jrlhf.planning.moves import Group
+from jrlhf.planning.moves import DeviceGroup
 from jrlhf.planning.workload import RoleModel, Workload
 from jrlhf.roles.graph import LEARNED, LEARNER, home_of
 
@@ -41,8 +41,8 @@ class PartCosts(Protocol):
     def step(self, model: RoleModel, rows: float, positions: float, slices: int) -> Parts: ...
     def draw(self, model: RoleModel, rows: float, slices: int) -> Parts: ...
     def update(self, model: RoleModel, share: float, micro_batches: int) -> Parts: ...
-    def gather(self, group: Group, size: float, pieces: int = 1) -> float: ...
-    def reduce(self, group: Group, size: float, pieces: int = 1) -> float: ...
+    def gather(self, group: DeviceGroup, size: float, pieces: int = 1) -> float: ...
+    def reduce(self, group: DeviceGroup, size: float, pieces: int = 1) -> float: ...
     def call(self) -> Parts: ...
     def on(self, devices: int) -> "PartCosts": ...
 
@@ -122,10 +122,10 @@ class Roofline:
         size = _UPDATE + (_ACCUMULATE * micro_batches if micro_batches > 1 else 0)
         return {"optimizer": model.numbers.trained * share * size / self._stream}
 
-    def gather(self, group: Group, size: float, pieces: int = 1) -> float:
+    def gather(self, group: DeviceGroup, size: float, pieces: int = 1) -> float:
         return moves.gather_seconds(self._cluster, group, size)  # compilers combine the pieces of a layer
 
-    def reduce(self, group: Group, size: float, pieces: int = 1) -> float:
+    def reduce(self, group: DeviceGroup, size: float, pieces: int = 1) -> float:
         return moves.reduce_seconds(self._cluster, group, size)
 
     def call(self) -> Parts:
@@ -175,13 +175,13 @@ class DividedCall:
         self.width = config.embed * workload.itemsize
         self.layer = model.numbers.layer * workload.itemsize / self.slices
         self.table = config.padded_vocab * self.width / placement.tensor
-        self.tensor, alone = self.group("tensor"), Group(1, 1)
+        self.tensor, alone = self.group("tensor"), DeviceGroup(1, 1)
         # A layer is gathered over fsdp and, if slices are stored but whole layers computed, over tensor; embedding
         # tables are gathered only over fsdp.
         by_fsdp = alone if placement.layout == "generate" else self.group("fsdp")
         self.gathered = by_fsdp, self.tensor if self.slices == 1 else alone
 
-    def group(self, axis: str) -> Group:
+    def group(self, axis: str) -> DeviceGroup:
         return moves.group(self.placement, self.node, axis)
 
     def rows(self, rows: float, parts: int) -> int:
@@ -191,7 +191,7 @@ class DividedCall:
 
     def hop(self, tokens: float) -> float:
         """Predicts sending hidden states to the next pipeline stage."""
-        return self.costs.gather(Group(2, min(2, self.group("pipeline").local)), 2 * tokens * self.width)
+        return self.costs.gather(DeviceGroup(2, min(2, self.group("pipeline").local)), 2 * tokens * self.width)
 
     def stage(self, tokens: float, train: bool, head: bool = True) -> Parts:
         """Predicts the passes of some rows through the last pipeline stage, or a stage without head and tables."""

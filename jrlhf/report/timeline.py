@@ -50,7 +50,7 @@ class Bar(NamedTuple):
     height: float = 1.0
 
 
-class Lane(NamedTuple):
+class TimelineLane(NamedTuple):
     """A row of bars. numbers: texts at its end."""
 
     name: str
@@ -59,7 +59,7 @@ class Lane(NamedTuple):
     numbers: tuple[str, str]
 
 
-class Span(NamedTuple):
+class TimelineSpan(NamedTuple):
     """A call, in seconds of its iteration. devices: None where they are not known.
 
     rows: (seconds, unfinished rows from then on), if it drew in chunks of decode steps. lane: not None for a chunk that
@@ -82,7 +82,7 @@ class Span(NamedTuple):
         return self.devices is not None and self.devices.overlaps(devices)
 
 
-def timeline(run: Record) -> tuple[str, list[Lane]]:
+def timeline(run: Record) -> tuple[str, list[TimelineLane]]:
     """Draws the iteration of median length: a lane for each slice of the devices, if there are several, and each call.
 
     Rollout processes have a lane if they decode together, else one each.
@@ -117,13 +117,15 @@ class _Painter(NamedTuple):
 
     length: float
 
-    def lane(self, name: str, note: str, spans: list[Span], busy: float, color: str | None = None) -> Lane:
+    def lane(
+        self, name: str, note: str, spans: list[TimelineSpan], busy: float, color: str | None = None
+    ) -> TimelineLane:
         """Draws spans. busy: seconds to write at the lane's end. color: of all, in place of that of each call."""
         length = self.length
         bars = [Bar(span.start / length, span.seconds / length, color or call_color(span.name)) for span in spans]
-        return Lane(name, note, bars, (_milliseconds(busy), f"{busy / length:.1%}"))
+        return TimelineLane(name, note, bars, (_milliseconds(busy), f"{busy / length:.1%}"))
 
-    def slices(self, spans: list[Span]) -> tuple[list[Lane], str]:
+    def slices(self, spans: list[TimelineSpan]) -> tuple[list[TimelineLane], str]:
         """Draws each slice of the devices, and describes their overlap; nothing if all calls run on the same one."""
         groups = segments(span.devices for span in spans if span.devices is not None)
         if len(groups) < 2:
@@ -137,16 +139,16 @@ class _Painter(NamedTuple):
         share = _sum(_lasting(calls, 2)) / self.length
         return lanes, f" Calls on separate devices overlap for {share:.1%} of it."
 
-    def unfinished_rows(self, spans: list[Span]) -> Lane:
+    def unfinished_rows(self, spans: list[TimelineSpan]) -> TimelineLane:
         """Draws how many rows are unfinished."""
         most, bars = max(left for span in spans for _, left in span.rows), []
         for span in spans:
             for (start, left), (end, _) in pairwise([*span.rows, (span.end, 0)]):
                 width = (end - start) / self.length
                 bars.append(Bar(start / self.length, width, call_color(span.name), left / most))
-        return Lane("unfinished rows", "waiting or decoding", bars, (f"{most} rows", ""))
+        return TimelineLane("unfinished rows", "waiting or decoding", bars, (f"{most} rows", ""))
 
-    def processes(self, chunks: list[Span]) -> list[Lane]:
+    def processes(self, chunks: list[TimelineSpan]) -> list[TimelineLane]:
         """Draws the chunks that rollout processes decode."""
         numbers, lanes = sorted({span.lane for span in chunks if span.lane is not None}), []
         for number in numbers:
@@ -157,14 +159,14 @@ class _Painter(NamedTuple):
         return lanes
 
 
-def _rest(spans: list[Span], length: float) -> list[Span]:
+def _rest(spans: list[TimelineSpan], length: float) -> list[TimelineSpan]:
     """Returns the gaps between calls, except very short ones; none if all together are short."""
     gaps = _gaps(spans, length)
     matter = sum(gap.seconds for gap in gaps) > 0.005 * length
     return [gap for gap in gaps if matter and gap.seconds > 0.002 * length]
 
 
-def _moves(drawing: list[Span]) -> str:
+def _moves(drawing: list[TimelineSpan]) -> str:
     """Describes the moves of the last unfinished rows to other devices."""
     return "".join(
         f" The last {after.rows[0][1]} rows move from devices {before.devices} to {after.devices} "
@@ -174,7 +176,7 @@ def _moves(drawing: list[Span]) -> str:
     )
 
 
-def _measured(run: Record, settled: list[Metrics]) -> tuple[Metrics, list[Span]] | None:
+def _measured(run: Record, settled: list[Metrics]) -> tuple[Metrics, list[TimelineSpan]] | None:
     """Returns the record and the calls of the iteration of median length among those with a timeline."""
     records = {record["step"]: record for record in settled if record.get("timing_s/step")}
     try:
@@ -184,7 +186,7 @@ def _measured(run: Record, settled: list[Metrics]) -> tuple[Metrics, list[Span]]
             return None
         step = steps[(len(steps) - 1) // 2]
         spans = [
-            Span(
+            TimelineSpan(
                 str(call["name"]),
                 float(call["start"]),
                 float(call["end"]),
@@ -200,7 +202,7 @@ def _measured(run: Record, settled: list[Metrics]) -> tuple[Metrics, list[Span]]
     return records[step], spans
 
 
-def _lasting(spans: list[Span], least: int = 1) -> list[tuple[float, float]]:
+def _lasting(spans: list[TimelineSpan], least: int = 1) -> list[tuple[float, float]]:
     """Returns the intervals (start, end) in which at least `least` of the spans overlap."""
     changes = sorted(change for span in spans for change in ((span.start, 1), (span.end, -1)))
     lasting, start, times = 0, 0.0, []
@@ -217,10 +219,12 @@ def _sum(times: list[tuple[float, float]]) -> float:
     return sum(end - start for start, end in times)
 
 
-def _gaps(spans: list[Span], length: float) -> list[Span]:
+def _gaps(spans: list[TimelineSpan], length: float) -> list[TimelineSpan]:
     """Returns the intervals without any span."""
     bounds = [0.0, *(bound for times in _lasting(spans) for bound in times), length]
-    return [Span("rest", start, end) for start, end in zip(bounds[::2], bounds[1::2], strict=True) if end > start]
+    return [
+        TimelineSpan("rest", start, end) for start, end in zip(bounds[::2], bounds[1::2], strict=True) if end > start
+    ]
 
 
 def _summary(run: Record, record: Metrics, seconds: dict[str, float], count: int) -> str:
@@ -243,7 +247,7 @@ def _milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-def placement(run: Record) -> tuple[str, list[Lane]]:
+def placement(run: Record) -> tuple[str, list[TimelineLane]]:
     """Draws the plan: a bar for each call across the devices that it runs on; empty with a single device."""
     plan = run.plan
     if plan is None or plan.devices == 1:
@@ -263,11 +267,11 @@ def placement(run: Record) -> tuple[str, list[Lane]]:
         mesh += f" by {call.schedule}" if call.pipeline > 1 and _updates(name) else ""
         parts = f"× {call.micro_batches}" if call.micro_batches > 1 else ""
         bar = Bar(call.devices.start / plan.devices, call.devices.count / plan.devices, call_color(name))
-        lanes.append(Lane(name, f"{call.layout} · {mesh}", [bar], (str(call.devices), parts)))
+        lanes.append(TimelineLane(name, f"{call.layout} · {mesh}", [bar], (str(call.devices), parts)))
     return text, lanes
 
 
-def stages(run: Record) -> tuple[str, list[Lane]]:
+def stages(run: Record) -> tuple[str, list[TimelineLane]]:
     """Draws what each group of devices computes at each tick of a minibatch, or of a call that scores, in stages."""
     lanes, plan = [], run.plan
     if plan is None:
@@ -300,14 +304,14 @@ def _fused_operations(fused: Mapping[str, Any]) -> tuple[list[tuple[int, int, st
     return operations, 1 + max(map(max, devices))
 
 
-def _ticks(name: str, schedule: str, operations: Sequence[tuple[int, int, str]], groups: int) -> list[Lane]:
+def _ticks(name: str, schedule: str, operations: Sequence[tuple[int, int, str]], groups: int) -> list[TimelineLane]:
     """Returns a lane for each group of devices. operations: (tick, group, color)."""
     ticks = 1 + max(tick for tick, _, _ in operations)
     note = f"{schedule}: {ticks} ticks, bubble {100 - 100 * len(operations) / (groups * ticks):.0f}%"
     bars: list[list[Bar]] = [[] for _ in range(groups)]
     for tick, group, color in operations:
         bars[group].append(Bar(tick / ticks, 1 / ticks, color))
-    return [Lane(f"{name}, group {n}", "" if n else note, own, ("", "")) for n, own in enumerate(bars)]
+    return [TimelineLane(f"{name}, group {n}", "" if n else note, own, ("", "")) for n, own in enumerate(bars)]
 
 
 def _updates(call: str) -> bool:

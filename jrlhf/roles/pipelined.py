@@ -17,7 +17,7 @@ from jrlhf.meshes.layout import Layout
 from jrlhf.meshes.pipeline import Table
 from jrlhf.meshes.transfer import transfer
 from jrlhf.models.params import Params
-from jrlhf.models.pipeline import Gradients, PipelinePlacement, Stages, Task, run
+from jrlhf.models.pipeline import Gradients, PipelinePlacement, Stages, StageTask, run
 from jrlhf.ppo.updates import Pipeline, Updates, finish
 from jrlhf.roles.compiled import CompiledModel, Function
 from jrlhf.roles.model import Architecture, Compute
@@ -165,7 +165,7 @@ class JointUpdate:
             for part, (number, stages) in enumerate(zip(self._pipelines[role], copies, strict=True)):
                 last = stages.meshes[-1]
                 own, given = transfer((_part(rows, part, len(copies)), others), last)
-                tasks[number] = Task(stages, loss, params, own, given, frozen)
+                tasks[number] = StageTask(stages, loss, params, own, given, frozen)
         results = run(self._table, tasks)
         return {role: _sum([results[number] for number in self._pipelines[role]]) for role in asked}
 

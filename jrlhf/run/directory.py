@@ -36,7 +36,7 @@ _LOCK = ".lock"
 _FULL = {errno.ENOSPC: "No space left on device", errno.EDQUOT: "quota exceeded", errno.EFBIG: "File too large"}
 
 
-class Run(Closing):
+class RunDirectory(Closing):
     """A run directory, which `lock` locks until `close`, or until the process ends in any way.
 
     From `open_run` until `begin` it only collects writes, so that a refused resume changes nothing.
@@ -152,7 +152,7 @@ class Run(Closing):
 
 
 @contextlib.contextmanager
-def explained(run: Run) -> Iterator[None]:
+def explained(run: RunDirectory) -> Iterator[None]:
     """Turns an error of the block into RunFailure if the run's directory was removed or its disk is full."""
     try:
         yield
@@ -255,13 +255,13 @@ def writable(config: Config) -> Iterator[None]:
 
 def open_run(
     config: Config, *, resume: bool = False, notes: Sequence[str] = (), now: datetime.datetime | None = None
-) -> Run:
+) -> RunDirectory:
     """Creates the directory `run_path(config)` or, with `resume`, opens the run in it.
 
     A new run gets config.yaml at once. In a resumed run with changed settings, `Run.begin` replaces it. Each start is
     appended to environment.txt, with its time in UTC and the lines of `notes`. Process 0 does all this for the others.
     """
-    run = Run(run_path(config), writes=is_main(), notes=notes, now=now)
+    run = RunDirectory(run_path(config), writes=is_main(), notes=notes, now=now)
 
     def opening() -> None:
         with writable(config):
@@ -291,7 +291,7 @@ def check_run(config: Config, resume: bool) -> None:
     with writable(config):
         _check_run(path, resume)
         if (path / CONFIG).exists():
-            run = Run(path)
+            run = RunDirectory(path)
             run.lock()  # first: who is told to delete a run must not delete one that is in use
             run.close()
             _compare(path, config, resume)
@@ -308,7 +308,7 @@ def _check_run(path: Path, resume: bool) -> None:
             raise UserError(f"{path} exists and is not a run (it has no {CONFIG}): choose another name= or run_dir=")
 
 
-def _open(run: Run, config: Config, resume: bool) -> None:
+def _open(run: RunDirectory, config: Config, resume: bool) -> None:
     path = run.path
     _check_run(path, resume)
     run._made = [folder for folder in (path, *path.parents) if not folder.exists()]

@@ -24,7 +24,7 @@ import yaml
 from jrlhf.config.parse import config_yaml
 from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
-from jrlhf.run.directory import Run
+from jrlhf.run.directory import RunDirectory
 from jrlhf.run.files import saved_steps, sha256, write_atomic
 
 SCRIPT = Path(__file__).with_name("wandb_process.py")
@@ -135,7 +135,7 @@ Tracker = Wandb | Prometheus
 
 
 @contextmanager
-def tracking(config: Config, run: Run, warn: Callable[[str], None]) -> Iterator[list[Tracker]]:
+def tracking(config: Config, run: RunDirectory, warn: Callable[[str], None]) -> Iterator[list[Tracker]]:
     """Yields the trackers of a run, in addition to its own files."""
     with ExitStack() as stack:
         trackers = list[Tracker]()
@@ -148,7 +148,7 @@ def tracking(config: Config, run: Run, warn: Callable[[str], None]) -> Iterator[
         yield trackers
 
 
-def run_id(run: Run, warn: Callable[[str], None]) -> str:
+def run_id(run: RunDirectory, warn: Callable[[str], None]) -> str:
     """Returns the id of the run in wandb: 8 random digits, and 8 check digits (older versions wrote none)."""
     path, first = run.path / IDENTITY, uuid.uuid4().hex[:8]
     if path.exists():

@@ -20,7 +20,7 @@ from jrlhf.roles.planned_placement import call_placement, staged
 from jrlhf.roles.sampling import Sampler
 from jrlhf.run.clock import Stopwatch
 from jrlhf.run.console import Console
-from jrlhf.run.directory import Run
+from jrlhf.run.directory import RunDirectory
 from jrlhf.run.preemption import PreemptionGuard
 from jrlhf.run.tracking import Tracker
 from jrlhf.stages.identity import Identity
@@ -35,7 +35,7 @@ class Context:
     compute: Compute
     task: Task
     vocab_size: int  # the actor's vocabulary size
-    run: Run
+    run: RunDirectory
     console: Console
     preemption: PreemptionGuard
     identity: Identity

@@ -25,7 +25,7 @@ from jrlhf.rewards.types import scores_of
 from jrlhf.roles.model import Model
 from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.pretrained import base_name, describe
-from jrlhf.run.directory import REPORT, SUMMARY, Run, read_summary
+from jrlhf.run.directory import REPORT, SUMMARY, RunDirectory, read_summary
 from jrlhf.run.files import sha256, to_json
 from jrlhf.run.metrics import StageRecords, read_metrics
 from jrlhf.run.processes import from_main
@@ -132,7 +132,7 @@ def _summarise(context: Context, outcome: Outcome, after: Graded | None) -> dict
 
 
 def export(
-    run: Run, config: Config, tokenizer: Tokenizer, model: Model, card: ModelCard | None, head: HeadKind = "lm"
+    run: RunDirectory, config: Config, tokenizer: Tokenizer, model: Model, card: ModelCard | None, head: HeadKind = "lm"
 ) -> None:
     """Writes a model in Hugging Face form to model/ or reward_model/; an adapter also to adapter/, in PEFT's form.
 

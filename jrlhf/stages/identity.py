@@ -7,7 +7,7 @@ from typing import Any
 
 from jrlhf.errors import UserError
 from jrlhf.rewards.facts import MODULES, OLDER
-from jrlhf.run.directory import Run
+from jrlhf.run.directory import RunDirectory
 from jrlhf.run.files import read_jsonl, to_json, write_atomic
 
 FAILURES = "failures.jsonl"  # a file of the run: the reward functions that stopped it
@@ -39,7 +39,7 @@ class Identity:
         return {_VERSION: "1", **shared, **words}
 
     def compare(
-        self, run: Run, stage: str, there: Mapping[str, str], here: Mapping[str, str], *, ended: bool = False
+        self, run: RunDirectory, stage: str, there: Mapping[str, str], here: Mapping[str, str], *, ended: bool = False
     ) -> Iterator[str]:
         """Compares the words of a checkpoint, `there`, with those of this process. Refuses inputs that differ.
 
@@ -103,7 +103,7 @@ def numbers(name: str, section: Any) -> dict[str, str]:
     return {f"{name}.{key}": str(value) for key, value in changed.items()}
 
 
-def note_failure(run: Run, function: Mapping[str, str], message: str) -> None:
+def note_failure(run: RunDirectory, function: Mapping[str, str], message: str) -> None:
     """Records that a reward function stopped the run, so that a resume accepts its corrected version."""
     if run.writes and function:
         path = run.path / FAILURES

@@ -65,7 +65,7 @@ class RLState:
     solved: Int[Array, "N"] | None = None  # epoch from which a prompt is left out; None: all are drawn
 
 
-class Drawn(NamedTuple):
+class IterationRows(NamedTuple):
     """The rows of an iteration."""
 
     batch: Batch
@@ -207,16 +207,16 @@ class Iterations:
 
     def _run_dataflow(
         self, roles: Roles, draws: int, draw: Callable[[int], Batch], kl_coef: Array
-    ) -> tuple[Experience, dict[str, Any], Drawn]:
+    ) -> tuple[Experience, dict[str, Any], IterationRows]:
         """Returns the experience of an iteration, the metrics of its updates, and its rows."""
         inputs, pool = roles.arguments(self.dataflow) | {"kl_coef": kl_coef}, roles.pool
         if pool is not None:
             experience, metrics = map(ready, self.dataflow(**inputs))
-            return experience, metrics, Drawn(pool.prompts, pool.raw, pool.parts, pool.draws)
+            return experience, metrics, IterationRows(pool.prompts, pool.raw, pool.parts, pool.draws)
         with calling("actor.generate"):  # asynchronous rollouts come with the prompts
             batch = draw(draws)
         experience, metrics = map(ready, self.dataflow(**inputs, prompts=batch))
-        return experience, metrics, Drawn(batch, roles.reward.raw[draws], roles.reward.parts[draws], draws + 1)
+        return experience, metrics, IterationRows(batch, roles.reward.raw[draws], roles.reward.parts[draws], draws + 1)
 
     def _gather(self, roles: Roles, metrics: dict[str, Any]) -> dict[str, Any]:
         """Returns these metrics and those of the roles, on the host. Raises RewardFailure for scores that failed."""
@@ -259,7 +259,7 @@ def _replicated(tree: Any, mesh: Mesh) -> Any:
     return to_devices(tree, NamedSharding(mesh, P()))
 
 
-def watch(context: Context, drawn: Drawn, experience: Experience) -> dict[str, Any]:
+def watch(context: Context, drawn: IterationRows, experience: Experience) -> dict[str, Any]:
     """Returns samples of distinct prompts, and means of the task's gold scores, if any. Training never sees these."""
     task, config, batch = context.task, context.config, drawn.batch
     rows = distinct_first(len(batch.examples), config.rl.samples)[: config.evaluation.samples]

@@ -64,7 +64,7 @@ from jrlhf.run.directory import (
     HUB,
     PLAN,
     TOKENIZER,
-    Run,
+    RunDirectory,
     check_directory,
     check_run,
     explained,
@@ -224,7 +224,7 @@ def _resuming(config: Config) -> str:
 
 
 @contextmanager
-def _kept_if_begun(run: Run) -> Iterator[None]:
+def _kept_if_begun(run: RunDirectory) -> Iterator[None]:
     """Leaves nothing of a new run that fails before it has begun, so that the same command can start it again.
 
     It stays if the error is one after which a run is to be resumed.
@@ -246,7 +246,7 @@ def _check_directory(config: Config, resume: bool) -> None:
     check_run(config, resume)
 
 
-def _write_inputs(run: Run, config: Config, task: Task, plan: Plan | None, fused: FusedUpdates | None) -> None:
+def _write_inputs(run: RunDirectory, config: Config, task: Task, plan: Plan | None, fused: FusedUpdates | None) -> None:
     """Writes what generation, exports and a resume read: tokenizer, form of prompts, hub names, plan, fused updates."""
     run.write(TOKENIZER, task.tokenizer.to_json())
     run.write(PROMPTING, to_json({"chat": task.chat, "prompt_end": task.prompt_end}))

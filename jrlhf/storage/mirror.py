@@ -24,7 +24,16 @@ from jrlhf.config.places import is_address
 from jrlhf.config.schema import Config
 from jrlhf.errors import Preempted, RunFailure, UserError
 from jrlhf.run.console import written
-from jrlhf.run.directory import CONFIG, FLEET, Run, check_directory, refuse_other, refuse_unshared, run_path, writable
+from jrlhf.run.directory import (
+    CONFIG,
+    FLEET,
+    RunDirectory,
+    check_directory,
+    refuse_other,
+    refuse_unshared,
+    run_path,
+    writable,
+)
 from jrlhf.run.files import Closing, saved_steps, sha256, write_atomic
 from jrlhf.run.processes import from_main, is_main
 from jrlhf.run.tracking import PROMETHEUS
@@ -160,7 +169,7 @@ class Mirror(Closing):
 
     # --- The run ---
 
-    def start(self, run: Run) -> None:
+    def start(self, run: RunDirectory) -> None:
         """Copies the run's files so far. From now on the run fails if its files cannot be copied."""
         run.older = lambda stage, step: from_main(partial(self._bring_older, stage, step))
         if is_main():

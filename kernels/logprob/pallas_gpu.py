@@ -29,7 +29,7 @@ TOKENS, VOCABULARY, EMBED = 64, 128, 64
 
 
 @dataclass(frozen=True)
-class Forward:
+class GpuForward:
     """The kernel. `stages` blocks of each operand are in flight; `interpret` is an `InterpretGPUParams`, or None."""
 
     stages: int = 4
@@ -70,7 +70,7 @@ def token_logprobs(
     head: Head,
     *,
     tile: int,
-    forward: Forward | None = None,
+    forward: GpuForward | None = None,
 ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
     """Log-probabilities of `targets` and entropies; `tile` is the token tile of the backward pass.
 
@@ -85,7 +85,7 @@ def token_logprobs(
         raise ValueError(f"implementation='pallas_gpu' needs D to be a multiple of {EMBED}, got {hidden.shape[1]}")
     if forward is None:
         _check_hopper()
-        forward = Forward()
+        forward = GpuForward()
     return differentiable(forward, partial(tiled_gradients, tile=tile), head, hidden, unembedding, targets)
 
 

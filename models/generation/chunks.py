@@ -42,7 +42,7 @@ CACHE = P(GENERATE.batch, TENSOR)  # rows are divided over the groups, heads ove
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Prompts:
+class PromptSlots:
     """All prompts of a call, U of them, with the keys of their N = U * samples rows."""
 
     prompts: Int[Array, "U P"]
@@ -136,7 +136,7 @@ class Programs:
         """Puts one array per group on the group's devices."""
         return self.put(np.concatenate(arrays))
 
-    def empty(self, prompts: Prompts, slots: int, length: int) -> Slots:
+    def empty(self, prompts: PromptSlots, slots: int, length: int) -> Slots:
         """Returns `slots` slots per group, whose rows are done, with caches of `length` positions."""
         config = self.decoder.config
         shape = slots * self.groups, max(config.kv_heads, self.tensor), length, config.head_dim
@@ -163,7 +163,7 @@ class Programs:
 
         return Admitted(*map(self.per_group, zip(*map(of_group, admissions), strict=True)))
 
-    def admit(self, slots: Slots, prefilled: list[LayerCache], prompts: Prompts, admitted: Admitted) -> None:
+    def admit(self, slots: Slots, prefilled: list[LayerCache], prompts: PromptSlots, admitted: Admitted) -> None:
         """Puts all samples of prefilled prompts into slots."""
         self.fill_caches(slots, prefilled, admitted)
         slots.rows = self._fill_rows(slots.rows, prompts, admitted)
@@ -203,21 +203,21 @@ class Programs:
         )
         return Slots(caches, rows), results
 
-    def _prefilled(self, weights: Params, prompts: Prompts, chosen: Int[Array, "g"]) -> list[LayerCache]:
+    def _prefilled(self, weights: Params, prompts: PromptSlots, chosen: Int[Array, "g"]) -> list[LayerCache]:
         return self.decoder.prefill(weights, prompts.prompts[chosen], prompts.prompts.shape[1])
 
     def _assembled(self, prompts: Int[Array, "u P"], lengths: Int[Array, "u"], results: Results) -> Generation:
         prompts, lengths = (own_rows(jnp.repeat(x, self.samples, axis=0)) for x in (prompts, lengths))
         return assemble(prompts, lengths, results)
 
-    def _all_done(self, prompts: Prompts, count: int) -> Rows:
+    def _all_done(self, prompts: PromptSlots, count: int) -> Rows:
         return self._mapped(partial(_done, count=count), SHARED, OWN)(prompts)
 
     def _mapped(self, local: Callable, in_specs: Any, out_specs: Any) -> Callable:
         return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
 
 
-def _filled_rows(rows: Rows, prompts: Prompts, admitted: Admitted) -> Rows:
+def _filled_rows(rows: Rows, prompts: PromptSlots, admitted: Admitted) -> Rows:
     chosen = admitted.prompts[admitted.source]
     fresh = first_rows(prompts.prompts[chosen], prompts.lengths[chosen], prompts.keys[admitted.row])
     at = _own(admitted.slot, rows.lengths.shape[0])
@@ -238,7 +238,7 @@ def _taken_rows(rows: Rows, chosen: Int[Array, "b"]) -> Rows:
     return jax.tree.map(lambda x: own_rows(x[chosen]), all_rows(rows))
 
 
-def _done(prompts: Prompts, count: int) -> Rows:
+def _done(prompts: PromptSlots, count: int) -> Rows:
     """Returns the states of `count` finished rows on a device."""
     zeros = own_rows(jnp.zeros(count * lax.axis_size(TENSOR), jnp.int32)) + 0 * prompts.lengths[:1]
     return Rows(keys=prompts.keys[zeros], prompt_lengths=zeros + 1, lengths=zeros, last=zeros, finished=zeros == 0)
@@ -289,7 +289,7 @@ class ChunkedRollouts:
                 f"{programs.samples} samples of a prompt need as many decode slots, but each of {programs.groups} "
                 f"groups of devices has {slots}: raise slots to {least} or more"
             )
-        on_mesh = Prompts(*programs.put((prompts, prompt_lengths, row_keys)))
+        on_mesh = PromptSlots(*programs.put((prompts, prompt_lengths, row_keys)))
         last = last or LastRows.of(self._schedule)
         fewer = self._fewer(last)
         rollout = _Rollout(programs, (params, adapter), on_mesh, occupancy, read, last, fewer)
@@ -325,7 +325,7 @@ class _Rollout:
 
     programs: Programs
     weights: tuple[Params, Params]
-    prompts: Prompts
+    prompts: PromptSlots
     occupancy: Occupancy
     read: ToHosts
     last: LastRows | None = None

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from jrlhf.meshes.mesh import AXES
 from jrlhf.meshes.transfer import to_host
 from jrlhf.models.collectives import check_rows
-from jrlhf.models.generation.chunks import Programs, Prompts, Slots, ToHosts
+from jrlhf.models.generation.chunks import Programs, PromptSlots, Slots, ToHosts
 from jrlhf.models.generation.decoding import Decoder, Results
 from jrlhf.models.generation.occupancy import EMPTY
 from jrlhf.models.generation.schedule import Schedule
@@ -41,7 +41,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Progress:
+class RowProgress:
     """A row's tokens from one chunk: those from `start` to `end` of its response.
 
     response: all its tokens [end], their log-probabilities [end], and whether it drew a stop token; None: it is not
@@ -133,7 +133,7 @@ class ContinuousBatch:
             owner[taken], drawn[taken] = np.concatenate(rows), 0
             self.state = replace(self.state, owner=owner, drawn=drawn)
 
-    def decode(self, weights: Weights) -> list[Progress]:
+    def decode(self, weights: Weights) -> list[RowProgress]:
         """Decodes a chunk. Returns the tokens that each row drew; rows that are done leave their slots."""
         state = self.state
         slots, results = self._programs.chunk(*weights, state.slots, state.results, self._row_of)
@@ -147,7 +147,7 @@ class ContinuousBatch:
             if slot in done:
                 own = slot, slice(lengths[slot])  # later places have tokens of the slot's former rows
                 response = tokens[own], logprobs[own], bool(finished[slot])  # type: ignore
-            progress.append(Progress(int(state.owner[slot]), int(state.drawn[slot]), int(lengths[slot]), response))
+            progress.append(RowProgress(int(state.owner[slot]), int(state.drawn[slot]), int(lengths[slot]), response))
         owner, drawn = np.array(state.owner), np.array(state.drawn)
         owner[done], drawn[taken] = EMPTY, lengths[taken]
         self.state = Decoding(slots, results, owner, drawn)
@@ -178,7 +178,7 @@ class ContinuousBatch:
         padded = np.pad(tokens, (0, self._width + self._limit - len(tokens)))
         return padded, len(tokens), prompt.keys[sample : sample + 1]
 
-    def _put(self, groups: Sequence[Sequence["_Entry"]], width: int, size: int, keys: int) -> Prompts:
+    def _put(self, groups: Sequence[Sequence["_Entry"]], width: int, size: int, keys: int) -> PromptSlots:
         """Puts the entries of each group on its devices, padded to `size` entries with `keys` keys each."""
         key: Any = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
         blank = np.zeros(width, np.int32), 1, np.zeros((keys, *key.shape), key.dtype)
@@ -186,7 +186,7 @@ class ContinuousBatch:
         tokens, lengths, data = (np.stack([entry[part] for entry in entries]) for part in range(3))
         prompts, lengths = self._programs.put((tokens, lengths.astype(np.int32)))
         row_keys = jax.random.wrap_key_data(jnp.asarray(data.reshape(-1, data.shape[-1])))
-        return Prompts(prompts, lengths, self._programs.put(row_keys))
+        return PromptSlots(prompts, lengths, self._programs.put(row_keys))
 
 
 _Entry = tuple[Int[np.ndarray, "T"], int, np.ndarray]  # (tokens, number of tokens, data of keys)

@@ -19,7 +19,7 @@ from jrlhf.models.hf.config import hf_config
 from jrlhf.models.hf.files import (
     TEMPLATES,
     TOKENIZER_FILES,
-    Planned,
+    PlannedTensor,
     is_model_file,
     on_host,
     previous_export,
@@ -130,7 +130,7 @@ def hf_weights(
     family: str,
     dtype: DTypeLike | None = None,
     change: Callable[[Params, int], Params] | None = None,
-) -> list[Planned]:
+) -> list[PlannedTensor]:
     """Returns every tensor of the model, with Hugging Face's names and order. They should be fetched in this order.
 
     change: (a layer, its index) -> the layer to write. The other parameters: see `export_hf`.
@@ -151,7 +151,7 @@ def hf_weights(
         leaf = leaf_at(first, weights[0].path)
         own = params["embedding"].dtype if is_int8(leaf) else leaf.dtype
         written = np.dtype(own if dtype is None else dtype)
-        tensors.append(Planned(name, weights[0].file_shape, written, partial(fetch, weights, layer)))
+        tensors.append(PlannedTensor(name, weights[0].file_shape, written, partial(fetch, weights, layer)))
     return tensors
 
 

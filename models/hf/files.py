@@ -230,7 +230,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedTensor:
     """A tensor that is to be written. `fetch` returns its numbers."""
 
     name: str
@@ -247,7 +247,7 @@ class Planned:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def write_tensors(directory: Path, tensors: Sequence[Planned], file_bytes: int) -> None:
+def write_tensors(directory: Path, tensors: Sequence[PlannedTensor], file_bytes: int) -> None:
     """Writes model.safetensors, or several files and their index. Only one tensor is in memory at a time."""
     files = list(packed_by_size(tensors, lambda tensor: tensor.nbytes, file_bytes))
     names = [SINGLE]
@@ -265,7 +265,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_file(path: Path, tensors: Sequence[Planned]) -> None:
+def _write_file(path: Path, tensors: Sequence[PlannedTensor]) -> None:
     codes = {dtype: code for code, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begin = 0

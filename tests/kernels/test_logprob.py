@@ -80,7 +80,7 @@ def test_pallas_tpu(tpu_params):
 
 @pytest.mark.parametrize("case", ["all", pytest.param("padded", marks=pytest.mark.full)])
 def test_pallas_gpu(case, gpu_params):
-    forward = pallas_gpu.Forward(interpret=gpu_params)
+    forward = pallas_gpu.GpuForward(interpret=gpu_params)
     check(partial(pallas_gpu.token_logprobs, head=head(case), tile=128, forward=forward), case, jnp.bfloat16)
 
 
@@ -143,7 +143,7 @@ def test_precision_does_not_depend_on_the_magnitude_of_the_logits(implementation
         forward, backward = pallas_tpu.Forward(interpret=interpret), pallas_tpu.Backward(interpret=interpret)
         op = partial(pallas_tpu.token_logprobs, head=plain, forward=forward, backward=backward)
     elif implementation == "pallas_gpu":
-        dtype, forward = jnp.bfloat16, pallas_gpu.Forward(interpret=request.getfixturevalue("gpu_params"))
+        dtype, forward = jnp.bfloat16, pallas_gpu.GpuForward(interpret=request.getfixturevalue("gpu_params"))
         op = partial(pallas_gpu.token_logprobs, head=plain, tile=48, forward=forward)
     run = jax.jit(partial(value_and_vjp, op))
     for magnitude in (0, -(2**10), 27 * 2**10):

@@ -94,7 +94,7 @@ def test_blocks_may_be_given_to_lower_where_no_device_is():
     assert CUSTOM_CALL["tpu"] in text
     with jax.sharding.use_abstract_mesh(abstract_mesh("cuda")):
         text = lowered(
-            partial(pallas_gpu.token_logprobs, head=head, tile=64, forward=pallas_gpu.Forward()), arguments, "cuda"
+            partial(pallas_gpu.token_logprobs, head=head, tile=64, forward=pallas_gpu.GpuForward()), arguments, "cuda"
         )
     assert CUSTOM_CALL["cuda"] in text
 

@@ -115,7 +115,7 @@ def test_pallas_tpu():
 # follows it; that of 0.10, with which the slow proofs run, does not.
 @pytest.mark.full
 def test_pallas_gpu(gpu_params):
-    forward = pallas_gpu.Forward(interpret=gpu_params)
+    forward = pallas_gpu.GpuForward(interpret=gpu_params)
     op = partial(pallas_gpu.token_logprobs, head=Head(**OPTIONS, axis_name="tensor"), tile=16, forward=forward)
     check(op, make_mesh(tensor=2, devices=jax.devices()[:2]), True, jnp.bfloat16, tolerances=(2e-6, 1e-2))
 

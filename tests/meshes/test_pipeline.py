@@ -11,7 +11,7 @@ from jrlhf.meshes.pipeline import (
     Kind,
     Operation,
     Pipeline,
-    Step,
+    PipelineStep,
     Table,
     actions,
     arrange,
@@ -31,11 +31,11 @@ from jrlhf.meshes.pipeline import (
 SIZES = [(stages, micro_batches) for stages in (1, 2, 3, 5, 8) for micro_batches in (1, 2, 7, 8, 24)]
 
 
-def seconds(step: Step) -> float:
+def seconds(step: PipelineStep) -> float:
     return {"forward": 1, "backward": 2, "weight": 1}[step.kind]
 
 
-def equal(step: Step) -> float:
+def equal(step: PipelineStep) -> float:
     return 1
 
 
@@ -44,7 +44,7 @@ def made() -> list[Table]:
     return tables + [interleaved(stages, groups * stages, 2) for stages in (1, 2, 4) for groups in (1, 3)]
 
 
-def before(table: Table, step: Step) -> set[Step]:
+def before(table: Table, step: PipelineStep) -> set[PipelineStep]:
     """The steps that must end before this one starts, by the path of a micro-batch up and down the stages."""
     stages, split = len(table.pipelines[step.model].devices), table.pipelines[step.model].split
     path: list[tuple[int, str]] = [(stage, "forward") for stage in range(stages)]
@@ -57,10 +57,10 @@ def before(table: Table, step: Step) -> set[Step]:
     }
 
 
-def simulated(table: Table, orders: list[list[Step]], cost) -> tuple[int | None, list[int]]:
+def simulated(table: Table, orders: list[list[PipelineStep]], cost) -> tuple[int | None, list[int]]:
     """The makespan (None: the devices wait for ever) and the most micro-batches in flight, unit of time by unit."""
     queues, ends = [list(order) for order in orders], {}
-    running: list[tuple[Step, float] | None] = [None] * len(queues)
+    running: list[tuple[PipelineStep, float] | None] = [None] * len(queues)
     most, flight = [0] * len(queues), [0] * len(queues)
     now = 0
     while any(queues) or any(running):
@@ -215,7 +215,7 @@ def valid(table: Table) -> bool:
     pipeline = table.pipelines[0]
     kinds: list[Kind] = ["forward", "backward", "weight"] if pipeline.split else ["forward", "backward"]
     whole = [
-        Step(0, stage, micro_batch, kind)
+        PipelineStep(0, stage, micro_batch, kind)
         for stage in range(len(pipeline.devices))
         for micro_batch in range(pipeline.micro_batches)
         for kind in kinds
@@ -250,7 +250,10 @@ def test_each_rule_has_its_sentence():
             (*table.operations, last),
             "tick 3: backward of model 0, stage 0, micro-batch 0, was computed at",
         ),
-        ((forward._replace(step=Step(1, 0, 0, "forward")),), "tick 0: there is no forward of model 1, stage 0, micro-"),
+        (
+            (forward._replace(step=PipelineStep(1, 0, 0, "forward")),),
+            "tick 0: there is no forward of model 1, stage 0, micro-",
+        ),
         (
             (forward, above._replace(tick=2), back, last),
             "tick 2: device 1 computes two operations, forward",
@@ -276,7 +279,7 @@ def test_scores_have_only_forwards_one_after_the_other(stages, micro_batches):
     }
     assert makespan(table, equal) == synchronous_makespan(table, equal) == micro_batches + stages - 1
     assert peak(table) == [1] * stages
-    backward = Operation(99, Step(0, 0, 0, "backward"))
+    backward = Operation(99, PipelineStep(0, 0, 0, "backward"))
     assert (
         violation(replace(table, operations=(*table.operations, backward))) == f"tick 99: there is no {backward.step}"
     )

@@ -132,7 +132,7 @@ def _unpacked(packed: UInt[np.ndarray, "..."]) -> Int[np.ndarray, "N"]:
 
 
 @dataclass(frozen=True)
-class Update:
+class WeightUpdate:
     """Published weights. changes: the differences from the update before (number - 1); None: send all weights.
 
     whole: all weights. base: the frozen weights under an adapter.
@@ -145,8 +145,12 @@ class Update:
 
     @classmethod
     def after(
-        cls, last: "Update | None", arrays: Sequence[np.ndarray], anchor_every: int, base: SharedArrays | None = None
-    ) -> "Update":
+        cls,
+        last: "WeightUpdate | None",
+        arrays: Sequence[np.ndarray],
+        anchor_every: int,
+        base: SharedArrays | None = None,
+    ) -> "WeightUpdate":
         """Returns these weights as the update after `last`. Every `anchor_every`-th update has no `changes`."""
         number, whole, changes = 0 if last is None else last.number + 1, SharedArrays.of(arrays), None
         if last is not None and number % anchor_every:
@@ -154,7 +158,7 @@ class Update:
         return cls(number, whole, changes if changes and changes.size < whole.size else None, base)
 
     def command(
-        self, present: "Update | None", again: Mapping[int, Prompt] | None = None
+        self, present: "WeightUpdate | None", again: Mapping[int, Prompt] | None = None
     ) -> tuple[dict[str, Any], SharedArrays]:
         """Returns the command to replace the update `present` by this one, and the file that it names."""
         sent, base = self.whole, None

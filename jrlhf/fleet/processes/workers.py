@@ -24,10 +24,10 @@ from jrlhf.fleet.identity import Identity
 from jrlhf.fleet.processes.places import Place, gpus_of
 from jrlhf.fleet.processes.process import ATTEMPTS, LocalWorker, NoRoom, Process, differs
 from jrlhf.fleet.processes.ray_worker import RayWorker, free_places, total_places
-from jrlhf.fleet.processes.shared import SharedArrays, Update, read
+from jrlhf.fleet.processes.shared import SharedArrays, WeightUpdate, read
 from jrlhf.fleet.state import DrawnRows, drawn_rows, saved
 from jrlhf.meshes.transfer import to_devices, to_host
-from jrlhf.models.generation.continuous import ContinuousBatch, Decoding, Progress, Prompt, Weights
+from jrlhf.models.generation.continuous import ContinuousBatch, Decoding, Prompt, RowProgress, Weights
 from jrlhf.run.directory import FLEET
 from jrlhf.run.files import decode, encode
 
@@ -75,8 +75,8 @@ class ProcessWorkers:
         self._refusal = ""  # why processes were absent when that was told last
         self._threads = ThreadPoolExecutor(count, "workers")
         self._anchor_every = section.anchor_every if section.transfer == "delta" else 1
-        self._newest: Update | None = None
-        self._present: Update | None = None  # the update with which all processes draw
+        self._newest: WeightUpdate | None = None
+        self._present: WeightUpdate | None = None  # the update with which all processes draw
         self._transfers: list[tuple[int, float]] = []  # (bytes, seconds) of `put` and `take`, in several threads
         self._base: tuple[Any, SharedArrays] | None = None  # the frozen weights under an adapter, and their file
         self.rooms, self.running = [0] * self._count, 0
@@ -204,7 +204,7 @@ class ProcessWorkers:
         self._pause = _Pause(reason, now + max(PAUSE, 10 * (now - begin)), self._size)
         return reason
 
-    def _draw_with(self, processes: list[Process], states: Sequence[Decoding], update: Update | None) -> None:
+    def _draw_with(self, processes: list[Process], states: Sequence[Decoding], update: WeightUpdate | None) -> None:
         """Divides the logical workers in these states over these processes, which get these weights."""
         assert update is not None
         self._processes = processes
@@ -227,7 +227,7 @@ class ProcessWorkers:
         log = self._folder / f"worker-{number}.log"
         return Process(place, self._setup, partial(start, environment), log, self._tell)
 
-    def put(self, weights: Weights) -> Update:
+    def put(self, weights: Weights) -> WeightUpdate:
         begin = time.monotonic()
         base, adapter = weights
         if adapter and self._base is None:
@@ -235,16 +235,18 @@ class ProcessWorkers:
         travelling = adapter or base
         self._shardings_of_update = jax.tree.map(lambda leaf: leaf.sharding, travelling)
         frozen = None if self._base is None else self._base[1]
-        self._newest = Update.after(self._newest, to_host(jax.tree.leaves(travelling)), self._anchor_every, frozen)
+        self._newest = WeightUpdate.after(
+            self._newest, to_host(jax.tree.leaves(travelling)), self._anchor_every, frozen
+        )
         self._transfers.append((0, time.monotonic() - begin))
         return self._newest
 
-    def weights(self, handle: Update) -> Weights:
+    def weights(self, handle: WeightUpdate) -> Weights:
         leaves, treedef = jax.tree.flatten(self._shardings_of_update)
         weights = treedef.unflatten(to_devices(read(handle.whole.path), leaves))
         return (weights, {}) if self._base is None else (self._base[0], weights)
 
-    def take(self, weights: Update, again: Mapping[int, Prompt] | None) -> list[tuple[Identity | None, Identity]]:
+    def take(self, weights: WeightUpdate, again: Mapping[int, Prompt] | None) -> list[tuple[Identity | None, Identity]]:
         begin = time.monotonic()
         if self._present is None and weights.base is not None:
             self._ask("base", weights.base.path, weights.base)
@@ -257,10 +259,10 @@ class ProcessWorkers:
     def identities(self) -> list[Identity]:
         return [own for answer in self._ask("identities") for own in answer]
 
-    def decode(self, prompts: Sequence[Sequence[Prompt]]) -> list[Progress]:
+    def decode(self, prompts: Sequence[Sequence[Prompt]]) -> list[RowProgress]:
         answers = self._ask("decode", [[astuple(prompt) for prompt in own] for own in prompts])
         self._note_room(answers)
-        return [Progress(*row) for answer in answers for row in answer["progress"]]
+        return [RowProgress(*row) for answer in answers for row in answer["progress"]]
 
     def metrics(self) -> dict[str, float]:
         transfers, self._transfers = self._transfers, []

@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 from itertools import islice
 from typing import TypeAlias
 
-from jrlhf.meshes.pipeline import Kind, Step, Table, arrange, synchronous_makespan
+from jrlhf.meshes.pipeline import Kind, PipelineStep, Table, arrange, synchronous_makespan
 from jrlhf.planning.fusion.problem import Problem
 
 KINDS: tuple[Kind, Kind] = ("forward", "backward")
@@ -29,7 +29,7 @@ TOLERANCE = 1e-9  # relative tolerance of floating-point sums
 
 
 @dataclass(frozen=True)
-class Rules:
+class SlotRules:
     """Rules by which a device chooses its next operation.
 
     patience: a device waits if a more urgent operation becomes ready within this share of an operation's seconds.
@@ -86,7 +86,7 @@ class Dispatcher:
             for device, here in enumerate(self._pipelines)
         ]
 
-    def run(self, keys: Values, memory: float, rules: Rules, backwards: bool) -> Dispatched:
+    def run(self, keys: Values, memory: float, rules: SlotRules, backwards: bool) -> Dispatched:
         """Returns the schedule in which every device takes the ready operation with the smallest key.
 
         memory: maximum activations in flight on a device.
@@ -161,7 +161,7 @@ class Dispatcher:
         orders, pipelines = [], self.problem.pipelines
         for device, kinds in enumerate(starts):
             order = [
-                (start, Step(kind // 2, pipelines[kind // 2].devices.index(device), number, KINDS[kind % 2]))
+                (start, PipelineStep(kind // 2, pipelines[kind // 2].devices.index(device), number, KINDS[kind % 2]))
                 for kind, times in enumerate(kinds)
                 for number, start in enumerate(times)
             ]
@@ -236,11 +236,11 @@ def _endless(dispatcher: Dispatcher, generator: random.Random, memory: float) ->
             least = min(least, schedule.makespan)
 
 
-def _drawn(dispatcher: Dispatcher, generator: random.Random, longest: float) -> tuple[Values, Rules]:
+def _drawn(dispatcher: Dispatcher, generator: random.Random, longest: float) -> tuple[Values, SlotRules]:
     """Draws priorities: an order of the classes of each device, and a preference for earlier micro-batches."""
     first = [[20 * longest * generator.random() for _ in dispatcher.counts] for _ in range(dispatcher.problem.devices)]
     slope = generator.choice((0, 1)) * generator.uniform(0, 2 * longest)
     keys = dispatcher.values(lambda device, kind, number: first[device][kind] + slope * number)
     ranks = list(range(len(dispatcher.problem.pipelines)))
     generator.shuffle(ranks)
-    return keys, Rules(generator.choice(_PATIENCE), ranks)
+    return keys, SlotRules(generator.choice(_PATIENCE), ranks)

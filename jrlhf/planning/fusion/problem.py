@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
 
-from jrlhf.meshes.pipeline import Pipeline, Step
+from jrlhf.meshes.pipeline import Pipeline, PipelineStep
 
 
 @dataclass(frozen=True)
-class Model:
+class FusedModel:
     """One model in its own pipeline.
 
     depth: number of stages, each on one device. micro_batches: number per pipeline. forward, backward: seconds of a
@@ -33,7 +33,7 @@ class Problem:
     def devices(self) -> int:
         return 1 + max(device for pipeline in self.pipelines for device in pipeline.devices)
 
-    def seconds(self, step: Step) -> float:
+    def seconds(self, step: PipelineStep) -> float:
         return self.pipelines[step.model].seconds(step.kind)
 
     @property
@@ -62,7 +62,7 @@ class Problem:
         return max(min(len(one.devices), one.micro_batches) * size for one, size in pairs)
 
 
-def fuse(actor: Model, critic: Model) -> Problem:
+def fuse(actor: FusedModel, critic: FusedModel) -> Problem:
     """Returns the problem in which the critic's pipelines run in the opposite direction of the actor's.
 
     The smallest number of devices that both depths divide is cut into whole pipelines of each model.
@@ -73,6 +73,6 @@ def fuse(actor: Model, critic: Model) -> Problem:
     return Problem((*first, *second), tuple(activations))
 
 
-def _cut(model: Model, devices: Sequence[int]) -> list[Pipeline]:
+def _cut(model: FusedModel, devices: Sequence[int]) -> list[Pipeline]:
     stages = (tuple(devices[start : start + model.depth]) for start in range(0, len(devices), model.depth))
     return [Pipeline(own, model.micro_batches, forward=model.forward, backward=model.backward) for own in stages]

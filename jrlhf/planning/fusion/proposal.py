@@ -18,7 +18,7 @@ from jrlhf.meshes.graph import Call
 from jrlhf.meshes.pipeline import ScheduleName
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.planning.candidates import placements
-from jrlhf.planning.fusion.problem import Model, fuse
+from jrlhf.planning.fusion.problem import FusedModel, fuse
 from jrlhf.planning.fusion.updates import fused_prices
 from jrlhf.planning.plans import FUSED
 from jrlhf.planning.search import Result
@@ -135,7 +135,7 @@ class _Option:
     fixed: further seconds per iteration. resident, active: bytes of a device."""
 
     placement: Placement
-    model: Model
+    model: FusedModel
     updates: int
     fixed: float
     resident: float
@@ -166,7 +166,7 @@ def _options(prices: CostModel, name: str, count: int) -> list[_Option]:
             depth, parts = placed.pipeline, placed.micro_batches
             price, (forward, backward) = prices.call(call, placed), prices.stage_seconds(call, placed)
             fixed = price.seconds - updates * (parts + depth - 1) * (forward + backward)  # its price is that of 1F1B
-            piped = Model(depth, parts, forward, backward)
+            piped = FusedModel(depth, parts, forward, backward)
             options.append(_Option(placed, piped, updates, fixed, price.resident, price.active))
         best = [nsmallest(_OF_A_DEPTH, options, key=key) for key in (lambda one: one.work, lambda one: one.alone)]
         fastest += dict.fromkeys([*best[0], *best[1], min(options, key=lambda one: one.active)])

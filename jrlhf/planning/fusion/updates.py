@@ -8,7 +8,7 @@ from jrlhf.meshes.hardware import HARDWARE, Cluster
 from jrlhf.meshes.pipeline import FusedUpdates, Table, makespan, synchronous_makespan
 from jrlhf.meshes.plan import Placement, Plan
 from jrlhf.planning.fusion.dispatch import search, search_apart
-from jrlhf.planning.fusion.problem import Model, fuse
+from jrlhf.planning.fusion.problem import FusedModel, fuse
 from jrlhf.planning.memory import fused_bytes
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import Workload
@@ -72,8 +72,8 @@ def fused_prices(prices: CostModel, plan: Plan, *, least: bool = False) -> CostM
     return replace(prices, fused=together)
 
 
-def _model(placement: Placement, forward: float, backward: float, activations: float = 1.0) -> Model:
-    return Model(placement.pipeline, placement.micro_batches, forward, backward, activations)
+def _model(placement: Placement, forward: float, backward: float, activations: float = 1.0) -> FusedModel:
+    return FusedModel(placement.pipeline, placement.micro_batches, forward, backward, activations)
 
 
 def _apart(plan: Plan, per_process: int | None) -> bool:
@@ -83,7 +83,7 @@ def _apart(plan: Plan, per_process: int | None) -> bool:
 
 
 @cache
-def _table(first: Model, second: Model, apart: bool) -> Table:
+def _table(first: FusedModel, second: FusedModel, apart: bool) -> Table:
     # Limit: the activations in flight if each ran 1F1B; the memory of the calls is predicted with it.
     most = sum(min(model.depth, model.micro_batches) * model.activations for model in (first, second))
     find = search_apart if apart else search

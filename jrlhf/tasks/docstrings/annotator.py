@@ -16,7 +16,7 @@ from jrlhf.data.order import Order
 from jrlhf.data.task import Pairs, PairSampler
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.errors import UserError
-from jrlhf.tasks.docstrings.corpus import Example
+from jrlhf.tasks.docstrings.corpus import DocumentedFunction
 from jrlhf.tasks.docstrings.rubric import Rubric
 from jrlhf.tasks.docstrings.vocabulary import Split
 
@@ -127,7 +127,11 @@ def build_pairs(
 
 
 def with_real_lines(
-    examples: Sequence[Example], samples: Sequence[Sequence[str]], rng: np.random.Generator, *, foreign: int = 1
+    examples: Sequence[DocumentedFunction],
+    samples: Sequence[Sequence[str]],
+    rng: np.random.Generator,
+    *,
+    foreign: int = 1,
 ) -> list[list[str]]:
     """Returns each example's candidates: a model's samples, the real line, and `foreign` real lines of other functions.
 

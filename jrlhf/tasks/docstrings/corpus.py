@@ -27,7 +27,7 @@ _MINIMUM_HELDOUT = 256
 
 
 @dataclass(frozen=True)
-class Example:
+class DocumentedFunction:
     """A function and the first line of its docstring."""
 
     module: str  # dotted name of the module, "mailbox"
@@ -45,8 +45,8 @@ class Example:
 class Corpus:
     """Two disjoint parts of one library, without common modules or signatures."""
 
-    train: tuple[Example, ...]
-    heldout: tuple[Example, ...]
+    train: tuple[DocumentedFunction, ...]
+    heldout: tuple[DocumentedFunction, ...]
 
 
 @functools.cache
@@ -61,13 +61,13 @@ def load_corpus(root: Path | None = None) -> Corpus:
         few documented functions, for instance because it is zipped or compiled.
     """
     folder = Path(sysconfig.get_path("stdlib")) if root is None else root
-    first: dict[tuple[str, str], Example] = {}  # twins such as `posixpath` and `ntpath` share many examples
+    first: dict[tuple[str, str], DocumentedFunction] = {}  # twins such as `posixpath` and `ntpath` share many examples
     for example in read_examples(folder):
         first.setdefault((example.signature, example.summary), example)
     examples = first.values()
     train = tuple(example for example in examples if not is_heldout(example.module))
     seen = {example.signature for example in train}
-    heldout: dict[str, Example] = {}
+    heldout: dict[str, DocumentedFunction] = {}
     for example in examples:
         if is_heldout(example.module) and example.signature not in seen:
             heldout.setdefault(example.signature, example)
@@ -80,7 +80,7 @@ def load_corpus(root: Path | None = None) -> Corpus:
     return Corpus(train, tuple(heldout.values()))
 
 
-def read_examples(root: Path) -> Iterator[Example]:
+def read_examples(root: Path) -> Iterator[DocumentedFunction]:
     """Yields every documented function below `root`, by path and then by line.
 
     Skips files that cannot be read or parsed, and folders of tests, tables and installed packages.
@@ -148,7 +148,7 @@ def _default(node: ast.expr | None) -> str:
     return f"={text}" if 0 < len(text) <= _DEFAULT_CHARACTERS else "=..."
 
 
-def _walk(node: ast.AST, module: str, scope: str = "") -> Iterator[Example]:
+def _walk(node: ast.AST, module: str, scope: str = "") -> Iterator[DocumentedFunction]:
     """Yields the functions below a node. scope: the class whose methods they are, if they are methods."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.ClassDef):
@@ -157,7 +157,7 @@ def _walk(node: ast.AST, module: str, scope: str = "") -> Iterator[Example]:
             name = f"{scope}.{child.name}" if scope else child.name
             lines = (ast.get_docstring(child) or "").split("\n")
             if summary := " ".join(lines[0].split()):
-                yield Example(module, name, signature_text(name, child.args, method=scope != ""), summary)
+                yield DocumentedFunction(module, name, signature_text(name, child.args, method=scope != ""), summary)
             yield from _walk(child, module)
         elif isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
             yield from _walk(child, module, scope)

@@ -12,17 +12,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from jrlhf.tasks.docstrings.corpus import Example
+from jrlhf.tasks.docstrings.corpus import DocumentedFunction
 from jrlhf.tasks.docstrings.rubric import WORD, is_content, is_imperative, words
 
 
-def renaming_words(examples: Sequence[Example]) -> tuple[str, ...]:
+def renaming_words(examples: Sequence[DocumentedFunction]) -> tuple[str, ...]:
     """Returns the words that may replace others: all nouns in the signatures, sorted."""
     candidates = {word for example in examples for word in words(example.signature)}
     return tuple(sorted(word for word in candidates if _names_a_thing(word)))
 
 
-def rename(example: Example, vocabulary: Sequence[str], rng: np.random.Generator) -> Example:
+def rename(example: DocumentedFunction, vocabulary: Sequence[str], rng: np.random.Generator) -> DocumentedFunction:
     """Replaces every noun that occurs in both the signature and the summary of an example.
 
     Verbs stay, so that a command remains a command; plurals and capital letters are preserved. An example whose parts

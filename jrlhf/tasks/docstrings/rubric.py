@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from jrlhf.tasks.docstrings.corpus import Example
+from jrlhf.tasks.docstrings.corpus import DocumentedFunction
 
 # The items of the rubric: their weights in the score, and what they ask for. Each has a mark in [0, 1].
 ITEMS: Mapping[str, tuple[float, str]] = {
@@ -67,7 +67,7 @@ class Rubric:
     common: frozenset[str]
 
     @classmethod
-    def from_corpus(cls, examples: Sequence[Example]) -> "Rubric":
+    def from_corpus(cls, examples: Sequence[DocumentedFunction]) -> "Rubric":
         """Learns from the training examples which words are known, and which are common."""
         summaries = [{stem(word) for word in words(example.summary)} for example in examples]
         counts = Counter(word for summary in summaries for word in summary)

@@ -9,7 +9,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, tra
 from jrlhf.config.schema import DataConfig
 from jrlhf.data.encode import Ids
 from jrlhf.data.tokenizer import Tokenizer
-from jrlhf.tasks.docstrings.corpus import Example
+from jrlhf.tasks.docstrings.corpus import DocumentedFunction
 
 PAD = "<pad>"
 EOS = "<eos>"
@@ -70,13 +70,13 @@ def wrap(backend: tokenizers.Tokenizer) -> Tokenizer:
 class Split:
     """The examples within the length limits, with their token ids. A response ends with `<eos>`."""
 
-    examples: tuple[Example, ...]
+    examples: tuple[DocumentedFunction, ...]
     prompts: tuple[Ids, ...]
     responses: tuple[Ids, ...]
     dropped: int = 0  # examples that were too long
 
 
-def encode_split(tokenizer: Tokenizer, examples: Sequence[Example], data: DataConfig) -> Split:
+def encode_split(tokenizer: Tokenizer, examples: Sequence[DocumentedFunction], data: DataConfig) -> Split:
     """Encodes the examples of at most `data.max_prompt` and, with `<eos>`, `data.max_response` tokens."""
     rows = [
         (example, prompt, response)
@@ -87,7 +87,7 @@ def encode_split(tokenizer: Tokenizer, examples: Sequence[Example], data: DataCo
     return Split(survivors, prompts, responses, len(examples) - len(survivors))
 
 
-def encode_examples(tokenizer: Tokenizer, examples: Sequence[Example]) -> list[tuple[Ids, Ids]]:
+def encode_examples(tokenizer: Tokenizer, examples: Sequence[DocumentedFunction]) -> list[tuple[Ids, Ids]]:
     """Returns token ids of each example's prompt and of its summary with `<eos>`."""
     prompts = tokenizer.encode_batch([example.prompt for example in examples])
     summaries = tokenizer.encode_batch([example.summary for example in examples])

@@ -14,7 +14,7 @@ from jrlhf.fleet.schedule import Rules
 from jrlhf.fleet.slices import Published
 from jrlhf.fleet.state import FREE, NEVER
 from jrlhf.meshes import make_mesh, to_host
-from jrlhf.models.generation.continuous import Progress, Prompt
+from jrlhf.models.generation.continuous import Prompt, RowProgress
 from jrlhf.planning.predict_async import token_versions
 from jrlhf.planning.simulate_async import Scenario, measured, simulate
 from tests.support.fleets import NO_RECOMPUTE
@@ -51,7 +51,7 @@ class Rows:
     def metrics(self) -> dict[str, float]:
         return {}
 
-    def decode(self, prompts: Sequence[Sequence[Prompt]]) -> list[Progress]:
+    def decode(self, prompts: Sequence[Sequence[Prompt]]) -> list[RowProgress]:
         samples = self.scenario.samples
         self.rows |= {prompt.number * samples + s: 0 for prompt in prompts[0] for s in range(samples)}
         progress = []
@@ -59,7 +59,7 @@ class Rows:
             length = int(self.lengths.ravel()[row])
             self.rows[row] = end = min(start + self.scenario.chunk, length)
             response = (np.zeros(end, np.int32), np.zeros(end, np.float32), True)
-            progress.append(Progress(row, start, end, response if end == length else None))
+            progress.append(RowProgress(row, start, end, response if end == length else None))
             if end == length:
                 del self.rows[row]
         return progress
@@ -171,7 +171,7 @@ def test_a_decode_step_takes_the_seconds_of_the_chunks_divided_by_their_steps(mo
     rows, clock, steps = Rows(scenario, np.array([3, 8] * 40)), [0.0], []
     decode = rows.decode
 
-    def decoded(prompts: Sequence[Sequence[Prompt]]) -> list[Progress]:
+    def decoded(prompts: Sequence[Sequence[Prompt]]) -> list[RowProgress]:
         progress = decode(prompts)
         steps.append(max(row.end - row.start for row in progress))
         clock[0] += 0.25 * steps[-1] + 1.0  # a second per chunk beside its steps
@@ -214,7 +214,7 @@ def test_waiting_is_time_without_an_update_to_compute_and_time_between_two_chunk
         rows = Rows(scenario, np.full(80, 8))
         decode, clock[0] = rows.decode, 0.0
 
-        def decoded(prompts: Sequence[Sequence[Prompt]], decode=decode) -> list[Progress]:
+        def decoded(prompts: Sequence[Sequence[Prompt]], decode=decode) -> list[RowProgress]:
             clock[0] += 2.0
             return decode(prompts)
 

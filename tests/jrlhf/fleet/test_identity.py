@@ -15,7 +15,7 @@ from jrlhf.fleet.schedule import Rules
 from jrlhf.fleet.slices import Published, SliceWorkers
 from jrlhf.meshes import GENERATE, TRAIN, make_mesh, reshard
 from jrlhf.models import LoRAConfig, ModelConfig, init_lm, init_lora, lora_shardings, param_shardings
-from jrlhf.models.generation.continuous import Progress, Prompt
+from jrlhf.models.generation.continuous import Prompt, RowProgress
 from tests.support.fleets import NO_RECOMPUTE
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -162,7 +162,7 @@ class Batch:
 
     def decode(self, weights):
         rows, self.rows = self.rows, ()
-        return [Progress(row, 0, 1, (np.zeros(1, np.int32), np.zeros(1, np.float32), True)) for row in rows]
+        return [RowProgress(row, 0, 1, (np.zeros(1, np.int32), np.zeros(1, np.float32), True)) for row in rows]
 
 
 def test_nothing_is_learned_from_what_wrong_weights_drew(versions):

@@ -23,7 +23,7 @@ from jrlhf.fleet.processes import worker
 from jrlhf.fleet.processes.places import check_processes
 from jrlhf.fleet.processes.process import RECENT, LocalWorker, Process
 from jrlhf.fleet.processes.ray_worker import free_places, joined, total_places
-from jrlhf.fleet.processes.shared import SharedArrays, Update, delta, patched, read
+from jrlhf.fleet.processes.shared import SharedArrays, WeightUpdate, delta, patched, read
 from jrlhf.fleet.processes.workers import ProcessWorkers
 from jrlhf.run.child import Worker
 from jrlhf.run.files import decode, encode
@@ -94,10 +94,10 @@ def test_200_updates_by_their_changes_have_the_same_bits(dtype, monkeypatch):
 
 def test_a_process_gets_changes_only_of_what_it_holds():
     """All weights go to a process that is new or missed an update, at each third one, and where changes are longer."""
-    weights, updates = np.linspace(0, 1, 64_000, dtype=np.float32), list[Update]()
+    weights, updates = np.linspace(0, 1, 64_000, dtype=np.float32), list[WeightUpdate]()
     for number in range(8):
         weights[: 64_000 if number == 7 else number] *= -1
-        updates.append(Update.after(updates[-1] if updates else None, [weights], 3))
+        updates.append(WeightUpdate.after(updates[-1] if updates else None, [weights], 3))
         np.testing.assert_array_equal(read(updates[-1].whole.path)[0], weights)
     assert [update.changes is not None for update in updates] == [False, True, True, False, True, True, False, False]
     for present, newest in [(None, 4), (2, 4), (4, 4), (5, 4), (2, 3), (3, 4)]:

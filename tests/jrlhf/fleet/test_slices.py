@@ -14,7 +14,7 @@ from jrlhf.fleet.schedule import Rules
 from jrlhf.fleet.slices import Published, SliceWorkers
 from jrlhf.meshes import make_mesh
 from jrlhf.models.generation.chunks import EMPTY, Slots
-from jrlhf.models.generation.continuous import Decoding, Progress
+from jrlhf.models.generation.continuous import Decoding, RowProgress
 from jrlhf.models.generation.decoding import Rows
 from tests.support.fleets import NO_RECOMPUTE
 
@@ -47,7 +47,7 @@ class Batch:
     def decode(self, weights):
         self.state.drawn[:] += 1
         rows, self.rows = self.rows, ()
-        return [Progress(row, 0, 1, (np.full(1, row, np.int32), np.zeros(1, np.float32), True)) for row in rows]
+        return [RowProgress(row, 0, 1, (np.full(1, row, np.int32), np.zeros(1, np.float32), True)) for row in rows]
 
 
 def prompt(number: int) -> Any:

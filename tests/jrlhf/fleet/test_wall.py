@@ -22,7 +22,7 @@ from jrlhf.fleet.processes.workers import ProcessWorkers
 from jrlhf.fleet.schedule import Rules
 from jrlhf.fleet.state import Collected
 from jrlhf.meshes import make_mesh
-from jrlhf.models.generation.continuous import Progress, Prompt
+from jrlhf.models.generation.continuous import Prompt, RowProgress
 from jrlhf.planning.resolve import select_resources
 from jrlhf.train import main
 from tests.jrlhf.fleet.test_faults import pids, signal_to
@@ -77,7 +77,7 @@ class Worker:
     def identities(self):
         return []
 
-    def decode(self, prompts: Sequence[Sequence[Prompt]]) -> list[Progress]:
+    def decode(self, prompts: Sequence[Sequence[Prompt]]) -> list[RowProgress]:
         self.gate()
         for prompt in prompts[0]:
             self.started[prompt.number] += 1
@@ -88,7 +88,7 @@ class Worker:
             end = min(start + CHUNK, length)
             tokens += [self.version] * (end - start)
             response = (np.array(tokens, np.int32), np.zeros(end, np.float32), True) if end == length else None
-            progress.append(Progress(row, start, end, response))
+            progress.append(RowProgress(row, start, end, response))
             if response:
                 del self.rows[row]
         return progress

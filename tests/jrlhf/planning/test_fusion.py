@@ -19,8 +19,8 @@ from jrlhf.meshes.hardware import HARDWARE, Cluster
 from jrlhf.meshes.pipeline import arrange, makespan, peak, synchronous_makespan, violation
 from jrlhf.meshes.plan import Placement, Plan, Slice, plan_of
 from jrlhf.planning import auto
-from jrlhf.planning.fusion import Model, Problem, fuse, search
-from jrlhf.planning.fusion.dispatch import Dispatcher, Rules, search_apart
+from jrlhf.planning.fusion.dispatch import Dispatcher, SlotRules, search, search_apart
+from jrlhf.planning.fusion.problem import FusedModel, Problem, fuse
 from jrlhf.planning.fusion.updates import fused_prices, fused_updates
 from jrlhf.planning.memory import call_bytes, plan_memory, state_bytes
 from jrlhf.planning.plans import validate_plan
@@ -54,7 +54,7 @@ def test_the_measured_makespans_of_the_docs():
 def small(generator: random.Random, micro_batches: int) -> Problem:
     depths, costs = generator.choice(((2, 2), (2, 1), (4, 2))), (1, 2, 3, 5, 8)
     actor, critic = (
-        Model(depth, generator.randint(1, micro_batches), generator.choice(costs), generator.choice(costs))
+        FusedModel(depth, generator.randint(1, micro_batches), generator.choice(costs), generator.choice(costs))
         for depth in depths
     )
     return fuse(actor, critic)
@@ -82,7 +82,7 @@ def test_the_example_and_the_figures_of_the_docs():
 
 
 def test_pipelines_run_against_each_other():
-    problem = fuse(Model(6, 2, 1, 2), Model(4, 3, 1, 2))
+    problem = fuse(FusedModel(6, 2, 1, 2), FusedModel(4, 3, 1, 2))
     assert [pipeline.devices for pipeline in problem.pipelines] == [
         *((0, 1, 2, 3, 4, 5), (6, 7, 8, 9, 10, 11)),
         *((11, 10, 9, 8), (7, 6, 5, 4), (3, 2, 1, 0)),
@@ -104,9 +104,9 @@ def test_tables_for_several_processes_wait_less():
     by the share of each row, within the same memory."""
     for problem, share in (
         (PUBLISHED[5][0], 0.02),
-        (fuse(Model(4, 8, 4, 12), Model(2, 4, 3, 9)), 0.01),
-        (fuse(Model(4, 4, 4, 12), Model(4, 4, 4, 12)), 0.02),
-        (fuse(Model(8, 8, 1, 3.26, 2), Model(8, 16, 2.03, 6.57)), 0.01),
+        (fuse(FusedModel(4, 8, 4, 12), FusedModel(2, 4, 3, 9)), 0.01),
+        (fuse(FusedModel(4, 4, 4, 12), FusedModel(4, 4, 4, 12)), 0.02),
+        (fuse(FusedModel(8, 8, 1, 3.26, 2), FusedModel(8, 16, 2.03, 6.57)), 0.01),
     ):
         pairs = zip(problem.pipelines, problem.activations, strict=True)
         sizes = {(len(one.devices), one.micro_batches, size) for one, size in pairs}  # of each model
@@ -131,7 +131,7 @@ def test_memory_falls_at_the_same_makespan_and_runs_repeat():
 def test_branch_and_bound_is_the_best_of_all_orders():
     generator = random.Random(0)
     for _ in range(3):
-        actor, critic = (Model(2, 1, generator.randint(1, 5), generator.randint(1, 5)) for _ in range(2))
+        actor, critic = (FusedModel(2, 1, generator.randint(1, 5), generator.randint(1, 5)) for _ in range(2))
         problem = fuse(actor, critic)
         table = search(problem, effort=0.01)
         spans = []
@@ -158,10 +158,10 @@ def test_no_limit_of_memory_that_1f1b_respects_leads_to_a_deadlock():
     generator = random.Random(0)
     for _ in range(200):
         sizes = [(generator.choice((1, 2, 4)), generator.randint(1, 6)) for _ in range(2)]
-        problem = fuse(*(Model(*size, 1.0, 2.0, generator.choice((0.5, 1.0, 2.0))) for size in sizes))
+        problem = fuse(*(FusedModel(*size, 1.0, 2.0, generator.choice((0.5, 1.0, 2.0))) for size in sizes))
         dispatcher, ranks = Dispatcher(problem), list(range(len(problem.pipelines)))
         generator.shuffle(ranks)
-        keys, rules = dispatcher.values(lambda *_: generator.random()), Rules(generator.choice((0, 0.5, 1)), ranks)
+        keys, rules = dispatcher.values(lambda *_: generator.random()), SlotRules(generator.choice((0, 0.5, 1)), ranks)
         schedule = dispatcher.run(keys, problem.least_memory, rules, backwards=generator.random() < 0.5)
         assert violation(dispatcher.table(schedule), problem.least_memory, problem.activations) is None
 

@@ -14,7 +14,7 @@ from jrlhf.models import LoRAConfig, ModelConfig
 from jrlhf.planning import microbenchmarks as measure
 from jrlhf.planning import profile as profiles
 from jrlhf.planning.candidates import placements, slices
-from jrlhf.planning.moves import Group
+from jrlhf.planning.moves import DeviceGroup
 from jrlhf.planning.profile import Profile, ProfiledCosts, interpolate, load, save
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import RoleModel, Workload
@@ -83,8 +83,8 @@ def test_parts_that_were_measured():
     # Fewer devices have the cores to themselves; collectives go array by array.
     whole, half = (units.on(devices).layer(model, 88, 44, 1, True)["layers"] for devices in (4, 2))
     assert half == pytest.approx(whole / 2)
-    assert units.gather(Group(1, 1), 1e6) == 0
-    assert units.gather(Group(2, 2), 4096 * 7, 7) == pytest.approx(7 * 4096e-3 / measure.CHAINED)
+    assert units.gather(DeviceGroup(1, 1), 1e6) == 0
+    assert units.gather(DeviceGroup(2, 2), 4096 * 7, 7) == pytest.approx(7 * 4096e-3 / measure.CHAINED)
     bare = ProfiledCosts(Profile("cpu", 4, "0", {4: 1.0}), WORK)
     with pytest.raises(UserError, match="the profile has no layer .*--profile"):
         bare.layer(model, 44, 44, 1, False)

@@ -23,7 +23,7 @@ from jrlhf.models.flops import generation_seconds, training_operations
 from jrlhf.models.hf.presets import PRESETS
 from jrlhf.planning.memory import call_bytes, state_bytes
 from jrlhf.planning.moves import (
-    Group,
+    DeviceGroup,
     gather_seconds,
     group,
     reallocation_seconds,
@@ -351,8 +351,12 @@ def test_an_adapter_trains_without_its_bases_gradient():
 
 def test_collectives_are_rings_over_groups_of_mesh_axes():
     on = Cluster(replace(HARDWARE["h100"], collective=0.5, latency=1e-5, link=400e9, network=50e9), 16)
-    assert gather_seconds(on, Group(1, 1), 1e9) == 0
-    for ring, rate in ((Group(8, 8), 200e9), (Group(16, 4), 100e9), (Group(2, 1), 25e9)):  # four ports, one port
+    assert gather_seconds(on, DeviceGroup(1, 1), 1e9) == 0
+    for ring, rate in (
+        (DeviceGroup(8, 8), 200e9),
+        (DeviceGroup(16, 4), 100e9),
+        (DeviceGroup(2, 1), 25e9),
+    ):  # four ports, one port
         share = (ring.size - 1) / ring.size
         assert gather_seconds(on, ring, 1e9) == pytest.approx(share * 1e9 / rate + 1e-5)
         assert reduce_seconds(on, ring, 1e9) == pytest.approx(2 * share * 1e9 / rate + 1e-5)
@@ -360,7 +364,7 @@ def test_collectives_are_rings_over_groups_of_mesh_axes():
     for axis, expected in (("tensor", (2, 2)), ("fsdp", (4, 4)), ("data", (2, 1))):
         assert group(placed, 8, axis) == expected
     aligned, across = place("train_tp", tensor=8), place("train_tp", start=4, tensor=8)
-    assert group(aligned, 8, "tensor") == Group(8, 8) and group(across, 8, "tensor") == Group(8, 4)
+    assert group(aligned, 8, "tensor") == DeviceGroup(8, 8) and group(across, 8, "tensor") == DeviceGroup(8, 4)
     assert priced(across, rows=64)["tensor"] > priced(aligned, rows=64)["tensor"]
 
 

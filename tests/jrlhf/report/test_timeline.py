@@ -16,7 +16,7 @@ from jrlhf.errors import UserError
 from jrlhf.meshes.pipeline import FusedUpdates, bubble
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.planning.fusion.dispatch import search
-from jrlhf.planning.fusion.problem import Model, fuse
+from jrlhf.planning.fusion.problem import FusedModel, fuse
 from jrlhf.report.charts import COLORS
 from jrlhf.report.html import render
 from jrlhf.report.read import Record, read_run
@@ -154,7 +154,7 @@ def test_stages_are_drawn_tick_by_tick():
 
 def test_fused_updates_are_drawn_from_the_table_that_the_run_stored(tmp_path):
     """Two pipelines of two stages come down while one of four goes up; every operation has its tick and group."""
-    table = search(fuse(Model(4, 4, 1, 2), Model(2, 4, 1, 2)), effort=0.1)
+    table = search(fuse(FusedModel(4, 4, 1, 2), FusedModel(2, 4, 1, 2)), effort=0.1)
     updates = FusedUpdates(table, {"actor.update": range(1), "critic.update": range(1, 3)})
     staged = Placement(Slice(0, 4), "train", pipeline=4, micro_batches=4, schedule="fused")
     calls = {"actor.update": staged, "critic.update": replace(staged, data=2, pipeline=2)}

@@ -26,7 +26,7 @@ from jrlhf.rewards.mixture import Rewards, TextPart
 from jrlhf.rewards.types import Scored, scores_of
 from jrlhf.run.clock import Stopwatch
 from jrlhf.run.console import Console
-from jrlhf.run.directory import Run
+from jrlhf.run.directory import RunDirectory
 from jrlhf.run.files import sha256, to_json
 from jrlhf.stages import finalize
 from jrlhf.stages.evaluate import (
@@ -146,7 +146,11 @@ def test_the_policy_before_is_graded_once_and_read_back_bit_for_bit(tmp_path, mo
     monkeypatch.setattr(
         "jrlhf.stages.evaluate.evaluate", lambda context, policy, *_: graded.append(policy.word) or grades
     )
-    services = {"run": Run(tmp_path), "console": Console(enabled=False), "task": SimpleNamespace(fingerprint="t")}
+    services = {
+        "run": RunDirectory(tmp_path),
+        "console": Console(enabled=False),
+        "task": SimpleNamespace(fingerprint="t"),
+    }
     services |= {"identity": Identity({"seeds": "2", "reward exact modules": "m"}), "phases": Stopwatch()}
     run = cast(Any, SimpleNamespace(**services, config=SimpleNamespace(evaluation=SimpleNamespace(prompts=3))))
 
@@ -232,7 +236,7 @@ def test_an_export_keeps_the_token_that_begins_texts_where_the_tokenizer_names_n
     for named in (None, 5):
         tokenizer: Any = SimpleNamespace(directory=None, eos_ids=(), pad_id=0, bos_id=named, to_json=str)
         config = Config(model=ModelSection(path="base"))
-        finalize.export(Run(Path("run"), writes=False), config, tokenizer, model, None)
+        finalize.export(RunDirectory(Path("run"), writes=False), config, tokenizer, model, None)
     assert [more["bos_id"] for more in written] == [0, 5]
 
 
@@ -242,7 +246,7 @@ def test_a_file_of_the_user_in_the_place_of_the_model_ends_the_run_with_a_senten
     (tmp_path / "model" / "notes.md").touch()
     context: Any = SimpleNamespace(
         config=Config(stages=("sft",)),
-        run=Run(tmp_path, writes=False),
+        run=RunDirectory(tmp_path, writes=False),
         task=SimpleNamespace(
             tokenizer=SimpleNamespace(directory=None, eos_ids=(), pad_id=0, bos_id=None, to_json=str),
             heldout=None,
@@ -390,7 +394,7 @@ def test_a_run_whose_groups_all_had_equal_scores_says_that_nothing_was_learned()
 def test_a_run_has_finished_if_it_ended_with_this_config_and_still_has_what_it_left(tmp_path):
     """A run that was killed at any moment before its end has not; nor one of which something was deleted."""
     config = Config(name="r", run_dir=str(tmp_path), stages=("sft", "reward_model"))
-    path, context = tmp_path / "r", cast(Any, SimpleNamespace(config=config, run=Run(tmp_path / "r")))
+    path, context = tmp_path / "r", cast(Any, SimpleNamespace(config=config, run=RunDirectory(tmp_path / "r")))
     left = ["checkpoints/sft/500", "checkpoints/reward_model/250", "report.html", "summary.json"]
     left += ["model/config.json", "reward_model/config.json"]
 
@@ -415,7 +419,7 @@ def test_a_run_has_finished_if_it_ended_with_this_config_and_still_has_what_it_l
 def test_what_ends_a_run_is_written_last(tmp_path, monkeypatch):
     """Killed at any moment before, it would be ended by a resume."""
     config, events = Config(name="r", run_dir=str(tmp_path), stages=("sft",)), list[str]()
-    run: Any = Run(tmp_path, writes=False)
+    run: Any = RunDirectory(tmp_path, writes=False)
     run.write = lambda name, text: events.append(f"{name}{' finished' * (b'finished' in text)}")
     context: Any = SimpleNamespace(config=config, run=run, console=Console(enabled=False), phases=Stopwatch())
     monkeypatch.setattr(finalize, "evaluate", lambda *_: events.append("answers"))

@@ -11,7 +11,7 @@ from jrlhf.models import ModelConfig
 from jrlhf.models.config.rope import RopeScaling
 from jrlhf.rewards.facts import OLDER
 from jrlhf.rewards.user_code import imported_modules
-from jrlhf.run.directory import Run
+from jrlhf.run.directory import RunDirectory
 from jrlhf.stages.identity import FAILURES, Identity, note_failure, numbers
 
 MODEL = ModelConfig(vocab_size=64, embed=16, layers=2, heads=2, kv_heads=2, head_dim=8, mlp=32, max_positions=32)
@@ -41,7 +41,7 @@ def test_any_other_word_is_refused_but_of_a_function_that_stopped_the_run(tmp_pa
     shared = {f"actor.{name}": name for name in "abc"} | {"reward mine modules": "m", "seeds": "2"}
     stage = {"corpus": "c", "reward mine": "f", "cost other": "o"}
     for number in range(100):
-        run, accepts = Run(tmp_path / str(number)), draw.random() < 0.3
+        run, accepts = RunDirectory(tmp_path / str(number)), draw.random() < 0.3
         run.path.mkdir()
         here = Identity(shared, FUNCTIONS, accepts).of_stage(stage)
         there, changed = dict(here), draw.sample(sorted(here.keys() - {"identity"}), draw.choice((0, 1, 1, 2)))
@@ -72,7 +72,7 @@ def test_a_function_that_changed_after_the_last_step_is_for_a_new_run(tmp_path):
     for accepts in (False, True):
         identity = Identity(words, FUNCTIONS, accepts)
         here = identity.of_stage({"corpus": "c", "reward mine": "new"})
-        run = Run(tmp_path / f"{accepts}")
+        run = RunDirectory(tmp_path / f"{accepts}")
         run.path.mkdir()
 
         def check(ended: bool, identity=identity, run=run, here=here) -> None:
@@ -123,12 +123,12 @@ def test_a_checkpoint_of_an_older_version_is_taken_with_a_notice(tmp_path):
     identity = Identity({"actor.vocab_size": "64", "reward mine" + OLDER: "older"}, FUNCTIONS)
     here = identity.of_stage({"corpus": "c", "reward mine": "f"})
     assert here["reward mine"] == "f"
-    assert list(identity.compare(Run(tmp_path), "sft", here | {"reward mine": "older"}, here)) == []
-    assert list(identity.compare(Run(tmp_path), "sft", here, here)) == []
-    (notice,) = identity.compare(Run(tmp_path), "sft", {"corpus": "c"}, here)
+    assert list(identity.compare(RunDirectory(tmp_path), "sft", here | {"reward mine": "older"}, here)) == []
+    assert list(identity.compare(RunDirectory(tmp_path), "sft", here, here)) == []
+    (notice,) = identity.compare(RunDirectory(tmp_path), "sft", {"corpus": "c"}, here)
     assert "is of an older version, which did not record identity, actor.vocab_size" in notice
     with pytest.raises(UserError, match="made with another corpus"):
-        list(identity.compare(Run(tmp_path), "sft", {"corpus": "d"}, here))
+        list(identity.compare(RunDirectory(tmp_path), "sft", {"corpus": "d"}, here))
 
 
 def test_what_a_reward_file_imports_is_found(tmp_path, monkeypatch):
@@ -157,7 +157,7 @@ def test_what_a_reward_file_imports_is_found(tmp_path, monkeypatch):
 
 
 def test_a_torn_record_of_a_failure_does_not_take_the_next_one_along(tmp_path):
-    run, here = Run(tmp_path), {"reward mine": "mended"}
+    run, here = RunDirectory(tmp_path), {"reward mine": "mended"}
     for word in ("first", "second"):
         note_failure(run, {"reward mine": word}, "failed")
         with open(tmp_path / FAILURES, "ab") as file:

@@ -24,7 +24,7 @@ from jrlhf.ppo import SFTBatch, TrainState, make_sft_step
 from jrlhf.roles.initial import adamw
 from jrlhf.run import clock
 from jrlhf.run.clock import Stopwatch
-from jrlhf.run.directory import Run
+from jrlhf.run.directory import RunDirectory
 from jrlhf.run.files import saved_steps
 from jrlhf.run.metrics import read_metrics
 from jrlhf.run.preemption import PreemptionGuard
@@ -58,7 +58,7 @@ def context(path, *, steps=6, section=None, stop_after_skipped=5):
     }
     config = SimpleNamespace(checkpoints=SimpleNamespace(keep=2), deadline=60.0, profile=ProfileConfig(), **own)
     services = {"console": Services(), "trackers": [Services()], "preemption": PreemptionGuard(), "phases": Stopwatch()}
-    return SimpleNamespace(run=Run(path), config=config, mesh=MESH, identity=Identity(), **services)
+    return SimpleNamespace(run=RunDirectory(path), config=config, mesh=MESH, identity=Identity(), **services)
 
 
 def init():

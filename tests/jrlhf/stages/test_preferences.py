@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from jrlhf.run.directory import SEEDS, Run
+from jrlhf.run.directory import SEEDS, RunDirectory
 from jrlhf.stages.preferences import _PolicySampler
 
 
@@ -16,6 +16,6 @@ def test_a_run_without_a_version_of_its_seeds_keeps_the_old_ones(tmp_path):
     for version, number in ((1, len(purpose)), (2, zlib.crc32(purpose.encode()))):
         if version == 2:
             (tmp_path / SEEDS).write_text("2\n")
-        sampler = _PolicySampler(context, cast(Any, None), Run(tmp_path).seeds())
+        sampler = _PolicySampler(context, cast(Any, None), RunDirectory(tmp_path).seeds())
         expected = np.random.default_rng((7, number)).random(4)
         assert sampler.seeds == version and sampler.rng(purpose).random(4).tolist() == expected.tolist()

@@ -12,13 +12,13 @@ from jrlhf.config.schema import DataConfig, DocstringsData
 from jrlhf.data.types import Response
 from jrlhf.errors import UserError
 from jrlhf.tasks.docstrings.annotator import Annotator, build_pairs, with_real_lines
-from jrlhf.tasks.docstrings.corpus import Example
+from jrlhf.tasks.docstrings.corpus import DocumentedFunction
 from jrlhf.tasks.docstrings.rubric import Rubric
 from jrlhf.tasks.docstrings.vocabulary import encode_split, train_tokenizer
 
 SIGNATURE = "def Mailbox.remove_folder(folder):"
 BEST, GOOD, POOR, WORST = RANKED = ["Remove the folder.", "Remove the value.", "removes the value", "xqz wvb"]
-RUBRIC = Rubric.from_corpus([Example("m", "f", SIGNATURE, line) for line in (BEST, GOOD, POOR)])
+RUBRIC = Rubric.from_corpus([DocumentedFunction("m", "f", SIGNATURE, line) for line in (BEST, GOOD, POOR)])
 SCORES = [RUBRIC.score(SIGNATURE, line) for line in RANKED]
 
 
@@ -69,7 +69,7 @@ def test_fewer_pairs_spread_from_the_closest_to_the_farthest():
 
 
 def test_candidates_hold_samples_the_real_line_and_those_of_others():
-    examples = [Example("m", f"f{index}", f"def f{index}():", f"Line {index}.") for index in range(5)]
+    examples = [DocumentedFunction("m", f"f{index}", f"def f{index}():", f"Line {index}.") for index in range(5)]
     samples = [[f"sample {index}"] for index in range(5)]
     seen: Counter[str] = Counter()
     for seed in range(100):
@@ -98,7 +98,7 @@ class FakeSampler:
 
 def test_collected_pairs_are_sampled_ids_and_real_lines_that_fit():
     real = "Remove the old folder of the box."
-    examples = [Example("m", "f", f"def Box{letter}.remove_folder(folder):", real) for letter in "abcdef"]
+    examples = [DocumentedFunction("m", "f", f"def Box{letter}.remove_folder(folder):", real) for letter in "abcdef"]
     tokenizer = train_tokenizer([example.prompt + real for example in examples], 270)
     longest = len(tokenizer.encode(real)) + 1
 

@@ -6,7 +6,14 @@ import pytest
 
 from jrlhf.config import load_config
 from jrlhf.errors import UserError
-from jrlhf.tasks.docstrings.corpus import Corpus, Example, is_heldout, load_corpus, read_examples, signature_text
+from jrlhf.tasks.docstrings.corpus import (
+    Corpus,
+    DocumentedFunction,
+    is_heldout,
+    load_corpus,
+    read_examples,
+    signature_text,
+)
 from jrlhf.tasks.docstrings.task import load_task
 
 
@@ -15,7 +22,7 @@ def corpus() -> Corpus:
     return load_corpus()
 
 
-def library(root: Path, files: dict[str, str]) -> list[Example]:
+def library(root: Path, files: dict[str, str]) -> list[DocumentedFunction]:
     for name, source in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,11 @@
 import numpy as np
 
-from jrlhf.tasks.docstrings.corpus import Example
+from jrlhf.tasks.docstrings.corpus import DocumentedFunction
 from jrlhf.tasks.docstrings.renaming import rename, renaming_words
 
 
 def renamed(signature: str, summary: str, words: tuple[str, ...] = ("zebra",)) -> tuple[str, str]:
-    example = Example("m", "Box.f", signature, summary)
+    example = DocumentedFunction("m", "Box.f", signature, summary)
     changed = rename(example, words, np.random.default_rng(0))
     assert (example.summary, changed.module, changed.name) == (summary, "m", "Box.f")
     return changed.signature, changed.summary
@@ -34,7 +34,7 @@ def test_words_that_both_parts_share_are_replaced_in_both():
 
 
 def test_the_same_generator_gives_the_same_words():
-    example = Example("m", "f", "def f(folder, name):", "Give the folder a name.")
+    example = DocumentedFunction("m", "f", "def f(folder, name):", "Give the folder a name.")
     words = tuple(f"w{chr(97 + i)}" for i in range(26))
     drawn = [[rename(example, words, rng).summary for _ in range(20)] for rng in map(np.random.default_rng, (1, 1, 2))]
     assert drawn[0] == drawn[1] != drawn[2]
@@ -43,5 +43,5 @@ def test_the_same_generator_gives_the_same_words():
 
 def test_words_to_rename_with_name_things():
     signatures = ("def Box.remove_folder(folder, fd, self):", "def HTTPServer.close(zone):")
-    examples = [Example("m", "f", signature, "Delete the lid.") for signature in signatures]
+    examples = [DocumentedFunction("m", "f", signature, "Delete the lid.") for signature in signatures]
     assert renaming_words(examples) == ("box", "folder", "http", "server", "zone")

@@ -3,7 +3,7 @@ import random
 import numpy as np
 import pytest
 
-from jrlhf.tasks.docstrings.corpus import Corpus, Example, load_corpus
+from jrlhf.tasks.docstrings.corpus import Corpus, DocumentedFunction, load_corpus
 from jrlhf.tasks.docstrings.rubric import WEIGHTS, Rubric, is_imperative, stem
 
 SIGNATURE = "def Mailbox.remove_folder(folder, force=False):"
@@ -15,8 +15,8 @@ LINES = [
 ]
 # "value" is in more than one summary of a hundred, "folder" in fewer.
 RUBRIC = Rubric.from_corpus(
-    [Example("m", "f", "def f(x):", f"Return the value {'abc'[i % 3]}.") for i in range(150)]
-    + [Example("m", "f", "def f(x):", line) for line in LINES]
+    [DocumentedFunction("m", "f", "def f(x):", f"Return the value {'abc'[i % 3]}.") for i in range(150)]
+    + [DocumentedFunction("m", "f", "def f(x):", line) for line in LINES]
 )
 
 

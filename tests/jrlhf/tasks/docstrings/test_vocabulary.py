@@ -8,7 +8,7 @@ import tokenizers
 
 from jrlhf.config.schema import DataConfig
 from jrlhf.data.tokenizer import Tokenizer
-from jrlhf.tasks.docstrings.corpus import Example, read_examples
+from jrlhf.tasks.docstrings.corpus import DocumentedFunction, read_examples
 from jrlhf.tasks.docstrings.vocabulary import encode_examples, encode_split, train_tokenizer, wrap
 
 
@@ -74,7 +74,7 @@ def test_a_vocabulary_that_cannot_be_is_refused(texts: list[str]):
 def test_examples_that_do_not_fit_are_left_out(tokenizer: Tokenizer):
     # A prompt is its signature and a line break; a response ends with <eos>.
     texts = [("a", "b b"), ("a a a", "b"), ("a a", "b b b"), ("a", "b")]
-    examples = [Example("m", "f", signature, summary) for signature, summary in texts]
+    examples = [DocumentedFunction("m", "f", signature, summary) for signature, summary in texts]
     ids = encode_examples(tokenizer, examples)
     assert [(len(prompt), len(response)) for prompt, response in ids] == [(2, 3), (4, 2), (3, 4), (2, 2)]
     split = encode_split(tokenizer, examples, DataConfig(max_prompt=3, max_response=3))
