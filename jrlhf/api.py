@@ -40,7 +40,7 @@ from jrlhf.errors import Preempted, UserError
 from jrlhf.export import export_checkpoint
 from jrlhf.generate import Generator, asked_of, converse
 from jrlhf.generate import load as load_generator
-from jrlhf.meshes.transfer import to_host
+from jrlhf.meshes.transfers import to_host
 from jrlhf.plan import Planned, Search
 from jrlhf.ppo.fields import Section, count, natural, positive
 from jrlhf.report.read import Record, read_run

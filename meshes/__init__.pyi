@@ -14,8 +14,8 @@ from jrlhf.meshes.mesh import AXES as AXES
 from jrlhf.meshes.mesh import make_mesh as make_mesh
 from jrlhf.meshes.mesh import simulate_devices as simulate_devices
 from jrlhf.meshes.resharding import reshard as reshard
-from jrlhf.meshes.transfer import gathered as gathered
-from jrlhf.meshes.transfer import lies_elsewhere as lies_elsewhere
-from jrlhf.meshes.transfer import to_devices as to_devices
-from jrlhf.meshes.transfer import to_host as to_host
-from jrlhf.meshes.transfer import transfer as transfer
+from jrlhf.meshes.transfers import gathered as gathered
+from jrlhf.meshes.transfers import lies_elsewhere as lies_elsewhere
+from jrlhf.meshes.transfers import to_devices as to_devices
+from jrlhf.meshes.transfers import to_host as to_host
+from jrlhf.meshes.transfers import transfer as transfer

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jrlhf.meshes.mesh import mesh_of
 from jrlhf.meshes.resharding import GROUP_BYTES, host_transfers_refused, packed_by_size
-from jrlhf.meshes.transfer import HOST, is_on_host
+from jrlhf.meshes.transfers import HOST, is_on_host
 
 DEVICE = "device"
 

@@ -22,7 +22,7 @@ from jaxtyping import Array, PRNGKeyArray
 from jrlhf.kernels.devices import vary
 from jrlhf.meshes.layout import GENERATE
 from jrlhf.meshes.mesh import AXES
-from jrlhf.meshes.transfer import lies_elsewhere
+from jrlhf.meshes.transfers import lies_elsewhere
 from jrlhf.models.config.checks import is_count, positive
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.init import draw

@@ -30,7 +30,7 @@ from jrlhf.meshes.exchange import copied
 from jrlhf.meshes.layout import Layout
 from jrlhf.meshes.pipeline import SCHEDULES, Pipeline, PipelineStep, ScheduleName, Table, actions, forwards
 from jrlhf.meshes.rows import join_rows, split_rows
-from jrlhf.meshes.transfer import transfer
+from jrlhf.meshes.transfers import transfer
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.forward import ShardedForward
 from jrlhf.models.lora import base_on

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jrlhf.meshes.by_length import ByLength, fold_by_length, row_ends
 from jrlhf.meshes.rows import check_divisible, draw_minibatch, split_rows
-from jrlhf.meshes.transfer import to_devices, to_host, transfer
+from jrlhf.meshes.transfers import to_devices, to_host, transfer
 from jrlhf.ppo.config.policy import PolicyConfig
 from jrlhf.ppo.masked import token_count
 from jrlhf.ppo.types import TrainState

@@ -1,14 +1,18 @@
-"""The order of the folders: a module imports only from folders below its own.
+"""The order of the folders: a module imports only from folders below its own. And how much a module loads.
 
 Read from the sources, so that it holds for code that no test runs, and for imports inside functions.
 """
 
 import ast
+import collections
+import importlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 # From the top down. Folders of one line do not know each other.
@@ -34,6 +38,15 @@ ORDER = (
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 AT_THE_TOP = ("kernels", "meshes", "models", "ppo", "configs")
 MOST_LINES = 800  # of a file
+# Maximum number of lines of our modules that importing a module loads, imports inside functions included.
+MOST_LOADED = {
+    "jrlhf.algorithms.grpo": 2_500,
+    "jrlhf.config.schema": 3_500,
+    "jrlhf.roles.actor": 12_000,
+    "jrlhf.generate": 15_500,
+    "jrlhf.stages.rl": 32_000,
+}
+MOST_IN_A_RUN = 33_500  # lines of our modules that a run of `arithmetic-grpo` loads
 
 
 @cache
@@ -129,6 +142,108 @@ def test_files_of_a_folder_form_no_cycle():
         for name in removable:
             del graph[name]
     assert graph == {}
+
+
+def imports_of_modules() -> dict[str, set[str]]:
+    """Module -> the modules of ours that it imports, wherever in its file; packages count, too."""
+    names = {f"{package_of(file)}.{file.stem}".removesuffix(".__init__"): file for file in modules()}
+    graph: dict[str, set[str]] = {}
+    for name, file in names.items():
+        found = {name.rpartition(".")[0]}
+        for node in nodes(file.read_text()):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            elif isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+        graph[name] = found & names.keys()
+    return graph
+
+
+def lines_of(names: Iterable[str]) -> int:
+    files = {f"{package_of(file)}.{file.stem}".removesuffix(".__init__"): file for file in modules()}
+    return sum(len(files[name].read_text().splitlines()) for name in names)
+
+
+@pytest.mark.parametrize("module", MOST_LOADED)
+def test_a_module_loads_only_what_it_needs(module):
+    graph, loaded, waiting = imports_of_modules(), set[str](), [module]
+    while waiting:
+        if (name := waiting.pop()) not in loaded:
+            loaded.add(name)
+            waiting += graph[name]
+    assert lines_of(loaded) <= MOST_LOADED[module]
+
+
+def stubs() -> dict[str, tuple[Path, dict[str, str]]]:
+    """Package that loads its names when they are used -> its folder, and name -> module that defines it."""
+    found = {}
+    for file in (file.with_suffix(".pyi") for file in modules() if file.stem == "__init__"):
+        if file.is_file():
+            statements = [node for node in nodes(file.read_text()) if isinstance(node, ast.ImportFrom)]
+            homes = {alias.name: str(node.module) for node in statements for alias in node.names}
+            found[package_of(file)] = file.parent, homes
+    return found
+
+
+def test_names_of_packages_are_no_modules_and_can_be_loaded():
+    """A module of the same name would replace the name once it is imported."""
+    assert {"jrlhf.ppo", "jrlhf.models", "jrlhf.meshes", "jrlhf.kernels.logprob"} <= stubs().keys()
+    for package, (folder, homes) in stubs().items():
+        inside = {path.stem for path in folder.iterdir()}
+        assert not inside & homes.keys()
+        module = importlib.import_module(package)
+        assert module.__all__ == sorted(homes) == dir(module)
+        for name, home in homes.items():
+            assert getattr(module, name) is getattr(importlib.import_module(home), name)
+        with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'unknown'"):
+            _ = module.unknown
+
+
+def test_modules_import_names_from_where_they_are_defined():
+    """Such an import says what it loads, which the name of a package does not."""
+    homes = {package: names for package, (_, names) in stubs().items()}
+    wrong = [
+        f"{file.relative_to(ROOT)}:{node.lineno} imports {alias.name} from {node.module}"
+        for file in modules()
+        for node in nodes(file.read_text())
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.name in homes.get(str(node.module), ())
+    ]
+    assert wrong == []
+
+
+def test_a_public_class_has_a_name_of_its_own():
+    names = collections.defaultdict[str, list[str]](list)
+    for file in modules():
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                names[node.name].append(str(file.relative_to(ROOT)))
+    assert {name: files for name, files in names.items() if len(files) > 1} == {}
+
+
+PLAIN = """
+import sys
+from jrlhf.train import cli
+code = cli(["--config", "arithmetic-grpo", "sft.steps=1", "grpo.iterations=1", f"run_dir={sys.argv[1]}"])
+print("MODULES", code, *(name for name in sys.modules if name.split(".")[0] == "jrlhf"))
+"""
+
+
+@pytest.mark.full
+def test_a_run_loads_only_what_its_config_asks_for(tmp_path):
+    command = [sys.executable, "-c", PLAIN, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    _, code, *names = next(line for line in done.stdout.splitlines() if line.startswith("MODULES")).split()
+    assert code == "0", done.stderr
+    assert lines_of(names) <= MOST_IN_A_RUN
+    absent = "fleet.fleet", "planning.search", "planning.time", "models.pipeline", "storage.mirror"
+    assert not {f"jrlhf.{name}" for name in absent} & {*names}
+
+
+def test_help_and_settings_need_no_jax():
+    code = "import sys, jrlhf.train, jrlhf.config, jrlhf.ppo, jrlhf.models; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 
 def test_files_stay_small():

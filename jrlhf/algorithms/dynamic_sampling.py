@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jrlhf.data.batches import Batch, put_rows
-from jrlhf.meshes.transfer import to_host
+from jrlhf.meshes.transfers import to_host
 from jrlhf.ppo.config.algorithms import DAPOConfig
 from jrlhf.ppo.types import Rollout
 from jrlhf.rewards.combine import extremes, named

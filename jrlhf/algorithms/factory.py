@@ -8,13 +8,13 @@ from jrlhf.algorithms.dynamic_sampling import DynamicSampler
 from jrlhf.algorithms.roles import Roles
 from jrlhf.config.schema import Config, SleepConfig
 from jrlhf.meshes.graph import Graph
+from jrlhf.models.generation.occupancy import LastRowsPolicy
 from jrlhf.models.generation.sampling import SamplingConfig
 from jrlhf.ppo.config.algorithms import DAPOConfig, SafeRLHFConfig
 from jrlhf.ppo.config.policy import PolicyConfig
 from jrlhf.rewards.mixture import Rewards
 from jrlhf.roles.actor import Actor, Reference
 from jrlhf.roles.critic import Constraint, CostCritic, Critic, FusedUpdate
-from jrlhf.roles.early import EarlyActor, LastRowsPolicy
 from jrlhf.roles.experience import ExperienceMaker
 from jrlhf.roles.initial import InitialModels, adamw, scalar_model
 from jrlhf.roles.model import Compute, Model
@@ -85,6 +85,8 @@ class RoleFactory:
         if (rows := self.config.compute.score_rows) is None:
             actor = self._trained(Actor, "actor", models["actor"], **rollouts)
         else:
+            from jrlhf.roles.early import EarlyActor
+
             actor = self._trained(EarlyActor, "actor", models["actor"], **rollouts, rows=rows, moves=self.moves)
         optional: dict[str, Any] = {"cost": costs}
         if "reference" in models:

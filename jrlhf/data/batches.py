@@ -14,7 +14,7 @@ from jaxtyping import Array, Int
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Example, Response
 from jrlhf.meshes.layout import GENERATE, TRAIN
-from jrlhf.meshes.transfer import to_devices
+from jrlhf.meshes.transfers import to_devices
 from jrlhf.ppo.types import Rollout
 
 

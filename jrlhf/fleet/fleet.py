@@ -37,7 +37,7 @@ from jrlhf.fleet.state import (
     rows_of,
     unpack,
 )
-from jrlhf.meshes.transfer import to_devices, to_host
+from jrlhf.meshes.transfers import to_devices, to_host
 from jrlhf.models.generation.chunks import ToHosts
 from jrlhf.models.generation.continuous import Decoding, Prompt, RowProgress, Weights
 from jrlhf.run.clock import TrainerWait

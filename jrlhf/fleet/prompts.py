@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jrlhf.data.batches import Batch, put_prompts, put_rows
 from jrlhf.data.types import Example
 from jrlhf.fleet.state import Collected
-from jrlhf.meshes.transfer import to_devices, to_host
+from jrlhf.meshes.transfers import to_devices, to_host
 from jrlhf.models.generation.chunks import ToHosts
 from jrlhf.models.generation.continuous import Prompt
 from jrlhf.ppo.types import Rollout

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 
 from jrlhf.errors import RunFailure
 from jrlhf.meshes.layout import GENERATE
-from jrlhf.meshes.transfer import to_devices, to_host
+from jrlhf.meshes.transfers import to_devices, to_host
 from jrlhf.models.collectives import TENSOR
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.generation.chunks import ToHosts

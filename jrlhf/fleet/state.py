@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
 from jrlhf.fleet.recompute import Row, Tracked
-from jrlhf.meshes.transfer import to_devices, to_host
+from jrlhf.meshes.transfers import to_devices, to_host
 from jrlhf.models.generation.chunks import EMPTY, Slots, ToHosts
 from jrlhf.models.generation.continuous import Decoding, Prompt
 

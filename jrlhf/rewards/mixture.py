@@ -19,7 +19,7 @@ from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Example, Response
 from jrlhf.errors import UserError
 from jrlhf.meshes.graph import Kind as CallKind
-from jrlhf.meshes.transfer import gathered, transfer
+from jrlhf.meshes.transfers import gathered, transfer
 from jrlhf.ppo.config.score import ScoreConfig
 from jrlhf.ppo.shaping import RunningMoments, shape_scores
 from jrlhf.ppo.types import Rollout

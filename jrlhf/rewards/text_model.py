@@ -14,7 +14,7 @@ from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.tokenizer_files import check_vocabulary, load_tokenizer
 from jrlhf.data.types import Ids
 from jrlhf.errors import UserError
-from jrlhf.meshes.transfer import to_host
+from jrlhf.meshes.transfers import to_host
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.hf.config import ENDS
 from jrlhf.models.hf.files import parse_json

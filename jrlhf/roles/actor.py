@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from jrlhf.data.batches import Batch
-from jrlhf.meshes.transfer import transfer
+from jrlhf.meshes.transfers import transfer
 from jrlhf.models.generation.sampling import SamplingConfig
 from jrlhf.models.generation.schedule import Schedule
 from jrlhf.models.params import Params

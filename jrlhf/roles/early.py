@@ -11,19 +11,19 @@ A call runs the same program on the same tiles in both cases, so its results do 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 
 from jrlhf.data.batches import Batch, put_rows
 from jrlhf.meshes.mesh import Device
-from jrlhf.meshes.transfer import to_host
+from jrlhf.meshes.transfers import to_host
 from jrlhf.models.generation.decoding import Generation
-from jrlhf.models.generation.occupancy import LastRows
+from jrlhf.models.generation.occupancy import LastRowsPolicy
 from jrlhf.ppo.types import Rollout, TrainState
 from jrlhf.roles.actor import Actor
 from jrlhf.roles.placement import Pending
@@ -33,16 +33,6 @@ T = TypeVar("T")
 ReadRows = Callable[[Bool[np.ndarray, "B"]], Rollout]  # returns the rollout on the host, at least these rows of it
 Watch = Callable[[Bool[np.ndarray, "B"], ReadRows, Mesh], None]  # (mask of finished rows, read, mesh of the other rows)
 OF_ROWS = "tokens", "prompt_lengths", "response_lengths", "logprobs", "finished"  # fields of a rollout
-
-
-class LastRowsPolicy(Protocol):
-    """Chooses, before each rollout, where its last rows decode. call: the name of the call that draws.
-
-    seconds: how long other processes wait for the one that chooses.
-    """
-
-    def before(self, call: str, *, seconds: float = 3600.0) -> LastRows | None: ...
-    def after(self, call: str, lengths: Int[np.ndarray, "B"]) -> None: ...
 
 
 @dataclass

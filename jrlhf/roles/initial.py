@@ -14,7 +14,7 @@ from jrlhf.config.stages import OptimizerConfig
 from jrlhf.data.batches import key_for
 from jrlhf.meshes.layout import GENERATE, TRAIN
 from jrlhf.meshes.resharding import reshard
-from jrlhf.meshes.transfer import to_host
+from jrlhf.meshes.transfers import to_host
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.init import init_sharded, scalar_from
 from jrlhf.models.lora import LoRAConfig, init_lora, lora_shardings

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jrlhf.meshes.layout import Layout
 from jrlhf.meshes.pipeline import Table
-from jrlhf.meshes.transfer import transfer
+from jrlhf.meshes.transfers import transfer
 from jrlhf.models.params import Params
 from jrlhf.models.pipeline import Gradients, PipelinePlacement, Stages, StageTask, run
 from jrlhf.ppo.updates import Pipeline, Updates, finish

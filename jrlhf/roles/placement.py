@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jrlhf.meshes.graph import Kind
 from jrlhf.meshes.layout import GENERATE, TRAIN_TP, Layout
-from jrlhf.meshes.transfer import is_on_host, lies_elsewhere, transfer
+from jrlhf.meshes.transfers import is_on_host, lies_elsewhere, transfer
 from jrlhf.models.params import Params
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.model import Architecture, Compute, Model, relocate, weights_at

@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from jrlhf.meshes.graph import Kind
 from jrlhf.meshes.offload import free_host, offload, onload
-from jrlhf.meshes.transfer import is_on_host
+from jrlhf.meshes.transfers import is_on_host
 from jrlhf.models.lora import base_on
 from jrlhf.models.params import Params
 from jrlhf.ppo.types import TrainState

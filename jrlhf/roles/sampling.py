@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jrlhf.data.batches import pad_rows, put_rows, read_responses, row_keys, whole_batches
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Response
-from jrlhf.meshes.transfer import to_host
+from jrlhf.meshes.transfers import to_host
 from jrlhf.models.generation.sampling import SamplingConfig
 from jrlhf.models.generation.schedule import Schedule
 from jrlhf.roles.generating import engine_of

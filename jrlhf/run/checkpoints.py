@@ -26,7 +26,7 @@ from jaxtyping import Array
 from jrlhf.errors import UserError, one_line
 from jrlhf.meshes.offload import DEVICE, groups, offload
 from jrlhf.meshes.spread import move, spread, spread_sharding
-from jrlhf.meshes.transfer import HOST
+from jrlhf.meshes.transfers import HOST
 from jrlhf.run.files import Closing, sha256
 from jrlhf.run.fingerprints import fingerprints, mesh_of, named_leaves
 from jrlhf.run.processes import any_process, from_main, is_main

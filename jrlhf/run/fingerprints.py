@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Shaped, UInt32
 
 from jrlhf.meshes.offload import groups, onload
-from jrlhf.meshes.transfer import is_on_host, to_host
+from jrlhf.meshes.transfers import is_on_host, to_host
 from jrlhf.run.files import sha256
 
 

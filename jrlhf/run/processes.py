@@ -32,7 +32,7 @@ from jrlhf.config.devices import DistributedConfig
 from jrlhf.errors import FAILED, UserError, one_line
 from jrlhf.meshes.mesh import absent_processes
 from jrlhf.meshes.resharding import reshard
-from jrlhf.meshes.transfer import to_host
+from jrlhf.meshes.transfers import to_host
 from jrlhf.run.files import decode, encode
 
 T = TypeVar("T")

@@ -9,10 +9,10 @@ from jax.sharding import Mesh
 from jrlhf.config.schema import Config
 from jrlhf.data.task import Task
 from jrlhf.meshes.plan import Placement, Slice
+from jrlhf.models.generation.occupancy import LastRowsPolicy
 from jrlhf.models.generation.sampling import SamplingConfig
 from jrlhf.rewards.mixture import Rewards
 from jrlhf.rewards.of_config import open_rewards
-from jrlhf.roles.early import LastRowsPolicy
 from jrlhf.roles.initial import InitialModels
 from jrlhf.roles.model import Compute, Model
 from jrlhf.roles.placement import CallPlacement, RolePlacement

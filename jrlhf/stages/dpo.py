@@ -14,7 +14,7 @@ from jrlhf.algorithms.registry import stage_graph
 from jrlhf.data.batches import put_rows, whole_batches
 from jrlhf.data.order import Order
 from jrlhf.data.task import Pairs
-from jrlhf.meshes.transfer import to_host
+from jrlhf.meshes.transfers import to_host
 from jrlhf.ppo.supervised import PairBatch, pair_terms
 from jrlhf.ppo.types import TrainState
 from jrlhf.roles.initial import adamw

@@ -7,7 +7,7 @@ import optax
 
 from jrlhf.config.schema import Config
 from jrlhf.config.stages import OptimizerConfig
-from jrlhf.meshes.transfer import to_host
+from jrlhf.meshes.transfers import to_host
 from jrlhf.ppo.types import TrainState
 from jrlhf.roles.initial import learning_rate
 

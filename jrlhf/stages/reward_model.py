@@ -11,7 +11,7 @@ from jrlhf.data.encode import Ids
 from jrlhf.data.order import Order
 from jrlhf.data.task import Pairs
 from jrlhf.errors import RunFailure
-from jrlhf.meshes.transfer import to_devices, to_host
+from jrlhf.meshes.transfers import to_devices, to_host
 from jrlhf.ppo.supervised import PreferenceBatch, make_preference_step
 from jrlhf.ppo.types import TrainState
 from jrlhf.roles.initial import adamw, scalar_model, stored

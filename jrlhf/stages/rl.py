@@ -28,7 +28,7 @@ from jrlhf.data.batches import (
 from jrlhf.data.encode import Prompts
 from jrlhf.data.order import UNSOLVED, Order, Solved
 from jrlhf.fleet.synchronous import RolloutSource, SynchronousRollouts
-from jrlhf.meshes.transfer import to_devices, to_host
+from jrlhf.meshes.transfers import to_devices, to_host
 from jrlhf.ppo.config.algorithms import SafeRLHFConfig
 from jrlhf.ppo.config.policy import PolicyConfig
 from jrlhf.ppo.experience import experience_metrics, update_kl

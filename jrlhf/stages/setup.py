@@ -33,6 +33,7 @@ from jrlhf.meshes.pipeline import FusedUpdates
 from jrlhf.meshes.plan import Plan
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.flash import computes
+from jrlhf.models.generation.occupancy import LastRowsPolicy
 from jrlhf.models.hf.files import PROMPTING
 from jrlhf.models.weights import HeadKind
 from jrlhf.rewards import builtin
@@ -40,7 +41,6 @@ from jrlhf.rewards.functions import FunctionReward, RewardFailure
 from jrlhf.rewards.python_code import PREFIX
 from jrlhf.rewards.text_model import is_ours, reward_tokenizer
 from jrlhf.rewards.types import Kind
-from jrlhf.roles.early import LastRowsPolicy
 from jrlhf.roles.model import Compute
 from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.planned_placement import place_roles

@@ -8,7 +8,7 @@ import numpy as np
 from jrlhf.data.batches import pad_rows, put_rows, whole_batches
 from jrlhf.data.encode import Sequences
 from jrlhf.data.order import Order
-from jrlhf.meshes.transfer import to_host
+from jrlhf.meshes.transfers import to_host
 from jrlhf.ppo.supervised import make_sft_step
 from jrlhf.ppo.types import SFTBatch, TrainState
 from jrlhf.roles.compiled import CompiledModel

@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from jrlhf.meshes.layout import GENERATE
 from jrlhf.meshes.mesh import AXES
-from jrlhf.meshes.transfer import to_devices, transfer
+from jrlhf.meshes.transfers import to_devices, transfer
 from jrlhf.models.attention import LayerCache, grown_cache, transposes_keys
 from jrlhf.models.collectives import TENSOR, all_rows, check_rows, own_rows
 from jrlhf.models.flash import reads_filled_positions

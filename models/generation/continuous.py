@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
 
 from jrlhf.meshes.mesh import AXES
-from jrlhf.meshes.transfer import to_host
+from jrlhf.meshes.transfers import to_host
 from jrlhf.models.collectives import check_rows
 from jrlhf.models.generation.chunks import Programs, PromptSlots, Slots, ToHosts
 from jrlhf.models.generation.decoding import Decoder, Results

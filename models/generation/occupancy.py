@@ -6,7 +6,7 @@ The engine follows these decisions with arrays on devices; a simulator follows t
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -108,6 +108,16 @@ class SlotTable:
 def fitting(sizes: Sequence[int], needed: int) -> int:
     """Returns the smallest of `sizes` that is at least `needed`."""
     return min(size for size in sizes if size >= needed)
+
+
+class LastRowsPolicy(Protocol):
+    """Chooses, before each rollout, where its last rows decode. call: the name of the call that draws.
+
+    seconds: how long other processes wait for the one that chooses.
+    """
+
+    def before(self, call: str, *, seconds: float = 3600.0) -> LastRows | None: ...
+    def after(self, call: str, lengths: Int[np.ndarray, "B"]) -> None: ...
 
 
 class Occupancy:

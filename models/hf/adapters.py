@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
-from jrlhf.meshes.transfer import to_devices
+from jrlhf.meshes.transfers import to_devices
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.hf.files import (
     ADAPTER_FILES,

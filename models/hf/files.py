@@ -28,7 +28,7 @@ from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 
 from jrlhf.meshes.resharding import packed_by_size
-from jrlhf.meshes.transfer import to_host
+from jrlhf.meshes.transfers import to_host
 
 DTYPES: Mapping[str, np.dtype] = {
     "F32": np.dtype(np.float32),

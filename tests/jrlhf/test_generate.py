@@ -209,8 +209,9 @@ def test_an_answer_has_no_blank_that_the_template_writes(monkeypatch):
     whole, asked = (encode_chat(mistral, talk[:n], add_generation_prompt=n == 1) for n in (2, 1))
     fields: Any = map(np.array, ([whole], [len(asked)], [len(whole) - len(asked)], [[]], [True]))
     rows = Generation(*fields)
-    monkeypatch.setattr(Generator, "compiled", SimpleNamespace(generate=lambda *_: lambda *_: rows))
-    model: Any = SimpleNamespace(config=SimpleNamespace(max_positions=200), params=None, frozen=())
+    monkeypatch.setattr(generate, "engine_of", lambda *_: lambda *_: rows)
+    sizes = SimpleNamespace(max_positions=200)
+    model: Any = SimpleNamespace(config=sizes, architecture=None, params=None, frozen=())
     for chat, text in ((True, "It is 4"), (False, "  It is 4")):
         form = generate.Asked(DatasetsData(), chat=chat)
         generator = Generator(model, mistral, mesh, Compute(), SamplingConfig(8), 8, form, "the default")

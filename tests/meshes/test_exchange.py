@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jrlhf.meshes import AXES
 from jrlhf.meshes.exchange import exchange, permutations
 from jrlhf.meshes.resharding import host_transfers_refused
-from tests.meshes.test_transfer import PAIRS, batch, mesh_on
+from tests.meshes.test_transfers import PAIRS, batch, mesh_on
 from tests.support.launched import launch
 
 MOVED = """
@@ -24,7 +24,7 @@ from jrlhf.run.devices import select
 
 select(DeviceConfig(platform="cpu", simulated=int(sys.argv[1])), DistributedConfig(timeout=60))
 from jrlhf.meshes import AXES, to_devices, to_host, transfer
-from tests.meshes.test_transfer import PAIRS, batch, mesh_on
+from tests.meshes.test_transfers import PAIRS, batch, mesh_on
 
 host, shards = batch(), {}
 for pair, sizes in {**PAIRS, "same": ((2, 1, 2, 2), (2, 2, 2, 1))}.items():

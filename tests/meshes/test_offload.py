@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jrlhf.meshes import make_mesh
 from jrlhf.meshes.offload import free_host, groups, offload, onload
-from jrlhf.meshes.transfer import is_on_host
+from jrlhf.meshes.transfers import is_on_host
 from tests.support.live import live_bytes
 
 

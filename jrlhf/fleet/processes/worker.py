@@ -37,7 +37,7 @@ from jrlhf.fleet.slices import SliceWorkers
 from jrlhf.fleet.state import saved
 from jrlhf.meshes.layout import GENERATE
 from jrlhf.meshes.mesh import make_mesh
-from jrlhf.meshes.transfer import to_devices, to_host
+from jrlhf.meshes.transfers import to_devices, to_host
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.generation.continuous import ContinuousBatch, Prompt
 from jrlhf.models.generation.sampling import SamplingConfig

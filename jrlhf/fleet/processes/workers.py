@@ -26,7 +26,7 @@ from jrlhf.fleet.processes.process import ATTEMPTS, LocalWorker, NoRoom, Process
 from jrlhf.fleet.processes.ray_worker import RayWorker, free_places, total_places
 from jrlhf.fleet.processes.shared import SharedArrays, WeightUpdate, read
 from jrlhf.fleet.state import DrawnRows, drawn_rows, saved
-from jrlhf.meshes.transfer import to_devices, to_host
+from jrlhf.meshes.transfers import to_devices, to_host
 from jrlhf.models.generation.continuous import ContinuousBatch, Decoding, Prompt, RowProgress, Weights
 from jrlhf.run.directory import FLEET
 from jrlhf.run.files import decode, encode

@@ -32,7 +32,7 @@ from jrlhf.errors import UserError
 from jrlhf.meshes import make_mesh
 from jrlhf.meshes.offload import groups
 from jrlhf.ppo import TrainState
-from jrlhf.run import checkpoints, fingerprints
+from jrlhf.run import fingerprints
 from jrlhf.run.checkpoints import Checkpoints, is_obstacle, like
 from jrlhf.run.fingerprints import fingerprint
 
@@ -218,8 +218,8 @@ def test_fingerprints_need_temporary_memory_for_one_group_only(monkeypatch: pyte
         return compute(own)
 
     monkeypatch.setattr(fingerprints, "_fingerprints", recorded)
-    monkeypatch.setattr(checkpoints, "groups", partial(groups, group_bytes=2 * 64 * 8 * 4 // 8))
-    assert checkpoints.fingerprints(leaves) == {name: numpy_fingerprint(x) for name, x in host.items()}
+    monkeypatch.setattr(fingerprints, "groups", partial(groups, group_bytes=2 * 64 * 8 * 4 // 8))
+    assert fingerprints.fingerprints(leaves) == {name: numpy_fingerprint(x) for name, x in host.items()}
     assert [names for names, _ in temporary] == [["a", "b"], ["c"], ["d"]]
     assert all(size <= 256 * 8 * 4 / 8 + 1024 for _, size in temporary)
 

@@ -6,7 +6,7 @@ import pytest
 
 from jrlhf.config.parse import build
 from jrlhf.config.schema import Config
-from jrlhf.meshes.transfer import is_on_host
+from jrlhf.meshes.transfers import is_on_host
 from jrlhf.roles import actor, critic
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.stages import finalize
