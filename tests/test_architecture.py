@@ -149,13 +149,13 @@ def imports_of_modules() -> dict[str, set[str]]:
     names = {f"{package_of(file)}.{file.stem}".removesuffix(".__init__"): file for file in modules()}
     graph: dict[str, set[str]] = {}
     for name, file in names.items():
-        found = {name.rpartition(".")[0]}
+        targets = {name.rpartition(".")[0]}
         for node in nodes(file.read_text()):
             if isinstance(node, ast.ImportFrom) and node.module:
-                found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+                targets |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
             elif isinstance(node, ast.Import):
-                found |= {alias.name for alias in node.names}
-        graph[name] = found & names.keys()
+                targets |= {alias.name for alias in node.names}
+        graph[name] = targets & names.keys()
     return graph
 
 
@@ -176,13 +176,13 @@ def test_a_module_loads_only_what_it_needs(module):
 
 def stubs() -> dict[str, tuple[Path, dict[str, str]]]:
     """Package that loads its names when they are used -> its folder, and name -> module that defines it."""
-    found = {}
+    packages = {}
     for file in (file.with_suffix(".pyi") for file in modules() if file.stem == "__init__"):
         if file.is_file():
             statements = [node for node in nodes(file.read_text()) if isinstance(node, ast.ImportFrom)]
             homes = {alias.name: str(node.module) for node in statements for alias in node.names}
-            found[package_of(file)] = file.parent, homes
-    return found
+            packages[package_of(file)] = file.parent, homes
+    return packages
 
 
 def test_names_of_packages_are_no_modules_and_can_be_loaded():

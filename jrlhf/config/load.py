@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from jrlhf.config.aliases import modernize
 from jrlhf.config.parse import Override, build, override, parse_yaml, section_with
 from jrlhf.config.places import expanded
 from jrlhf.config.schema import Config
@@ -41,12 +40,7 @@ def make_config(source: str | Path | Mapping[str, Any], changes: Mapping[str, An
         raise UserError(f"config={source!r}: it must be the name of a config, a YAML file, or a dict of settings")
 
     def change(mapping: dict[str, Any]) -> None:
-        plain, nested = plain_value(changes or {}), dict[str, Any]()
-        _merge(mapping, plain)
-        _merge(nested, plain)
-        modern, moved = modernize({"stages": mapping.get("stages")} | nested)
-        if moved["notices"]:  # a change by an old key wins against the file's value of the new one
-            _merge(mapping, {key: value for key, value in modern.items() if key != "stages"})
+        _merge(mapping, plain_value(changes or {}))
 
     if not isinstance(source, Mapping):
         return _build_file(str(source), change)

@@ -172,7 +172,6 @@ def _build(cls: type[T], mapping: object, path: str) -> T:
         keys, listed = ", ".join(kinds), path.partition("[")[0]
         written = f"{path}.KEY=VALUE" if listed == path else f"{listed}=[{{KEY: VALUE}}]"
         raise UserError(f"{path}={_shown(mapping)}: it is a section, write {written} for one of {keys}")
-    mapping, derived = cls.prepare(mapping) if hasattr(cls, "prepare") else (mapping, {})  # pyright: ignore
     values: dict[str, Any] = {}
     tables = {key for item in fields(cls) for key in item.metadata.get("table", ())}  # pyright: ignore
     for key, value in mapping.items():
@@ -187,7 +186,7 @@ def _build(cls: type[T], mapping: object, path: str) -> T:
         if "table" in item.metadata:
             values[item.name] = {key: values.pop(key) for key in item.metadata["table"] if key in values}
     try:
-        return cls(**values, **derived)
+        return cls(**values)
     except ValueError as error:
         names_a_key = re.match(r"\w+=", str(error))
         raise UserError(joined(path, str(error)) if names_a_key else f"{path}: {error}".lstrip(": ")) from error

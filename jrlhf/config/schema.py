@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from jrlhf.config.aliases import modernize
 from jrlhf.config.devices import DeviceConfig, DistributedConfig
 from jrlhf.config.keys import as_line
 from jrlhf.config.parse import Feature, changed, in_use
@@ -402,7 +401,7 @@ class Config(Section):
     wandb: WandbConfig | None = None
     prometheus: bool = False  # write metrics.prom after each iteration, for the textfile collector of node_exporter
     profile: ProfileConfig | None = None
-    notices: tuple[str, ...] = field(default=(), compare=False, metadata={"from": ""})  # about old keys, for the log
+    notices: tuple[str, ...] = field(default=(), compare=False, metadata={"from": ""})  # told when a run begins
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -414,13 +413,11 @@ class Config(Section):
             if name in self.stages or not learner or not list(changed(self.sections[name])):
                 continue
             void = f"section {name} has no effect with stages={as_line(self.stages)}"
-            if name not in ("sft", "reward_model"):  # old configs may have these two
+            if name not in ("sft", "reward_model"):  # whose stages may be left out of a config that has them
                 raise ValueError(f"{void}: leave it out ({name}=null on a command line)")
             object.__setattr__(self, "notices", (*self.notices, void))
         complete = {stage: self.sections.get(stage) or STAGES[stage]() for stage in self.stages}
         object.__setattr__(self, "sections", complete)
-
-    prepare = staticmethod(modernize)
 
     @property
     def algorithm(self) -> str | None:

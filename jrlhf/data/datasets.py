@@ -49,15 +49,6 @@ def load_task(config: Config, tokenizer: Tokenizer) -> Task:
         both = encoded["preferences", _LEARN], encoded.get(("preferences", _HELD), Pairs((), (), ()))
         pairs = lambda sampler: both  # noqa: E731
     words = [f"{key} {dataset.fingerprint}" for key, dataset in datasets.items()]
-    rows = [row for dataset in datasets.values() for row in dataset.examples]
-    if any(isinstance(row.prompt, tuple) and prompt_text(row) != row.prompt[0].get("content") for row in rows):
-        words.append("whole prompts are held out")  # older versions compared what the user says in them
-    if any(row.columns.get(key) is not None for row in rows for key in ("chat_template_kwargs", "enable_thinking")):
-        words.append("rows give variables to their template")  # older versions ignored them, and weights of messages
-    if any(turn.get("weight") == 0 for row in rows if isinstance(row.prompt, tuple) for turn in row.prompt):
-        words.append("messages of weight 0 are not learned")
-    if any(not row.prompt and row.chosen for row in rows):
-        words.append("pairs without a prompt are held out one by one")  # older versions held them out together
     examples = [example for rows in encoded.values() for example in rows.examples]
     return Task(
         tokenizer=tokenizer,

@@ -96,7 +96,7 @@ def select_plan(
     def search() -> Plan:
         path = run_path(config) / PLAN
         if resume and path.exists():
-            if unsealed(path, older=True) is None:
+            if unsealed(path) is None:
                 raise UserError(
                     f"{path} is not what was saved: delete it to search for a plan again; results are the same up to "
                     "rounding"
@@ -136,7 +136,7 @@ def _refuse_other_groups(config: Config, plan: Plan) -> None:
     A prompt starts when one group has free slots for all its rows, so with other groups other weights draw it.
     """
     path = run_path(config) / PLAN
-    if unsealed(path, older=True) is None:
+    if unsealed(path) is None:
         return
     there, here = (own["actor.generate"] for own in (read_plan(path), plan))
     if there.groups != here.groups:

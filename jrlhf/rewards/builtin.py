@@ -16,9 +16,8 @@ from jrlhf.rewards.numbers import check_extract, read_number
 
 NAMES = ("exact_match", "format_regex", "numeric_answer", "math_verify", "word_count")
 # Identify the functions in checkpoints, in place of the file's hash, so that a run resumes after edits of this text.
-# Give a function another one when it gives any response another score. The first is the hash that older runs recorded.
-_FIRST = "c1e9a59c1c7362ca2705b42dc56af51755f5032d8833bbc24ade19275d4580dd"
-IDENTITIES = dict.fromkeys(NAMES, _FIRST) | {"numeric_answer": "2"}
+# Give a function another one when it gives any response another score.
+IDENTITIES: dict[str, str] = dict.fromkeys(NAMES, "1")
 
 
 def spec_of(name: str, called: str) -> str:

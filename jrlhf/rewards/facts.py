@@ -14,7 +14,6 @@ from jrlhf.rewards.types import Kind, Sample
 from jrlhf.rewards.worker import GIVEN
 
 SHOWN = 300  # characters of a text in a message
-OLDER = " as older versions"  # suffix of the key of a function's digest that older versions recorded
 MODULES = " modules"  # suffix of the key that identifies the modules which a function's file imports
 
 
@@ -55,16 +54,8 @@ class Facts:
     @property
     def fingerprint(self) -> str:
         """A digest of the function's file, wherever that is, and the options that it is called with."""
-        return self._digest(os.path.basename(self.spec))
-
-    @property
-    def older(self) -> str:
-        """The digest that older versions recorded, which contains the directory of the file."""
-        return self._digest(self.spec)
-
-    def _digest(self, spec: str) -> str:
         source = builtin.IDENTITIES[self.spec.rpartition(":")[2]] if self.is_builtin else self.sha256 or ""
-        return fingerprint([spec, source, repr(sorted(self.config.options.items()))])
+        return fingerprint([os.path.basename(self.spec), source, repr(sorted(self.config.options.items()))])
 
     @property
     def identity(self) -> dict[str, str]:
@@ -72,11 +63,6 @@ class Facts:
         key = f"{self.kind} {self.config.name}"
         imported = {f"{key}{MODULES}": fingerprint(map(str, sorted(self.modules.items())))} if self.modules else {}
         return {key: self.fingerprint} | imported
-
-    @property
-    def failure_words(self) -> dict[str, str]:
-        """The entries of failures.jsonl if the function stops the run: its identity, and its digest in older runs."""
-        return self.identity | {f"{self.kind} {self.config.name}{OLDER}": self.older}
 
     def describe(self) -> str:
         """Returns one line for the log: the function, its file, and what happens if it fails."""

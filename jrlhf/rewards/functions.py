@@ -33,7 +33,7 @@ START_SECONDS = 120.0  # deadline for a worker to import the function
 class RewardFailure(UserError):
     """A reward function failed on a sample, and no setting says which score such samples get.
 
-    identity: `Facts.failure_words` of the function that failed.
+    identity: `Facts.identity` of the function that failed.
     """
 
     def __init__(self, message: str, identity: Mapping[str, str] | None = None):
@@ -250,7 +250,7 @@ class FunctionReward(Closing):
     def _checked_results(self, answer: Mapping[str, Any], samples: Sequence[Sample]) -> Sequence[Mapping[str, Any]]:
         """Returns the results of a call, one for each sample. Raises RewardFailure where a failure stops the run."""
         if "bad" in answer:
-            raise RewardFailure(f"{self._called}: {answer['bad']}", self.facts.failure_words)
+            raise RewardFailure(f"{self._called}: {answer['bad']}", self.facts.identity)
         whole = "failure" in answer
         results = [answer] * len(samples) if whole else answer["results"]
         if not self._config.skip_none:
@@ -268,7 +268,7 @@ class FunctionReward(Closing):
                 raise RewardFailure(
                     f"{story}: {late}mend the function, {none}or set on_failure of {self._called} to a score for such "
                     f"samples{resume}",
-                    self.facts.failure_words,
+                    self.facts.identity,
                 )
         return results
 

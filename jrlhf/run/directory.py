@@ -28,7 +28,7 @@ from jrlhf.run.processes import from_main, is_main, share
 from jrlhf.run.resume import changes
 
 CONFIG, PLAN, FUSED, ENVIRONMENT, SAMPLES = "config.yaml", "plan.yaml", "fused.json", "environment.txt", "samples.jsonl"
-SUMMARY, TOKENIZER, SEEDS, HUB = "summary.json", "tokenizer.json", "seeds", "hub.txt"
+SUMMARY, TOKENIZER, HUB = "summary.json", "tokenizer.json", "hub.txt"
 PREFERENCES, REPORT = "preferences.jsonl", "report.html"
 FLEET = "fleet.yaml"  # settings of `fleet` that may change while a run goes on; a store has no copy of it
 EXPORTS = "model", "adapter", "reward_model", "reward_adapter"
@@ -75,19 +75,6 @@ class RunDirectory(Closing):
         if self._lock >= 0:
             os.close(self._lock)  # this also releases the lock
             self._lock = -1
-
-    def seeds(self) -> int:
-        """Returns the version of how the run derives seeds: 2; 1 for a run from before versions were recorded."""
-        path = self.path / SEEDS
-        if not path.exists():  # a run that has not begun was killed before it wrote the file
-            begun = (self.path / PREFERENCES).exists() or any(self.path.glob("checkpoints/*/*"))
-            return 1 if begun else 2
-        try:
-            return {"1": 1, "2": 2}[path.read_text(encoding="utf-8").strip()]
-        except (OSError, ValueError, KeyError) as error:
-            raise UserError(
-                f"{path} does not hold the version of the run's seeds: write 2 into it, as a new run does, and resume"
-            ) from error
 
     def add_samples(self, samples: Iterable[Mapping[str, object]]) -> None:
         """Appends sampled texts, each with its `stage` and `step`, to samples.jsonl."""
@@ -194,7 +181,7 @@ def read_prompting(directory: Path) -> dict[str, Any]:
     chat: in conversations. prompt_end: the end of each plain prompt.
     """
     places = [place for place in (directory, directory / "model") if (place / PROMPTING).is_file()]
-    path = places[0] / PROMPTING if places else directory / SUMMARY  # older versions wrote it there
+    path = (places or [directory])[0] / PROMPTING
     content, kinds = _read_object(path), {"chat": bool, "prompt_end": str}
     for name, kind in kinds.items():
         if not isinstance(content.get(name, kind()), kind):
@@ -322,8 +309,6 @@ def _open(run: RunDirectory, config: Config, resume: bool) -> None:
             run.changes += filter(None, (_compare(path, config, resume), _other_processes(path)))
         if fresh or run.changes:
             run.write(CONFIG, config_yaml(config))
-        if run.seeds() == 2:
-            run.write(SEEDS, "2\n")  # written after the config, because a directory without one is no run
         if fresh:
             run.begin()
         for name in ("", *EXPORTS):  # half written by a killed process, as are the exports
@@ -331,9 +316,6 @@ def _open(run: RunDirectory, config: Config, resume: bool) -> None:
                 leftover.unlink()
         for name in EXPORTS:
             heal(path / name)
-            for leftover in path.glob(f".{name}-*"):
-                if leftover.suffix != ".partial":  # by an older version
-                    shutil.rmtree(leftover)
         undo.pop_all()
 
 

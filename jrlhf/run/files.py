@@ -122,18 +122,15 @@ def seal(text: str) -> str:
     return f'{{"sha256": "{digest}", {text[1:]}' if text.startswith("{") else f"# sha256 {digest}\n{text}"
 
 
-def unsealed(path: Path, *, older: bool = False) -> str | None:
-    """Returns the text of a sealed file; None if there is no file, or if the checksum does not match.
-
-    older: accepts a text without a seal, which an older version wrote.
-    """
+def unsealed(path: Path) -> str | None:
+    """Returns the text of a sealed file; None if there is no file, or if the checksum is missing or does not match."""
     try:
         content = path.read_text(encoding="utf-8")
     except (FileNotFoundError, UnicodeDecodeError):
         return None
     match = _SEAL.match(content)
     if match is None:
-        return content if older else None
+        return None
     text = "{" * content.startswith("{") + content[match.end() :]
     return text if sha256(text) in match.groups() else None
 

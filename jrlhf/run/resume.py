@@ -127,8 +127,8 @@ def defines_results(key: str) -> bool:
 def _settings(saved: object, config: Config) -> tuple[dict[str, str], dict[str, str]]:
     """Returns the settings of a saved config and of `config`, key -> value."""
     try:
-        began = build(Config, saved)  # reads keys of older versions, too
-    except UserError:  # keys of a newer version are compared as text
+        began = build(Config, saved)
+    except UserError:  # keys of another version are compared as text
         return _keys(saved), _keys(parse_yaml(config_yaml(config), "config"))
     versions = began, config
     old, new = (_keys(parse_yaml(config_yaml(one, off=True), "config")) | _logical_workers(one) for one in versions)

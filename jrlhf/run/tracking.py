@@ -149,11 +149,11 @@ def tracking(config: Config, run: RunDirectory, warn: Callable[[str], None]) -> 
 
 
 def run_id(run: RunDirectory, warn: Callable[[str], None]) -> str:
-    """Returns the id of the run in wandb: 8 random digits, and 8 check digits (older versions wrote none)."""
+    """Returns the id of the run in wandb: 8 random digits, and 8 check digits."""
     path, first = run.path / IDENTITY, uuid.uuid4().hex[:8]
     if path.exists():
         saved = path.read_text(encoding="utf-8", errors="replace").strip()
-        if re.fullmatch(r"[0-9a-f]{8}", saved) or saved == saved[:8] + sha256(saved[:8])[:8]:
+        if saved == saved[:8] + sha256(saved[:8])[:8]:
             return saved
         warn(f"{path} is damaged: the metrics go to a new run of wandb")
     run.write(IDENTITY, f"{first}{sha256(first)[:8]}\n")

@@ -154,7 +154,7 @@ def _read(context: Context, graded_as: Mapping[str, Any]) -> tuple[dict[str, Any
     path = context.run.path / BEFORE
     text = unsealed(path)
     if text is None and path.exists():
-        context.console.warn(f"{path} is damaged, or of an older version: the held-out prompts are answered again")
+        context.console.warn(f"{path} is damaged: the held-out prompts are answered again")
     saved = {} if text is None else decode(text)
     return (saved["graded"] if saved.get("graded_as") == graded_as else None), saved.get("seconds", 0.0)
 

@@ -5,13 +5,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from jrlhf import __version__
 from jrlhf.errors import UserError
-from jrlhf.rewards.facts import MODULES, OLDER
+from jrlhf.rewards.facts import MODULES
 from jrlhf.run.directory import RunDirectory
 from jrlhf.run.files import read_jsonl, to_json, write_atomic
 
 FAILURES = "failures.jsonl"  # a file of the run: the reward functions that stopped it
-_VERSION = "identity"  # a key that checkpoints of older versions lack
+_VERSION = "jrlhf"  # the key of the program's version, which may differ
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Identity:
     """Identifies the inputs of a run by words: input -> a value or a digest of it.
 
     words: the inputs that all stages share: the data, sizes of models, ids of tokens, modules of reward functions; and
-        of each reward function its word, and the word that older versions recorded, which is also accepted.
+        of each reward function its word.
     functions: keys of reward functions; their words may change if the function stopped the run.
     accepts: their words may change in any case (--accept-rewards).
     """
@@ -31,24 +32,17 @@ class Identity:
     def of_stage(self, words: Mapping[str, str]) -> dict[str, str]:
         """Returns all words of a stage, for its checkpoints. Modules count only for functions that the stage calls."""
         functions = {key: key.removesuffix(MODULES) for key in self.words}
-        shared = {
-            key: word
-            for key, word in self.words.items()
-            if functions[key] not in self.functions - {*words} and not key.endswith(OLDER)
-        }
-        return {_VERSION: "1", **shared, **words}
+        shared = {key: word for key, word in self.words.items() if functions[key] not in self.functions - {*words}}
+        return {_VERSION: __version__, **shared, **words}
 
     def compare(
         self, run: RunDirectory, stage: str, there: Mapping[str, str], here: Mapping[str, str], *, ended: bool = False
-    ) -> Iterator[str]:
+    ) -> None:
         """Compares the words of a checkpoint, `there`, with those of this process. Refuses inputs that differ.
 
-        Appends accepted changes to `run.changes`. Yields notices. ended: see `_changes`.
+        Appends accepted changes to `run.changes`. ended: see `_changes`.
         """
         run.changes += self._changes(run.path, stage, there, here, ended)
-        if unknown := _unknown(there, here):
-            names = ", ".join(unknown)
-            yield f"the checkpoint of stage {stage} is of an older version, which did not record {names}"
 
     def check_known(
         self, run: Path, stage: str, there: Mapping[str, str], functions: Collection[str], *, ended: bool
@@ -66,9 +60,8 @@ class Identity:
     ) -> Iterator[str]:
         """Yields clauses on accepted changes; refuses others. ended: the stage is done, so that a changed function
         would only judge a model that never learnt from it."""
-        unknown = _unknown(there, here)
-        for key in {**there, **here}:
-            if there.get(key) in (here.get(key), self.words.get(key + OLDER, here.get(key))) or key in unknown:
+        for key in {**there, **here} if there else ():  # without words: a damaged checkpoint, which a restore tells
+            if there.get(key) == here.get(key) or key == _VERSION:
                 continue
             difference = f"another {key} ({there.get(key)} there, {here.get(key)} here)"
             function = key.removesuffix(MODULES)
@@ -86,18 +79,15 @@ class Identity:
                     "bring its code back, or go on with the changed function by --accept-rewards "
                     "(accept_rewards=True in Python)"
                 )
-            raise UserError(f"the checkpoint of stage {stage} was made with {difference}: {remedy}")
-
-
-def _unknown(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
-    """Returns the words that an older version did not record."""
-    return [] if _VERSION in there else [key for key in here if key not in there]
+            version = there.get(_VERSION)
+            other = "" if version == __version__ else f", by jrlhf {version}, and this is {__version__}"
+            raise UserError(f"the checkpoint of stage {stage} was made with {difference}{other}: {remedy}")
 
 
 def numbers(name: str, section: Any) -> dict[str, str]:
     """Returns `name.field` -> value for the fields of a dataclass that do not have their default.
 
-    So a field that a later version adds does not change the words of older runs.
+    So a new field changes no words of runs that do not use it.
     """
     changed = {item.name: value for item in fields(section) if (value := getattr(section, item.name)) != item.default}
     return {f"{name}.{key}": str(value) for key, value in changed.items()}
@@ -116,4 +106,4 @@ def _stopped(run: Path, function: str, there: Mapping[str, str]) -> bool:
     """True if the function, in the version that the checkpoint names, has stopped the run."""
     keys = [key for key in (function, function + MODULES) if key in there]
     records = read_jsonl(run / FAILURES) if function in there else ()
-    return any(all(there[key] in (record.get(key), record.get(key + OLDER)) for key in keys) for record in records)
+    return any(all(there[key] == record.get(key) for key in keys) for record in records)

@@ -155,6 +155,5 @@ def _restore(
     assert restored is not None, "there are steps, and a damaged last one raises"
     start, state, there = restored
     words = {key: word for key, word in there.items() if key not in (RECORDS, SECONDS)}
-    for notice in context.identity.compare(context.run, name, words, meta, ended=start == context.config.length(name)):
-        context.console.line(notice)
+    context.identity.compare(context.run, name, words, meta, ended=start == context.config.length(name))
     return start, state, there

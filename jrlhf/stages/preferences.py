@@ -16,14 +16,13 @@ from jrlhf.errors import Preempted
 from jrlhf.roles.model import Model
 from jrlhf.run.directory import PREFERENCES
 from jrlhf.run.files import to_json
-from jrlhf.run.processes import from_main
 from jrlhf.stages.context import Context
 
 
 def collect_pairs(context: Context, policy: Model) -> tuple[Pairs, Pairs]:
     """The task's pairs to learn from, and its held-out pairs. Sampled pairs are saved in preferences.jsonl."""
     assert context.task.pairs is not None
-    train, heldout = context.task.pairs(_PolicySampler(context, policy, from_main(context.run.seeds)))
+    train, heldout = context.task.pairs(_PolicySampler(context, policy))
     if train.rows:
         context.run.write(PREFERENCES, b"".join(map(to_json, train.rows)))
     return train, heldout
@@ -51,14 +50,10 @@ def accuracies(right: Shaped[np.ndarray, "N"], clear: Bool[np.ndarray, "N"] | No
 
 @dataclass(frozen=True)
 class _PolicySampler:
-    """Answers a task's prompts with a policy, with the settings of rollouts.
-
-    seeds: version of the generators' seeds, as the run recorded it. 2: from the purpose; 1: from the purpose's length.
-    """
+    """Answers a task's prompts with a policy, with the settings of rollouts."""
 
     context: Context
     policy: Model
-    seeds: int
 
     def responses(self, prompts: Sequence[Ids], count: int, purpose: str) -> list[list[Response]]:
         """Returns `count` rounds, each with one response to every prompt."""
@@ -72,5 +67,4 @@ class _PolicySampler:
 
     def rng(self, purpose: str) -> np.random.Generator:
         """A generator that depends on the run's seed and the purpose alone."""
-        number = len(purpose) if self.seeds == 1 else zlib.crc32(purpose.encode())
-        return np.random.default_rng((self.context.config.seed, number))
+        return np.random.default_rng((self.context.config.seed, zlib.crc32(purpose.encode())))

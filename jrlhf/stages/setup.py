@@ -166,7 +166,7 @@ def open_context(
         elif mirror is not None:
             run.kept = partial(mirror.start, run)
         _write_inputs(run, config, task, plan, resources.fused)
-        words |= {"corpus": task.fingerprint, "seeds": str(from_main(run.seeds))}
+        words["corpus"] = task.fingerprint
         functions = {f"{kind} {part.name}" for _, kind, part in config.rewards_and_costs if part.function is not None}
         try:
             yield Context(
@@ -472,7 +472,7 @@ def _check_function(reward: RewardConfig, seed: int, kind: Kind, task: Task) -> 
     with FunctionReward(reward, seed, kind=kind) as function:
         if task.prompts is not None:
             function.facts.check_columns(task.prompts.examples[0].columns)
-        return function.facts.failure_words
+        return function.facts.identity
 
 
 def _check_reward_model(path: str, key: str) -> str:

@@ -90,9 +90,6 @@ def test_settings_in_python_are_those_of_the_command_line(tmp_path):
     assert make_config("qwen3-8b-lora", {"lora": None}).lora is None
     assert make_config("arithmetic-grpo", {"grpo": None}).rl == make_config({"stages": ["grpo"]}).rl  # the defaults
     assert make_config({"stages": ["sft"]}).name == "run"
-    for old in ({"reward_model.prompts": 24}, {"reward_model": {"prompts": 24}}):  # the file has the new key
-        changed = make_config("quickstart", old)
-        assert changed == load_config("quickstart", ["reward_model.prompts=24"]) and "prompts" in changed.notices[0]
     assert "did you mean grpo.rollout_batch" in refused(make_config, "arithmetic-grpo", {"grpo.rolout_batch": 3})
     assert "seed=3 is no section, it has no x" in refused(make_config, {"seed": 3}, {"seed.x": 3})
     assert "did you mean quickstart" in refused(make_config, "quickstar")

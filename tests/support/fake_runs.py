@@ -64,7 +64,7 @@ def play(directory: Path, *, resume: bool = False, before: Before = lambda step:
     )
     config = load_config(str(source), settings)
     with open_run(config, resume=resume) as run, explained(run), PreemptionGuard() as guard, jax.set_mesh(mesh):
-        identity = Identity({"seeds": str(run.seeds())})
+        identity = Identity({"corpus": "c"})
         services = {"run": run, "console": console, "preemption": guard, "identity": identity, "trackers": ()}
         services["phases"] = Stopwatch()
         context: Any = SimpleNamespace(config=config, mesh=mesh, task=SimpleNamespace(fingerprint="task"), **services)

@@ -1,7 +1,6 @@
 """Loading of configs: all that a user can write, old keys, and the sentences on mistakes."""
 
-import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -23,8 +22,7 @@ from jrlhf.config import (
 from jrlhf.config.keys import flatten
 from jrlhf.config.parse import Feature, parse_yaml
 from jrlhf.config.parse import override as put
-from jrlhf.config.schema import DatasetsData, DocstringsData, LoRASection
-from jrlhf.config.stages import ALGORITHMS
+from jrlhf.config.schema import DatasetsData, LoRASection
 from jrlhf.errors import UserError
 from jrlhf.ppo.fields import Section, checked, count
 from jrlhf.roles.pretrained import fresh_model
@@ -329,7 +327,7 @@ def test_files_and_names_that_are_not_configs(tmp_path, monkeypatch):
         assert message in str(caught.value)
 
 
-def test_every_packaged_config_fits_its_own_devices_and_has_no_old_keys():
+def test_every_packaged_config_fits_its_own_devices_and_tells_nothing():
     for name in config_names():
         config = load_config(name)
         assert config.notices == ()
@@ -400,51 +398,6 @@ def test_every_setting_is_described():
     assert "|  |" not in table and "| `kl_horizon` | `10000.0` | Time constant" in table and "## data.sft" in table
 
 
-OLD = json.loads(Path(__file__).with_name("old_configs.json").read_text())
-
-
-def nested(keys: dict[str, object]) -> dict:
-    """Returns the mapping with these dotted keys."""
-    mapping: dict = {}
-    for key, value in keys.items():
-        *path, name = key.split(".")
-        section = mapping
-        for part in path:
-            section = section.setdefault(part, {})
-        section[name] = value
-    return mapping
-
-
-def test_old_configs_mean_what_they_meant(tmp_path):
-    """The config.yaml of each run, with all sections spelled out, does so, too: on --resume it is the same config.
-
-    means: the values of today's keys, as text, where they differ from the usual ones in OLD["means"].
-    """
-    for name, old in OLD["configs"].items():
-        config = load_config(write(tmp_path, old["file"] or "seed: 0"), old["overrides"])
-        shared = OLD["arithmetic"] if name.startswith("arithmetic-") else {"changed": {}, "means": {}}
-        changed, means = (shared[part] | old[part] for part in ("changed", "means"))
-        stages = changed.get("stages", OLD["defaults"]["stages"])
-        absent = {*ALGORITHMS} - {next((stage for stage in stages if stage in ALGORITHMS), "ppo")}
-        resolved = {key: value for key, value in OLD["defaults"].items() if key.split(".")[0] not in absent} | changed
-        resolved_name, resolved["name"] = resolved["name"], config.name  # a file's run is now called as the file is
-        for key in [key for key in resolved if any(other.startswith(f"{key}.") for other in resolved)]:
-            del resolved[key]  # an empty mapping that is not empty here
-        assert load_config(write(tmp_path, yaml.safe_dump(nested(resolved)))) == config, name
-        new = flatten(parse_yaml(config_yaml(replace(config, name=resolved_name)), name))
-        assert means.keys() <= new.keys(), name
-        means = OLD["means"] | means
-        assert {key: value for key, value in new.items() if means.get(key, value) != value} == {}, name
-
-
-def test_old_and_new_keys_together(tmp_path):
-    path = write(tmp_path, "ppo: {temperature: 0.5}\nsampling: {temperature: 0.7, top_k: 3}")
-    config = load_config(path)
-    assert config.sampling.temperature == 0.7 and config.sampling.top_k == 3
-    assert load_config(path, ["ppo.temperature=0.9"]).sampling.temperature == 0.9  # the command line wins
-    assert config.notices == ("old keys were read: ppo.temperature is now sampling.temperature",)
-    with pytest.raises(UserError, match="^sft.renaming: data=3 is no section, it has no renaming$"):
-        load_config(write(tmp_path, "data: 3\nsft: {renaming: 0.1}"))
-    assert isinstance(config.data, DocstringsData) and not isinstance(config.data, DatasetsData)
+def test_a_section_of_a_stage_that_is_left_out_is_told(tmp_path):
     unused = load_config(write(tmp_path, "stages: [sft, ppo]\nreward_model: {steps: 9}"))
     assert unused.notices == ("section reward_model has no effect with stages=[sft, ppo]",)

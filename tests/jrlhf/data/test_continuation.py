@@ -120,7 +120,7 @@ def test_nothing_but_the_tokenizer_decodes_responses():
     core = Path(__file__).parents[3] / "jrlhf"
     calls = {
         str(file.relative_to(core))
-        for folder in ("algorithms", "data", "fleet", "report", "rewards", "roles", "stages", "tasks", ".")
+        for folder in ("algorithms", "data", "fleet", "report", "rewards", "roles", "planning", "stages", "tasks", ".")
         for file in (core / folder).glob("*.py")
         if re.search(r"(tokenizer|backend|self)\.decode(_batch)?\(", file.read_text(encoding="utf-8"))
     }

@@ -199,16 +199,14 @@ def test_in_a_worker_with_the_answers_of_verls_rows():
     assert all(callable(getattr(builtin, name)) for name in builtin.NAMES)
 
 
-def test_only_a_function_that_scores_otherwise_gets_another_identity_in_checkpoints():
-    """The first digest is that of a run of 2026-11-20, whose functions had the hash of their file."""
-    digests = {}
+def test_a_builtin_function_has_one_identity_wherever_its_file_is_and_whatever_else_changes_there():
+    words = set()
     for name in builtin.NAMES:
         config, spec = RewardConfig(name="correct", function=name), f"jrlhf.rewards.builtin:{name}"
-        digests[name] = Facts(config, "reward", spec, "trl", False, (), False, (), (), None, None, {}).fingerprint
-    assert digests["exact_match"] == "a2e62cfbb7f0444b" and len(set(digests.values())) == len(builtin.NAMES)
-    hashed = "c1e9a59c1c7362ca2705b42dc56af51755f5032d8833bbc24ade19275d4580dd"
-    older = {name: fingerprint([f"jrlhf.rewards.builtin:{name}", hashed, "[]"]) for name in builtin.NAMES}
-    assert {name for name in builtin.NAMES if digests[name] != older[name]} == {"numeric_answer"}
+        facts = Facts(config, "reward", spec, "trl", False, (), False, (), (), None, "hash of the file", {})
+        assert facts.fingerprint == fingerprint([spec, builtin.IDENTITIES[name], "[]"])
+        words.add(facts.fingerprint)
+    assert len(words) == len(builtin.NAMES)
 
 
 def test_math_verify(monkeypatch):

@@ -159,9 +159,9 @@ def test_a_function_is_the_same_wherever_its_file_is(tmp_path):
         path.parent.mkdir()
         path.write_text(f"def f(completions): return {body} * len(completions)\n")
         with make_reward(f"{path}:f") as reward:
-            words.append((reward.facts.identity["reward judge"], reward.facts.older))
-    (here, older), (there, _), (other, _) = words
-    assert here == there != other and len({older for _, older in words} | {here}) == 4
+            words.append(reward.facts.identity["reward judge"])
+    here, there, other = words
+    assert here == there != other
 
 
 def test_verl_functions_get_a_sample_at_a_time_and_both_kinds_report_extras(start):

@@ -151,7 +151,7 @@ def test_the_policy_before_is_graded_once_and_read_back_bit_for_bit(tmp_path, mo
         "console": Console(enabled=False),
         "task": SimpleNamespace(fingerprint="t"),
     }
-    services |= {"identity": Identity({"seeds": "2", "reward exact modules": "m"}), "phases": Stopwatch()}
+    services |= {"identity": Identity({"corpus": "c", "reward exact modules": "m"}), "phases": Stopwatch()}
     run = cast(Any, SimpleNamespace(**services, config=SimpleNamespace(evaluation=SimpleNamespace(prompts=3))))
 
     def before(word: str, **rewards: tuple[float, Any]) -> Graded:
@@ -172,7 +172,7 @@ def test_the_policy_before_is_graded_once_and_read_back_bit_for_bit(tmp_path, mo
     before("one", other=(1.0, words))
     before("two", other=(1.0, words))
     before("two", other=(1.0, words))
-    run.identity = Identity({"seeds": "2", "reward exact modules": "mended"})
+    run.identity = Identity({"corpus": "c", "reward exact modules": "mended"})
     before("two", other=(1.0, words))
     before("two", other=(1.0, words))
     assert graded == ["one", "one", "two", "two"]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from jrlhf import __version__
 from jrlhf.errors import UserError
 from jrlhf.models import ModelConfig
 from jrlhf.models.config.rope import RopeScaling
-from jrlhf.rewards.facts import OLDER
 from jrlhf.rewards.user_code import imported_modules
 from jrlhf.run.directory import RunDirectory
 from jrlhf.stages.identity import FAILURES, Identity, note_failure, numbers
@@ -44,7 +44,7 @@ def test_any_other_word_is_refused_but_of_a_function_that_stopped_the_run(tmp_pa
         run, accepts = RunDirectory(tmp_path / str(number)), draw.random() < 0.3
         run.path.mkdir()
         here = Identity(shared, FUNCTIONS, accepts).of_stage(stage)
-        there, changed = dict(here), draw.sample(sorted(here.keys() - {"identity"}), draw.choice((0, 1, 1, 2)))
+        there, changed = dict(here), draw.sample(sorted(here.keys() - {"jrlhf"}), draw.choice((0, 1, 1, 2)))
         for key in changed:
             there[key] = "was"
             if draw.random() < 0.3:
@@ -58,16 +58,16 @@ def test_any_other_word_is_refused_but_of_a_function_that_stopped_the_run(tmp_pa
         mended = {"reward mine", "reward mine modules"} if stopped and "reward mine" in there else set()
         mended |= {"reward mine", "reward mine modules", "cost other"} if accepts else set()
         try:
-            notices = list(Identity(shared, FUNCTIONS, accepts).compare(run, "ppo", there, here))
+            Identity(shared, FUNCTIONS, accepts).compare(run, "ppo", there, here)
         except UserError as error:
             assert set(changed) - mended and any(f"made with another {key} (" in str(error) for key in changed)
         else:
-            assert set(changed) <= mended and notices == [] and len(run.changes) == len(changed)
+            assert set(changed) <= mended and len(run.changes) == len(changed)
 
 
 def test_a_function_that_changed_after_the_last_step_is_for_a_new_run(tmp_path):
     """It would judge a model that never learnt from it. One that stopped the run, in its last answers, is mended."""
-    words = {"seeds": "2", "reward mine": "new", "reward mine modules": "m", "reward mine" + OLDER: "older"}
+    words = {"seeds": "2", "reward mine": "new", "reward mine modules": "m"}
     there = Identity(words, FUNCTIONS).of_stage({"corpus": "c", "reward mine": "was"})
     for accepts in (False, True):
         identity = Identity(words, FUNCTIONS, accepts)
@@ -78,7 +78,7 @@ def test_a_function_that_changed_after_the_last_step_is_for_a_new_run(tmp_path):
         def check(ended: bool, identity=identity, run=run, here=here) -> None:
             identity.check_known(run.path, "ppo", {**there, "records": "r"}, FUNCTIONS, ended=ended)  # before work
             assert run.changes == []
-            assert list(identity.compare(run, "ppo", there, here, ended=ended)) == []
+            identity.compare(run, "ppo", there, here, ended=ended)
 
         with pytest.raises(UserError, match=r"another reward mine \(was there, new here\): .* in a new run.* name="):
             check(ended=True)
@@ -109,26 +109,25 @@ def test_before_other_work_all_words_are_compared_that_are_known(tmp_path):
     check("sft", identity.of_stage({"start": "s"}))  # which calls no function
     with pytest.raises(UserError, match="another corpus"):
         check("sft", identity.of_stage({"start": "s"}) | {"corpus": "was"})
-    for older in ({"reward mine": "f"}, {}):  # {}: of a damaged checkpoint
-        check("ppo", older, FUNCTIONS)
+    check("ppo", {}, FUNCTIONS)  # of a damaged checkpoint
 
 
 def test_a_stage_records_the_modules_of_the_functions_that_it_calls():
     identity = Identity({"seeds": "2", "reward mine modules": "m"}, FUNCTIONS)
     assert "reward mine modules" in identity.of_stage({"reward mine": "f"})
-    assert identity.of_stage({"corpus": "c"}).keys() == {"identity", "seeds", "corpus"}
+    assert identity.of_stage({"corpus": "c"}).keys() == {"jrlhf", "seeds", "corpus"}
 
 
-def test_a_checkpoint_of_an_older_version_is_taken_with_a_notice(tmp_path):
-    identity = Identity({"actor.vocab_size": "64", "reward mine" + OLDER: "older"}, FUNCTIONS)
-    here = identity.of_stage({"corpus": "c", "reward mine": "f"})
-    assert here["reward mine"] == "f"
-    assert list(identity.compare(RunDirectory(tmp_path), "sft", here | {"reward mine": "older"}, here)) == []
-    assert list(identity.compare(RunDirectory(tmp_path), "sft", here, here)) == []
-    (notice,) = identity.compare(RunDirectory(tmp_path), "sft", {"corpus": "c"}, here)
-    assert "is of an older version, which did not record identity, actor.vocab_size" in notice
-    with pytest.raises(UserError, match="made with another corpus"):
-        list(identity.compare(RunDirectory(tmp_path), "sft", {"corpus": "d"}, here))
+def test_a_difference_names_the_versions_that_wrote_and_read_the_checkpoint(tmp_path):
+    run, identity = RunDirectory(tmp_path), Identity({"corpus": "c"}, FUNCTIONS)
+    here = identity.of_stage({"start": "s"})
+    identity.compare(run, "sft", here | {"jrlhf": "0.0.1"}, here)
+    versions = f"another corpus \\(d there, c here\\), by jrlhf 0.0.1, and this is {__version__}: "
+    with pytest.raises(UserError, match=versions):
+        identity.compare(run, "sft", here | {"corpus": "d", "jrlhf": "0.0.1"}, here)
+    with pytest.raises(UserError, match=r"another corpus \(d there, c here\): "):
+        identity.compare(run, "sft", here | {"corpus": "d"}, here)
+    identity.compare(run, "sft", {}, here)  # of a damaged checkpoint
 
 
 def test_what_a_reward_file_imports_is_found(tmp_path, monkeypatch):
@@ -162,8 +161,5 @@ def test_a_torn_record_of_a_failure_does_not_take_the_next_one_along(tmp_path):
         note_failure(run, {"reward mine": word}, "failed")
         with open(tmp_path / FAILURES, "ab") as file:
             file.write(b'{"reward mine": "th')  # a kill in the middle of a line
-        assert list(Identity(functions=FUNCTIONS).compare(run, "ppo", {"reward mine": word}, here)) == []
+        Identity(functions=FUNCTIONS).compare(run, "ppo", {"reward mine": word}, here)
     assert len(run.changes) == 2
-    (tmp_path / FAILURES).write_bytes(b'{"torn\n{}\n')  # by an older version, which appended to a torn line
-    note_failure(run, {"reward mine": "third"}, "failed")
-    assert (tmp_path / FAILURES).read_bytes().startswith(b'{"torn\n{}\n{"reward mine": "third"')
