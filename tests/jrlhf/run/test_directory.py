@@ -116,9 +116,8 @@ def test_another_config_is_refused_with_its_differences_and_nothing_changes(make
         "give this run another name=, or delete it"
     )
     assert refused(make("seed=7"), resume=True).endswith("/config.yaml, or delete it")
-    many = [f"{key}=3" for key in "seed sft.steps sft.batch model.layers sampling.top_k data.max_prompt".split()]
-        f"{key}=3" for key in ("seed", "sft.steps", "sft.batch", "model.layers", "sampling.top_k", "data.max_prompt")
-    ]
+    keys = "seed sft.steps sft.batch model.layers sampling.top_k data.max_prompt".split()
+    many = [f"{key}=3" for key in keys]
     assert "; " in refused(make(*many)) and "and 1 more" in refused(make(*many))
     assert contents(tmp_path / "runs") == before
     write_atomic(
