@@ -1,8 +1,10 @@
 """Every test runs on 8 simulated devices: sharding is tested on any machine, never skipped."""
 
 import atexit
+import collections
 import gc
 import importlib.metadata
+import itertools
 import os
 import re
 import shutil
@@ -72,6 +74,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (selected if part == config.option.proof else deselected).append(item)
     items[:] = selected
     config.hook.pytest_deselected(items=deselected)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Prints the ten slowest files where a whole suite runs unattended."""
+    if not os.environ.get("CI"):
+        return
+    seconds = collections.Counter[str]()
+    for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            seconds[report.nodeid.partition("::")[0]] += report.duration
+    terminalreporter.section("slowest files")
+    for file, spent in seconds.most_common(10):
+        terminalreporter.write_line(f"{spent:6.1f} s  {file}")
 
 
 @pytest.fixture(scope="session")

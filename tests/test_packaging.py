@@ -5,6 +5,7 @@ Three places must then agree: the list in pyproject.toml, the links in jrlhf/, a
 
 import fnmatch
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from jrlhf import __version__
 
@@ -43,6 +45,12 @@ def packages_in_tree() -> dict[str, str]:
             parts = file.parent.relative_to(top).parts
             packages[".".join([name, *parts])] = file.parent.relative_to(ROOT).as_posix()
     return packages
+
+
+def test_commits_are_formatted_by_the_same_ruff():
+    (hook,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    pinned = re.findall(r'"ruff==([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert {f"v{version}" for version in pinned} == {hook["rev"]}
 
 
 def test_the_list_of_packages_is_the_tree(setuptools: dict[str, Any]):
