@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
 from jrlhf.models.config.checks import is_count, positive
-from jrlhf.models.generation.truncation import restrict
+from jrlhf.models.generation.truncation import least_kept, restrict
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
@@ -111,20 +111,23 @@ def shortfall(
 ) -> Float[Array, "B"]:
     """Returns how much lower the score (logit plus noise) of a drawn token is than that of `sample`'s token, in nats.
 
-    It is at most `rounding` if `sample` drew the token from logits that differ by less than half of `rounding`, and
-    infinite if the token must not be drawn. If `top_k` or `top_p` leaves the token out, it is at least the distance to
-    the last token that stays. Tokens within `rounding` of the last one may be left out. The other arguments are those
-    of `sample`.
+    It is at most `rounding` if `sample` drew the token from logits that, divided by the temperature, differ by at most
+    half of `rounding`, and infinite if the token must not be drawn. If `top_k` or `top_p` leaves the token out for all
+    such logits, it is more than `rounding`. Tokens that only some of them keep are no better ones. The other arguments
+    are those of `sample`.
     """
     _, possible = _possible(logits, config, vocab_size, may_stop)
-    sure = allowed = restrict(possible, config.top_k, config.top_p) if config.restricted else possible
-    least = jnp.min(jnp.where(jnp.isfinite(allowed), allowed, jnp.inf), axis=-1, keepdims=True)
-    if config.restricted:
-        sure = jnp.where(allowed > least + rounding, allowed, -jnp.inf)
     noise = gumbel(keys, logits.shape[-1]) if config.temperature > 0 else jnp.zeros_like(logits)
     own, score = (jnp.take_along_axis(x, drawn[:, None], axis=-1)[:, 0] for x in (possible, possible + noise))
-    best = jnp.max(sure + noise, axis=-1)  # -inf if there is no other token than the last one that stays
-    return jnp.maximum(jnp.where(jnp.isneginf(best), best, best - score), least[:, 0] - own)
+    sure, missing = possible, jnp.where(jnp.isneginf(own), jnp.inf, -jnp.inf)
+    if config.restricted:
+        odds = jnp.exp(jnp.minimum(rounding, 20.0))  # more would not be finite
+        fewest, most = (least_kept(possible, config.top_k, config.top_p, odds=one) for one in (1 / odds, odds))
+        if fewest is not None and most is not None:
+            sure = jnp.where(possible > fewest + rounding, possible, -jnp.inf)
+            missing = jnp.maximum(missing, most[:, 0] - own)
+    best = jnp.max(sure + noise, axis=-1)  # -inf if no token is kept in any case
+    return jnp.maximum(jnp.where(jnp.isneginf(best), best, best - score), missing)
 
 
 def _possible(

@@ -12,18 +12,32 @@ def restrict(logits: Float[Array, "B V"], top_k: int | None, top_p: float | None
     Keeps the `top_k` largest; of these, by falling probability, the fewest that together reach `top_p` (Holtzman et al.
     2020, section 3.1). The most likely token always stays, and so do tokens that tie with the least likely one kept.
     """
+    least = least_kept(logits, top_k, top_p)
+    return logits if least is None else jnp.where(logits < least, -jnp.inf, logits)
+
+
+def least_kept(
+    logits: Float[Array, "B V"], top_k: int | None, top_p: float | None, *, odds: float | Float[Array, ""] = 1.0
+) -> Float[Array, "B 1"] | None:
+    """Returns the logit from which on `restrict` keeps tokens; None if it keeps all.
+
+    odds: multiplies the odds of `top_p`. If no logit changes by more than d, the odds of what is above a token change
+    by at most the factor exp(2 d); so odds=exp(2 d) gives the level for the most tokens that may stay, and exp(-2 d)
+    for those that stay in any case, both as far as their own logits do not change.
+    """
     size = logits.shape[-1]
     count = size if top_k is None else min(top_k, size)
-    if count == size and (top_p is None or top_p == 1):
-        return logits
+    nucleus = top_p is not None and top_p < 1
+    if count == size and not nucleus:
+        return None
     best = lax.top_k(logits, count)[0] if count < size else logits
     least = jnp.min(best, axis=-1, keepdims=True)
-    if top_p is not None and top_p < 1:
-        least = jnp.maximum(least, _nucleus(best, top_p))
-    return jnp.where(logits < least, -jnp.inf, logits)
+    if nucleus:
+        least = jnp.maximum(least, _nucleus(best, top_p * odds / (1 - top_p + top_p * odds)))
+    return least
 
 
-def _nucleus(logits: Float[Array, "B V"], top_p: float) -> Float[Array, "B 1"]:
+def _nucleus(logits: Float[Array, "B V"], top_p: float | Float[Array, ""]) -> Float[Array, "B 1"]:
     """Returns the smallest logit such that the tokens above it have less than `top_p` together.
 
     It bisects the range of all floats with 32 sums over the vocabulary; a sort takes more than ten times as long.

@@ -195,3 +195,23 @@ def test_a_drawn_token_falls_short_of_nothing_and_another_one_of_much(settings):
     assert np.isinf(short(jnp.full_like(drawn, 3))[1::2]).all()
     if config.temperature > 0:
         assert (short(drawn, keys=keys[::-1]) > 0.06).mean() > 0.3
+
+
+@pytest.mark.parametrize("settings", [{"top_p": 0.9}, {"top_k": 3, "top_p": 0.9184}])
+def test_a_drawn_token_falls_short_of_rounding_where_a_nucleus_ends_elsewhere(settings):
+    """The most likely token has just less than top_p, and after rounding just more. Then another one, with far lower
+    logit, may be drawn or not."""
+    config, rows, others = SamplingConfig(4, **settings), 2000, np.array([0.05, 0.03, 0.015, 0.005])
+    logits, near = (
+        jnp.tile(jnp.log(jnp.asarray([first, *(others * (1 - first) / 0.1)], jnp.float32)), (rows, 1))
+        for first in (0.899, 0.901)
+    )
+    keys, may_stop = jax.random.split(jax.random.key(1), rows), jnp.ones(rows, bool)
+    own: dict[str, Any] = {"vocab_size": 5, "may_stop": may_stop}
+    for drawn_from, drawn_again in ((logits, near), (near, logits)):
+        drawn, _ = sample(drawn_from, keys, config, **own)
+        assert (drawn == 1).any() == (drawn_from is logits)
+        assert (np.asarray(shortfall(drawn, drawn_again, keys, config, **own, rounding=jnp.float32(0.1))) <= 0.1).all()
+        for least_likely in (3, 4):  # both are left out by far
+            wrong = jnp.full(rows, least_likely)
+            assert (np.asarray(shortfall(wrong, drawn_again, keys, config, **own, rounding=0.1)) > 0.1).all()
