@@ -20,7 +20,7 @@ print(*project['dependencies'], *(line for name in ('hf', 'storage', *'${EXTRA} 
     pip install --no-cache-dir -r requirements.txt
 
 COPY . .
-RUN pip install --no-cache-dir --no-deps . && python -c "import jrlhf.train"
+RUN pip install --no-cache-dir --no-deps . && python -c "import jrlhf.training"
 
 # Lines appear at once; compiled programs and models of the hub go where a volume may be mounted.
 ENV PYTHONUNBUFFERED=1 \

@@ -37,7 +37,6 @@ from jrlhf.roles import early
 from jrlhf.roles.actor import Actor
 from jrlhf.roles.early import OpenRollout
 from jrlhf.roles.role import TrainedRole
-from jrlhf.stages.setup import plan_yaml
 from jrlhf.train import main as train
 
 ROWS, TILE, LIMIT, CHUNK = 32, 4, 64, 4
@@ -98,7 +97,7 @@ def plan_file(directory: Path) -> Path:
         for name, own in slices.items()
     }
     file = directory / "plan.yaml"
-    file.write_text(plan_yaml(Plan("by hand", placed)))
+    file.write_text(Plan("by hand", placed).to_yaml())
     return file
 
 

@@ -51,8 +51,8 @@ def _in_the_repository(page: str, link: str) -> str:
 
 
 def _names(package: str, shown: Collection[str]) -> Iterator[str]:
-    """Yields the names that a package's __init__.py imports and that are not `shown`, under their modules."""
-    file = ROOT / package.replace(".", "/") / "__init__.py"
+    """Yields the names that a package's __init__.pyi lists and that are not `shown`, under their modules."""
+    file = ROOT / package.replace(".", "/") / "__init__.pyi"
     if not file.is_file():  # a module, or one name: mkdocstrings knows what to do
         yield f"::: jrlhf.{package}"
         return

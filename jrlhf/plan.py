@@ -34,7 +34,7 @@ from jrlhf.planning.workload import leave_to_budgets
 from jrlhf.ppo.fields import Section
 from jrlhf.run.devices import select
 from jrlhf.run.files import check_writable
-from jrlhf.stages.setup import architectures, plan_yaml
+from jrlhf.stages.setup import architectures
 
 SECONDS = 20.0
 _FULL = 0.9  # part of a device's memory above which users are told
@@ -148,7 +148,7 @@ class Planned:
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as YAML, for `plan: FILE` of a config."""
-        text = plan_yaml(leave_to_budgets(self.config, self.prices.workload.graph, self.plan))
+        text = leave_to_budgets(self.config, self.prices.workload.graph, self.plan).to_yaml()
         with _writing(path):
             local("path", path).write_text(text, encoding="utf-8")
 

@@ -8,10 +8,6 @@ import jax
 from jrlhf.config.places import is_address
 from jrlhf.config.schema import Config
 from jrlhf.planning.resolve import resolve
-from jrlhf.report.card import card_of_run
-from jrlhf.report.html import write_report
-from jrlhf.report.read import read_run
-from jrlhf.report.sections import results
 from jrlhf.run.processes import from_main
 from jrlhf.stages.context import Context
 from jrlhf.stages.dpo import train_dpo
@@ -54,6 +50,11 @@ def train(config: Config, *, resume: bool | Literal["auto"] = False, accept_rewa
 
 def _end(context: Context, outcome: Outcome) -> dict:
     """Evaluates the policy, writes all that a run leaves, and returns the summary."""
+    from jrlhf.report.card import card_of_run  # draws, which takes long to import
+    from jrlhf.report.html import write_report
+    from jrlhf.report.read import read_run
+    from jrlhf.report.sections import results
+
     run, console = context.run, context.console
     summary = deliver(context, outcome, partial(card_of_run, run.path, context.config))
     from_main(lambda: str(write_report(run.path)))

@@ -1,2 +1,2 @@
-from jrlhf.kernels.logprob import token_logprobs as token_logprobs
-from jrlhf.kernels.logprob import token_sums as token_sums
+from jrlhf.kernels.logprob.api import token_logprobs as token_logprobs
+from jrlhf.kernels.logprob.api import token_sums as token_sums

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
 
+import yaml
+
 from jrlhf.meshes.pipeline import ScheduleName
 
 LayoutName = Literal["train", "train_tp", "generate", "score"]
@@ -137,6 +139,10 @@ class Plan:
             schedule = {"schedule": placement.schedule} if placement.schedule != "1f1b" else {}
             calls[name] = {"devices": str(placement.devices), "layout": placement.layout, **sizes, **schedule}
         return {"name": self.name, "calls": calls}
+
+    def to_yaml(self) -> str:
+        """Returns the plan as a run writes it and a user may write it."""
+        return yaml.safe_dump(self.as_dict(), sort_keys=False)
 
 
 def plan_of(mapping: Any) -> Plan:

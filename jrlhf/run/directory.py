@@ -245,8 +245,9 @@ def open_run(
 ) -> RunDirectory:
     """Creates the directory `run_path(config)` or, with `resume`, opens the run in it.
 
-    A new run gets config.yaml at once. In a resumed run with changed settings, `Run.begin` replaces it. Each start is
-    appended to environment.txt, with its time in UTC and the lines of `notes`. Process 0 does all this for the others.
+    A new run gets config.yaml at once. In a resumed run with changed settings, `RunDirectory.begin` replaces it. Each
+    start is appended to environment.txt, with its time in UTC and the lines of `notes`. Process 0 does all this for the
+    others.
     """
     run = RunDirectory(run_path(config), writes=is_main(), notes=notes, now=now)
 

@@ -80,7 +80,7 @@ class Identity:
                     "(accept_rewards=True in Python)"
                 )
             version = there.get(_VERSION)
-            other = "" if version == __version__ else f", by jrlhf {version}, and this is {__version__}"
+            other = "" if version in (None, __version__) else f", by jrlhf {version}, and this is {__version__}"
             raise UserError(f"the checkpoint of stage {stage} was made with {difference}{other}: {remedy}")
 
 

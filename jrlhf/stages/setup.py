@@ -13,7 +13,6 @@ from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
-import yaml
 from jax.sharding import Mesh
 
 from jrlhf.algorithms.registry import graph_of
@@ -123,7 +122,8 @@ def open_context(
     if resume not in (True, False, "auto"):
         raise UserError(f"resume={resume!r}: it must be True, False or 'auto'")
     refuse_other_processes(config, dry_run=False, resume=resume, accept_rewards=accept_rewards)
-    tell = Console(enabled=is_main()).line
+    console = Console(enabled=is_main())
+    tell = console.line
     if resume == "auto":
         resume = from_main(partial(_holds_run, config, tell))
     with ExitStack() as stack:
@@ -134,7 +134,7 @@ def open_context(
             refuse_unshared(config, "it")
         resources = resolve(config, resume=resume, tell=tell)
         config, mesh, models, plan = resources.config, resources.mesh, resources.models, resources.plan
-        console = _open_console(config)
+        _tell_first(console, config)
         console.line(_headline(config, mesh))
         for line in resources.lines:
             console.line(line)
@@ -253,14 +253,9 @@ def _write_inputs(run: RunDirectory, config: Config, task: Task, plan: Plan | No
     if not (run.path / HUB).exists():
         run.write(HUB, "".join(f"{name}\n" for name in hub_names(config)))
     if plan is not None:
-        run.write(PLAN, seal(plan_yaml(plan)))
+        run.write(PLAN, seal(plan.to_yaml()))
     if fused is not None:
         run.write(FUSED, fused.to_json())
-
-
-def plan_yaml(plan: Plan) -> str:
-    """Returns a plan as YAML, from which `planning.plans.read_plan` makes an equal one."""
-    return yaml.safe_dump(plan.as_dict(), sort_keys=False)
 
 
 def _model_words(models: Mapping[str, ModelConfig], tokenizer: Tokenizer) -> dict[str, str]:
@@ -274,13 +269,12 @@ def _model_words(models: Mapping[str, ModelConfig], tokenizer: Tokenizer) -> dic
     return words | {f"tokenizer.{name}": text for name, text in ids.items()}
 
 
-def _open_console(config: Config) -> Console:
-    console = Console(enabled=is_main())
+def _tell_first(console: Console, config: Config) -> None:
+    """Tells the notices of a config, and warnings."""
     for notice in config.notices:
         console.line(notice)
     for warning in warnings_of(config):
         console.warn(warning)
-    return console
 
 
 def warnings_of(config: Config) -> list[str]:

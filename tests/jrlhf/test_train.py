@@ -27,8 +27,8 @@ SUMS = {  # PPO on the sums of two digits, on one device
     "mesh": {"data": 1, "fsdp": 1, "tensor": 1},
     "model": {"vocab_size": 14, "embed": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "mlp": 32}
     | {"max_positions": 16},
-    "data": {"source": "arithmetic", "max_prompt": 6, "max_response": 4, "heldout_rows": 8},
-    "arithmetic": {"terms": 2, "digits": 1, "problems": 60},
+    "data": {"source": "arithmetic", "max_prompt": 6, "max_response": 4, "heldout_rows": 8}
+    | {"terms": 2, "digits": 1, "problems": 60},
     # So few steps teach no sums: rewards that differ need another rule.
     "rewards": [{"name": "low", "function": "format_regex", "options": {"pattern": "[0-4].*"}}],
     "stages": ["sft", "ppo"],

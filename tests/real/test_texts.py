@@ -13,6 +13,7 @@ from jrlhf.data.batches import key_for, pad_rows, put_rows, row_keys
 from jrlhf.data.encode import Encoding
 from jrlhf.data.types import Example
 from jrlhf.models import SamplingConfig, Schedule
+from jrlhf.roles.generating import engine_of
 from tests.real.conftest import CHATS, QUESTIONS, TEXTS, VOCABULARY, chosen, log_softmax, logits_of
 
 pytestmark = [
@@ -74,7 +75,7 @@ def test_slots_chunks_and_a_shared_prefill_draw_the_same(generator, greedy):
     samples = 2
     rows = [prompt for prompt, _ in greedy][:33]
     tokens, lengths = put_rows(pad_rows(rows, 128), generator.mesh)
-    run = generator.compiled.generate(generator.sampling, Schedule(slots=12, chunk=8, buckets=2), samples)
+    run = engine_of(*generator.place, generator.sampling, Schedule(slots=12, chunk=8, buckets=2), samples)
     with jax.set_mesh(generator.mesh):
         keys = row_keys(key_for(0, "generate"), len(rows) * samples, generator.mesh)
         result = jax.device_get(run(generator.model.params, tokens, lengths, keys))
@@ -103,7 +104,7 @@ def test_drawn_tokens_follow_from_the_logits_of_transformers(peer, generator, na
     tokens, lengths = put_rows(pad_rows(rows, 128), generator.mesh)
     with jax.set_mesh(generator.mesh):
         keys = row_keys(key_for(1, "generate"), len(rows), generator.mesh)
-        run = generator.compiled.generate(sampling, Schedule(chunk=sampling.max_new_tokens))
+        run = engine_of(*generator.place, sampling, Schedule(chunk=sampling.max_new_tokens))
         drawn = jax.device_get(run(generator.model.params, tokens, lengths, keys))
     again, ended, logprobs = 0, 0, []
     for row, key in enumerate(jax.device_get(keys)):
@@ -154,7 +155,7 @@ def test_a_long_prompt_is_continued_as_by_transformers(peer, generator):
     ids = np.resize(peer.rows(width=192).ravel(), 1500).tolist()
     expected = peer.greedy([ids], 24)[0]
     tokens, lengths = put_rows(pad_rows([ids] * 3, 1536), generator.mesh)
-    run = generator.compiled.generate(replace(generator.sampling, max_new_tokens=24), Schedule())
+    run = engine_of(*generator.place, replace(generator.sampling, max_new_tokens=24), Schedule())
     with jax.set_mesh(generator.mesh):
         keys = row_keys(key_for(0, "generate"), 3, generator.mesh)
         result = jax.device_get(run(generator.model.params, tokens, lengths, keys))

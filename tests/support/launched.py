@@ -20,8 +20,8 @@ from tests.support.processes import free_port
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "tests/jrlhf/tiny.yaml")
 SMALL = (
-    "sft.steps=3 sft.batch=8 sft.eval_every=2 reward_model.steps=2 reward_model.prompts=8 "
-    "reward_model.heldout_prompts=8 ppo.iterations=3 ppo.rollout_batch=16 ppo.save_every=1 ppo.algorithm.epochs=1 "
+    "sft.steps=3 sft.batch=8 sft.eval_every=2 reward_model.steps=2 data.annotator.prompts=8 "
+    "data.annotator.heldout_prompts=8 ppo.iterations=3 ppo.rollout_batch=16 ppo.save_every=1 ppo.algorithm.epochs=1 "
     "evaluation.prompts=8 rollout.chunk=12 rollout.slots=8 rollout.buckets=1 rollout.lengths=1"
 ).split()
 _LAYOUT = {"generate": "generate", "infer": "score", "train": "train"}  # by a call's kind

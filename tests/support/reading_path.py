@@ -19,7 +19,7 @@ from jrlhf import train
 from jrlhf.stages import loop
 
 ROOT = Path(__file__).resolve().parents[2]
-ALWAYS = ("jrlhf/train.py", "jrlhf/stages/loop.py")  # the frame around the iteration counts in full
+ALWAYS = ("jrlhf/training.py", "jrlhf/stages/loop.py")  # the frame around the iteration counts in full
 # Services that a reader of the algorithm skips: a run's files and console, settings, errors.
 OUTSIDE = ("jrlhf/run/", "jrlhf/config/", "jrlhf/errors.py")
 SETTINGS = (

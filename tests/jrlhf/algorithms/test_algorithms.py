@@ -8,6 +8,7 @@ from typing import Any, cast
 import jax.numpy as jnp
 import pytest
 
+from jrlhf.algorithms import calls
 from jrlhf.algorithms.factory import RoleFactory, algorithm_of
 from jrlhf.algorithms.registry import dataflow_of, graph_of
 from jrlhf.algorithms.roles import ROLES
@@ -196,3 +197,30 @@ def test_values_of_one_name_are_told_apart():
     assert (first.name, second.name) == ("thing.double", "thing.double_2")
     assert second.inputs == first.outputs == ("thing_number",)
     assert second.outputs == ("thing_number_2",)
+
+
+PROTOCOLS = {
+    "actor": calls.ActorCalls,
+    "reference": calls.ReferenceCalls,
+    "critic": calls.CriticCalls,
+    "cost_critic": calls.CriticCalls,
+    "reward": calls.RewardCalls,
+    "cost": calls.RewardCalls,
+    "estimator": calls.EstimatorCalls,
+    "learner": calls.LearnerCalls,
+    "pool": calls.PoolCalls,
+    "constraint": calls.ConstraintCalls,
+}
+
+
+def test_each_role_has_the_calls_of_its_protocol():
+    """A dataflow's parameters are protocols, with which no type checker compares the roles that a run gives it."""
+    assert PROTOCOLS.keys() == ROLES.keys()
+    for role, protocol in PROTOCOLS.items():
+        own = [name for name, member in vars(protocol).items() if inspect.isfunction(member) and name[0] != "_"]
+        assert own
+        for name in own:
+            here, there = (inspect.signature(getattr(kind, name)).parameters for kind in (ROLES[role], protocol))
+            assert [*here] == [*there], (role, name)
+            assert [x.default for x in here.values()] == [x.default for x in there.values()], (role, name)
+            assert [x.kind for x in here.values()] == [x.kind for x in there.values()], (role, name)

@@ -1,4 +1,4 @@
-"""Loading of configs: all that a user can write, old keys, and the sentences on mistakes."""
+"""Loading of configs: all that a user can write, and the sentences on mistakes."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

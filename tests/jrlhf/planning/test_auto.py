@@ -13,7 +13,8 @@ from jrlhf.planning.auto import auto_plan, prices_here, prices_of
 from jrlhf.planning.plans import plan_of_config, validate_plan
 from jrlhf.planning.resolve import select_plan
 from jrlhf.planning.workload import Workload, workload_of
-from jrlhf.stages.setup import PLAN, architectures, plan_yaml
+from jrlhf.run.files import seal
+from jrlhf.stages.setup import PLAN, architectures
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def test_a_run_goes_on_with_the_plan_that_its_search_found(monkeypatch, tmp_path
     monkeypatch.setattr("jrlhf.planning.auto.auto_plan", lambda *_: colocated)
     auto = replace(split, name="auto")
     for saved, expected in ((auto, auto), (split, colocated)):  # one that was asked for by name was not auto_plan for
-        (tmp_path / "run" / PLAN).write_text(plan_yaml(saved))
+        (tmp_path / "run" / PLAN).write_text(seal(saved.to_yaml()))
         assert select_plan(config, models, devices, resume=True) == expected
         assert select_plan(config, models, devices) == colocated
 
@@ -100,7 +101,7 @@ def test_an_asynchronous_run_goes_on_only_with_as_many_groups_of_devices(tmp_pat
 
     assert plan(*pairs, drawing)["actor.generate"].sizes == (1, 2, 2)  # there is no plan to compare with yet
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / PLAN).write_text(plan_yaml(plan(*pairs, drawing)))
+    (tmp_path / "run" / PLAN).write_text(seal(plan(*pairs, drawing).to_yaml()))
     others = "plan=colocate", "fleet.workers=1", "mesh.fsdp=2", "mesh.tensor=4"
     assert plan(*others, drawing)["actor.generate"].sizes == (1, 2, 4)
     with pytest.raises(

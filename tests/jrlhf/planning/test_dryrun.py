@@ -170,8 +170,8 @@ def test_the_move_of_the_last_rows_needs_prices_and_is_described(settings, monke
     with pytest.raises(UserError, match="nothing is known of .* on cpu devices: .*, or set rollout.last_groups=null"):
         describe(config)
     monkeypatch.setattr(choices, "prices_here", of_h100s)
-    text = describe(replace(config, notices=("old keys were read",)))
-    assert text.startswith("old keys were read\n\n")  # as the run itself does
+    text = describe(replace(config, notices=("a notice",)))
+    assert text.startswith("a notice\n\n")  # as the run itself does
     assert "the last rows move as the lengths of the last 4 rollouts suggest, of the first not;\n" in text
     assert "  actor.generate: the last rows " in text and " s until all rows are drawn and scored" in text
 

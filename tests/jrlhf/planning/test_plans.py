@@ -29,7 +29,7 @@ from jrlhf.planning.plans import (
 from jrlhf.planning.simulate import nested, simulate
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import workload_of
-from jrlhf.stages.setup import architectures, plan_yaml
+from jrlhf.stages.setup import architectures
 from tests.jrlhf.planning.synthetic import LAYOUTS, PPO, problem
 
 MODEL = {"embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "mlp": 64}
@@ -101,7 +101,7 @@ def test_a_file_is_read_back(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     config = config_of(plan="~/plan.yaml")
     plan = chosen(config_of(plan="split"))
-    (tmp_path / "plan.yaml").write_text(plan_yaml(plan))
+    (tmp_path / "plan.yaml").write_text(plan.to_yaml())
     assert read_plan(tmp_path / "plan.yaml") == plan == chosen(config)
 
 

@@ -28,7 +28,8 @@ from jrlhf.planning.profile import Profile, default_path, save, wanted_curves
 from jrlhf.planning.resolve import select_plan
 from jrlhf.planning.simulate import Simulation, simulate
 from jrlhf.planning.simulate_async import lognormal, measured
-from jrlhf.stages.setup import PLAN, architectures, plan_yaml
+from jrlhf.run.files import seal
+from jrlhf.stages.setup import PLAN, architectures
 from tests.jrlhf.planning.test_auto import Device
 
 
@@ -134,7 +135,7 @@ def test_a_run_takes_the_fastest_division_and_keeps_it(monkeypatch, tmp_path, ca
     assert plan == choose(own)[0].outcome.plan and plan.name == "auto"
     assert capsys.readouterr().out.startswith("plan=auto: rollouts on devices 4-7, predicted ")
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / PLAN).write_text(plan_yaml(plan))
+    (tmp_path / "run" / PLAN).write_text(seal(plan.to_yaml()))
     monkeypatch.setattr("jrlhf.planning.predict_async.choose", None)
     assert select_plan(own.config, dict(own.models), devices, resume=True) == plan
 

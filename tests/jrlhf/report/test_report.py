@@ -23,7 +23,6 @@ from jrlhf.report.charts import Chart
 from jrlhf.report.timeline import _CALLS
 from jrlhf.run.colors import call_color
 from jrlhf.run.files import append_jsonl
-from jrlhf.stages.setup import plan_yaml
 
 GOLDEN = Path(__file__).with_name("golden.json")
 EVIL = '<script>alert(1)</script><img src=x onerror="alert(2)">&amp;\x1b[31m'
@@ -220,7 +219,7 @@ def write(directory: Path, *, config=USER_CONFIG, metrics=(), texts=(), summary=
     if summary is not None:
         (directory / "summary.json").write_text(json.dumps(summary))
     if plan is not None:
-        (directory / "plan.yaml").write_text(plan_yaml(plan))
+        (directory / "plan.yaml").write_text(plan.to_yaml())
     return directory
 
 

@@ -424,7 +424,7 @@ def test_what_ends_a_run_is_written_last(tmp_path, monkeypatch):
     context: Any = SimpleNamespace(config=config, run=run, console=Console(enabled=False), phases=Stopwatch())
     monkeypatch.setattr(finalize, "evaluate", lambda *_: events.append("answers"))
     monkeypatch.setattr(finalize, "_export_all", lambda *_: events.append("model"))
-    monkeypatch.setattr(training, "write_report", lambda *_: events.append("report"))
+    monkeypatch.setattr("jrlhf.report.html.write_report", lambda *_: events.append("report"))
     training._end(context, finalize.Outcome(cast(Any, None)))
     assert events == ["answers", "summary.json", "model", "report", "summary.json finished"]
 

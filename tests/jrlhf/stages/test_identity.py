@@ -38,7 +38,7 @@ def test_every_number_of_a_model_is_part_of_its_words():
 
 def test_any_other_word_is_refused_but_of_a_function_that_stopped_the_run(tmp_path):
     draw = random.Random(0)
-    shared = {f"actor.{name}": name for name in "abc"} | {"reward mine modules": "m", "seeds": "2"}
+    shared = {f"actor.{name}": name for name in "abc"} | {"reward mine modules": "m", "sizes": "2"}
     stage = {"corpus": "c", "reward mine": "f", "cost other": "o"}
     for number in range(100):
         run, accepts = RunDirectory(tmp_path / str(number)), draw.random() < 0.3
@@ -67,7 +67,7 @@ def test_any_other_word_is_refused_but_of_a_function_that_stopped_the_run(tmp_pa
 
 def test_a_function_that_changed_after_the_last_step_is_for_a_new_run(tmp_path):
     """It would judge a model that never learnt from it. One that stopped the run, in its last answers, is mended."""
-    words = {"seeds": "2", "reward mine": "new", "reward mine modules": "m"}
+    words = {"sizes": "2", "reward mine": "new", "reward mine modules": "m"}
     there = Identity(words, FUNCTIONS).of_stage({"corpus": "c", "reward mine": "was"})
     for accepts in (False, True):
         identity = Identity(words, FUNCTIONS, accepts)
@@ -95,14 +95,14 @@ def test_a_function_that_changed_after_the_last_step_is_for_a_new_run(tmp_path):
 
 
 def test_before_other_work_all_words_are_compared_that_are_known(tmp_path):
-    identity = Identity({"seeds": "2", "corpus": "c", "reward mine": "f", "cost other": "o"}, FUNCTIONS)
+    identity = Identity({"sizes": "2", "corpus": "c", "reward mine": "f", "cost other": "o"}, FUNCTIONS)
     good = identity.of_stage({"reward mine": "f", "cost other": "o"}) | {"reference": "r", "records": {}}
 
     def check(stage: str, there: dict, functions=frozenset[str]()) -> None:
         identity.check_known(tmp_path, stage, there, functions, ended=True)
 
     check("ppo", good, FUNCTIONS)
-    for word in ("seeds", "corpus", "reward mine", "cost other"):
+    for word in ("sizes", "corpus", "reward mine", "cost other"):
         for there in (good | {word: "was"}, {key: value for key, value in good.items() if key != word}):
             with pytest.raises(UserError, match=f"another {word} "):
                 check("ppo", there, FUNCTIONS)
@@ -113,9 +113,9 @@ def test_before_other_work_all_words_are_compared_that_are_known(tmp_path):
 
 
 def test_a_stage_records_the_modules_of_the_functions_that_it_calls():
-    identity = Identity({"seeds": "2", "reward mine modules": "m"}, FUNCTIONS)
+    identity = Identity({"sizes": "2", "reward mine modules": "m"}, FUNCTIONS)
     assert "reward mine modules" in identity.of_stage({"reward mine": "f"})
-    assert identity.of_stage({"corpus": "c"}).keys() == {"jrlhf", "seeds", "corpus"}
+    assert identity.of_stage({"corpus": "c"}).keys() == {"jrlhf", "sizes", "corpus"}
 
 
 def test_a_difference_names_the_versions_that_wrote_and_read_the_checkpoint(tmp_path):

@@ -32,7 +32,7 @@ from jrlhf.run.resume import saved_tile
 from jrlhf.stages import rl
 from jrlhf.stages.context import Context
 from jrlhf.stages.loop import run_stage
-from jrlhf.stages.setup import architectures, plan_yaml
+from jrlhf.stages.setup import architectures
 from jrlhf.train import main
 from tests.support.runs import resumed, timeless
 
@@ -358,7 +358,7 @@ def test_a_plan_with_pipelines_that_a_search_proposes_runs(tmp_path):
     cluster = Cluster(replace(HARDWARE["h200"], **slow), 8)
     result = auto.Setting(config, graph_of(config), architectures(config), cluster).search(proposals=250)
     assert result.best.plan.fused and result.best.plan["actor.update"].pipeline == 8
-    (tmp_path / "plan.yaml").write_text(plan_yaml(result.best.plan))
+    (tmp_path / "plan.yaml").write_text(result.best.plan.to_yaml())
     path = run(build(Config, {**mapping, "plan": str(tmp_path / "plan.yaml")}))
     assert read_plan(path / "plan.yaml").placements == result.best.plan.placements
     records = [record for record in read_metrics(path) if record["stage"] == "ppo"]
@@ -374,7 +374,7 @@ def test_a_run_under_a_searched_plan_is_the_colocated_one(make, colocated, tmp_p
     )
     plan = setting.search(proposals=300).best.plan
     assert len({placement.devices for placement in plan.placements.values()}) > 1
-    (tmp_path / "plan.yaml").write_text(plan_yaml(plan))
+    (tmp_path / "plan.yaml").write_text(plan.to_yaml())
     path = run(make("searched", "ppo", str(tmp_path / "plan.yaml"), ppo=ONE_UPDATE))
     assert read_plan(path / "plan.yaml").placements == plan.placements
     records, expected = timeless(path), timeless(colocated[0])
