@@ -80,12 +80,12 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Prints the ten slowest files where a whole suite runs unattended."""
     if not os.environ.get("CI"):
         return
-    seconds = collections.Counter[str]()
+    seconds = collections.defaultdict[str, float](float)
     for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
         if isinstance(report, pytest.TestReport):
             seconds[report.nodeid.partition("::")[0]] += report.duration
     terminalreporter.section("slowest files")
-    for file, spent in seconds.most_common(10):
+    for file, spent in sorted(seconds.items(), key=lambda item: -item[1])[:10]:
         terminalreporter.write_line(f"{spent:6.1f} s  {file}")
 
 

@@ -27,13 +27,13 @@ def least_kept(
     """
     size = logits.shape[-1]
     count = size if top_k is None else min(top_k, size)
-    nucleus = top_p is not None and top_p < 1
-    if count == size and not nucleus:
+    share = 1.0 if top_p is None else top_p
+    if count == size and share == 1:
         return None
     best = lax.top_k(logits, count)[0] if count < size else logits
     least = jnp.min(best, axis=-1, keepdims=True)
-    if nucleus:
-        least = jnp.maximum(least, _nucleus(best, top_p * odds / (1 - top_p + top_p * odds)))
+    if share < 1:
+        least = jnp.maximum(least, _nucleus(best, share * odds / (1 - share + share * odds)))
     return least
 
 

@@ -38,7 +38,7 @@ SECTION = "iterations=4", "rollout_batch=16", "save_every=1", "actor.learning_ra
 ADAPTER = "lora.rank=2", "lora.alpha=8"
 # So few steps teach no sums: rewards that differ need another rule.
 REWARD = "rewards=[{name: low, function: format_regex, options: {pattern: '[0-4].*'}}]"
-# Metrics of synchronous runs, recorded before asynchronous training existed.
+# Metrics of synchronous runs, recorded with an earlier program that decayed norms, too: therefore without decay.
 GOLDEN = Path(__file__).parent / "golden.json"
 ALGORITHMS = {
     "grpo": ("grpo.algorithm.samples=2",),
@@ -79,12 +79,14 @@ SYNCHRONOUS = (
 def test_with_staleness_0_the_run_is_the_synchronous_one_bit_for_bit(case, tmp_path):
     """In one process, and where another one draws. With more logical workers log-probabilities round otherwise.
 
-    The synchronous run has the metrics that it had before asynchronous training existed, up to float32's rounding.
+    The synchronous run has the recorded metrics, up to float32's rounding.
     """
     algorithm, *settings = case
+    trained = ["actor"] + ["critic"] * (algorithm in ("ppo", "safe_rlhf"))
+    settings += ["sft.weight_decay=0", *(f"{algorithm}.{role}.weight_decay=0" for role in trained)]
     plain = run(config(tmp_path, "plain", algorithm, settings))
     golden_of = json.loads(GOLDEN.read_text())
-    if not settings and algorithm in golden_of:
+    if len(case) == 1 and algorithm in golden_of:
         records = [record for record in read_metrics(plain) if record["stage"] == algorithm]
         for record, golden in zip(records, golden_of[algorithm], strict=True):
             assert {name: record[name] for name in golden} == pytest.approx(golden, rel=1e-4, abs=1e-6)

@@ -208,10 +208,11 @@ def test_a_drawn_token_falls_short_of_rounding_where_a_nucleus_ends_elsewhere(se
     )
     keys, may_stop = jax.random.split(jax.random.key(1), rows), jnp.ones(rows, bool)
     own: dict[str, Any] = {"vocab_size": 5, "may_stop": may_stop}
+    rounding = jnp.float32(0.1)
     for drawn_from, drawn_again in ((logits, near), (near, logits)):
         drawn, _ = sample(drawn_from, keys, config, **own)
         assert (drawn == 1).any() == (drawn_from is logits)
-        assert (np.asarray(shortfall(drawn, drawn_again, keys, config, **own, rounding=jnp.float32(0.1))) <= 0.1).all()
+        assert (np.asarray(shortfall(drawn, drawn_again, keys, config, **own, rounding=rounding)) <= 0.1).all()
         for least_likely in (3, 4):  # both are left out by far
             wrong = jnp.full(rows, least_likely)
-            assert (np.asarray(shortfall(wrong, drawn_again, keys, config, **own, rounding=0.1)) > 0.1).all()
+            assert (np.asarray(shortfall(wrong, drawn_again, keys, config, **own, rounding=rounding)) > 0.1).all()
