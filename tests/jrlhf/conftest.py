@@ -166,8 +166,7 @@ def settings(user: Path) -> Callable[..., dict]:
         for name, value in sections.items():
             config[name] = config[name] | value if isinstance(value, dict) and name in config else value
         if config["stages"][-1] in ("sft", "reward_model", "dpo") and "ppo" not in sections:
-            config["ppo"] = {"rollout_batch": 8}  # which is how texts are sampled then
-            sections["ppo"] = config["ppo"]
+            config["sampling"] = {"batch": 8} | config.get("sampling", {})  # which is how texts are sampled then
         learnt = {key for key, stages in STAGES.items() if set(stages) & set(config["stages"])}
         config["data"] = {key: value for key, value in config["data"].items() if key not in STAGES or key in learnt}
         unread = {"sft", "reward_model", "ppo"} - {*config["stages"], *sections}

@@ -231,19 +231,19 @@ def test_answers_have_their_lines_and_no_escapes(ask, monkeypatch):
 
 def test_a_run_that_learnt_from_plain_text_is_asked_in_plain_text(ask, asked, tmp_path, model):
     (tmp_path / "model").symlink_to(model)
-    for summary, chat in (({"chat": False}, False), ({"chat": True}, True), ({}, True)):
-        (tmp_path / "summary.json").write_text(json.dumps(summary))
+    for recorded, chat in (({"chat": False}, False), ({"chat": True}, True), ({}, True)):
+        (tmp_path / "prompting.json").write_text(json.dumps(recorded))
         code, printed, _ = ask("--prompt", "Why?", "--temperature", "0", model=tmp_path)
         assert code == 0 and ("<|im_start|>user" in printed) is chat
     for damaged in ("{", "[]"):
-        (tmp_path / "summary.json").write_text(damaged)
+        (tmp_path / "prompting.json").write_text(damaged)
         code, printed, error = ask("--prompt", "Why?", model=tmp_path)
-        assert code == 2 and "summary.json is not" in error and error.count("\n") == 1 and printed == ""
+        assert code == 2 and "prompting.json is not" in error and error.count("\n") == 1 and printed == ""
 
 
 def test_a_typed_line_ends_as_prompts_did_in_training(ask, asked, tmp_path, model, monkeypatch):
     (tmp_path / "model").symlink_to(model)
-    (tmp_path / "summary.json").write_text(json.dumps({"chat": False, "prompt_end": "\n"}))
+    (tmp_path / "prompting.json").write_text(json.dumps({"chat": False, "prompt_end": "\n"}))
     monkeypatch.setattr("sys.stdin", io.StringIO("Why?\n\n"))
     assert ask(model=tmp_path) == (0, "42\n", "")
     for prompt in ("Why?", "Why?\n"):
