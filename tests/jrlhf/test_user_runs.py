@@ -52,7 +52,7 @@ def everything(tmp_path_factory, settings, user):
         roles={"critic": str(user / "critic")},
         reward_model={"weight": WEIGHTS["reward_model"]},
         rewards=[reward | {"weight": WEIGHTS[reward["name"]]} for reward in rewards],
-        evaluation={"every": 2, "k": 2},
+        validation={"every": 2, "k": 2},
         profile={"iterations": [3]},
     )
     with pytest.MonkeyPatch.context() as patch:
@@ -299,7 +299,7 @@ def test_a_run_that_a_reward_stopped_goes_on_in_the_same_bits(tmp_path, settings
                 roles={"critic": str(user / "critic")},
                 rewards=[{"name": "even", "function": f"{function}:flaky"}],
                 ppo={"scores": {"normalise": True, "clip": 2.0, "missing_eos_penalty": 0.5}},
-                evaluation={"every": 2, "k": 2},
+                validation={"every": 2, "k": 2},
             ),
         )
 

@@ -160,8 +160,8 @@ def test_bad_input_is_one_sentence(settings):
 def test_a_run_on_sampled_pairs_is_resumed_in_the_same_bits(tmp_path, capsys):
     """On the built-in task: the annotator's pairs are sampled again from the same frozen policy."""
     stage = ["dpo.steps=4", "dpo.batch=8", "dpo.eval_every=2", "dpo.save_every=2", "dpo.learning_rate=1e-3"]
-    pairs = "reward_model={prompts: 24, heldout_prompts: 16, samples_per_prompt: 2}"
-    settings = [f"run_dir={tmp_path}", "stages=[sft,dpo]", pairs, "ppo={rollout_batch: 32}", *stage]
+    pairs = "data.annotator={prompts: 24, heldout_prompts: 16, samples_per_prompt: 2}"
+    settings = [f"run_dir={tmp_path}", "stages=[sft,dpo]", pairs, "ppo=null", "sampling.batch=32", *stage]
     run, copy = tmp_path / "tiny", tmp_path / "copy"
     summary = main(load_config(TINY, settings))
     announcements = [line for line in capsys.readouterr().out.splitlines() if line.startswith("dpo: compiling ")]

@@ -21,7 +21,7 @@ ASLEEP = dict.fromkeys(("optimizer", "actor", "critic", "reference", "reward"), 
 def cases(user: Path) -> dict[str, dict]:
     """Sections of configs, with what sleeps in each."""
     text = {"name": "preference", "model": str(user / "reward"), "batch": 8}
-    every = {"stages": ["sft", "reward_model", "ppo"], "evaluation": {"every": 2}, "ppo": {"iterations": 3}}
+    every = {"stages": ["sft", "reward_model", "ppo"], "validation": {"every": 2}, "ppo": {"iterations": 3}}
     critic = {"critic": str(user / "critic")}
     return {
         "ppo": every | {"roles": critic, "rewards": [text], "sleep": ASLEEP | {"ahead": True}},
