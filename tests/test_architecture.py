@@ -144,6 +144,7 @@ def test_files_of_a_folder_form_no_cycle():
     assert graph == {}
 
 
+@cache
 def imports_of_modules() -> dict[str, set[str]]:
     """Module -> the modules of ours that it imports, wherever in its file; packages count, too."""
     names = {f"{package_of(file)}.{file.stem}".removesuffix(".__init__"): file for file in modules()}
@@ -175,6 +176,7 @@ def test_a_module_loads_only_what_it_needs(module):
     assert lines_of(loaded) <= MOST_LOADED[module]
 
 
+@cache
 def stubs() -> dict[str, tuple[Path, dict[str, str]]]:
     """Package that loads its names when they are used -> its folder, and name -> module that defines it."""
     packages = {}

@@ -79,9 +79,9 @@ class Identity:
                     "bring its code back, or go on with the changed function by --accept-rewards "
                     "(accept_rewards=True in Python)"
                 )
-            version = there.get(_VERSION)
-            other = "" if version in (None, __version__) else f", by jrlhf {version}, and this is {__version__}"
-            raise UserError(f"the checkpoint of stage {stage} was made with {difference}{other}: {remedy}")
+            if (version := there.get(_VERSION)) not in (None, __version__):
+                difference += f", by jrlhf {version}, and this is {__version__}"
+            raise UserError(f"the checkpoint of stage {stage} was made with {difference}: {remedy}")
 
 
 def numbers(name: str, section: Any) -> dict[str, str]:
