@@ -336,7 +336,7 @@ def _write_answers(prompts: Prompts, answers: Iterator[Response], out: str) -> N
     rows = []
     for example, response in zip(prompts.examples, answers, strict=True):
         answer = {"prompt": example.prompt, "completion": response.text, "finished": response.finished}
-        rows.append(answer | dict(example.columns) | answer)
+        rows.append(answer | dict(example.columns) | answer)  # the answer's keys come first, and its values count
         if sys.stderr.isatty():
             print(f"\r{len(rows)} of {len(prompts.ids)}", end="", file=sys.stderr, flush=True)
     path = local("--out", out)

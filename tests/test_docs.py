@@ -1,6 +1,7 @@
 """README and docs: examples run, commands are understood, paths and links exist, figures are those of the results."""
 
 import ast
+import importlib
 import inspect
 import json
 import math
@@ -150,10 +151,23 @@ def test_the_example_of_a_page_of_reference_computes_what_its_comments_say(page:
         np.testing.assert_allclose(names["logprobs"], np.diagonal(jax.nn.log_softmax(logits)), rtol=1e-5)
 
 
-def test_arguments_of_a_docstring_become_a_table_and_no_word_is_lost(monkeypatch):
+@pytest.fixture
+def hooks(monkeypatch) -> dict[str, Any]:
+    """The names of docs/hooks.py, with which the site is built."""
     for name in ("griffe", "mkdocs", "mkdocs.structure", "mkdocs.structure.files"):  # of the site's environment
         monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(Docstring=None, Extension=object, File=None))
-    with_sections = runpy.run_path(str(ROOT / "docs/hooks.py"))["with_sections"]
+    return runpy.run_path(str(ROOT / "docs/hooks.py"))
+
+
+@pytest.mark.parametrize("package", ["ppo", "models", "meshes", "kernels.logprob"])
+def test_the_reference_has_every_public_name_of_a_package(package, hooks):
+    lines = "\n".join(hooks["_names"](package, set()))
+    shown = re.findall(rf"^::: jrlhf\.{re.escape(package)}\.(\w+)$", lines, re.MULTILINE)
+    assert sorted(shown) == importlib.import_module(f"jrlhf.{package}").__all__ and len(shown) > 3
+
+
+def test_arguments_of_a_docstring_become_a_table_and_no_word_is_lost(hooks):
+    with_sections = hooks["with_sections"]
     raised = "Raises ValueError if a: b, TypeError\nif c."
     text = f"Does it.\n\nrows, more: of text. seed:\n    of 1. None: 0.\n\nIt says more.\n\n{raised}"
     arguments = "Args:\n    rows: of text.\n    more: of text.\n    seed: of 1. None: 0."

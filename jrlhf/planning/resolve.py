@@ -21,11 +21,7 @@ from jrlhf.planning.fit import check_memory
 from jrlhf.planning.plans import colocated, plan_of_config, read_plan, refuse_cross_process, transfer_line
 from jrlhf.planning.workload import workload_of
 from jrlhf.run.console import Console
-from jrlhf.run.directory import (
-    CONFIG,
-    PLAN,
-    run_path,
-)
+from jrlhf.run.directory import CONFIG, PLAN, run_path
 from jrlhf.run.files import unsealed
 from jrlhf.run.processes import from_main, several
 from jrlhf.run.resume import saved_tile
@@ -35,7 +31,7 @@ from jrlhf.stages.setup import Resources, select_mesh
 def resolve(config: Config, *, resume: bool, tell: Callable[[str], None]) -> Resources:
     """Decides what a run computes on. Refuses a run that does not fit into device memory.
 
-    tell: called with each new choice of the moves of last rows, while the run runs.
+    tell: called with sentences on the moves of last rows: now, and at each new choice while the run runs.
     """
     if resume and config.compute.score_rows == "auto":
         from jrlhf.planning.fusion.tiles import resumed_tiles

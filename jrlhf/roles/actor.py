@@ -48,6 +48,7 @@ class Actor(TrainedRole):
         greedy = replace(sampling, temperature=0.0, top_k=None, top_p=None)
 
         def on_mesh(method: str) -> tuple[Architecture, Mesh, Compute]:
+            # The settings of the run, not those of the call's placement: a `Sampler` on this mesh shares the program.
             return self.architecture, self.placement[method].mesh, self.compute
 
         self._engines = {"generate": engine_of(*on_mesh("generate"), sampling, schedule, samples)}

@@ -17,8 +17,6 @@ from jrlhf.ppo.types import Experience, Rollout
 from jrlhf.roles.placement import RolePlacement, call
 from jrlhf.run.clock import Clock, timed
 
-Values = tuple[Float[Array, "B T"], Float[Array, "B"]]  # V before every token, and V after each row's last token
-
 
 class ExperienceMaker:
     """Computes rewards, advantages and returns with the settings of an algorithm."""

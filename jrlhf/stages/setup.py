@@ -107,7 +107,7 @@ class Resources:
 
 
 class Resolve(Protocol):
-    """Decides what a run computes on. tell: called with sentences while the run runs."""
+    """Decides what a run computes on. tell: called with sentences, now and while the run runs."""
 
     def __call__(self, config: Config, *, resume: bool, tell: Callable[[str], None]) -> Resources: ...
 

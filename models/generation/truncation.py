@@ -21,9 +21,9 @@ def least_kept(
 ) -> Float[Array, "B 1"] | None:
     """Returns the logit from which on `restrict` keeps tokens; None if it keeps all.
 
-    odds: multiplies the odds of `top_p`. If no logit changes by more than d, the odds of what is above a token change
-    by at most the factor exp(2 d); so odds=exp(2 d) gives the level for the most tokens that may stay, and exp(-2 d)
-    for those that stay in any case, both as far as their own logits do not change.
+    odds: factor of the odds top_p / (1 - top_p). Suppose that no logit changes by more than d. Then the odds of all
+    that is above a token change at most by the factor exp(2 d). So with odds=exp(2 d) a token that stays is at most
+    2 d below the result, and with odds=exp(-2 d) every token stays that is at least 2 d above it.
     """
     size = logits.shape[-1]
     count = size if top_k is None else min(top_k, size)
