@@ -60,6 +60,11 @@ class Identity:
     ) -> Iterator[str]:
         """Yields clauses on accepted changes; refuses others. ended: the stage is done, so that a changed function
         would only judge a model that never learnt from it."""
+        if there and _VERSION in here and _VERSION not in there:
+            raise UserError(
+                f"the checkpoint of stage {stage} is of a jrlhf that recorded no version, and this is {__version__}: "
+                "resume with the program that wrote it, or start a new run"
+            )
         for key in {**there, **here} if there else ():  # without words: a damaged checkpoint, which a restore tells
             if there.get(key) == here.get(key) or key == _VERSION:
                 continue

@@ -127,6 +127,8 @@ def test_a_difference_names_the_versions_that_wrote_and_read_the_checkpoint(tmp_
         identity.compare(run, "sft", here | {"corpus": "d", "jrlhf": "0.0.1"}, here)
     with pytest.raises(UserError, match=r"another corpus \(d there, c here\): "):
         identity.compare(run, "sft", here | {"corpus": "d"}, here)
+    with pytest.raises(UserError, match=f"is of a jrlhf that recorded no version, and this is {__version__}: resume"):
+        identity.compare(run, "sft", {"identity": "1", "corpus": "c", "start": "s"}, here)
     identity.compare(run, "sft", {}, here)  # of a damaged checkpoint
 
 
