@@ -25,7 +25,6 @@ import jrlhf.api
 import jrlhf.meshes
 import jrlhf.models
 import jrlhf.ppo
-from benchmarks.config_reference import reference_table
 from examples.grpo import make_iteration
 from jrlhf import plan, train
 from jrlhf.algorithms import registry as algorithms
@@ -36,6 +35,7 @@ from jrlhf.config.stages import TITLES
 from jrlhf.models.hf.presets import PRESETS
 from jrlhf.planning.plans import read_plan
 from jrlhf.run.console import SHOWN
+from tools.config_reference import reference_table
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = {

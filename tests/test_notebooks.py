@@ -119,7 +119,7 @@ def test_the_memory_on_the_page_is_that_of_the_notebook(tmp_path):
 
 
 def test_notebooks_are_stored_with_the_outputs_of_one_execution_from_top_to_bottom():
-    """`python -m benchmarks.notebooks NAME` stores them."""
+    """`python -m tools.notebooks NAME` stores them."""
     for path in COLAB.glob("*.ipynb"):
         text = path.read_text(encoding="utf-8")
         notebook = json.loads(text)

@@ -12,8 +12,8 @@ import verl.trainer.config
 from omegaconf import OmegaConf
 from trl import DPOConfig, GRPOConfig, SFTConfig
 
-from benchmarks.tutorials import page, settings
 from jrlhf.config.peers import PEERS
+from tests.support.tutorials import page, settings
 
 GENERATED = Path(verl.trainer.config.__file__).parent / "_generated_ppo_trainer.yaml"  # all of verl's settings
 VERL = OmegaConf.to_container(OmegaConf.load(GENERATED), resolve=False)

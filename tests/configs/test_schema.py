@@ -11,7 +11,6 @@ import jsonschema
 import pytest
 import yaml
 
-from benchmarks.config_schema import config_schema
 from jrlhf.config import Config, build, config_yaml
 from jrlhf.config.keys import classes_of, kinds_of
 from jrlhf.config.parse import Feature
@@ -19,6 +18,7 @@ from jrlhf.config.schema import DataConfig
 from jrlhf.config.stages import STAGES
 from jrlhf.errors import UserError
 from jrlhf.ppo.fields import default_of, rules_of
+from tools.config_schema import config_schema
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SCHEMA = jsonschema.Draft7Validator(json.loads((CONFIGS / "schema.json").read_text(encoding="utf-8")))

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.tutorials import FOLDER, PEERS, commands, files, page, rows, settings
 from jrlhf import generate, train
 from jrlhf.config import Config, load_config
 from jrlhf.config.keys import paths_of
@@ -19,6 +18,7 @@ from jrlhf.config.load import make_config
 from jrlhf.config.peers import PEERS as NAMES
 from jrlhf.errors import UserError
 from tests.jrlhf.conftest import questions, write_jsonl
+from tests.support.tutorials import FOLDER, PEERS, commands, files, page, rows, settings
 
 NOT_COMPARED = {  # what follows from other settings, or is a choice that there is not
     "trl": set(),

@@ -7,7 +7,6 @@ from typing import Literal
 import pytest
 import yaml
 
-from benchmarks.config_reference import reference_table
 from jrlhf.config import (
     Config,
     build,
@@ -26,6 +25,7 @@ from jrlhf.config.schema import DatasetsData, LoRASection
 from jrlhf.errors import UserError
 from jrlhf.ppo.fields import Section, checked, count
 from jrlhf.roles.pretrained import fresh_model
+from tools.config_reference import reference_table
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The JSON Schema of a config file, by which editors complete and check it, read from the classes of the config.
 
-    python -m benchmarks.config_schema > configs/schema.json
+    python -m tools.config_schema > configs/schema.json
 
 It has every key, type, choice and description, and the bounds of most numbers. What settings demand of each other, only
 the program itself checks. Old names of keys, which it still reads, are not in the schema.

@@ -1,6 +1,6 @@
 """The reference of all settings, as markdown: key, default and effect, read from the classes of the config.
 
-python -m benchmarks.config_reference > docs/configuration.md
+python -m tools.config_reference > docs/configuration.md
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ Editors complete and check a config by `configs/schema.json`, which does not hav
 YAML extension and begin the config with `# yaml-language-server: $schema=PATH-TO/configs/schema.json`, as `jrlhf init`
 does.
 
-This page is made from the classes by `python -m benchmarks.config_reference > docs/configuration.md`.
+This page is made from the classes by `python -m tools.config_reference > docs/configuration.md`.
 
 """
 

@@ -5,7 +5,7 @@ import re
 import shlex
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parents[1] / "docs" / "tutorials"
+FOLDER = Path(__file__).resolve().parents[2] / "docs" / "tutorials"
 PEERS = ("trl", "verl", "tunix")
 
 

@@ -1,9 +1,9 @@
 """Runs and checks the longest proofs, which take too long for every change.
 
-    python -m benchmarks.proofs list          prints the names of the parts
-    python -m benchmarks.proofs run PART      runs a part and writes results/proofs/PART.json
-    python -m benchmarks.proofs check         exit code 1 if a part was not run or failed; prints the age of each, and
-                                              how many tests it has now where that number has changed
+    python -m tools.proofs list          prints the names of the parts
+    python -m tools.proofs run PART      runs a part and writes results/proofs/PART.json
+    python -m tools.proofs check         exit code 1 if a part was not run or failed; prints the age of each, and
+                                         how many tests it has now where that number has changed
 
 A part is the tests marked `proof("PART")`, or a folder of tests beside them (`oracle`). The part `real` needs a model's
 directory: the one that the environment variable REAL_MODEL names, else `benchmarks.real_model` makes one.

@@ -1,4 +1,4 @@
-"""Executes notebooks of colab/ and stores them with their outputs: `python -m benchmarks.notebooks NAME ...`.
+"""Executes notebooks of colab/ and stores them with their outputs: `python -m tools.notebooks NAME ...`.
 
 Outputs that readers on GitHub cannot see, large outputs and paths of this machine are left out.
 """
