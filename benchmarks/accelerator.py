@@ -29,7 +29,7 @@ from jax.sharding import Mesh
 from benchmarks import parts
 from benchmarks.parts import TERA, Ceilings, Row
 from benchmarks.records import hardware, joined, path_for, provenance, write
-from jrlhf.kernels.logprob.common import Implementation
+from jrlhf.kernels.logprob.implementations import Implementation
 from jrlhf.meshes import make_mesh
 from jrlhf.meshes.hardware import peak_of
 from jrlhf.meshes.mesh import Device

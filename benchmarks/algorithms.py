@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import FIRST_RUN, RESULTS, provenance, write
-from jrlhf.run.directory import read_summary
+from jrlhf.run.contents import read_summary
 from jrlhf.run.metrics import read_metrics
 
 ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax")

@@ -69,8 +69,8 @@ from jrlhf.meshes import AXES, GENERATE, make_mesh
 from jrlhf.models import LoRAConfig, ModelConfig, SamplingConfig, make_generate, param_shardings
 from jrlhf.planning.fit import memory_of
 from jrlhf.roles.compiled import CompiledModel
-from jrlhf.roles.initial import adamw
 from jrlhf.roles.model import Architecture, Compute
+from jrlhf.roles.optimizers import adamw
 from jrlhf.roles.pretrained import adapter_of
 from jrlhf.stages.setup import architectures, compute_of
 from tests.support.reshard import lower_reshard
@@ -163,7 +163,7 @@ def generate(setup: Setup) -> Program:
     _, weights, base = setup.actor
     if not base:
         weights = generation_copy(actor, setup.mesh, compute.dtype)
-    options = {"dtype": compute.dtype, "attention": compute.attention, "lora": setup.lora}
+    options = {"dtype": compute.dtype, "attention": compute.options.attention, "lora": setup.lora}
     function = jax.jit(make_generate(actor, setup.mesh, setup.sampling, **options))
     prompts = setup.rows(setup.config.data.max_prompt), setup.rows(), setup.rows(dtype=key)
     return Program([function.lower(weights, *prompts, *base)], device_bytes((weights, base)) if base else 0)
@@ -299,7 +299,7 @@ def measured(name: str, setup: Setup, memory: int) -> dict[str, Any]:
         "outputs": outputs,
         "alias": alias,
         "temp": temp,
-        "scores": attention_scores(name, setup) if setup.compute.attention == "xla" else 0,
+        "scores": attention_scores(name, setup) if setup.compute.options.attention == "xla" else 0,
         "peak": peak,
         "fits": peak <= memory,
         "collectives": {kind: asdict(met) for kind, met in sorted(traffic.items())},

@@ -28,7 +28,7 @@ import jax
 import yaml
 
 from benchmarks.records import hardware, path_for, provenance, write
-from jrlhf.run.directory import read_summary
+from jrlhf.run.contents import read_summary
 from jrlhf.run.metrics import read_metrics
 
 ITERATIONS, KILLED, SETTLED = 36, 18, range(4, 16)  # SETTLED: nothing compiles, nothing is written

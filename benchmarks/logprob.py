@@ -30,7 +30,7 @@ from jax import Array
 
 from benchmarks.records import hardware, path_for, provenance, write
 from jrlhf.kernels.logprob import token_logprobs, token_sums
-from jrlhf.kernels.logprob.common import Implementation
+from jrlhf.kernels.logprob.implementations import Implementation
 from jrlhf.meshes.mesh import Device
 
 ROUNDS = 7

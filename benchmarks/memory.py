@@ -31,6 +31,7 @@ from jrlhf.meshes import TRAIN, make_mesh
 from jrlhf.meshes.layout import TRAIN_TP
 from jrlhf.meshes.plan import LayoutName, Placement, Slice
 from jrlhf.models import LoRAConfig, ModelConfig, SamplingConfig, make_generate
+from jrlhf.models.options import ForwardOptions
 from jrlhf.models.remat import Remat
 from jrlhf.models.weights import HeadKind
 from jrlhf.planning.activations import Backend
@@ -38,8 +39,8 @@ from jrlhf.planning.memory import call_bytes, state_bytes
 from jrlhf.planning.workload import RoleModel, Workload
 from jrlhf.ppo import PPOConfig
 from jrlhf.roles.compiled import CompiledModel
-from jrlhf.roles.initial import adamw
 from jrlhf.roles.model import Architecture, Compute
+from jrlhf.roles.optimizers import adamw
 
 MIB = 2**20
 PATH = RESULTS / "memory.json"
@@ -149,13 +150,9 @@ def lowered(case: Case, devices: Sequence[Any], backend: Backend) -> jax.stages.
     """The call's program."""
     mesh, model = make_mesh(case.data, *case.mesh, devices=devices[: case.placement.devices.count]), case.model
     lora = case.adapter
-    compute = Compute(
-        dtype=jnp.dtype(case.dtype),
-        remat=case.remat,
-        fused_loss=case.fused_loss,
-        train_layout=TRAIN_TP if case.tensor_parallel else TRAIN,
-        attention=backend.attention,
-    )
+    options = ForwardOptions(dtype=jnp.dtype(case.dtype), remat=case.remat, attention=backend.attention)
+    layout = TRAIN_TP if case.tensor_parallel else TRAIN
+    compute = Compute(options, fused_loss=case.fused_loss, train_layout=layout)
 
     def rows(*shape: int, dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct((case.rows, *shape), dtype, sharding=row_sharding(mesh))

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jrlhf.algorithms.ppo import ppo as run_ppo
 from jrlhf.data.batches import Batch, key_for, put_rows, row_keys
 from jrlhf.kernels.logprob import token_logprobs, token_sums
-from jrlhf.kernels.logprob.common import Implementation
+from jrlhf.kernels.logprob.implementations import Implementation
 from jrlhf.meshes import GENERATE, SCORE, TRAIN, reshard
 from jrlhf.meshes.hardware import Peak
 from jrlhf.models import (
@@ -43,6 +43,7 @@ from jrlhf.models.flops import (
     training_operations,
     weight_bytes,
 )
+from jrlhf.models.options import ForwardOptions
 from jrlhf.models.remat import Remat
 from jrlhf.ppo import PPOConfig, TrainState
 from jrlhf.roles.actor import Actor, Reference
@@ -271,7 +272,11 @@ def iteration(
     model are frozen in bfloat16; no row stops before its limit. `roofline`: the least seconds of all calls together,
     by the nominal ceilings, or the measured ones where those are not known; `over_roofline`: how often that was taken.
     """
-    compute, clock, optimizer = Compute(jnp.dtype(jnp.bfloat16), remat=remat), Clock(), optax.adamw(1e-6)
+    compute, clock, optimizer = (
+        Compute(ForwardOptions(dtype=jnp.dtype(jnp.bfloat16), remat=remat)),
+        Clock(),
+        optax.adamw(1e-6),
+    )
     placement, ppo = RolePlacement.of(mesh), PPOConfig(micro_batches=micro_batches)
     sampling = SamplingConfig(max_new_tokens=response)
     architecture, site = Architecture(config), Site(placement, compute, clock)

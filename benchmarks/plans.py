@@ -34,6 +34,7 @@ from jrlhf.meshes import GENERATE, TRAIN, make_mesh
 from jrlhf.meshes.graph import Kind
 from jrlhf.meshes.plan import LayoutName, Placement, Plan, Slice
 from jrlhf.models import ModelConfig, SamplingConfig, init_lm, init_scalar, param_shardings
+from jrlhf.models.options import ForwardOptions
 from jrlhf.models.remat import Remat
 from jrlhf.planning.profile import ProfiledCosts, cluster_of, default_path, load, save
 from jrlhf.planning.profile import measure as measure_parts
@@ -43,8 +44,8 @@ from jrlhf.ppo import PPOConfig, TrainState
 from jrlhf.ppo.types import Experience
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.generating import engine_of
-from jrlhf.roles.initial import adamw
 from jrlhf.roles.model import Architecture, Compute, Model, generation_weights
+from jrlhf.roles.optimizers import adamw
 
 DEVICES, PROMPT, RESPONSE = 4, 20, 24
 THIRDS = 3
@@ -115,7 +116,7 @@ CASES = (
 def calls_of(case: Case) -> dict[str, Callable[[], Any]]:
     """Each call of a plan, as the roles make it, on random rows."""
     mesh = make_mesh(*case.mesh)
-    compute, model = Compute(remat=case.remat), Architecture(MODEL)
+    compute, model = Compute(ForwardOptions(dtype=jnp.dtype(jnp.float32), remat=case.remat)), Architecture(MODEL)
     ppo = PPOConfig(micro_batches=case.micro_batches)
     optimizer = adamw(OptimizerConfig(learning_rate=1e-4), updates=1000)
     language = jax.device_put(init_lm(MODEL, jax.random.key(0)), param_shardings(MODEL, mesh, TRAIN))

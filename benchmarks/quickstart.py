@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.records import FIRST_RUN, RESULTS, provenance, write
 from jrlhf.config import load_config
-from jrlhf.run.directory import read_summary
+from jrlhf.run.contents import read_summary
 from jrlhf.run.metrics import read_metrics
 
 PANELS = {

@@ -17,7 +17,7 @@ from jrlhf.models.params import cast_matrices
 from jrlhf.models.quantize import int8_shardings, to_int8
 from jrlhf.models.weights import HeadKind
 from jrlhf.ppo import Experience, TrainState
-from jrlhf.roles.initial import adamw
+from jrlhf.roles.optimizers import adamw
 
 Shapes = Any  # a tree of jax.ShapeDtypeStruct with shardings
 

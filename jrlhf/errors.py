@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from difflib import SequenceMatcher, get_close_matches
 from itertools import islice, takewhile
@@ -32,6 +32,17 @@ class UserError(Sentence):
         words = (word if len(word) < 300 else f"{word[:150]}...{word[-100:]}" for word in super().__str__().split())
         text = "".join(letter if letter.isprintable() else "\ufffd" for letter in " ".join(words))
         return text if len(text) <= LONGEST else f"{text[: LONGEST - 500]} ... {text[-400:]}"
+
+
+class RewardFailure(UserError):
+    """A reward function failed on a sample, and no setting says which score such samples get.
+
+    identity: `Facts.identity` of the function that failed.
+    """
+
+    def __init__(self, message: str, identity: Mapping[str, str] | None = None):
+        super().__init__(message)
+        self.identity = dict(identity or {})
 
 
 class RunFailure(Sentence):

@@ -17,7 +17,7 @@ from jrlhf.config.load import load_config
 from jrlhf.config.places import local
 from jrlhf.config.schema import Config, DatasetsData, DeviceConfig
 from jrlhf.config.stages import ALGORITHMS
-from jrlhf.data.hub import account_name, push
+from jrlhf.data.push import account_name, push
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.errors import UserError, beside, exit_code, parse_options
 from jrlhf.meshes.mesh import make_mesh
@@ -36,8 +36,9 @@ from jrlhf.roles.pretrained import (
 )
 from jrlhf.run.checkpoints import like, restore_part
 from jrlhf.run.console import Console
+from jrlhf.run.contents import CONFIG, HUB, TOKENIZER
 from jrlhf.run.devices import select
-from jrlhf.run.directory import CONFIG, HUB, TOKENIZER, RunDirectory
+from jrlhf.run.directory import RunDirectory
 from jrlhf.run.files import check_writable, saved_steps
 from jrlhf.stages.finalize import export
 from jrlhf.stages.setup import compute_of

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jrlhf.config.check import divisors, indivisible
 from jrlhf.config.keys import kinds_of
 from jrlhf.config.load import load_config
 from jrlhf.config.parse import convert
@@ -22,24 +21,26 @@ from jrlhf.config.peers import SAMPLING
 from jrlhf.config.places import expanded, is_address, local
 from jrlhf.config.schema import ColumnsConfig, DatasetsData, DeviceConfig
 from jrlhf.data.batches import key_for, pad_rows, program_width, put_rows, read_responses, row_keys, whole_batches
-from jrlhf.data.encode import Encoding, Prompts, answer_gap, without_gap
+from jrlhf.data.encode import Encoding, answer_gap
 from jrlhf.data.read import Dataset, read_dataset
 from jrlhf.data.tokenizer import Tokenizer
-from jrlhf.data.types import Example, Response
+from jrlhf.data.types import Example, Prompts, Response, without_gap
 from jrlhf.errors import UserError, exit_code_of_printing, parse_options, user_errors
 from jrlhf.meshes.layout import GENERATE
 from jrlhf.meshes.mesh import make_mesh
 from jrlhf.models.config.decoder import ModelConfig
+from jrlhf.models.config.divisors import divisors, indivisible
 from jrlhf.models.generation.continuous import ContinuousBatch, Prompt
 from jrlhf.models.generation.sampling import SamplingConfig
 from jrlhf.models.generation.schedule import Schedule
 from jrlhf.models.hf.adapters import load_adapter
 from jrlhf.models.hf.config import HFConfig
+from jrlhf.models.options import ForwardOptions
 from jrlhf.roles.generating import decoder_of, engine_of
 from jrlhf.roles.model import Architecture, Compute, Model
 from jrlhf.roles.pretrained import describe, load_weights, locate, own_tokenizer
+from jrlhf.run.contents import CONFIG, ENVIRONMENT, read_prompting
 from jrlhf.run.devices import select
-from jrlhf.run.directory import CONFIG, ENVIRONMENT, read_prompting
 from jrlhf.run.files import check_writable, write_atomic
 from jrlhf.run.text import clean, clean_lines
 from jrlhf.storage.models import fetch_run
@@ -206,7 +207,7 @@ def load(
     tokenizer = own_tokenizer(path, "model", asked.data, config.vocab_size)
     if dtype == "auto":
         dtype = "float32" if devices[0].platform == "cpu" else "bfloat16"
-    compute, tensor = Compute(jnp.dtype(dtype)), _tensor_parallelism(config, len(devices))
+    compute, tensor = Compute(ForwardOptions(dtype=jnp.dtype(dtype))), _tensor_parallelism(config, len(devices))
     mesh = make_mesh(len(devices) // tensor, 1, tensor, devices=devices)
     with jax.set_mesh(mesh):
         _, params = load_weights(path, "model", mesh, layout=GENERATE, dtype=compute.dtype)

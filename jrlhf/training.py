@@ -1,21 +1,31 @@
-"""A run from its config to its report: opens it, runs its stages one after the other, and ends it."""
+"""A run from its config to its report: opens it, builds its models and roles, runs its stages, and ends it."""
 
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Literal
 
 import jax
 
+from jrlhf.algorithms.factory import RoleFactory, algorithm_of
+from jrlhf.algorithms.registry import dataflow_identity, dataflow_of, graph_of
+from jrlhf.algorithms.roles import Roles
 from jrlhf.config.places import is_address
 from jrlhf.config.schema import Config
+from jrlhf.fleet.synchronous import RolloutSource, SynchronousRollouts
 from jrlhf.planning.resolve import resolve
+from jrlhf.rewards.mixture import Rewards
+from jrlhf.rewards.of_config import open_rewards
+from jrlhf.roles.initial import InitialModels
+from jrlhf.roles.model import Model
 from jrlhf.run.processes import from_main
 from jrlhf.stages.context import Context
 from jrlhf.stages.dpo import train_dpo
 from jrlhf.stages.evaluate import grade_before
 from jrlhf.stages.finalize import Outcome, deliver, finished, mark_finished
 from jrlhf.stages.loop import check_inputs
+from jrlhf.stages.mfu import utilisation_of
 from jrlhf.stages.reward_model import train_reward_model
-from jrlhf.stages.rl import train_rl
+from jrlhf.stages.rl import Assembly, Take, train_rl
 from jrlhf.stages.setup import open_context
 from jrlhf.stages.sft import train_sft
 
@@ -30,7 +40,8 @@ def train(config: Config, *, resume: bool | Literal["auto"] = False, accept_rewa
         if (summary := from_main(partial(finished, context))) is not None:
             context.console.line(f"{context.run.shown} has finished: nothing is left to do")
             return summary
-        outcome = Outcome(context.initial.policy())
+        initial = InitialModels(config, context.mesh, context.compute, context.console)
+        outcome = Outcome(initial.policy())
         context.phases.lap("start")
         if "sft" in config.stages:
             outcome.policy = train_sft(context, outcome.policy)
@@ -38,14 +49,53 @@ def train(config: Config, *, resume: bool | Literal["auto"] = False, accept_rewa
             outcome.reward = train_reward_model(context, outcome.policy)
         if "dpo" in config.stages:
             outcome.before = grade_before(context, outcome.policy)
-            outcome.policy = train_dpo(context, outcome.policy)
+            outcome.policy = train_dpo(context, outcome.policy, initial.reference(outcome.policy))
         if config.algorithm is None:
             return _end(context, outcome)
-        with context.open_rewards(outcome.policy, outcome.reward) as (rewards, costs):
-            outcome.before = grade_before(context, outcome.policy, rewards, costs)
-            outcome.policy = train_rl(context, outcome.policy, rewards, costs)
+        run, policy = context.run.path, outcome.policy
+        with open_rewards(initial, context.task, run, context.placement, policy, outcome.reward) as (rewards, costs):
+            outcome.before = grade_before(context, policy, rewards, costs)
+            assembly = assemble(context, initial, policy, rewards, costs)
+            outcome.policy = train_rl(context, assembly, partial(_open_rollouts, context, assembly.roles))
             outcome.reward, outcome.rewards, outcome.costs = rewards.trained, rewards, costs
             return _end(context, outcome)
+
+
+def assemble(
+    context: Context, initial: InitialModels, policy: Model, rewards: Rewards, costs: Rewards | None
+) -> Assembly:
+    """Builds the models and roles of a run's algorithm. The arrays of `policy` may be moved, and are freed in training.
+
+    policy: the actor that the stages before have trained. rewards, costs: as `open_rewards` yields them.
+    """
+    config, algorithm, graph = context.config, algorithm_of(context.config), graph_of(context.config)
+    factory = RoleFactory(
+        config, algorithm, context.compute, context.sampling, context.placement, rewards.clock, context.moves
+    )
+    models, identities = factory.models(initial, policy, rewards, graph)
+    identities |= dataflow_identity(config)
+    for scoring in (rewards, costs):
+        if scoring is not None:
+            identities |= {f"{scoring.kind} {name}": digest for name, digest in scoring.identities.items()}
+    return Assembly(
+        algorithm,
+        dataflow_of(config),
+        [call.name for call in graph],
+        factory.roles(graph, models, rewards, costs),
+        models,
+        identities,
+        utilisation_of(graph, models, algorithm, context.placement, context.compute),
+    )
+
+
+def _open_rollouts(context: Context, roles: Roles, take: Take) -> AbstractContextManager[RolloutSource]:
+    """Returns what gives the iterations their batches. take: see `train_rl`."""
+    if context.config.asynchronous is None:
+        return SynchronousRollouts(partial(take, roles.actor.placement["generate"].mesh))
+    from jrlhf.fleet.asynchronous import AsynchronousRollouts
+
+    settings, scoring = (context.sampling, context.task.tokenizer), (roles.reward, roles.cost)
+    return AsynchronousRollouts(context.config, roles.actor, *settings, take, scoring, context.console.warn)
 
 
 def _end(context: Context, outcome: Outcome) -> dict:

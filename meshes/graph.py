@@ -24,7 +24,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Graph:
-    """The calls of one iteration of an algorithm. inputs: the values that it starts from."""
+    """The calls of one iteration of an algorithm. inputs: the values that it starts from.
+
+    Raises ValueError for names that occur twice, for values that nothing produces, and for circles.
+    """
 
     name: str
     inputs: tuple[str, ...]

@@ -31,6 +31,8 @@ def make_mesh(
 
     At most one size may be -1: it is computed from the others. `tensor` is the innermost axis, so its collectives, the
     most frequent ones, run between neighbouring devices.
+
+    Raises ValueError for sizes that do not fit the devices.
     """
     devices = jax.devices() if devices is None else list(devices)
     count = len(devices)

@@ -322,6 +322,8 @@ def make_logprobs_with_base(
     With `span` f(adapter, tokens, starts [B], base), as in `make_logprobs`. One pass over 2 B rows, of which the first
     half is adapted: the base's weights are read, dequantized from int8 and compiled once. For scoring only: a gradient
     would also go through the base's half for nothing, so `remat` is not used.
+
+    Raises TypeError for options without effect here.
     """
     if "remat" in keywords:
         raise TypeError("unexpected keyword argument 'remat': it would have no effect here")

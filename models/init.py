@@ -68,6 +68,8 @@ def scalar_from(params: Params, *, keep_head: bool = False) -> Params:
     the reward model).
 
     keep_head: copy the other's scalar head, too; otherwise the head is zero.
+
+    Raises ValueError for a head that cannot be kept.
     """
     if keep_head and "value_head" not in params:
         raise ValueError("keep_head=True needs a model with a scalar head, but these are a language model's parameters")

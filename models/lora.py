@@ -39,6 +39,8 @@ class LoRAConfig:
     alpha: an adapter's output is scaled by alpha / r.
     targets: the adapted projections, of every layer, in PEFT's names; sorted as `PROJECTIONS`.
     rslora: scale by alpha / sqrt(r) (Kalajdzievski 2023, rsLoRA), so that it does not fall with a larger rank.
+
+    Raises ValueError for numbers out of range and unknown targets.
     """
 
     rank: int

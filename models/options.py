@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jrlhf.kernels.logprob.common import Implementation
+from jrlhf.kernels.logprob.implementations import Implementation
 from jrlhf.models.config.checks import positive
 from jrlhf.models.flash import AttentionImplementation
 from jrlhf.models.lora import LoRAConfig
@@ -25,6 +25,8 @@ class ForwardOptions:
     temperature: divides the logits.
     implementation: implementation of the log-probability op; None for the platform's default.
     span: the largest number of tokens of a row that are predicted, from its start on; None: all but the first.
+
+    Raises ValueError for numbers out of range.
     """
 
     temperature: float = 1.0

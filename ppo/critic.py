@@ -19,7 +19,7 @@ from jrlhf.ppo.config.algorithms import PPOConfig
 from jrlhf.ppo.config.policy import PolicyConfig
 from jrlhf.ppo.experience import sequence_kl, update_kl
 from jrlhf.ppo.masked import masked_sum, masked_variance
-from jrlhf.ppo.steps import LogprobFn, SumsFn, actor_update
+from jrlhf.ppo.steps import LogprobFn, SumsFn, actor_updates
 from jrlhf.ppo.token_advantages import make_experience
 from jrlhf.ppo.types import (
     Coefficient,
@@ -33,7 +33,18 @@ from jrlhf.ppo.types import (
     check_class,
     on_mesh_of,
 )
-from jrlhf.ppo.updates import Metrics, Pipeline, Step, Updates, check_output, finish, make_step, run_updates
+from jrlhf.ppo.updates import (
+    Metrics,
+    Objective,
+    Pipeline,
+    Step,
+    UpdateResults,
+    Updates,
+    check_output,
+    make_step,
+    repeated,
+    run,
+)
 
 PyTree = Any
 ResponseLogprobFn = Callable[[PyTree, Array, Array], tuple[Float[Array, "B T"], Float[Array, "B T"]]]
@@ -108,7 +119,7 @@ def make_critic_step(
     docs/metrics.md explains the metrics, which are means as in `make_actor_step`. critic/vf_explained_var is
     1 - Var(returns - values) / (Var(returns) + 1e-5) of the values before the update (verl's), NaN of no token.
     """
-    return make_step(critic_update(value_fn, optimizer, config, pipeline is not None), pipeline)
+    return make_step(critic_updates(value_fn, optimizer, config), pipeline)
 
 
 def make_ppo_step(
@@ -138,14 +149,14 @@ def make_ppo_step(
     Raises TypeError for arguments of another class, and ValueError when first called with rows that do not divide, with
     another config's experience, or if a function returns another shape.
     """
-    update_actor = actor_update(logprob_fn, actor_optimizer, config, sums_fn)
-    update_critic = critic_update(value_fn, critic_optimizer, config)
+    begin_actor = actor_updates(logprob_fn, actor_optimizer, config, sums_fn)
+    begin_critic = critic_updates(value_fn, critic_optimizer, config)
 
     def step(state: PPOState, experience: Experience, *others: PyTree) -> tuple[PPOState, Metrics]:
         check_class("state", state, PPOState)
         frozen = others[1:] if config.ptx_coef else others
-        actor, actor_metrics = finish(update_actor(state.actor, experience, *others))
-        critic, critic_metrics = finish(update_critic(state.critic, experience, *frozen))
+        actor, actor_metrics = run(begin_actor(state.actor, experience, *others))
+        critic, critic_metrics = run(begin_critic(state.critic, experience, *frozen))
         metrics = {**actor_metrics, **critic_metrics}
         if experience.ref_logprobs is None:
             return PPOState(actor, critic, state.kl), metrics
@@ -156,10 +167,10 @@ def make_ppo_step(
     return jax.jit(step, donate_argnums=0)
 
 
-def critic_update(
-    value_fn: ValueFn, optimizer: optax.GradientTransformation, config: PPOConfig, staged: bool = False
+def critic_updates(
+    value_fn: ValueFn, optimizer: optax.GradientTransformation, config: PPOConfig
 ) -> Callable[..., Updates]:
-    """(state, experience, *frozen) -> updates of the result (state, metrics)."""
+    """(state, experience, *frozen) -> the critic's updates."""
     check_class("config", config, PPOConfig)
 
     def loss_fn(params: PyTree, rows: CriticRows, count: Array, *frozen: PyTree) -> tuple[Array, Metrics]:
@@ -175,25 +186,26 @@ def critic_update(
             "vpred_mean": masked_sum(values, rows.mask) / count,
         }
 
-    names = ("vf_loss", "vf_clipfrac", "vpred_mean")
+    objective = Objective(loss_fn, optimizer, ("vf_loss", "vf_clipfrac", "vpred_mean"))
 
-    def update(state: TrainState, experience: Experience, *frozen: PyTree) -> Updates:
+    def begin(state: TrainState, experience: Experience, *frozen: PyTree) -> Updates:
         check_class("experience", experience, Experience)
         mask, values, returns = experience.response_mask, experience.values, experience.returns
         if values is None or returns is None:
             raise ValueError("values=None: a critic's step needs values and returns in the experience")
         unexplained = masked_variance(returns - values, mask)
-        batch = experience.tokens, mask, values, returns
-        state, run = yield from run_updates(
-            loss_fn, optimizer, config, state, batch, Partial(CriticRows), frozen, names=names, staged=staged
-        )
-        metrics = {f"critic/{name}": value for name, value in run.means.items()}
-        explained = 1 - unexplained / (masked_variance(returns, mask) + 1e-5)
-        metrics["critic/vf_explained_var"] = jnp.where(jnp.sum(mask) > 0, explained, jnp.nan)
-        counts = {f"critic/{name}": run.counts[name] for name in ("skipped_updates", "nonfinite_updates")}
-        return state, metrics | counts
 
-    return update
+        def end(state: TrainState, results: UpdateResults) -> tuple[TrainState, Metrics]:
+            metrics = {f"critic/{name}": value for name, value in results.means.items()}
+            explained = 1 - unexplained / (masked_variance(returns, mask) + 1e-5)
+            metrics["critic/vf_explained_var"] = jnp.where(jnp.sum(mask) > 0, explained, jnp.nan)
+            counts = {f"critic/{name}": results.counts[name] for name in ("skipped_updates", "nonfinite_updates")}
+            return state, metrics | counts
+
+        batch = experience.tokens, mask, values, returns
+        return repeated(objective, config, state, batch, Partial(CriticRows), frozen, end)
+
+    return begin
 
 
 def make_on_policy_step(
@@ -234,10 +246,10 @@ def make_on_policy_step(
             rollout, scores, old_logprobs, ref_logprobs, values, config=config, kl_coef=kl_coef
         )
         computed_values = _computed(values, pull)
-        update_actor = actor_update(computed_logprobs, actor_optimizer, config, None)
-        update_critic = critic_update(computed_values, critic_optimizer, config)
-        actor, actor_metrics = finish(update_actor(actor, experience))
-        critic, critic_metrics = finish(update_critic(critic, experience))
+        begin_actor = actor_updates(computed_logprobs, actor_optimizer, config, None)
+        begin_critic = critic_updates(computed_values, critic_optimizer, config)
+        actor, actor_metrics = run(begin_actor(actor, experience))
+        critic, critic_metrics = run(begin_critic(critic, experience))
         return actor, critic, experience, actor_metrics | critic_metrics
 
     return jax.jit(step, donate_argnums=(0, 1))
@@ -260,7 +272,7 @@ def make_on_policy_actor_step(
     ) -> tuple[TrainState, Experience, Metrics]:
         old_logprobs, computed_logprobs = _run_actor(logprob_fn, actor.params, rollout, config)
         experience = make_experience(rollout, scores, old_logprobs, ref_logprobs, config=config, kl_coef=kl_coef)
-        actor, metrics = finish(actor_update(computed_logprobs, optimizer, config, None)(actor, experience))
+        actor, metrics = run(actor_updates(computed_logprobs, optimizer, config, None)(actor, experience))
         return actor, experience, metrics
 
     return jax.jit(step, donate_argnums=0)
@@ -296,8 +308,8 @@ def _computed(outputs: PyTree, pull: Callable[[PyTree], tuple[PyTree]]) -> Calla
     """Makes a differentiable function of (params, tokens) from outputs that are computed already, and their VJP."""
 
     @jax.custom_vjp
-    def run(params: PyTree) -> PyTree:
+    def again(params: PyTree) -> PyTree:
         return outputs
 
-    run.defvjp(lambda params: (outputs, None), lambda _, cotangents: pull(cotangents))
-    return lambda params, tokens: run(params)
+    again.defvjp(lambda params: (outputs, None), lambda _, cotangents: pull(cotangents))
+    return lambda params, tokens: again(params)

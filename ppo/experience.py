@@ -114,6 +114,8 @@ def update_kl(state: KLState, kl: Float[Array, ""], episodes: int, *, config: Po
         e = clip(kl / target - 1, -0.2, 0.2)        coef <- coef (1 + e episodes / horizon)
 
     A KL that is not finite leaves the coefficient as it is.
+
+    Raises ValueError for a horizon that the number of episodes exceeds.
     """
     if config.kl_target is None:
         return state

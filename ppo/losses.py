@@ -91,6 +91,8 @@ def kl_estimate(
 
     k1+ and k3+ have the values of k1 and k3 and the gradient of k2, as in verl: of the three it is k2 whose mean
     gradient, over tokens that pi drew, is that of the KL; k1's is 0, and k3's is that of KL(pi_ref, pi).
+
+    Raises ValueError for another estimator.
     """
     if estimator in ("k1+", "k3+"):
         value = kl_estimate(logprobs, ref_logprobs, "k1" if estimator == "k1+" else "k3")
@@ -127,6 +129,8 @@ def loss_weights(
 
     group_tokens: number of tokens of all responses to a row's prompt, in the whole batch; P is then a number of prompts
         (ScaleRL, arXiv:2510.13786, averages over prompts).
+
+    Raises ValueError if the aggregation needs a number that is not given.
     """
     if aggregation == "token-mean":
         return mask.astype(jnp.float32) / token_count(mask)

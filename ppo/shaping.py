@@ -76,6 +76,8 @@ def shape_scores(
             the last token gets the rest of the change.
         max_response: L, the limit on response tokens.
         counted: mask of the rows whose scores enter the moments (`PolicyConfig.counts`); None: all.
+
+    Raises ValueError for shapes and lengths that do not fit.
     """
     rows = response_lengths.shape[0]
     if scores.ndim not in (1, 2) or scores.shape[0] != rows or finished.shape != (rows,):

@@ -37,7 +37,18 @@ from jrlhf.ppo.off_policy import (
     without_older,
 )
 from jrlhf.ppo.types import Experience, SFTBatch, TrainState, check_class
-from jrlhf.ppo.updates import LossFn, Metrics, Pipeline, Step, Updates, check_output, make_step, run_updates
+from jrlhf.ppo.updates import (
+    LossFn,
+    Metrics,
+    Objective,
+    Pipeline,
+    Step,
+    UpdateResults,
+    Updates,
+    check_output,
+    make_step,
+    repeated,
+)
 
 PyTree = Any
 Terms = Callable[[Array, Array, Any], tuple[Array, dict[str, Array]]]
@@ -114,34 +125,21 @@ def make_actor_step(
     Raises ValueError when first called with rows that do not divide into minibatches x micro_batches, with texts of
     another shape, or with an experience that was made with another config.
     """
-    return make_step(actor_update(logprob_fn, optimizer, config, sums_fn, pipeline is not None), pipeline)
+    return make_step(actor_updates(logprob_fn, optimizer, config, sums_fn), pipeline)
 
 
-def actor_update(
-    logprob_fn: LogprobFn,
-    optimizer: optax.GradientTransformation,
-    config: PolicyConfig,
-    sums_fn: SumsFn | None,
-    staged: bool = False,
+def actor_updates(
+    logprob_fn: LogprobFn, optimizer: optax.GradientTransformation, config: PolicyConfig, sums_fn: SumsFn | None
 ) -> Callable[..., Updates]:
-    """(state, experience, *frozen) -> updates of the result (state, metrics); with `ptx_coef`, texts come third."""
+    """(state, experience, *frozen) -> the actor's updates; with `ptx_coef`, texts come third."""
     if config.aggregation == "constant" and config.aggregation_divisor is None:
         raise ValueError("aggregation_divisor=None: aggregation='constant' needs it, usually the response limit")
     loss_fn, with_weights = _loss_fn(logprob_fn, sums_fn, config), partial(_with_weights, config)
     target_kl = config.target_kl
     veto = None if target_kl is None else lambda metrics: metrics["approx_kl"] > target_kl
-    loop = partial(
-        run_updates,
-        loss_fn,
-        optimizer,
-        config,
-        names=_metric_names(config),
-        of_first=("ratio_gap",),
-        veto=veto,
-        staged=staged,
-    )
+    objective = Objective(loss_fn, optimizer, _metric_names(config), veto)
 
-    def update(state: TrainState, experience: Experience, *others: PyTree) -> Updates:
+    def begin(state: TrainState, experience: Experience, *others: PyTree) -> Updates:
         check_class("state", state, TrainState)
         check_class("experience", experience, Experience)
         texts, *frozen = others if config.ptx_coef else (None, *others)
@@ -158,21 +156,31 @@ def actor_update(
             ages=ages if config.old_logprobs == "interpolate" else None,
         )
         batch = rows, experience.importance, _group_tokens(config, experience), texts
-        prepare = Partial(with_weights, experience.kl_coef)
-        state, run = yield from loop(state, batch, prepare, tuple(frozen))
-        metrics = {name if "/" in name else f"actor/{name}": mean for name, mean in run.means.items()}
-        # Their sums over devices wait for those of the loop: XLA for CPUs does not order independent ones in a program
-        # that it reads from disk, so two devices could wait for each other for ever. (It removes optimization_barrier.)
-        mask = experience.response_mask & (run.counts["skipped_updates"] >= 0)
-        experience = replace(experience, response_mask=mask)
-        if experience.importance is not None and not config.weighs_in_loss:
-            metrics |= weight_shares(experience, ages, config)
-        if experience.versions is not None:
-            metrics |= age_metrics(experience, ages)
-        metrics["actor/initial_ratio_gap"] = run.first["ratio_gap"]
-        return state, metrics | {f"actor/{name}": count for name, count in run.counts.items()}
+        prepare, end = Partial(with_weights, experience.kl_coef), partial(_actor_metrics, config, experience, ages)
+        return repeated(objective, config, state, batch, prepare, tuple(frozen), end, of_first=("ratio_gap",))
 
-    return update
+    return begin
+
+
+def _actor_metrics(
+    config: PolicyConfig,
+    experience: Experience,
+    ages: Int[Array, "B T"],
+    state: TrainState,
+    results: UpdateResults,
+) -> tuple[TrainState, Metrics]:
+    """Returns the state after all updates on an experience, and their metrics."""
+    metrics = {name if "/" in name else f"actor/{name}": mean for name, mean in results.means.items()}
+    # Their sums over devices wait for those of the loop: XLA for CPUs does not order independent ones in a program that
+    # it reads from disk, so two devices could wait for each other for ever. (It removes optimization_barrier.)
+    mask = experience.response_mask & (results.counts["skipped_updates"] >= 0)
+    experience = replace(experience, response_mask=mask)
+    if experience.importance is not None and not config.weighs_in_loss:
+        metrics |= weight_shares(experience, ages, config)
+    if experience.versions is not None:
+        metrics |= age_metrics(experience, ages)
+    metrics["actor/initial_ratio_gap"] = results.first["ratio_gap"]
+    return state, metrics | {f"actor/{name}": count for name, count in results.counts.items()}
 
 
 def _loss_fn(logprob_fn: LogprobFn, sums_fn: SumsFn | None, config: PolicyConfig) -> LossFn:

@@ -11,7 +11,6 @@ gathered once.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -26,7 +25,17 @@ from jrlhf.ppo.config.policy import check_one_division
 from jrlhf.ppo.masked import masked_sum, token_count
 from jrlhf.ppo.steps import LogprobFn
 from jrlhf.ppo.types import SFTBatch, TrainState, check_shapes
-from jrlhf.ppo.updates import Metrics, Pipeline, Step, Update, Updates, apply_update, check_output, make_step
+from jrlhf.ppo.updates import (
+    Metrics,
+    Minibatch,
+    Objective,
+    Pipeline,
+    Step,
+    Update,
+    Updates,
+    check_output,
+    make_step,
+)
 
 PyTree = Any
 ScoreFn = Callable[..., Float[Array, "B"]]
@@ -105,19 +114,16 @@ def make_sft_step(
         loss = -masked_sum(logprobs, rows.loss_mask) / count
         return loss, {"loss": loss, "entropy": masked_sum(entropy, rows.loss_mask) / count}
 
-    apply = partial(apply_update, loss_fn, optimizer, metric_names=("loss", "entropy"), staged=pipeline is not None)
+    objective = Objective(loss_fn, optimizer, ("loss", "entropy"))
 
-    def step(state: TrainState, batch: SFTBatch, *frozen: PyTree) -> Updates:
+    def begin(state: TrainState, batch: SFTBatch, *frozen: PyTree) -> Updates:
         check_divisible(batch.tokens, 1, micro_batches)
         mask = batch.loss_mask & (jnp.arange(batch.tokens.shape[1]) > 0)[None, :]
         rows, count, counted = replace(batch, loss_mask=mask), token_count(mask), jnp.any(mask)
         parts = micro_batches if micro_batch_tokens is None else ByLength(row_ends(mask), micro_batch_tokens)
-        update = yield from apply(
-            state.params, state.opt_state, rows, micro_batches=parts, others=(count,), counted=counted, frozen=frozen
-        )
-        return _result("sft", state, update)
+        return _once("sft", objective, state, Minibatch(rows, parts, (count,), counted), frozen)
 
-    return make_step(step, pipeline)
+    return make_step(begin, pipeline)
 
 
 def make_preference_step(
@@ -189,9 +195,9 @@ def _pair_step(
         shares = {name: masked_sum(term, exists) / count for name, term in terms.items()}
         return shares[names[0]], shares
 
-    apply = partial(apply_update, loss_fn, optimizer, metric_names=names, staged=pipeline is not None)
+    objective = Objective(loss_fn, optimizer, names)
 
-    def step(state: TrainState, batch: PreferenceBatch, *frozen: PyTree) -> Updates:
+    def begin(state: TrainState, batch: PreferenceBatch, *frozen: PyTree) -> Updates:
         others = {name: x for name, x in vars(batch).items() if name not in ("chosen", "rejected")}
         check_shapes(batch.chosen.shape, rejected=batch.rejected)
         check_shapes(batch.chosen.shape[:1], **others)
@@ -200,20 +206,24 @@ def _pair_step(
         if micro_batch_tokens is not None:  # a budget for both sequences of a pair
             longer = jnp.maximum(batch.chosen_lengths, batch.rejected_lengths)
             parts = ByLength(longer, max(1, micro_batch_tokens // 2))
-        update = yield from apply(
-            state.params, state.opt_state, batch, micro_batches=parts, others=(count,), frozen=frozen
-        )
-        return _result(prefix, state, update)
+        return _once(prefix, objective, state, Minibatch(batch, parts, (count,)), frozen)
 
-    return make_step(step, pipeline)
+    return make_step(begin, pipeline)
 
 
-def _result(prefix: str, state: TrainState, update: Update) -> tuple[TrainState, Metrics]:
-    """Returns the next state and the metrics of one update. Names get the prefix unless they have one."""
-    metrics = {name if "/" in name else f"{prefix}/{name}": value for name, value in update.metrics.items()}
-    metrics[f"{prefix}/skipped_updates"] = (~update.sound).astype(jnp.float32)
-    metrics[f"{prefix}/nonfinite_updates"] = (~update.finite).astype(jnp.float32)
-    return TrainState(update.params, update.opt_state, state.step + 1), metrics
+def _once(
+    prefix: str, objective: Objective, state: TrainState, minibatch: Minibatch, frozen: tuple[PyTree, ...]
+) -> Updates:
+    """Returns a single update. Its metrics get the prefix unless their names have one."""
+
+    def end(update: Update) -> tuple[TrainState, Metrics]:
+        metrics = {name if "/" in name else f"{prefix}/{name}": value for name, value in update.metrics.items()}
+        metrics[f"{prefix}/skipped_updates"] = (~update.sound).astype(jnp.float32)
+        metrics[f"{prefix}/nonfinite_updates"] = (~update.finite).astype(jnp.float32)
+        return TrainState(update.params, update.opt_state, state.step + 1), metrics
+
+    start: Any = state  # the carry is the state, then the update
+    return Updates(objective, frozen, start, lambda _: minibatch, lambda _, update: update, end)
 
 
 def pair_terms(logprobs: Float[Array, "2*B T"], batch: PairBatch, *, config: DPOConfig) -> dict[str, Float[Array, "B"]]:
@@ -222,6 +232,8 @@ def pair_terms(logprobs: Float[Array, "2*B T"], batch: PairBatch, *, config: DPO
     dpo/loss; rewards/chosen and rewards/rejected, beta (log pi - log pi_ref) of whole responses, for every loss;
     rewards/accuracies (1 where the chosen one's is higher, ties count as wrong); rewards/margins, their difference;
     logps/chosen and logps/rejected, the policy's log-probs of whole responses.
+
+    Raises ValueError for pairs without the log-probs of the reference.
     """
     if batch.ref_chosen is None or batch.ref_rejected is None:
         raise ValueError("ref_chosen=None: the pairs need the reference's log-probs, put them in by with_reference")

@@ -50,6 +50,8 @@ def gae(
 
     Returns:
         Advantages and returns, zero where `mask` is False. For a batch use `jax.vmap`.
+
+    Raises ValueError for more than one sequence: use jax.vmap.
     """
     if rewards.ndim != 1:
         raise ValueError(f"rewards have shape {rewards.shape}, but one sequence [T] is expected: use jax.vmap")
@@ -124,6 +126,8 @@ def make_return_experience(
     """The experience of REINFORCE++ and ReMax: A_t = `returns_to_go` - baselines[b]; other arguments as in PPO's.
 
     baselines: one per row. ReMax needs them: scores of the greedy responses to the rows' prompts. REINFORCE++ has none.
+
+    Raises ValueError for ReMax without baselines.
     """
     check_class("config", config, ReinforcePPConfig, ReMaxConfig)
     if baselines is None and isinstance(config, ReMaxConfig):
@@ -156,6 +160,8 @@ def make_custom_experience(
     others: further arrays for it, with one entry for each row.
 
     The results are read at response tokens only; advantages are whitened with `config.whiten_advantages`.
+
+    Raises ValueError for advantages of another shape.
     """
     experience = rewarded(rollout, scores, old_logprobs, ref_logprobs, kl_coef, config)
     mask, rows = experience.response_mask, row_axes(rollout.tokens)

@@ -1,15 +1,16 @@
 """Optimizer updates: gradients summed over micro-batches, applied only if everything is finite.
 
-A step is one jitted program, unless the model is a pipeline. Then updates are staged: a loop on the host calls the same
-functions, each jitted, with rows on the mesh that computes the loss, and weights and optimizer state on another. The
-loop is a generator (`Updates`), to which the pipeline sends gradients; so the updates of several models can alternate.
+The updates of a model on a batch are pure functions (`Updates`). `run` composes them to a loop inside one jitted
+program. Where the model is a pipeline, `run_on_host` calls the same functions one after the other, with gradients that
+the pipeline computes: rows are then on the mesh that computes the loss, and weights and optimizer state on another. So
+the updates of several models can alternate, too.
 """
 
 import inspect
-from collections.abc import Callable, Generator
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial, wraps
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from jrlhf.ppo.types import TrainState
 PyTree = Any
 Metrics = dict[str, Float[Array, ""]]
 State = TypeVar("State")
+Carry = TypeVar("Carry")
 Batch = TypeVar("Batch", contravariant=True)
 
 
@@ -38,15 +40,36 @@ class Step(Protocol[State, Batch]):
         ...
 
 
-Gradients = tuple[Float[Array, ""], Metrics, PyTree]  # loss, metrics, gradients
-Updates = Generator[tuple, Gradients, Any]
-"""If updates are staged, yields (loss_fn, params, rows, others, frozen) and is sent the `Gradients` of loss_fn(params,
-micro-batch, *others, *frozen), summed over micro-batches, on the mesh of `params`. The rows are [M, b, ...], and
-micro-batches have `tokens`."""
-Pipeline = Callable[[Updates], Any]  # runs staged updates; returns their result, or a pending one
 LossFn = Callable[..., tuple[Float[Array, ""], Metrics]]
-"""(params, rows, *others) -> (loss, metrics), each the *share* of these rows in the mean over the minibatch: sums
-divided by the minibatch's global count. Shares add up, so results do not depend on how rows are divided."""
+"""(params, rows, *others, *frozen) -> (loss, metrics), each the *share* of these rows in the mean over the minibatch:
+sums divided by the minibatch's global count. Shares add up, so results do not depend on how rows are divided."""
+Gradients = tuple[Float[Array, ""], Metrics, PyTree]
+"""Loss, metrics and gradients of a minibatch, summed over its parts; the gradients are on the mesh of the weights."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What updates lower, and how. It has no arrays, and a step makes it once.
+
+    names: the keys of the loss's metrics. veto: (metrics) -> True for an update that is not applied, and is the last.
+    """
+
+    loss: LossFn
+    optimizer: optax.GradientTransformation
+    names: tuple[str, ...]
+    veto: Callable[[Metrics], Bool[Array, ""]] | None = None
+
+
+class Minibatch(NamedTuple):
+    """The rows of one update, which are differentiated in parts.
+
+    others: further arguments of the loss. counted: False if no token of the rows counts in the loss.
+    """
+
+    rows: PyTree
+    parts: int | ByLength
+    others: tuple[PyTree, ...] = ()
+    counted: Bool[Array, ""] | None = None
 
 
 class Update(NamedTuple):
@@ -59,63 +82,101 @@ class Update(NamedTuple):
     sound: Bool[Array, ""]  # finite, and some token counts in the loss; otherwise nothing was applied
 
 
-def apply_update(
-    loss_fn: LossFn,
-    optimizer: optax.GradientTransformation,
-    params: PyTree,
-    opt_state: PyTree,
-    rows: PyTree,
-    *,
-    micro_batches: int | ByLength,
-    metric_names: tuple[str, ...],
-    counted: Bool[Array, ""] | None = None,
-    veto: Callable[[Metrics], Bool[Array, ""]] | None = None,
-    others: tuple[PyTree, ...] = (),
-    frozen: tuple[PyTree, ...] = (),
-    staged: bool = False,
-) -> Updates:
-    """Differentiates `loss_fn` over `rows`, in `micro_batches` parts or by length; the result is an `Update`.
+@dataclass(frozen=True)
+class Updates(Generic[Carry]):
+    """All updates of a model on one batch, as functions of what one update leaves to the next, the carry.
 
-    loss_fn: (params, rows, *others, *frozen) -> (loss, metrics); `frozen` are weights.
+    start: the carry before the first update; each carry has `params` and `opt_state`. minibatch: carry -> the rows of
+    the next update. advance: (carry, its update) -> the next carry. goes_on: carry -> whether another update follows;
+    None: there is only one. end: the last carry -> (state, metrics). frozen: the last arguments of the loss.
+    """
+
+    objective: Objective
+    frozen: tuple[PyTree, ...]
+    start: Carry
+    minibatch: Callable[[Carry], Minibatch]
+    advance: Callable[[Carry, Update], Carry]
+    end: Callable[[Carry], tuple[TrainState, Metrics]]
+    goes_on: Callable[[Carry], Bool[Array, ""]] | None = None
+
+
+Pipeline = Callable[[Updates], Any]  # runs updates on the host; returns their result, or the updates as they are
+
+
+def run(updates: Updates) -> tuple[TrainState, Metrics]:
+    """Runs updates to their end. Call it in a jitted function: several updates are one loop."""
+
+    def one(carry: Any) -> Any:
+        minibatch = updates.minibatch(carry)
+        update = apply_update(updates.objective, carry.params, carry.opt_state, minibatch, updates.frozen)
+        return updates.advance(carry, update)
+
+    if updates.goes_on is None:
+        return updates.end(one(updates.start))
+    return updates.end(lax.while_loop(updates.goes_on, one, updates.start))
+
+
+def run_on_host(updates: Updates, gradients_of: Callable[..., Gradients]) -> tuple[TrainState, Metrics]:
+    """Runs updates to their end, one call after the other.
+
+    gradients_of: (loss, params, rows [M, b, ...], others, frozen) -> gradients, as a pipeline computes them.
+    """
+    carry, goes_on = updates.start, True
+    while goes_on:
+        minibatch, rows = draw_on_host(updates, carry)
+        gradients = gradients_of(updates.objective.loss, carry.params, rows, minibatch.others, updates.frozen)
+        carry, goes_on = advance_on_host(updates, carry, minibatch, gradients)
+    return updates.end(carry)
+
+
+def draw_on_host(updates: Updates, carry: Any) -> tuple[Minibatch, PyTree]:
+    """Returns the next minibatch, and its rows in micro-batches [M, b, ...]."""
+    minibatch = updates.minibatch(carry)
+    if isinstance(minibatch.parts, ByLength):
+        tokens = minibatch.parts.tokens
+        raise ValueError(f"micro_batch_tokens={tokens}: a pipeline needs equal parts, set micro_batches")
+    return minibatch, _split_rows(minibatch.rows, minibatch.parts)
+
+
+def advance_on_host(updates: Updates, carry: Any, minibatch: Minibatch, gradients: Gradients) -> tuple[Any, bool]:
+    """Applies gradients where the weights are. Returns the next carry, and whether another update follows."""
+    home, mesh = (jax.tree.leaves(tree)[0].sharding.mesh for tree in (carry.params, minibatch.rows))
+    counted, objective = transfer(minibatch.counted, home), updates.objective
+    with jax.set_mesh(home):
+        update = _apply_at_home(objective, carry.params, carry.opt_state, gradients, counted)
+    read = {name: getattr(update, name) for name in ("metrics", "finite", "sound")}
+    carry = updates.advance(carry, update._replace(**transfer(read, mesh)))
+    return carry, updates.goes_on is not None and bool(to_host(updates.goes_on(carry)))
+
+
+def apply_update(
+    objective: Objective, params: PyTree, opt_state: PyTree, minibatch: Minibatch, frozen: tuple[PyTree, ...] = ()
+) -> Update:
+    """Differentiates the loss over the parts of a minibatch, and applies the gradients.
 
     Weights and optimizer state stay as they were, bit for bit, when the loss, the gradients' norm or the square of a
     weight that the optimizer would make is not finite in float32 (optax.apply_if_finite lets the bad step through
-    after a few; clip_by_global_norm turns one inf into NaN everywhere), when `veto(metrics)` holds, or when `counted`
-    is False: no token of the rows counts in the loss. (Its gradient would be 0, and an optimizer would still apply
-    momentum and weight decay.) `metric_names` are the keys of the loss's metrics.
+    after a few; clip_by_global_norm turns one inf into NaN everywhere), when the veto holds, or when no token of the
+    rows counts in the loss. (Its gradient would be 0, and an optimizer would still apply momentum and weight decay.)
 
     A `while_loop` of at most one iteration applies the update, because it writes in place: on GPUs a `cond` copies the
     weights and the optimizer's state. For the same reason the new weights are checked on an extra computation of the
     update, which is never stored. (Their squares are not summed: XLA for CPUs would store the operands of the sum.)
     """
-    if not staged:
-        share = lambda params, micro: loss_fn(params, micro, *others, *frozen)  # noqa: E731
-        gradients = _accumulate(share, params, rows, micro_batches, metric_names)
-        return _apply(optimizer, veto, params, opt_state, gradients, counted)
-    if isinstance(micro_batches, ByLength):
-        raise ValueError(f"micro_batch_tokens={micro_batches.tokens}: a pipeline needs equal parts, set micro_batches")
-    gradients = yield loss_fn, params, _split_rows(rows, micro_batches), others, frozen
-    home, mesh = (jax.tree.leaves(tree)[0].sharding.mesh for tree in (params, rows))
-    counted = transfer(counted, home)
-    with jax.set_mesh(home):
-        update = _apply_at_home(optimizer, veto, params, opt_state, gradients, counted)
-    return update._replace(**transfer({name: getattr(update, name) for name in ("metrics", "finite", "sound")}, mesh))
+    share = lambda params, rows: objective.loss(params, rows, *minibatch.others, *frozen)  # noqa: E731
+    gradients = _accumulate(share, params, minibatch.rows, minibatch.parts, objective.names)
+    return _apply(objective, params, opt_state, gradients, minibatch.counted)
 
 
 def _apply(
-    optimizer: optax.GradientTransformation,
-    veto: Callable[[Metrics], Bool[Array, ""]] | None,
-    params: PyTree,
-    opt_state: PyTree,
-    gradients: Gradients,
-    counted: Bool[Array, ""] | None,
+    objective: Objective, params: PyTree, opt_state: PyTree, gradients: Gradients, counted: Bool[Array, ""] | None
 ) -> Update:
-    loss, metrics, grads = gradients
+    (loss, metrics, grads), veto = gradients, objective.veto
     grad_norm = optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), grads))
 
     @jax.named_scope("optimizer")
     def apply(grads: PyTree, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
-        updates, opt_state = optimizer.update(grads, opt_state, params)
+        updates, opt_state = objective.optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & _squares_finite(apply(grads, params, opt_state)[0])
@@ -132,37 +193,32 @@ def _apply(
     return Update(params, opt_state, metrics, finite, sound)
 
 
-_apply_at_home = jax.jit(_apply, static_argnums=(0, 1), donate_argnums=(2, 3))
+_apply_at_home = jax.jit(_apply, static_argnums=0, donate_argnums=(1, 2))
 
 
-def finish(updates: Updates, gradients_fn: Any = None) -> Any:
-    """Runs updates to their end and returns their result. gradients_fn: computes the gradients of staged ones."""
-    gradients: Any = None
-    try:
-        while True:
-            gradients = gradients_fn(*updates.send(gradients))
-    except StopIteration as end:
-        return end.value
+def make_step(begin: Callable[..., Updates], pipeline: Pipeline | None) -> Step[TrainState, Any]:
+    """Makes a step of begin(state, batch, ...): a jitted function, or what a pipeline runs. Donates the state."""
+    own = inspect.signature(begin).replace(return_annotation=tuple[TrainState, Metrics])
 
-
-def make_step(update: Callable[..., Updates], pipeline: Pipeline | None) -> Step[TrainState, Any]:
-    """Makes a step of `update`: a jitted function, or a loop on the host that a pipeline runs. Donates the state."""
-    own = inspect.signature(update).replace(return_annotation=tuple[TrainState, Metrics])
-
-    def shown(run: Callable[..., Any]) -> Any:
-        result: Any = wraps(update)(run)
+    def shown(step: Callable[..., Any]) -> Any:
+        result: Any = wraps(begin)(step)
         result.__signature__ = own  # for `help`
         return result
 
     if pipeline is None:
-        return jax.jit(shown(lambda *arguments: finish(update(*arguments))), donate_argnums=0)
+        return jax.jit(shown(lambda *arguments: run(begin(*arguments))), donate_argnums=0)
 
-    def step(state: TrainState, *arguments: PyTree) -> Updates:
+    def step(state: TrainState, *arguments: PyTree) -> Any:
         number = jnp.asarray(to_host(state.step))  # through the host: the rows are on another mesh
-        after, metrics = yield from update(replace(state, step=number), *arguments)
-        return replace(after, step=to_devices(after.step, state.step.sharding)), metrics
+        updates = begin(replace(state, step=number), *arguments)
 
-    return shown(lambda *arguments: pipeline(step(*arguments)))
+        def end(carry: Any) -> tuple[TrainState, Metrics]:
+            after, metrics = updates.end(carry)
+            return replace(after, step=to_devices(after.step, state.step.sharding)), metrics
+
+        return pipeline(replace(updates, end=end))
+
+    return shown(step)
 
 
 def check_output(name: str, tokens: Array, output: Any, *fields: str) -> Any:
@@ -185,7 +241,9 @@ class UpdateResults(NamedTuple):
     counts: Metrics  # numbers of updates that were not applied, by reason
 
 
-class _Carry(NamedTuple):
+class _Progress(NamedTuple):
+    """What one of several updates leaves to the next."""
+
     index: Int[Array, ""]  # updates computed so far
     params: PyTree
     opt_state: PyTree
@@ -196,42 +254,36 @@ class _Carry(NamedTuple):
     first: Metrics
 
 
-def run_updates(
-    loss_fn: LossFn,
-    optimizer: optax.GradientTransformation,
+def repeated(
+    objective: Objective,
     config: PolicyConfig,
     state: TrainState,
     batch: tuple[PyTree, ...],
     prepare: Callable[..., Any],
     frozen: tuple[PyTree, ...],
+    end: Callable[[TrainState, UpdateResults], tuple[TrainState, Metrics]],
     *,
-    names: tuple[str, ...],
     of_first: tuple[str, ...] = (),
-    veto: Callable[[Metrics], Bool[Array, ""]] | None = None,
-    staged: bool = False,
 ) -> Updates:
-    """epochs x minibatches updates in one loop, which ends early once `veto` holds. Result: (state, `UpdateResults`).
+    """Returns epochs x minibatches updates, which end early once the veto holds.
 
-    prepare: (*minibatch of `batch`) -> the rows that the loss gets in parts; a `Partial` of arrays.
-    loss_fn: (params, rows, count, *frozen) -> (loss, metrics `names`); count is the number of tokens in the `mask` of
-        the minibatch's rows.
-    of_first: metrics whose value in the first update is returned instead of their mean.
+    prepare: (*minibatch of `batch`) -> the rows that the loss gets in parts; a `Partial` of arrays. The loss gets the
+        number of tokens in the `mask` of the minibatch's rows, too.
+    end: (next state, results) -> (state, metrics). of_first: see `UpdateResults`.
     """
     check_divisible(jax.tree.leaves(batch)[0], config.minibatches, config.micro_batches)
-    total = config.epochs * config.minibatches
+    total, veto = config.epochs * config.minibatches, objective.veto
     key = jax.random.fold_in(jax.random.key(config.seed), state.step)
-    draw = _drawn if staged else _draw
-    apply = partial(apply_update, loss_fn, optimizer, metric_names=names, veto=veto, frozen=frozen, staged=staged)
 
-    def one(carry: _Carry) -> Updates:
-        rows, count = draw(config, batch, prepare, key, carry.index)
+    def minibatch(carry: _Progress) -> Minibatch:
+        rows, count = _draw(config, batch, prepare, key, carry.index)
         tokens, computed = config.micro_batch_tokens, rows.computed
         parts = config.micro_batches if tokens is None else ByLength(row_ends(computed), tokens)
-        update = yield from apply(
-            carry.params, carry.opt_state, rows, micro_batches=parts, others=(count,), counted=jnp.any(computed)
-        )
+        return Minibatch(rows, parts, (count,), jnp.any(computed))
+
+    def advance(carry: _Progress, update: Update) -> _Progress:
         metrics = jax.tree.map(lambda x: x.astype(jnp.float32), update.metrics)  # float64 with jax_enable_x64
-        return _Carry(
+        return _Progress(
             index=carry.index + 1,
             params=update.params,
             opt_state=update.opt_state,
@@ -242,25 +294,25 @@ def run_updates(
             first={name: jnp.where(carry.index == 0, metrics[name], f) for name, f in carry.first.items()},
         )
 
+    def results(last: _Progress) -> tuple[TrainState, Metrics]:
+        means = jax.tree.map(lambda s: s / last.sound.astype(jnp.float32), last.sums)
+        counts = {
+            "skipped_updates": last.index - last.sound,
+            "nonfinite_updates": last.index - last.finite,
+            "stopped_updates": jnp.where(last.stop, total - last.index + 1, 0),
+        }
+        counts = {name: count.astype(jnp.float32) for name, count in counts.items()}
+        return end(TrainState(last.params, last.opt_state, state.step + 1), UpdateResults(means, last.first, counts))
+
     none = jnp.zeros((), jnp.int32)
-    zeros = dict.fromkeys((*names, "grad_norm"), jnp.zeros((), jnp.float32))
+    zeros = dict.fromkeys((*objective.names, "grad_norm"), jnp.zeros((), jnp.float32))
     first = {name: zeros.pop(name) for name in of_first}
-    end = _Carry(none, state.params, state.opt_state, jnp.zeros((), jnp.bool_), none, none, zeros, first)
+    start = _Progress(none, state.params, state.opt_state, jnp.zeros((), jnp.bool_), none, none, zeros, first)
     goes_on = lambda carry: (carry.index < total) & ~carry.stop  # noqa: E731
-    if not staged:
-        end = lax.while_loop(goes_on, lambda carry: finish(one(carry)), end)
-    while staged and to_host(goes_on(end)):
-        end = yield from one(end)
-    means = jax.tree.map(lambda s: s / end.sound.astype(jnp.float32), end.sums)
-    counts = {
-        "skipped_updates": end.index - end.sound,
-        "nonfinite_updates": end.index - end.finite,
-        "stopped_updates": jnp.where(end.stop, total - end.index + 1, 0),
-    }
-    run = UpdateResults(means, end.first, {name: count.astype(jnp.float32) for name, count in counts.items()})
-    return TrainState(end.params, end.opt_state, state.step + 1), run
+    return Updates(objective, frozen, start, minibatch, advance, results, goes_on)
 
 
+@partial(jax.jit, static_argnums=0)  # for updates on the host
 def _draw(
     config: PolicyConfig, batch: tuple[PyTree, ...], prepare: Callable[..., Any], key: Array, index: Array
 ) -> tuple[Any, Array]:
@@ -270,7 +322,6 @@ def _draw(
     return rows, token_count(rows.mask)
 
 
-_drawn = jax.jit(_draw, static_argnums=0)
 _split_rows = jax.jit(split_rows, static_argnums=1)
 
 

@@ -27,6 +27,7 @@ from jrlhf.config.stages import OptimizerConfig
 from jrlhf.data.batches import Batch, key_for, put_rows, row_keys
 from jrlhf.meshes import make_mesh
 from jrlhf.models import ModelConfig, SamplingConfig, Schedule, export_hf, init_sharded, load_hf
+from jrlhf.models.options import ForwardOptions
 from jrlhf.models.weights import HeadKind
 from jrlhf.ppo import (
     GRPOConfig,
@@ -41,15 +42,15 @@ from jrlhf.roles.actor import Actor, Reference
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.critic import Critic, FusedUpdate, Reward
 from jrlhf.roles.generating import engine_of
-from jrlhf.roles.initial import adamw
 from jrlhf.roles.model import Architecture, Compute, Model, generation_weights
+from jrlhf.roles.optimizers import adamw
 from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.role import Site
 from jrlhf.run.clock import Clock
 from jrlhf.run.devices import keep_freed_memory
 
 HEADS: dict[str, HeadKind] = {"actor": "lm", "critic": "scalar", "reward": "scalar"}
-COMPUTE = Compute(remat="products")
+COMPUTE = Compute(ForwardOptions(dtype=jnp.dtype(jnp.float32), remat="products"))
 
 
 def model_config(shape: Shape) -> ModelConfig:

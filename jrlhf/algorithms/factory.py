@@ -15,9 +15,11 @@ from jrlhf.ppo.config.policy import PolicyConfig
 from jrlhf.rewards.mixture import Rewards
 from jrlhf.roles.actor import Actor, Reference
 from jrlhf.roles.critic import Constraint, CostCritic, Critic, FusedUpdate
+from jrlhf.roles.derived import scalar_model
 from jrlhf.roles.experience import ExperienceMaker
-from jrlhf.roles.initial import InitialModels, adamw, scalar_model
+from jrlhf.roles.initial import InitialModels
 from jrlhf.roles.model import Compute, Model
+from jrlhf.roles.optimizers import adamw
 from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.role import Offloader, Site
 from jrlhf.run.clock import Clock

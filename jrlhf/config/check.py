@@ -18,11 +18,15 @@ from jrlhf.config.schema import (
 from jrlhf.config.stages import ALGORITHMS, FleetSection
 from jrlhf.errors import UserError
 from jrlhf.models.config.decoder import ModelConfig
+from jrlhf.models.config.divisors import divisors, indivisible
 from jrlhf.ppo.fields import default_of, without_effect
 
 
 def mesh_sizes(mesh: MeshConfig, device_count: int, *, simulates: bool = True) -> tuple[int, int, int]:
-    """Returns the sizes of (data, fsdp, tensor), with -1 resolved. simulates: errors may suggest simulated devices."""
+    """Returns the sizes of (data, fsdp, tensor), with -1 resolved. simulates: errors may suggest simulated devices.
+
+    Raises UserError for sizes that do not fit the devices.
+    """
     sizes = [mesh.data, mesh.fsdp, mesh.tensor]
     written = f"mesh data={mesh.data}, fsdp={mesh.fsdp}, tensor={mesh.tensor}"
     if sizes.count(-1) > 1:
@@ -288,20 +292,6 @@ def _model(config: Config, role: str, model: ModelConfig, fsdp: int, tensor: int
         )
 
 
-def indivisible(model: ModelConfig, fsdp: int, tensor: int) -> Iterator[tuple[str, int, int, str, int]]:
-    """Yields (key, value, divided size, mesh axis, size of the axis) for each size of a model that does not divide."""
-    kv_heads = model.kv_heads if tensor % model.kv_heads else tensor  # fewer kv-heads than slices are repeated
-    for key, written, size, axis, parts in (
-        ("embed", model.embed, model.embed, "fsdp", fsdp),
-        ("heads", model.heads, model.heads, "tensor", tensor),
-        ("kv_heads", model.kv_heads, kv_heads, "tensor", tensor),
-        ("mlp", model.mlp, model.mlp, "tensor", tensor),
-        ("vocab_size", model.vocab_size, model.padded_vocab, "tensor", tensor),
-    ):
-        if size % parts:
-            yield key, written, size, axis, parts
-
-
 def _pipelines(config: Config, fsdp: int) -> Iterator[str]:
     """Checks that the pipeline stages of a stage divide the devices, so that weights are stored as without stages."""
     choices = [divisor for divisor in divisors(fsdp) if divisor > 1]
@@ -469,9 +459,3 @@ def _algorithm(config: Config, name: str) -> Iterator[str]:
         )
     if name == "remax" and section.scores.normalise:
         yield "remax.scores.normalise has no effect on a difference of scores but its scale: set it to false"
-
-
-def divisors(number: int) -> list[int]:
-    """Returns all divisors of a number in ascending order."""
-    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
-    return sorted({*small, *(number // divisor for divisor in small)})

@@ -35,6 +35,8 @@ def make_config(source: str | Path | Mapping[str, Any], changes: Mapping[str, An
     """Returns the config of a file, a packaged name or a nested mapping, with some settings changed.
 
     Keys of mappings may be dotted. A mapping in `changes` changes only the keys of a section that it contains.
+
+    Raises UserError for a source of another type, and for bad settings.
     """
     if not isinstance(source, str | Path | Mapping) or source == "":
         raise UserError(f"config={source!r}: it must be the name of a config, a YAML file, or a dict of settings")
@@ -98,6 +100,8 @@ def settings_of(text: str) -> dict[str, str]:
     """Returns key -> value, as `make_config` takes them, of `key=value` words with blanks between them.
 
     A value with blanks is quoted as in a shell.
+
+    Raises UserError for a word that is not key=value.
     """
     with user_errors(f"the settings {text!r}"):
         pairs = [word.partition("=") for word in shlex.split(text)]

@@ -159,6 +159,8 @@ def build(cls: type[T], mapping: object, path: str = "") -> T:
     """Builds a dataclass from nested dicts. Values are converted by the types of fields; absent keys get defaults.
 
     Values may be text, as `parse_yaml` returns it, or Python values. path: the dotted key of `mapping`.
+
+    Raises UserError for unknown keys and bad values.
     """
     try:
         return _build(cls, mapping, path)

@@ -404,6 +404,7 @@ class Config(Section):
     notices: tuple[str, ...] = field(default=(), compare=False, metadata={"from": ""})  # told when a run begins
 
     def __post_init__(self) -> None:
+        """Raises ValueError for a section that no stage of the run has."""
         super().__post_init__()
         for name, value in vars(self).items():
             object.__setattr__(self, name, in_use(value, name))

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 from jrlhf.config.schema import Config, DatasetConfig, DatasetsData
 from jrlhf.config.stages import ALGORITHMS
-from jrlhf.data.encode import Encoding, Pairs, Sequences
-from jrlhf.data.read import Dataset, fingerprint, read_dataset
+from jrlhf.data.encode import Encoding
+from jrlhf.data.read import Dataset, read_dataset
 from jrlhf.data.task import SFTData, Task
 from jrlhf.data.tokenizer import Tokenizer
-from jrlhf.data.types import Example
+from jrlhf.data.types import Example, Pairs, Sequences
 from jrlhf.errors import UserError
-from jrlhf.run.files import sha256
+from jrlhf.run.files import digest_of, sha256
 
 # Data -> the stages that learn from it.
 STAGES = {"sft": ("sft",), "preferences": ("reward_model", "dpo"), "prompts": ALGORITHMS}
@@ -52,7 +52,7 @@ def load_task(config: Config, tokenizer: Tokenizer) -> Task:
     examples = [example for rows in encoded.values() for example in rows.examples]
     return Task(
         tokenizer=tokenizer,
-        fingerprint=fingerprint([tokenizer.to_json(), *tokenizer.templates, *words]),
+        fingerprint=digest_of([tokenizer.to_json(), *tokenizer.templates, *words]),
         description="\n".join(_describe(config, datasets, splits, encoded)),
         sft=sft,
         pairs=pairs,

@@ -22,7 +22,6 @@ from jrlhf.data.types import Example, Message, Text
 from jrlhf.errors import UserError, alike, beside, one_line
 from jrlhf.models.hf.files import check_file, parse_json
 from jrlhf.run.devices import host_memory
-from jrlhf.run.files import sha256
 from jrlhf.storage.outward import hub_requests
 
 Shape = Literal["preference", "prompt-completion", "verl", "prompt-only", "messages", "text"]
@@ -448,11 +447,6 @@ def _well_formed(text: str, place: str) -> str:
     except UnicodeEncodeError as error:
         raise ValueError(f"{place} holds half of a surrogate pair, which is no character") from error
     return text
-
-
-def fingerprint(texts: Iterable[str]) -> str:
-    """Returns a digest of these texts; a run that was started with others is not resumed."""
-    return sha256("\0".join(texts))[:16]
 
 
 def _fingerprint(shape: Shape, examples: Iterable[Example]) -> str:

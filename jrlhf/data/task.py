@@ -6,9 +6,8 @@ from typing import Protocol
 
 import numpy as np
 
-from jrlhf.data.encode import Pairs, Prompts, Sequences
 from jrlhf.data.tokenizer import Tokenizer
-from jrlhf.data.types import Example, Ids, Response
+from jrlhf.data.types import Example, Ids, Pairs, Prompts, Response, Sequences
 
 
 class PairSampler(Protocol):

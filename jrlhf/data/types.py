@@ -1,8 +1,12 @@
-"""Types of texts, conversations, examples (rows of a dataset) and responses."""
+"""Types of texts, conversations, examples (rows of a dataset), encoded rows and responses."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
+
+import numpy as np
 
 Ids = tuple[int, ...]  # token ids
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
@@ -30,3 +34,76 @@ class Response:
     text: str  # as it continues the prompt, without special tokens
     finished: bool
     marked: str | None = None  # the text with its special tokens, if there are any besides its end
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedRows:
+    """Encoded rows.
+
+    filtered: number of rows left out as too long. truncated: number of rows cut at the beginning. twice: number of
+    plain texts that write out what the tokenizer puts before every text, so that they begin with it twice.
+    """
+
+    examples: Sequence[Example] = ()
+    filtered: int = 0
+    truncated: int = 0
+    twice: int = 0
+
+    def _describe(self, unit: str, rows: Sequence[Ids], remark: str = "") -> str:
+        lengths = [len(row) for row in rows]
+        line = f"{len(lengths)} {unit} of {min(lengths)} to {max(lengths)} tokens (median {median(lengths):g})"
+        line += f"; {self.filtered} too long and left out" if self.filtered else ""
+        line += f"; {self.truncated} too long and cut off at the beginning" if self.truncated else ""
+        again = "write out the token that the tokenizer puts before every text, and have it twice: remove it there"
+        return line + (f"; {self.twice} {again}" if self.twice else "") + remark
+
+
+@dataclass(frozen=True)
+class Prompts(EncodedRows):
+    """Prompts for generation. A truncated prompt keeps its whole text.
+
+    The prompts of `examples` are conversations if the model gets conversations.
+    """
+
+    ids: tuple[Ids, ...]
+    texts: tuple[str, ...]  # as rendered by the chat template
+
+    def describe(self) -> str:
+        return self._describe("prompts", self.ids)
+
+
+@dataclass(frozen=True)
+class Sequences(EncodedRows):
+    """Whole sequences for supervised learning."""
+
+    ids: tuple[Ids, ...]
+    learn: tuple[tuple[bool, ...], ...]  # mask of the tokens to learn; never the first one
+    prompt_lengths: tuple[int, ...]  # number of tokens before the first one to learn
+
+    def describe(self) -> str:
+        learned = f"; {sum(map(sum, self.learn))} of {sum(map(len, self.learn))} tokens are learnt"
+        return self._describe("sequences", self.ids, learned)
+
+
+@dataclass(frozen=True)
+class Pairs(EncodedRows):
+    """Two answers to each prompt as whole sequences, prompt included; an annotator preferred the first."""
+
+    chosen: Sequence[Ids]
+    rejected: Sequence[Ids]
+    prompt_lengths: Sequence[int]  # both sequences of a row begin with these tokens
+    clear: np.ndarray | None = None  # mask of the pairs with a clear preference of the annotator; None: all
+    rows: Sequence[Mapping[str, Any]] = ()  # the pairs as rows of a dataset, if they were sampled; a run saves them
+    same: int = 0  # number of rows left out because their answers have the same tokens
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def describe(self) -> str:
+        longer = [max(pair, key=len) for pair in zip(self.chosen, self.rejected, strict=True)]
+        return self._describe("pairs", longer, f"; {self.same} with two equal answers left out" if self.same else "")
+
+
+def without_gap(text: str, gap: str) -> str:
+    """Returns the message whose text in a conversation is `text`."""
+    return text[len(os.path.commonprefix((text, gap))) :]

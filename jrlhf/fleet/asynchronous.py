@@ -34,9 +34,9 @@ from jrlhf.models.lora import base_on
 from jrlhf.ppo.types import TrainState
 from jrlhf.rewards.mixture import Answers, Rewards
 from jrlhf.roles.actor import Actor
+from jrlhf.roles.derived import copied
 from jrlhf.roles.generating import decoder_of
-from jrlhf.roles.initial import learning_rate
-from jrlhf.roles.pretrained import copied
+from jrlhf.roles.optimizers import learning_rate
 from jrlhf.run.directory import run_path
 from jrlhf.run.files import Closing
 from jrlhf.run.processes import several, to_all_hosts, to_main

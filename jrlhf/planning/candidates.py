@@ -11,11 +11,11 @@ from itertools import product
 from math import lcm
 from typing import Any
 
-from jrlhf.config.check import divisors, indivisible
 from jrlhf.errors import UserError
 from jrlhf.meshes.graph import Call
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.plan import Placement, Slice
+from jrlhf.models.config.divisors import divisors, indivisible
 from jrlhf.planning.memory import call_bytes
 from jrlhf.planning.rows import stuck_rows, undivided_rows
 from jrlhf.planning.time import CostModel, Price

@@ -14,11 +14,10 @@ from jax.sharding import Mesh
 from jrlhf.algorithms.registry import graph_of, stage_graph
 from jrlhf.config.parse import config_yaml
 from jrlhf.config.schema import Config, DatasetsData
-from jrlhf.data.encode import Prompts
 from jrlhf.data.read import hub_library, is_hub_name
 from jrlhf.data.task import Task
 from jrlhf.data.tokenizer import Tokenizer
-from jrlhf.data.types import Response
+from jrlhf.data.types import Prompts, Response
 from jrlhf.errors import UserError, printable
 from jrlhf.meshes.cost import tree_reshard_cost
 from jrlhf.meshes.graph import Call, Graph

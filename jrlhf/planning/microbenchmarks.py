@@ -31,7 +31,7 @@ from jrlhf.models.modules import NO_ADAPTERS, Block
 from jrlhf.models.params import param_shardings
 from jrlhf.models.remat import Remat, policy
 from jrlhf.models.weights import HeadKind
-from jrlhf.ppo.updates import apply_update, finish
+from jrlhf.ppo.updates import Minibatch, Objective, apply_update
 
 LAYERS = 4  # number of layers of a program, over which the cost of its call is divided
 CHAINED = 16  # number of collectives in a program
@@ -154,7 +154,7 @@ def update(config: ModelConfig, devices: Sequence[Device], fsdp: int) -> Program
         def loss(params, scale):  # its gradient is proportional to the weights, and is read as any gradient
             return scale * sum(jnp.sum(w * lax.stop_gradient(w)) for w in jax.tree.leaves(params)), {}
 
-        done = finish(apply_update(loss, optimizer, params, state, scale, micro_batches=1, metric_names=()))
+        done = apply_update(Objective(loss, optimizer, ()), params, state, Minibatch(scale, 1))
         return done.params, done.opt_state
 
     with jax.set_mesh(mesh):

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
-from jrlhf.config.check import divisors, indivisible, mesh_sizes
+from jrlhf.config.check import mesh_sizes
 from jrlhf.config.parse import parse_yaml
 from jrlhf.config.places import expanded
 from jrlhf.config.schema import Config
 from jrlhf.errors import UserError, alike, beside, one_line
 from jrlhf.meshes.graph import Call
 from jrlhf.meshes.plan import LayoutName, Placement, Plan, Slice, nested, plan_of
+from jrlhf.models.config.divisors import divisors, indivisible
 from jrlhf.models.flops import forward_operations
 from jrlhf.planning.rows import stuck_rows, undivided_rows
 from jrlhf.planning.workload import LAYOUTS, Workload, token_budgets

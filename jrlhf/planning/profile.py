@@ -19,11 +19,11 @@ from typing import Any
 
 import jax
 
-from jrlhf.config.check import divisors, indivisible
 from jrlhf.errors import UserError
 from jrlhf.meshes.hardware import Cluster, Hardware
 from jrlhf.meshes.mesh import Device
 from jrlhf.models.config.decoder import ModelConfig
+from jrlhf.models.config.divisors import divisors, indivisible
 from jrlhf.models.remat import Remat
 from jrlhf.models.weights import HeadKind
 from jrlhf.planning import microbenchmarks

@@ -21,7 +21,8 @@ from jrlhf.planning.fit import check_memory
 from jrlhf.planning.plans import colocated, plan_of_config, read_plan, refuse_cross_process, transfer_line
 from jrlhf.planning.workload import workload_of
 from jrlhf.run.console import Console
-from jrlhf.run.directory import CONFIG, PLAN, run_path
+from jrlhf.run.contents import CONFIG, PLAN
+from jrlhf.run.directory import run_path
 from jrlhf.run.files import unsealed
 from jrlhf.run.processes import from_main, several
 from jrlhf.run.resume import saved_tile

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from jrlhf.config.check import divisors
 from jrlhf.meshes.graph import Call
 from jrlhf.meshes.plan import Placement
+from jrlhf.models.config.divisors import divisors
 from jrlhf.planning.workload import Workload
 
 

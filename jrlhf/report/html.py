@@ -15,7 +15,7 @@ from jrlhf import __version__
 from jrlhf.report import sections, timeline
 from jrlhf.report.charts import number
 from jrlhf.report.read import GOLD, KL, SCORE, Record, Sample, read_run
-from jrlhf.run.directory import REPORT
+from jrlhf.run.contents import REPORT
 from jrlhf.run.files import write_atomic
 from jrlhf.run.text import clean, clean_lines, decimals
 

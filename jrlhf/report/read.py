@@ -13,7 +13,7 @@ from jrlhf.config.parse import parse_yaml
 from jrlhf.config.stages import TITLES
 from jrlhf.errors import UserError, beside, one_line
 from jrlhf.meshes.plan import Plan, plan_of
-from jrlhf.run.directory import CONFIG, ENVIRONMENT, HUB, PLAN, SAMPLES, read_fused, read_prompting, read_summary
+from jrlhf.run.contents import CONFIG, ENVIRONMENT, HUB, PLAN, SAMPLES, read_fused, read_prompting, read_summary
 from jrlhf.run.files import read_jsonl
 from jrlhf.run.metrics import METRICS, TIMELINE, read_metrics
 
@@ -141,6 +141,7 @@ class Record:
 
 
 def read_run(run_dir: Path | str) -> Record:
+    """Reads what a run has written. Raises UserError for a directory without a run, and for damaged files."""
     directory = Path(run_dir)
     if not (directory / CONFIG).exists() and not (directory / METRICS).exists():
         near = sorted(str(path.parent) for path in Path().glob(f"*/*/{CONFIG}") if path.parent.name == directory.name)

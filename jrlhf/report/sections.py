@@ -12,7 +12,6 @@ from jrlhf.report.charts import COLORS, Chart, Series, number
 from jrlhf.report.read import FAILURES, GOLD, KL, REWARD_KINDS, SCORE, STAGES, Curve, Named, Record, Sample
 from jrlhf.run.console import validation_key
 from jrlhf.run.text import decimals, duration
-from jrlhf.tasks.docstrings.rubric import ITEMS
 
 _UNSET = ("", "0", "null")  # values of a setting that is not used
 _ALL = "all"  # the source name of a validation for all prompts together
@@ -265,8 +264,11 @@ def words(run: Record, name: str) -> str:
 def items(run: Record) -> list[Row]:
     """Returns the parts of the measure; those of the rubric with their weights and what they ask for."""
     old, new = (value or {} for value in run.both("items"))
-    rubric = ITEMS.items() if run.measure == "gold" else ()
-    meanings = {name: f"weight {weight:g}: {text}" for name, (weight, text) in rubric}
+    meanings = {}
+    if run.settings.get("data.source") == "docstrings":
+        from jrlhf.tasks.docstrings.rubric import ITEMS
+
+        meanings = {name: f"weight {weight:g}: {text}" for name, (weight, text) in ITEMS.items()}
     return _compared([(words(run, name), meanings.get(name), value, new.get(name)) for name, value in old.items()])
 
 

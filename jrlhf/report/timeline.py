@@ -13,7 +13,7 @@ from jrlhf.meshes.plan import Slice, segments
 from jrlhf.report.charts import COLORS
 from jrlhf.report.read import Metrics, Record
 from jrlhf.run.colors import TICK_COLORS, call_color
-from jrlhf.run.directory import FUSED
+from jrlhf.run.contents import FUSED
 from jrlhf.run.metrics import TIMELINE
 from jrlhf.run.text import duration
 

@@ -7,14 +7,13 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from jrlhf.config.schema import RewardConfig
-from jrlhf.data.read import fingerprint
 from jrlhf.errors import UserError
 from jrlhf.rewards import builtin
-from jrlhf.rewards.types import Kind, Sample
+from jrlhf.rewards.types import MODULES, Kind, Sample
 from jrlhf.rewards.worker import GIVEN
+from jrlhf.run.files import digest_of
 
 SHOWN = 300  # characters of a text in a message
-MODULES = " modules"  # suffix of the key that identifies the modules which a function's file imports
 
 
 @dataclass(frozen=True)
@@ -55,13 +54,13 @@ class Facts:
     def fingerprint(self) -> str:
         """A digest of the function's file, wherever that is, and the options that it is called with."""
         source = builtin.IDENTITIES[self.spec.rpartition(":")[2]] if self.is_builtin else self.sha256 or ""
-        return fingerprint([os.path.basename(self.spec), source, repr(sorted(self.config.options.items()))])
+        return digest_of([os.path.basename(self.spec), source, repr(sorted(self.config.options.items()))])
 
     @property
     def identity(self) -> dict[str, str]:
         """The entries of a checkpoint's `meta` for the function: its digest, and one of the modules it imports."""
         key = f"{self.kind} {self.config.name}"
-        imported = {f"{key}{MODULES}": fingerprint(map(str, sorted(self.modules.items())))} if self.modules else {}
+        imported = {f"{key}{MODULES}": digest_of(map(str, sorted(self.modules.items())))} if self.modules else {}
         return {key: self.fingerprint} | imported
 
     def describe(self) -> str:

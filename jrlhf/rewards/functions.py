@@ -16,7 +16,7 @@ from typing import Any, Self
 import numpy as np
 
 from jrlhf.config.schema import RewardConfig
-from jrlhf.errors import UserError
+from jrlhf.errors import RewardFailure, UserError
 from jrlhf.rewards import builtin
 from jrlhf.rewards.facts import Facts
 from jrlhf.rewards.types import Kind, Sample, Scored, on_last_token
@@ -28,17 +28,6 @@ from jrlhf.run.files import Closing
 LOG_BYTES = 16 << 20  # maximum output of a function in the log file
 NO_SCORE = {"failure": "none", "detail": "returned None"}  # the result of None without `skip_none`
 START_SECONDS = 120.0  # deadline for a worker to import the function
-
-
-class RewardFailure(UserError):
-    """A reward function failed on a sample, and no setting says which score such samples get.
-
-    identity: `Facts.identity` of the function that failed.
-    """
-
-    def __init__(self, message: str, identity: Mapping[str, str] | None = None):
-        super().__init__(message)
-        self.identity = dict(identity or {})
 
 
 class FunctionReward(Closing):

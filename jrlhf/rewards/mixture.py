@@ -6,26 +6,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 from jaxtyping import Array
 
 from jrlhf.data.batches import Batch, put_rows, read_responses
-from jrlhf.data.encode import answer_gap
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Example, Response
-from jrlhf.errors import UserError
+from jrlhf.errors import RewardFailure, UserError
 from jrlhf.meshes.graph import Kind as CallKind
 from jrlhf.meshes.transfers import gathered, transfer
 from jrlhf.ppo.config.score import ScoreConfig
 from jrlhf.ppo.shaping import RunningMoments, shape_scores
 from jrlhf.ppo.types import Rollout
 from jrlhf.rewards.combine import Combined, combine, named
-from jrlhf.rewards.functions import RewardFailure
-from jrlhf.rewards.text_model import Begun, TextReward
 from jrlhf.rewards.types import Kind, Sample, Scored, joined, to_samples, weighted_sum
 from jrlhf.roles.critic import Reward
 from jrlhf.roles.early import OpenRollout
@@ -41,6 +38,18 @@ _COUNT = re.compile("/failures|/skipped$")  # in the names of metrics that are c
 TRAINED = "reward_model"  # the name of the reward model that the run itself trains
 
 
+class TextModel(Protocol):
+    """A reward model that reads text, on the mesh (`TextReward`)."""
+
+    def begin(self, samples: Sequence[Sample]) -> Any:
+        """Starts to score a tile of rows on the devices."""
+        ...
+
+    def finish(self, parts: Sequence[Any]) -> Scored:
+        """Waits for the tiles that have begun, and returns the scores of all their rows."""
+        ...
+
+
 @dataclass(frozen=True)
 class TextPart:
     """A reward that reads text: (samples, step) -> scores. A function also takes `first` (`FunctionReward.score`).
@@ -51,7 +60,7 @@ class TextPart:
     weight: float
     score: Callable[..., Scored]
     identity: str  # identifies the model's weights or the function's code
-    model: TextReward | None = None  # a model on the mesh; None: a function in its own processes
+    model: TextModel | None = None  # a model on the mesh; None: a function in its own processes
     calls: int = 1
 
 
@@ -67,7 +76,7 @@ class TokenPart:
 
 Asked = tuple[list[Sample], dict[str, Scored]]  # rows as text, and the functions' scores by name
 Answers = Future[Asked] | Pending[Asked]
-Tiles = Pending[list[dict[str, Begun]]]  # by name, for each tile of rows: models that read text
+Tiles = Pending[list[dict[str, Any]]]  # by name, for each tile of rows: models that read text
 
 
 class Rewards:
@@ -80,6 +89,7 @@ class Rewards:
     kind: names the metrics: `rewards/NAME/mean` or `costs/NAME/mean`.
     trained: the reward model that this run trained; it is stored where it was trained until `free_original`.
     samples: number of responses to a prompt, if `shaping` normalises the scores of each reward over them.
+    gap: the white space that begins each answer in a conversation (`answer_gap`).
     counts: as in `combine`.
     warn: tells users of a reward that fails on most samples of a batch, once.
     """
@@ -97,6 +107,7 @@ class Rewards:
         compute: Compute,
         clock: Clock,
         tokenizer: Tokenizer,
+        gap: str,
         max_response: int,
         shaping: ScoreConfig,
         kind: Kind,
@@ -109,7 +120,7 @@ class Rewards:
         self.token_parts, self.text_parts, self.trained = token_parts, text_parts, trained
         self.placement, self.clock = placement, clock
         self.kind: Kind = kind
-        self._tokenizer, self._max_response = tokenizer, max_response
+        self._tokenizer, self._gap, self._max_response = tokenizer, gap, max_response
         site = Site(placement, compute, clock)
         self._models = {name: part.model for name, part in text_parts.items() if part.model is not None}
         self._roles = {name: Reward(part.model, site) for name, part in token_parts.items()}
@@ -193,10 +204,6 @@ class Rewards:
         plain = all(isinstance(example.prompt, str) for example in examples)
         return to_samples(examples, texts, responses, "" if plain else self._gap)
 
-    @cached_property
-    def _gap(self) -> str:
-        return answer_gap(self._tokenizer)
-
     def ask_ahead(
         self, examples: Sequence[Example], texts: Sequence[str], responses: Sequence[Response], step: int, first: int
     ) -> Answers:
@@ -252,7 +259,7 @@ class Rewards:
         # Gathered here and not in a thread: all devices must get their programs in the same order.
         return self._threads.submit(self._read, batch, slice(0, None), gathered(rollout)), None
 
-    def _begin_models(self, batch: Batch, rows: slice, tile: Rollout) -> dict[str, Begun]:
+    def _begin_models(self, batch: Batch, rows: slice, tile: Rollout) -> dict[str, Any]:
         samples = self._samples(batch, rows, tile)
         return {name: self.clock.run("reward", model.begin, samples) for name, model in self._models.items()}
 

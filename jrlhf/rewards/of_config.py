@@ -11,7 +11,6 @@ from jrlhf.data.task import Task
 from jrlhf.ppo.config.score import ScoreConfig
 from jrlhf.rewards.functions import FunctionReward
 from jrlhf.rewards.mixture import TRAINED, Rewards, TextPart, TokenPart
-from jrlhf.rewards.text_model import TextReward
 from jrlhf.rewards.types import Kind
 from jrlhf.roles.initial import InitialModels
 from jrlhf.roles.model import Model
@@ -59,6 +58,8 @@ def open_rewards(
                 identity = model.fingerprint()
                 tokens[reward.name] = TokenPart(reward.weight, places.store(model), identity, reward.on_failure)
             elif reward.model is not None:
+                from jrlhf.rewards.text_model import TextReward
+
                 key, usual = f"{kind}s[{index}].model", data.max_prompt + data.max_response
                 model = initial.reward(reward.model, key)
                 rows = config.compute.score_rows
@@ -79,6 +80,7 @@ def open_rewards(
             compute=initial.compute,
             clock=clock,
             tokenizer=task.tokenizer,
+            gap=_gap(task),
             max_response=data.max_response,
             shaping=shaping,
             kind=kind,
@@ -94,3 +96,11 @@ def open_rewards(
     with ExitStack() as stack:
         rewards = opened("reward", config.rewards, config.rl.scores, trained)
         yield rewards, opened("cost", config.costs, ScoreConfig(), None) if config.costs else None
+
+
+def _gap(task: Task) -> str:
+    if not task.chat:
+        return ""
+    from jrlhf.data.encode import answer_gap
+
+    return answer_gap(task.tokenizer)

@@ -13,13 +13,12 @@ from jrlhf.data.encode import encode_answered
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.tokenizer_files import check_vocabulary, load_tokenizer
 from jrlhf.data.types import Ids
-from jrlhf.errors import UserError
+from jrlhf.errors import RewardFailure, UserError
 from jrlhf.meshes.transfers import to_host
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.hf.config import ENDS
 from jrlhf.models.hf.files import parse_json
 from jrlhf.models.params import Params
-from jrlhf.rewards.functions import RewardFailure
 from jrlhf.rewards.types import Kind, Sample, Scored
 from jrlhf.roles.model import Compute, Model
 from jrlhf.roles.placement import RolePlacement

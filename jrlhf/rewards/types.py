@@ -8,10 +8,10 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float
 
-from jrlhf.data.encode import without_gap
-from jrlhf.data.types import Example, Response, Text
+from jrlhf.data.types import Example, Response, Text, without_gap
 
 Kind = Literal["reward", "cost"]
+MODULES = " modules"  # suffix of the key that identifies the modules which a function's file imports
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ def engine_of(
     samples: int = 1,
 ) -> Engine:
     """(weights in GENERATE, prompts, lengths, row keys, *base) -> Generation. samples: responses per prompt."""
-    options = {"dtype": compute.dtype, "attention": compute.attention}
+    options = {"dtype": compute.dtype, "attention": compute.options.attention}
     return Engine(model.config, mesh, sampling, schedule, samples=samples, lora=model.lora, **options)
 
 
 def decoder_of(model: Architecture, mesh: Mesh, compute: Compute, sampling: SamplingConfig, samples: int) -> Decoder:
     """Returns what `ContinuousBatch` decodes with. samples: responses per prompt."""
-    return Decoder(model.config, mesh, sampling, samples, compute.dtype, compute.attention, model.lora)
+    return Decoder(model.config, mesh, sampling, samples, compute.dtype, compute.options.attention, model.lora)

@@ -1,35 +1,26 @@
-"""Makes each role's initial model (loaded, fresh, or a copy of another role's) and its optimizer."""
+"""`InitialModels`: makes the model of each role as the config names it: loaded, fresh, or made from another one."""
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh
 
 from jrlhf.config.schema import Config
-from jrlhf.config.stages import OptimizerConfig
 from jrlhf.data.batches import key_for
 from jrlhf.meshes.layout import GENERATE, TRAIN
 from jrlhf.meshes.resharding import reshard
 from jrlhf.meshes.transfers import to_host
 from jrlhf.models.config.decoder import ModelConfig
-from jrlhf.models.init import init_sharded, scalar_from
+from jrlhf.models.init import init_sharded
 from jrlhf.models.lora import LoRAConfig, init_lora, lora_shardings
-from jrlhf.models.params import Params, matrices, param_shardings
+from jrlhf.models.params import Params, param_shardings
 from jrlhf.models.quantize import int8_error, to_int8
+from jrlhf.roles.derived import copied, frozen_copy, scalar_model, stored
 from jrlhf.roles.model import Architecture, Compute, Model
-from jrlhf.roles.pretrained import (
-    actor_adapter,
-    copied,
-    describe,
-    fresh_model,
-    frozen_copy,
-    load_weights,
-    reward_adapter,
-)
+from jrlhf.roles.pretrained import actor_adapter, describe, fresh_model, load_weights, reward_adapter
 from jrlhf.run.console import Console
 
 
@@ -123,40 +114,3 @@ class InitialModels:
             config, params = load_weights(path, key, self.mesh, progress=progress, **options)
         pad_id = config.score_pad_id if config.head == "scalar" else None
         return Model(Architecture(config.model, pad_id=pad_id), params)
-
-
-def scalar_model(policy: Model) -> Model:
-    """An untrained critic or reward model: the policy's decoder, with a head that outputs 0. All arrays are copies."""
-    if policy.base is None:
-        return policy.holding(scalar_from(policy.params))
-    kernel = jnp.zeros_like(policy.base["final_norm"]["scale"])
-    return policy.holding({**copied(policy.params), "value_head": {"kernel": kernel, "bias": kernel.sum()}})
-
-
-def stored(model: Model, device: Literal["device", "host"]) -> Model:
-    """Moves a frozen model to where it is stored between its calls. With "host" the arrays of `model` are deleted."""
-    return model.offloaded() if device == "host" else model
-
-
-def learning_rate(config: OptimizerConfig, *, updates: int) -> optax.Schedule:
-    """Returns the learning rate as a function of the number of finished updates, for a run of `updates` updates.
-
-    It rises linearly over `config.warmup` updates, then falls by a cosine to `config.final` times its maximum.
-    """
-    warmup, fall_updates = config.duration(updates)
-    rise = optax.linear_schedule(config.learning_rate / max(warmup, 1), config.learning_rate, max(warmup - 1, 1))
-    fall = optax.constant_schedule(config.learning_rate)
-    if fall_updates is not None:
-        fall = optax.cosine_decay_schedule(config.learning_rate, fall_updates, alpha=config.final)
-    return optax.join_schedules([rise, fall], [warmup])
-
-
-def adamw(config: OptimizerConfig, *, updates: int) -> optax.GradientTransformation:
-    """AdamW after clipping by the global norm, with the `learning_rate` of a run of `updates` updates.
-
-    Matrices decay, with tables, heads and adapters; norms and biases do not, as in transformers' Trainer.
-    """
-    schedule = learning_rate(config, updates=updates)
-    clip = optax.identity() if config.max_grad_norm is None else optax.clip_by_global_norm(config.max_grad_norm)
-    decay = {"weight_decay": config.weight_decay, "mask": matrices}
-    return optax.chain(clip, optax.adamw(schedule, b1=config.b1, b2=config.b2, eps=config.eps, **decay))

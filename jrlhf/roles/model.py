@@ -7,16 +7,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jrlhf.kernels.logprob.common import Implementation
 from jrlhf.meshes.layout import GENERATE, SCORE, TRAIN, Layout
 from jrlhf.meshes.offload import offload, onload
 from jrlhf.meshes.resharding import reshard
 from jrlhf.models.config.decoder import ModelConfig
-from jrlhf.models.flash import AttentionImplementation
 from jrlhf.models.lora import LoRAConfig, lora_shardings
 from jrlhf.models.options import ForwardOptions
 from jrlhf.models.params import Params, cast_matrices, param_shardings
-from jrlhf.models.remat import Remat
 from jrlhf.run.fingerprints import fingerprint_of
 
 
@@ -42,23 +39,22 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Compute:
-    """Settings that all models of a run share."""
+    """Settings that all models of a run share: the options of their forward passes, and how calls use them."""
 
-    dtype: jnp.dtype = jnp.dtype(jnp.float32)
-    remat: Remat = "full"
-    logprob: Implementation | None = None  # implementation of the log-prob op; None: the platform's default
+    options: ForwardOptions = ForwardOptions(dtype=jnp.dtype(jnp.float32))
     train_layout: Layout = TRAIN
     score_layout: Layout = SCORE
     score_parts: int = 1  # number of equal parts in which a device scores its rows, one after the other
     fused_loss: bool = True  # computes and differentiates the policy's loss one tile of tokens at a time
-    attention: AttentionImplementation | None = None  # implementation for whole sequences; None: the platform's default
     score_tokens: int | None = None  # number of tokens that a device scores at a time; None: the whole batch
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.options.dtype
 
     def forward(self, model: Architecture) -> ForwardOptions:
         """The options of the forward passes of a model."""
-        return ForwardOptions(
-            implementation=self.logprob, remat=self.remat, dtype=self.dtype, attention=self.attention, lora=model.lora
-        )
+        return replace(self.options, lora=model.lora)
 
 
 @jax.tree_util.register_dataclass

@@ -18,7 +18,7 @@ from jrlhf.meshes.pipeline import Table
 from jrlhf.meshes.transfers import transfer
 from jrlhf.models.params import Params
 from jrlhf.models.pipeline import Gradients, PipelinePlacement, Stages, StageTask, run
-from jrlhf.ppo.updates import Pipeline, Updates, finish
+from jrlhf.ppo.updates import Minibatch, Pipeline, Updates, advance_on_host, draw_on_host, run_on_host
 from jrlhf.roles.compiled import CompiledModel, Function
 from jrlhf.roles.model import Architecture, Compute
 from jrlhf.roles.placement import CallPlacement, Pending, ready
@@ -57,7 +57,7 @@ class PipelinedModel(CompiledModel):
         """Runs the updates in stages. Fused updates are returned as they are: a `JointUpdate` runs them."""
         if self.pipeline.schedule == "fused":
             return lambda updates: updates
-        return partial(finish, gradients_fn=self.pipelines[0].gradients)
+        return partial(run_on_host, gradients_of=self.pipelines[0].gradients)
 
     def score_logprobs_with_base(self, *, temperature: float, span: int) -> Function:
         """Makes the function of a whole model in two passes: the second one is that of the bare base."""
@@ -108,12 +108,22 @@ class PipelinedPlacement(CallPlacement):
 
 @dataclass(frozen=True)
 class _Begun:
-    """Updates of a bound role that have begun. mesh: the mesh of their rows."""
+    """Updates of a bound role that have begun. start: makes them. mesh: the mesh of their rows."""
 
     role: Any
-    updates: Updates
+    start: Callable[[], Updates]
     stages: tuple[Stages, ...]
     mesh: Mesh
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Updates between two tables. rows: those of the minibatch, in micro-batches."""
+
+    updates: Updates
+    carry: Any
+    minibatch: Minibatch
+    rows: Any
 
 
 class JointUpdate:
@@ -127,11 +137,11 @@ class JointUpdate:
         self._begun: dict[str, _Begun] = {}
         self._metrics: dict[str, Metrics] = {}
 
-    def begin(self, role: Any, updates: Updates) -> PendingMetrics:
-        """Begins a bound role's updates, whose result is (state, metrics). Runs both roles' once both have begun."""
+    def begin(self, role: Any, start: Callable[[], Updates]) -> PendingMetrics:
+        """Begins a bound role's updates, which `start` makes. Runs both roles' once both have begun."""
         name, model = role.placement.role, role.compiled("update")
         self._metrics.pop(name, None)
-        self._begun[name] = _Begun(role, updates, model.pipelines, model.mesh)
+        self._begun[name] = _Begun(role, start, model.pipelines, model.mesh)
         end = partial(role.clock.run, "update", self._finish)
         if len(self._begun) == len(self._pipelines):
             end()
@@ -146,28 +156,36 @@ class JointUpdate:
     def _finish(self) -> dict[str, Metrics]:
         """Runs the begun updates to their end. Returns only metrics, by role, because states are large."""
         begun, self._begun = self._begun, {}
-        answers: dict[str, Any] = dict.fromkeys(begun)
-        while answers:
-            asked = {}
-            for role, gradients in answers.items():
-                try:
-                    with jax.set_mesh(begun[role].mesh):
-                        asked[role] = begun[role].updates.send(gradients)
-                except StopIteration as end:
-                    begun[role].role.state, self._metrics[role] = end.value
-            answers = self._gradients({role: (begun[role].stages, *share) for role, share in asked.items()})
+        runs = dict[str, _Run]()
+        for name, own in begun.items():
+            with jax.set_mesh(own.mesh):
+                updates = own.start()
+                runs[name] = _Run(updates, updates.start, *draw_on_host(updates, updates.start))
+        while runs:
+            gradients = self._gradients(begun, runs)
+            for name, present in list(runs.items()):
+                with jax.set_mesh(begun[name].mesh):
+                    updates = present.updates
+                    carry, goes_on = advance_on_host(updates, present.carry, present.minibatch, gradients[name])
+                    if goes_on:
+                        runs[name] = _Run(updates, carry, *draw_on_host(updates, carry))
+                    else:
+                        del runs[name]
+                        state, self._metrics[name] = updates.end(carry)
+                        begun[name].role.take(state)
         return dict(self._metrics)
 
-    def _gradients(self, asked: dict[str, tuple]) -> dict[str, Gradients]:
+    def _gradients(self, begun: dict[str, _Begun], runs: dict[str, _Run]) -> dict[str, Gradients]:
         """Differentiates one minibatch of each role. A role's pipelines get equal parts of its micro-batches."""
         tasks = {}
-        for role, (copies, loss, params, rows, others, frozen) in asked.items():
-            for part, (number, stages) in enumerate(zip(self._pipelines[role], copies, strict=True)):
-                last = stages.meshes[-1]
-                own, given = transfer((_part(rows, part, len(copies)), others), last)
-                tasks[number] = StageTask(stages, loss, params, own, given, frozen)
+        for name, present in runs.items():
+            copies, frozen, loss = begun[name].stages, present.updates.frozen, present.updates.objective.loss
+            for part, (number, stages) in enumerate(zip(self._pipelines[name], copies, strict=True)):
+                rows = _part(present.rows, part, len(copies))
+                own, given = transfer((rows, present.minibatch.others), stages.meshes[-1])
+                tasks[number] = StageTask(stages, loss, present.carry.params, own, given, frozen)
         results = run(self._table, tasks)
-        return {role: _sum([results[number] for number in self._pipelines[role]]) for role in asked}
+        return {name: _sum([results[number] for number in self._pipelines[name]]) for name in runs}
 
 
 def _part(rows: Any, part: int, parts: int) -> Any:

@@ -96,6 +96,8 @@ def loop_condition(method: Callable[Concatenate[Any, P], bool]) -> Callable[Conc
 class TransferCache:
     """Copies arrays to the meshes of the calls that read them, each once. A copy lives as long as its original."""
 
+    # The originals are results that a dataflow holds by its own names. Nobody else knows when it drops one of them, so
+    # no owner could free the copies, and a finalizer of the original does.
     def __init__(self):
         self._copies: dict[tuple[int, Mesh], jax.Array] = {}  # by the original's id, which is unique while it lives
 
@@ -119,7 +121,7 @@ class CallPlacement:
 
     layout: the layout of its model's weights; None: the default of this kind of call.
     parts: the number of parts in which a device computes its rows.
-    joint: (bound role, its updates) -> pending metrics; set where the updates of two roles run together.
+    joint: (bound role, what begins its updates) -> pending metrics; set where the updates of two roles run together.
     """
 
     mesh: Mesh

@@ -1,4 +1,4 @@
-"""Places an algorithm's roles as a plan says, and prefetches their offloaded arrays.
+"""Places an algorithm's roles as a plan says, and other stages in their pipelines; prefetches their offloaded arrays.
 
 Pipelines are imported where a plan has one.
 """
@@ -15,7 +15,7 @@ from jrlhf.meshes.graph import Call, Graph, Kind
 from jrlhf.meshes.layout import GENERATE, SCORE, TRAIN, TRAIN_TP, Layout
 from jrlhf.meshes.mesh import Device, make_mesh
 from jrlhf.meshes.pipeline import FusedUpdates
-from jrlhf.meshes.plan import Placement, Plan
+from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.roles.graph import home_of
 from jrlhf.roles.placement import CallPlacement, RolePlacement, TransferCache
 
@@ -90,6 +90,15 @@ def call_placement(
     first, *copies = (tuple(meshes[group] for group in order) for order in orders)
     pipeline = PipelinePlacement(first, whole, placement.schedule, tuple(copies))
     return PipelinedPlacement(first[-1], layout, parts * len(orders), joint, pipeline=pipeline)
+
+
+def place_stage(config: Config, stage: str, mesh: Mesh) -> RolePlacement:
+    """Returns the placement of a stage that learns from fixed rows: its updates and scores run in the pipeline stages
+    that its section sets, or on the whole mesh, where weights are stored in any case."""
+    devices = list(mesh.devices.flat)
+    whole = Placement(Slice(0, len(devices)), "train", *mesh.devices.shape)
+    update, score = (call_placement(staged(config, stage, kind, whole), devices) for kind in ("train", "infer"))
+    return RolePlacement(CallPlacement(mesh), {"update": update, "logprobs": score, "score": score})
 
 
 def staged(config: Config, stage: str, kind: Kind, placement: Placement) -> Placement:

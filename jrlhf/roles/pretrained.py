@@ -27,10 +27,9 @@ from jrlhf.models.hf.load import check_hf, load_hf
 from jrlhf.models.hf.presets import PRESETS
 from jrlhf.models.init import init_lm
 from jrlhf.models.lora import LoRAConfig, adapter_weights, lora_shardings
-from jrlhf.models.params import Params, cast_matrices, param_shardings
+from jrlhf.models.params import Params, param_shardings
 from jrlhf.models.weights import HeadKind
-from jrlhf.run.directory import HUB
-from jrlhf.storage.models import fetch
+from jrlhf.run.contents import HUB
 from jrlhf.storage.outward import hub_requests
 
 # The files to download of a model directory: never code, and no weights but safetensors.
@@ -47,6 +46,8 @@ def locate(path: str, key: str, *, weights: bool = False) -> Path:
     """
     wanted = _DESCRIPTIONS + (_WEIGHTS if weights else ())
     if is_address(path):
+        from jrlhf.storage.models import fetch
+
         return fetch(path, key, wanted)
     directory = expanded(path, key)
     if (directory / "config.json").is_file():
@@ -221,20 +222,6 @@ def abstract_weights(model: ModelConfig, mesh: Mesh) -> Params:
     shapes = jax.eval_shape(lambda: init_lm(model, jax.random.key(0)))
     shardings = param_shardings(model, mesh, TRAIN)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
-
-
-def frozen_copy(params: Params, dtype: jnp.dtype) -> Params:
-    """Returns a copy that is never trained, on the same devices, with its matrices in the compute dtype.
-
-    Results stay the same, because float32 matrices are cast to that dtype wherever they are used.
-    """
-    shardings = jax.tree.map(lambda x: x.sharding, params)
-    return jax.jit(partial(cast_matrices, dtype=dtype), out_shardings=shardings)(params)
-
-
-def copied(params: Params) -> Params:
-    """Copies of all arrays, for a state that a training step will donate."""
-    return jax.tree.map(jnp.copy, params)
 
 
 def is_model_name(path: str) -> bool:

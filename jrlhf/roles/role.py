@@ -8,6 +8,7 @@ and frees the copies when it ends. The host's arrays remain, so only arrays that
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 import jax
@@ -138,6 +139,10 @@ class TrainedRole(Role):
         bound.state = state
         return bound
 
+    def take(self, state: TrainState) -> None:
+        """Replaces the state by the one that updates have left."""
+        self.state = state
+
     @property
     def model(self) -> Model:
         return self._model.holding(self.state.params)
@@ -150,7 +155,7 @@ class TrainedRole(Role):
     ) -> dict[str, Array]:
         """Replaces the state by the result of `update`, timed as `name`; returns the metrics."""
         if (begin := self.placement["update"].joint) is not None:
-            return begin(self, update(self.state, *arguments, *self._model.frozen))
+            return begin(self, partial(update, self.state, *arguments, *self._model.frozen))
         self.state = self.offloader.consume(self.state)
 
         def run(*inputs: Any) -> dict[str, Array]:

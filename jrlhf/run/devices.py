@@ -12,7 +12,7 @@ import jax
 from jrlhf.config.devices import DeviceConfig, DistributedConfig
 from jrlhf.errors import UserError, one_line
 from jrlhf.meshes.mesh import Device, prepare_simulated
-from jrlhf.run import processes
+from jrlhf.run import cluster
 from jrlhf.run.files import cache_directory
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -34,7 +34,7 @@ def select(config: DeviceConfig, distributed: DistributedConfig | None = None) -
     except RuntimeError:
         pass  # JAX has already started, as in a notebook; its devices are checked below
     if distributed is not None:
-        processes.start(distributed)
+        cluster.start(distributed)
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:  # JAX asserts, without a text, if it has no such plugin

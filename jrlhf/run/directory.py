@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import errno
 import importlib.metadata
-import json
 import os
 import platform
 import re
@@ -13,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -22,16 +20,12 @@ from jrlhf.config.parse import config_yaml
 from jrlhf.config.places import expanded, is_address
 from jrlhf.config.schema import Config
 from jrlhf.errors import Preempted, RunFailure, UserError, beside
-from jrlhf.models.hf.files import PROMPTING, heal
+from jrlhf.models.hf.files import heal
+from jrlhf.run.contents import CONFIG, ENVIRONMENT, EXPORTS, SAMPLES
 from jrlhf.run.files import Closing, append_jsonl, cache_directory, lock_file, write_atomic, write_error
 from jrlhf.run.processes import from_main, is_main, share
 from jrlhf.run.resume import changes
 
-CONFIG, PLAN, FUSED, ENVIRONMENT, SAMPLES = "config.yaml", "plan.yaml", "fused.json", "environment.txt", "samples.jsonl"
-SUMMARY, TOKENIZER, HUB = "summary.json", "tokenizer.json", "hub.txt"
-PREFERENCES, REPORT = "preferences.jsonl", "report.html"
-FLEET = "fleet.yaml"  # settings of `fleet` that may change while a run goes on; a store has no copy of it
-EXPORTS = "model", "adapter", "reward_model", "reward_adapter"
 _LOCK = ".lock"
 _FULL = {errno.ENOSPC: "No space left on device", errno.EDQUOT: "quota exceeded", errno.EFBIG: "File too large"}
 
@@ -163,42 +157,6 @@ def full_disk(error: BaseException | None) -> str | None:
                 return reason
         error = error.__cause__ or error.__context__
     return None
-
-
-def read_summary(directory: Path) -> dict[str, Any]:
-    """Reads a run's summary.json; empty if the run has not ended."""
-    return _read_object(directory / SUMMARY)
-
-
-def read_fused(directory: Path) -> dict[str, Any]:
-    """Reads the table of a run's fused updates, as `FusedUpdates.to_json` writes it; empty if there is none."""
-    return _read_object(directory / FUSED)
-
-
-def read_prompting(directory: Path) -> dict[str, Any]:
-    """Returns how to prompt the model in the directory of a run or an export; empty if that is not recorded.
-
-    chat: in conversations. prompt_end: the end of each plain prompt.
-    """
-    places = [place for place in (directory, directory / "model") if (place / PROMPTING).is_file()]
-    path = (places or [directory])[0] / PROMPTING
-    content, kinds = _read_object(path), {"chat": bool, "prompt_end": str}
-    for name, kind in kinds.items():
-        if not isinstance(content.get(name, kind()), kind):
-            raise UserError(f"{path}: {name} is {content[name]!r}, not a {kind.__name__}: correct it, or delete it")
-    return {name: content[name] for name in kinds if name in content}
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    of_run = (path.parent / CONFIG).is_file()
-    remedy = "delete it and resume the run" if of_run else "export or download the model again"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}): {remedy}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} is not a JSON object: {remedy}")
-    return content
 
 
 def first_day(directory: Path, now: datetime.datetime) -> str:

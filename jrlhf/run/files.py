@@ -116,6 +116,11 @@ def sha256(content: str | bytes) -> str:
     return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
 
 
+def digest_of(texts: Iterable[str]) -> str:
+    """Returns a digest of these texts; a run that was started with others is not resumed."""
+    return sha256("\0".join(texts))[:16]
+
+
 def seal(text: str) -> str:
     """Adds a checksum to a JSON object, as its first key, or to a YAML text, as a comment. `unsealed` reads it."""
     digest = sha256(text)

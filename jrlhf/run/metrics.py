@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jrlhf.run.console import shown_columns
-from jrlhf.run.directory import SAMPLES
+from jrlhf.run.contents import SAMPLES
 from jrlhf.run.files import Closing, jsonl_lines, read_jsonl, to_json, write_atomic
 from jrlhf.run.text import clean
 

@@ -13,12 +13,12 @@ from jrlhf.algorithms.pair_actor import PairActor, PairReference, add_reference
 from jrlhf.algorithms.registry import stage_graph
 from jrlhf.data.batches import put_rows, whole_batches
 from jrlhf.data.order import Order
-from jrlhf.data.task import Pairs
+from jrlhf.data.types import Pairs
 from jrlhf.meshes.transfers import to_host
 from jrlhf.ppo.supervised import PairBatch, pair_terms
 from jrlhf.ppo.types import TrainState
-from jrlhf.roles.initial import adamw
 from jrlhf.roles.model import Model
+from jrlhf.roles.optimizers import adamw
 from jrlhf.roles.role import Site
 from jrlhf.run.clock import Clock, calling
 from jrlhf.stages.context import Context
@@ -26,12 +26,11 @@ from jrlhf.stages.loop import CALLS, run_stage
 from jrlhf.stages.preferences import accuracies, collect_pairs, put_pairs
 
 
-def train_dpo(context: Context, policy: Model) -> Model:
+def train_dpo(context: Context, policy: Model, reference_model: Model) -> Model:
     """Runs the stage, or its remaining steps, and returns the trained actor. The arrays of `policy` are freed."""
     config = context.config.dpo
     optimizer, clock = adamw(config, updates=config.steps), Clock(deadline=context.config.deadline)
-    reference_model = context.initial.reference(policy)
-    placement = context.stage_placement("dpo")
+    placement = context.placement("dpo")
     actor_site, reference_site = (
         Site(replace(placement, role=role), context.compute, clock) for role in ("actor", "reference")
     )

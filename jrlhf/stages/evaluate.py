@@ -12,12 +12,10 @@ from typing import Any
 import numpy as np
 
 from jrlhf.data.batches import key_for
-from jrlhf.data.encode import Prompts
-from jrlhf.data.types import Response
+from jrlhf.data.types import Prompts, Response
 from jrlhf.models.generation.sampling import SamplingConfig
-from jrlhf.rewards.facts import MODULES
 from jrlhf.rewards.mixture import TRAINED, Rewards
-from jrlhf.rewards.types import joined, scores_of
+from jrlhf.rewards.types import MODULES, joined, scores_of
 from jrlhf.roles.model import Model
 from jrlhf.run.clock import Clock
 from jrlhf.run.files import decode, encode, seal, unsealed

@@ -25,7 +25,8 @@ from jrlhf.rewards.types import scores_of
 from jrlhf.roles.model import Model
 from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.pretrained import base_name, describe
-from jrlhf.run.directory import REPORT, SUMMARY, RunDirectory, read_summary
+from jrlhf.run.contents import REPORT, SUMMARY, read_summary
+from jrlhf.run.directory import RunDirectory
 from jrlhf.run.files import sha256, to_json
 from jrlhf.run.metrics import StageRecords, read_metrics
 from jrlhf.run.processes import from_main

@@ -7,7 +7,7 @@ from typing import Any
 
 from jrlhf import __version__
 from jrlhf.errors import UserError
-from jrlhf.rewards.facts import MODULES
+from jrlhf.rewards.types import MODULES
 from jrlhf.run.directory import RunDirectory
 from jrlhf.run.files import read_jsonl, to_json, write_atomic
 

@@ -9,7 +9,7 @@ from jrlhf.config.schema import Config
 from jrlhf.config.stages import OptimizerConfig
 from jrlhf.meshes.transfers import to_host
 from jrlhf.ppo.types import TrainState
-from jrlhf.roles.initial import learning_rate
+from jrlhf.roles.optimizers import learning_rate
 
 
 class Learning:

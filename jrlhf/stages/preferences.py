@@ -9,12 +9,10 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Shaped
 
 from jrlhf.data.batches import key_for, pad_rows, put_rows
-from jrlhf.data.encode import Ids
-from jrlhf.data.task import Pairs
-from jrlhf.data.types import Response
+from jrlhf.data.types import Ids, Pairs, Response
 from jrlhf.errors import Preempted
 from jrlhf.roles.model import Model
-from jrlhf.run.directory import PREFERENCES
+from jrlhf.run.contents import PREFERENCES
 from jrlhf.run.files import to_json
 from jrlhf.stages.context import Context
 

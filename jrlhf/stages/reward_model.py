@@ -7,15 +7,15 @@ from functools import cache, partial
 import jax
 import numpy as np
 
-from jrlhf.data.encode import Ids
 from jrlhf.data.order import Order
-from jrlhf.data.task import Pairs
+from jrlhf.data.types import Ids, Pairs
 from jrlhf.errors import RunFailure
 from jrlhf.meshes.transfers import to_devices, to_host
 from jrlhf.ppo.supervised import PreferenceBatch, make_preference_step
 from jrlhf.ppo.types import TrainState
-from jrlhf.roles.initial import adamw, scalar_model, stored
+from jrlhf.roles.derived import scalar_model, stored
 from jrlhf.roles.model import Model
+from jrlhf.roles.optimizers import adamw
 from jrlhf.run.clock import calling
 from jrlhf.stages.context import Context
 from jrlhf.stages.loop import run_stage
@@ -34,7 +34,7 @@ def train_reward_model(context: Context, policy: Model) -> Model:
     config = context.config.reward_model
     start = scalar_model(policy)
     optimizer = adamw(config, updates=config.steps)
-    placement = context.stage_placement("reward_model")
+    placement = context.placement("reward_model")
     compiled = placement["update"].compiled(start.architecture, context.compute)
     parts = {"micro_batches": config.micro_batches, "micro_batch_tokens": config.micro_batch_tokens}
     step_fn = make_preference_step(compiled.train_scores(), optimizer, **parts, pipeline=compiled.runs)

@@ -1,6 +1,7 @@
 """The stage of reinforcement learning: trains the roles of an algorithm against the rewards."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,8 +13,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int
 
-from jrlhf.algorithms.factory import RoleFactory, algorithm_of
-from jrlhf.algorithms.registry import dataflow_identity, dataflow_of, graph_of
 from jrlhf.algorithms.roles import Roles
 from jrlhf.data.batches import (
     Batch,
@@ -25,9 +24,9 @@ from jrlhf.data.batches import (
     read_responses,
     row_keys,
 )
-from jrlhf.data.encode import Prompts
 from jrlhf.data.order import UNSOLVED, Order, Solved
-from jrlhf.fleet.synchronous import RolloutSource, SynchronousRollouts
+from jrlhf.data.types import Prompts
+from jrlhf.fleet.synchronous import RolloutSource
 from jrlhf.meshes.transfers import to_devices, to_host
 from jrlhf.ppo.config.algorithms import SafeRLHFConfig
 from jrlhf.ppo.config.policy import PolicyConfig
@@ -35,7 +34,6 @@ from jrlhf.ppo.experience import experience_metrics, update_kl
 from jrlhf.ppo.safe import MultiplierState
 from jrlhf.ppo.shaping import RunningMoments
 from jrlhf.ppo.types import Experience, KLState, SFTBatch, TrainState
-from jrlhf.rewards.mixture import Rewards
 from jrlhf.rewards.types import scores_of
 from jrlhf.roles.model import Model
 from jrlhf.roles.placement import RolePlacement, ready
@@ -45,7 +43,7 @@ from jrlhf.run.processes import is_main
 from jrlhf.stages.context import Context
 from jrlhf.stages.evaluate import validate
 from jrlhf.stages.loop import CALLS, SAMPLES, run_stage
-from jrlhf.stages.mfu import Utilisation, utilisation_of
+from jrlhf.stages.mfu import Utilisation
 from jrlhf.stages.sft import sft_rows
 
 READ = "tokens", "prompt_lengths", "response_lengths", "finished"  # fields of an experience that the host reads
@@ -74,45 +72,50 @@ class IterationRows(NamedTuple):
     draws: int  # number of batches of prompts drawn so far, in all iterations
 
 
-def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards | None = None) -> Model:
-    """Runs the stage, or its remaining iterations, and returns the trained actor. The arrays of `policy` are freed."""
-    config, section, name = context.config, context.config.rl, context.config.algorithm
-    algorithm, graph, prompts = algorithm_of(config), graph_of(config), context.task.prompts
+@dataclass(frozen=True)
+class Assembly:
+    """What an algorithm runs with, built before its first iteration.
+
+    algorithm: its settings, completed. calls: the names of its calls, in their order. models: of the roles, by name.
+    identities: digests of all inputs, which a resumed run must have, too.
+    """
+
+    algorithm: PolicyConfig
+    dataflow: Callable[..., Any]
+    calls: Sequence[str]
+    roles: Roles
+    models: Mapping[str, Model]
+    identities: Mapping[str, str]
+    utilisation: Utilisation | None = None
+
+
+Take = Callable[..., Batch]  # (mesh, number, solved prompts) -> a batch of prompts
+
+
+def train_rl(
+    context: Context, assembly: Assembly, open_rollouts: Callable[[Take], AbstractContextManager[RolloutSource]]
+) -> Model:
+    """Runs the stage, or its remaining iterations, and returns the trained actor. The arrays of the models are freed.
+
+    open_rollouts: opens what gives the iterations their batches, from the function that takes prompts.
+    """
+    section, name, prompts = context.config.rl, context.config.algorithm, context.task.prompts
     assert name is not None and prompts is not None
-    settings = config, algorithm, context.compute, context.sampling
-    factory = RoleFactory(*settings, context.placement, rewards.clock, context.moves)
-    models, identities = factory.models(context.initial, policy, rewards, graph)
-    roles = factory.roles(graph, models, rewards, costs)
-    order = Order(len(prompts.ids), section.rollout_batch // section.samples, config.seed + 1)
-    meta = identities | dataflow_identity(config)
-    meta |= {f"reward {reward}": digest for reward, digest in rewards.identities.items()}
-    meta |= {} if costs is None else {f"cost {cost}": digest for cost, digest in costs.identities.items()}
-    with _open_rollouts(context, roles, partial(take_batch, context, prompts, order)) as rollouts:
+    order = Order(len(prompts.ids), section.rollout_batch // section.samples, context.config.seed + 1)
+    with open_rollouts(partial(take_batch, context, prompts, order)) as rollouts:
         iterations = Iterations(
             context,
-            algorithm,
-            dataflow_of(config),
-            roles,
+            assembly,
             order,
             rollouts,
             home=context.placement("arithmetic").home.mesh,
-            measure=jax.jit(partial(_measure, algorithm, section.rollout_batch, section.samples)),
-            utilisation=utilisation_of(graph, models, algorithm, context.placement, context.compute),
+            measure=jax.jit(partial(_measure, assembly.algorithm, section.rollout_batch, section.samples)),
         )
-        init = partial(iterations.init, models)
-        calls = [*(["validation"] if config.validation else []), *(call.name for call in graph)]
-        state = run_stage(context, name, init, iterations.advance, meta=meta, announced=calls, saved=rollouts.saved)
-    return RolePlacement.of(context.mesh).store(models["actor"].holding(state.trained["actor"].params))
-
-
-def _open_rollouts(context: Context, roles: Roles, take: Callable[..., Batch]) -> RolloutSource:
-    """Returns what gives the iterations their batches. take: (mesh, number, solved prompts) -> a batch of prompts."""
-    if context.config.asynchronous is None:
-        return SynchronousRollouts(partial(take, roles.actor.placement["generate"].mesh))
-    from jrlhf.fleet.asynchronous import AsynchronousRollouts
-
-    settings, scoring = (context.sampling, context.task.tokenizer), (roles.reward, roles.cost)
-    return AsynchronousRollouts(context.config, roles.actor, *settings, take, scoring, context.console.warn)
+        announced = [*(["validation"] if context.config.validation else []), *assembly.calls]
+        init, meta = iterations.init, assembly.identities
+        state = run_stage(context, name, init, iterations.advance, meta=meta, announced=announced, saved=rollouts.saved)
+    trained = assembly.models["actor"].holding(state.trained["actor"].params)
+    return RolePlacement.of(context.mesh).store(trained)
 
 
 @dataclass(frozen=True)
@@ -123,21 +126,19 @@ class Iterations:
     """
 
     context: Context
-    algorithm: PolicyConfig
-    dataflow: Callable[..., Any]
-    roles: Roles
+    assembly: Assembly
     order: Order
     rollouts: RolloutSource
     home: Mesh
     measure: Callable[..., Any]
-    utilisation: Utilisation | None
 
-    def init(self, models: Mapping[str, Model]) -> RLState:
-        """Returns the state before the first iteration. models: by role."""
+    def init(self) -> RLState:
+        """Returns the state before the first iteration."""
+        models, algorithm = self.assembly.models, self.assembly.algorithm
         trained = {name: role.create(models[name].params) for name, role in self.roles.trained.items()}
         fleet = self.rollouts.fresh(self.roles.actor.bind(trained["actor"]), trained["actor"])
-        kl = KLState(jnp.asarray(self.algorithm.kl_coef, jnp.float32))
-        multiplier = MultiplierState.create(self.algorithm) if isinstance(self.algorithm, SafeRLHFConfig) else None
+        kl = KLState(jnp.asarray(algorithm.kl_coef, jnp.float32))
+        multiplier = MultiplierState.create(algorithm) if isinstance(algorithm, SafeRLHFConfig) else None
         solved = None if self.context.config.rl.solved_score is None else np.full(self.order.count, UNSOLVED, np.int32)
         kl, draws, multiplier, solved = _replicated((kl, np.int32(0), multiplier, solved), self.home)
         moments = _replicated(RunningMoments.create(), self.roles.reward.placement["score"].mesh)
@@ -172,10 +173,11 @@ class Iterations:
         if (bound := self.context.config.rl.solved_score) is not None:
             solved = self.order.without_solved(solved, to_host(roles.reward.raw), bound, drawn.draws - 1)
             metrics["data/solved"] = np.mean(solved < UNSOLVED)
-        if self.utilisation is not None and is_main():  # other processes lack the times of calls that they do not run
+        utilisation = self.assembly.utilisation
+        if utilisation is not None and is_main():  # other processes lack the times of calls that they do not run
             work = {"rounds": drawn.draws - draws, "stopped_updates": metrics.get("actor/stopped_updates", 0.0)}
             lengths = fields["prompt_lengths"], fields["response_lengths"]
-            metrics |= self.utilisation.metrics(seconds, *lengths, **masks, **work)
+            metrics |= utilisation.metrics(seconds, *lengths, **masks, **work)
         metrics |= watch(self.context, drawn._replace(raw=raw, parts=parts), replace(experience, **fields))
         metrics[SAMPLES] += validation_samples
 
@@ -184,12 +186,16 @@ class Iterations:
         return RLState(trained, kl, roles.reward.moments, draws, multiplier, fleet, solved), metrics
 
     @property
+    def roles(self) -> Roles:
+        return self.assembly.roles
+
+    @property
     def _clock(self) -> Clock:
         return self.roles.reward.clock
 
     def _texts(self, step: int) -> SFTBatch | None:
         """Returns the texts that the actor imitates in addition, one per row of the iteration; None without ptx."""
-        if self.algorithm.ptx_coef == 0:
+        if self.assembly.algorithm.ptx_coef == 0:
             return None
         config, data = self.context.config, self.context.task.sft
         assert data is not None
@@ -209,13 +215,14 @@ class Iterations:
         self, roles: Roles, draws: int, draw: Callable[[int], Batch], kl_coef: Array
     ) -> tuple[Experience, dict[str, Any], IterationRows]:
         """Returns the experience of an iteration, the metrics of its updates, and its rows."""
-        inputs, pool = roles.arguments(self.dataflow) | {"kl_coef": kl_coef}, roles.pool
+        dataflow, pool = self.assembly.dataflow, roles.pool
+        inputs = roles.arguments(dataflow) | {"kl_coef": kl_coef}
         if pool is not None:
-            experience, metrics = map(ready, self.dataflow(**inputs))
+            experience, metrics = map(ready, dataflow(**inputs))
             return experience, metrics, IterationRows(pool.prompts, pool.raw, pool.parts, pool.draws)
         with calling("actor.generate"):  # asynchronous rollouts come with the prompts
             batch = draw(draws)
-        experience, metrics = map(ready, self.dataflow(**inputs, prompts=batch))
+        experience, metrics = map(ready, dataflow(**inputs, prompts=batch))
         return experience, metrics, IterationRows(batch, roles.reward.raw[draws], roles.reward.parts[draws], draws + 1)
 
     def _gather(self, roles: Roles, metrics: dict[str, Any]) -> dict[str, Any]:

@@ -21,11 +21,9 @@ from jrlhf.config.parse import changed
 from jrlhf.config.places import is_address
 from jrlhf.config.schema import ComputeConfig, Config, DatasetsData, ModelSection, RewardConfig, SleepConfig
 from jrlhf.data.chat import dated
-from jrlhf.data.read import fingerprint
 from jrlhf.data.task import Task
 from jrlhf.data.tokenizer import Tokenizer
-from jrlhf.data.tokenizer_files import load_tokenizer, same_tokens
-from jrlhf.errors import Preempted, RunFailure, UserError
+from jrlhf.errors import Preempted, RewardFailure, RunFailure, UserError
 from jrlhf.meshes.mesh import make_mesh
 from jrlhf.meshes.offload import check_host_memory
 from jrlhf.meshes.pipeline import FusedUpdates
@@ -34,15 +32,15 @@ from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.flash import computes
 from jrlhf.models.generation.occupancy import LastRowsPolicy
 from jrlhf.models.hf.files import PROMPTING
+from jrlhf.models.options import ForwardOptions
 from jrlhf.models.weights import HeadKind
 from jrlhf.rewards import builtin
-from jrlhf.rewards.functions import FunctionReward, RewardFailure
+from jrlhf.rewards.functions import FunctionReward
 from jrlhf.rewards.python_code import PREFIX
-from jrlhf.rewards.text_model import is_ours, reward_tokenizer
 from jrlhf.rewards.types import Kind
 from jrlhf.roles.model import Compute
 from jrlhf.roles.placement import RolePlacement
-from jrlhf.roles.planned_placement import place_roles
+from jrlhf.roles.planned_placement import place_roles, place_stage
 from jrlhf.roles.pretrained import (
     actor_adapter,
     architecture,
@@ -56,13 +54,9 @@ from jrlhf.roles.pretrained import (
 )
 from jrlhf.run.clock import Stopwatch
 from jrlhf.run.console import Console
+from jrlhf.run.contents import CONFIG, FUSED, HUB, PLAN, TOKENIZER
 from jrlhf.run.devices import idle_accelerator, select
 from jrlhf.run.directory import (
-    CONFIG,
-    FUSED,
-    HUB,
-    PLAN,
-    TOKENIZER,
     RunDirectory,
     check_directory,
     check_run,
@@ -73,7 +67,7 @@ from jrlhf.run.directory import (
     run_path,
     writable,
 )
-from jrlhf.run.files import seal, to_json
+from jrlhf.run.files import digest_of, seal, to_json
 from jrlhf.run.preemption import PreemptionGuard
 from jrlhf.run.processes import from_main, is_main, several
 from jrlhf.run.resume import refuse_other_processes
@@ -99,11 +93,13 @@ class Resources:
     lines: tuple[str, ...] = ()
 
     def placements(self) -> dict[str, RolePlacement]:
-        """Returns the placement of each role of the algorithm, as the plan says."""
+        """Returns the placement of each role of the algorithm, as the plan says, and of each stage in its pipeline."""
+        devices, stages = list(self.mesh.devices.flat), set(self.config.stages) - {self.config.algorithm}
+        placements = {stage: place_stage(self.config, stage, self.mesh) for stage in stages}
         if self.plan is None:
-            return {}
+            return placements
         graph, ahead = graph_of(self.config), self.config.offloading.ahead
-        return place_roles(self.plan, graph, list(self.mesh.devices.flat), fused=self.fused, prefetch=ahead)
+        return placements | place_roles(self.plan, graph, devices, fused=self.fused, prefetch=ahead)
 
 
 class Resolve(Protocol):
@@ -299,8 +295,13 @@ def _devices_line(mesh: Mesh, plan: Plan | None) -> str:
 
 
 def compute_of(section: ComputeConfig) -> Compute:
-    names = "remat", "logprob", "fused_loss", "attention", "score_tokens"
-    return Compute(jnp.dtype(section.dtype), **{name: getattr(section, name) for name in names})
+    options = ForwardOptions(
+        implementation=section.logprob,
+        remat=section.remat,
+        dtype=jnp.dtype(section.dtype),
+        attention=section.attention,
+    )
+    return Compute(options, fused_loss=section.fused_loss, score_tokens=section.score_tokens)
 
 
 def load_task(config: Config, actor: ModelConfig) -> Task:
@@ -320,6 +321,8 @@ def load_task(config: Config, actor: ModelConfig) -> Task:
 
 def actor_tokenizer(config: Config, actor: ModelConfig) -> Tokenizer:
     """The tokenizer in the actor's directory. Refuses a critic or reference with another tokenizer."""
+    from jrlhf.data.tokenizer_files import load_tokenizer, same_tokens
+
     assert config.model.path is not None and isinstance(config.data, DatasetsData)
     tokenizer = own_tokenizer(config.model.path, "model.path", config.data, actor.vocab_size)
     for role in ("critic", "reference"):
@@ -471,6 +474,8 @@ def _check_function(reward: RewardConfig, seed: int, kind: Kind, task: Task) -> 
 
 def _check_reward_model(path: str, key: str) -> str:
     """Checks a reward model that reads text; returns a digest of its tokenizer."""
+    from jrlhf.rewards.text_model import is_ours, reward_tokenizer
+
     checkpoint = check_weights(path, key, head="scalar")
     if checkpoint.head != "scalar":
         raise UserError(
@@ -480,4 +485,4 @@ def _check_reward_model(path: str, key: str) -> str:
     tokenizer, pad_id = reward_tokenizer(path, key, checkpoint.model), checkpoint.score_pad_id
     ids = tokenizer.eos_ids, tokenizer.prefix_ids, sorted(tokenizer.special_tokens.items()), is_ours(path, key)
     ids += (pad_id,) if pad_id in tokenizer.eos_ids else ()  # an answer is not read at its end
-    return fingerprint([tokenizer.to_json(), *tokenizer.templates, str(ids)])
+    return digest_of([tokenizer.to_json(), *tokenizer.templates, str(ids)])

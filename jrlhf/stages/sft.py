@@ -6,14 +6,14 @@ import jax
 import numpy as np
 
 from jrlhf.data.batches import pad_rows, put_rows, whole_batches
-from jrlhf.data.encode import Sequences
 from jrlhf.data.order import Order
+from jrlhf.data.types import Sequences
 from jrlhf.meshes.transfers import to_host
 from jrlhf.ppo.supervised import make_sft_step
 from jrlhf.ppo.types import SFTBatch, TrainState
 from jrlhf.roles.compiled import CompiledModel
-from jrlhf.roles.initial import adamw
 from jrlhf.roles.model import Model
+from jrlhf.roles.optimizers import adamw
 from jrlhf.run.clock import calling
 from jrlhf.stages.context import Context
 from jrlhf.stages.loop import run_stage
@@ -26,7 +26,7 @@ def train_sft(context: Context, policy: Model) -> Model:
     config, data = context.config.sft, context.task.sft
     assert data is not None
     optimizer = adamw(config, updates=config.steps)
-    placement, order = context.stage_placement("sft"), Order(data.count, config.batch, context.config.seed)
+    placement, order = context.placement("sft"), Order(data.count, config.batch, context.config.seed)
     training, scoring = (
         placement[method].compiled(policy.architecture, context.compute) for method in ("update", "logprobs")
     )

@@ -24,16 +24,8 @@ from jrlhf.config.places import is_address
 from jrlhf.config.schema import Config
 from jrlhf.errors import Preempted, RunFailure, UserError
 from jrlhf.run.console import written
-from jrlhf.run.directory import (
-    CONFIG,
-    FLEET,
-    RunDirectory,
-    check_directory,
-    refuse_other,
-    refuse_unshared,
-    run_path,
-    writable,
-)
+from jrlhf.run.contents import CONFIG, FLEET
+from jrlhf.run.directory import RunDirectory, check_directory, refuse_other, refuse_unshared, run_path, writable
 from jrlhf.run.files import Closing, saved_steps, sha256, write_atomic
 from jrlhf.run.processes import from_main, is_main
 from jrlhf.run.tracking import PROMETHEUS

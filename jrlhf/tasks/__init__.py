@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from jrlhf.data.encode import Ids, Sequences
+from jrlhf.data.types import Ids, Sequences
 
 
 def sequences(texts: Iterable[tuple[Ids, Ids]]) -> Sequences:

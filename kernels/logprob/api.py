@@ -9,7 +9,8 @@ from jaxtyping import Array, Float, Int
 
 from jrlhf.kernels.devices import target_platform
 from jrlhf.kernels.logprob import reference, xla
-from jrlhf.kernels.logprob.common import Head, Implementation, Terms, evaluate, once
+from jrlhf.kernels.logprob.common import Head, Terms, evaluate, once
+from jrlhf.kernels.logprob.implementations import Implementation
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 
@@ -108,6 +109,8 @@ def token_sums(
         terms: (logprobs [n], entropy [n], data of these n tokens) -> (loss [n], {name: metric [n]}). It is called on
             one tile at a time, must treat each token by itself, and may close over no traced array: these are `data`.
         entropy_gradient: False where the loss does not depend on the entropy, which it then sees as a constant.
+
+    Raises ValueError for tokens in more than one dimension, and for data of another length.
     """
     _check_arrays(hidden, unembedding, targets)
     head = _head(unembedding, temperature, softcap, vocab_size, axis_name)

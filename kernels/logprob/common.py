@@ -15,7 +15,7 @@ into the same relative error of every probability.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,6 @@ from jaxtyping import Array, Bool, Float, Int
 # is padding. It is far enough from the largest float32 that products with it stay finite.
 MASKED = -1e30
 
-
-Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
 
 Terms = Callable[[Array, Array, Any], tuple[Array, dict[str, Array]]]
 """(logprobs [n], entropy [n], data of these tokens) -> (loss [n], {name: [n]}), elementwise: see `token_sums`."""

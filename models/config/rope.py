@@ -14,6 +14,8 @@ class RopeScaling:
         original_max_positions / low_freq_factor, keeps those whose wavelength is below original_max_positions /
         high_freq_factor, and interpolates smoothly in between (Llama 3.1). For linear scaling the other numbers are
         None.
+
+    Raises ValueError for numbers that do not fit the kind.
     """
 
     kind: Literal["linear", "llama3"]

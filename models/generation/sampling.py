@@ -25,6 +25,8 @@ class SamplingConfig:
     min_new_tokens: number of tokens before a stop token may be drawn.
     stop_ids: a row is finished once it drew one of these, which is part of its response.
     token_limit: ids from this one on are never drawn: the tokenizer has no tokens for these rows of the model's table.
+
+    Raises ValueError for numbers out of range.
     """
 
     max_new_tokens: int

@@ -28,6 +28,8 @@ class Schedule:
 
     Each pair of a bucket and a length is a compiled program, and so is each of at most two numbers of prompts that are
     prefilled together. Small programs move a layer's rows between caches of these shapes.
+
+    Raises ValueError for numbers out of range.
     """
 
     slots: int | None = None

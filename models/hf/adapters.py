@@ -106,6 +106,8 @@ def load_adapter(directory: str | os.PathLike[str], config: ModelConfig, mesh: M
 
     It has a scalar head if its task type is SEQ_CLS. Dropout, which only training uses, is ignored. A layer that the
     settings leave out has an adapter of zeros, which computes nothing and never changes.
+
+    Raises ValueError for tensors that are missing, unknown, of another shape, or not finite.
     """
     directory = Path(directory)
     settings, lora, head, tensors = _read(directory)

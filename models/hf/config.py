@@ -131,7 +131,10 @@ def drawn_with(generation: Json, sampling: Json) -> Json:
 
 
 def read_config(directory: str | os.PathLike[str]) -> HFConfig:
-    """Reads config.json and, if it exists, generation_config.json."""
+    """Reads config.json and, if it exists, generation_config.json.
+
+    Raises FileNotFoundError without a config.json, and ValueError for a model that is not supported.
+    """
     directory = Path(directory)
     path = directory / "config.json"
     if not path.is_file():
@@ -378,6 +381,8 @@ def hf_config(config: ModelConfig, head: HeadKind = "lm", family: str | None = N
 
     family: the preferred `model_type`, such as that of the loaded model. It is used if it can describe `config`;
         otherwise, and with None, the first family that can.
+
+    Raises ValueError for a model that no Hugging Face family computes.
     """
     if family is not None and family not in FAMILIES:
         raise ValueError(f"family {family!r} is not supported: known are {', '.join(FAMILIES)}")

@@ -76,6 +76,8 @@ def export_hf(
     generation: settings of the generation_config.json, as `HFConfig.generation`; its token ids are those given here.
     card: README.md and progress.png, name -> bytes, which are written next to the weights.
     shard_bytes: the largest weights file; a larger model is written as several, with an index.
+
+    Raises ValueError for arguments that exclude each other, int8 weights, and ids outside of the vocabulary.
     """
     directory = Path(directory)
     if (adapter is None) != (lora is None):

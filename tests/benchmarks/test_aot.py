@@ -13,7 +13,7 @@ from jrlhf.config import load_config
 from jrlhf.errors import UserError
 from jrlhf.models import init_sharded
 from jrlhf.ppo import TrainState
-from jrlhf.roles.initial import adamw
+from jrlhf.roles.optimizers import adamw
 
 TINY = str(Path(__file__).parents[1] / "jrlhf" / "tiny.yaml")
 

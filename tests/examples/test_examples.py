@@ -19,7 +19,7 @@ from jrlhf.config import load_config
 from jrlhf.meshes import TRAIN, make_mesh, to_host
 from jrlhf.models import ModelConfig, SamplingConfig, init_sharded, param_shardings
 from jrlhf.ppo import GRPOConfig, TrainState
-from jrlhf.roles.initial import adamw
+from jrlhf.roles.optimizers import adamw
 from jrlhf.stages.rl import Iterations
 from tests.support.runs import stage_of
 

@@ -28,7 +28,7 @@ from jrlhf.config import load_config, make_config
 from jrlhf.data.encode import Encoding
 from jrlhf.data.types import Example
 from jrlhf.errors import Preempted, UserError
-from jrlhf.run.directory import CONFIG
+from jrlhf.run.contents import CONFIG
 from jrlhf.run.files import append_jsonl
 from jrlhf.run.metrics import METRICS
 from jrlhf.run.text import clean

@@ -16,11 +16,10 @@ from safetensors.numpy import load_file, save_file
 
 from jrlhf.config.parse import build
 from jrlhf.config.schema import Config, RewardConfig
-from jrlhf.errors import Preempted, RunFailure, UserError, exit_code, one_line
+from jrlhf.errors import Preempted, RewardFailure, RunFailure, UserError, exit_code, one_line
 from jrlhf.models import LoRAConfig, ModelConfig, init_lora
 from jrlhf.models.hf import export_adapter, read_config
 from jrlhf.models.weights import HeadKind
-from jrlhf.rewards.functions import RewardFailure
 from jrlhf.run.directory import open_run
 from jrlhf.run.metrics import read_metrics
 from jrlhf.stages.setup import _resuming, load_task, select_mesh

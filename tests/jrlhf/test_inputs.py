@@ -21,7 +21,7 @@ from jrlhf.errors import UserError
 from jrlhf.models import LoRAConfig, init_lora
 from jrlhf.models.hf import export_adapter, read_config
 from jrlhf.planning.dryrun import describe
-from jrlhf.run import processes
+from jrlhf.run import cluster
 from tests.support.inputs import Case, case_of, leaves, listing
 from tests.support.runs import ROOT
 
@@ -137,7 +137,7 @@ def drawn(seed: int, root: Path, user: Path, bases, monkeypatch: pytest.MonkeyPa
 @pytest.fixture
 def faults(tmp_path, user, bases, monkeypatch) -> Callable[..., list[str]]:
     """A function: seeds -> the faults of their inputs."""
-    monkeypatch.setattr(processes, "start", lambda config: None)  # no other process is there to be met
+    monkeypatch.setattr(cluster, "start", lambda config: None)  # no other process is there to be met
 
     def run(seeds, *, whole: Callable[[int], bool]) -> list[str]:
         wrong = []

@@ -10,7 +10,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from jrlhf.kernels.logprob import pallas_gpu, pallas_tpu, token_logprobs
-from jrlhf.kernels.logprob.common import Head, Implementation
+from jrlhf.kernels.logprob.common import Head
+from jrlhf.kernels.logprob.implementations import Implementation
 
 DEVICES = {
     "tpu": AbstractDevice("TPU v5p", num_cores=1, platform="tpu"),

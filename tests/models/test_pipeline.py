@@ -39,7 +39,7 @@ from jrlhf.ppo import (
     make_preference_step,
     make_sft_step,
 )
-from jrlhf.ppo.updates import finish
+from jrlhf.ppo.updates import run_on_host
 from tests.models.shared import FAMILIES, same_gradient, unstacked
 
 ROWS, LENGTH, PARTS = 32, 7, 4
@@ -140,7 +140,7 @@ def gradients(reference, kind, config, home, layout, options, groups=(), schedul
     if groups:
         stages = Stages(config, groups, layout, options, schedule)
         rows_mesh, last = stages.meshes[-1], stages.part(stages.last)
-        step = step_of(kind, last, rows_mesh, layout, options, partial(finish, gradients_fn=stages.gradients))
+        step = step_of(kind, last, rows_mesh, layout, options, partial(run_on_host, gradients_of=stages.gradients))
     else:
         rows_mesh, step = home, step_of(kind, config, home, layout, options)
     with jax.set_mesh(home):

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jrlhf.ppo import SFTBatch, TrainState, make_sft_step
-from jrlhf.ppo.updates import apply_update, finish
+from jrlhf.ppo.updates import Minibatch, Objective, apply_update
 
 HUGE = np.array([np.nan, np.inf, -np.inf, 3e38, -3e38, 1e25], np.float32)
 OPTIMIZERS = {
@@ -38,7 +38,7 @@ def test_an_update_is_plain_optax_or_nothing(optimizer):
 
     @jax.jit
     def ours(params, state, gradient):
-        update = finish(apply_update(loss, optimizer, params, state, gradient, micro_batches=1, metric_names=()))
+        update = apply_update(Objective(loss, optimizer, ()), params, state, Minibatch(gradient, 1))
         return update.params, update.opt_state, update.finite
 
     @jax.jit
@@ -83,7 +83,7 @@ def test_an_update_needs_no_copy_of_weights_or_optimizer_state():
             return sum((jnp.sum(jnp.square(w) * x) for w in p.values()), jnp.zeros(())), {}
 
         rows = jnp.ones((512, 1))
-        update = finish(apply_update(loss, optimizer, params, state, rows, micro_batches=1, metric_names=()))
+        update = apply_update(Objective(loss, optimizer, ()), params, state, Minibatch(rows, 1))
         return update.params, update.opt_state
 
     lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, jax.eval_shape(optimizer.init, params))

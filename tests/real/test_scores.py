@@ -19,7 +19,7 @@ from jrlhf.models.hf import load_hf
 from jrlhf.models.options import ForwardOptions
 from jrlhf.models.pipeline import PipelinePlacement, Stages
 from jrlhf.ppo import SFTBatch, TrainState, make_sft_step
-from jrlhf.ppo.updates import finish
+from jrlhf.ppo.updates import run_on_host
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.model import Architecture, Compute
 from jrlhf.roles.pipelined import PipelinedPlacement
@@ -119,7 +119,7 @@ def test_bfloat16_rounds_no_more_than_transformers_bfloat16(peer):
     tokens, mesh = peer.rows(), mesh_of(tensor=3)
     expected = peer.chosen(tokens)
     theirs = peer.chosen(tokens, peer.load(dtype=torch.bfloat16)) - expected
-    compute = Compute(dtype=jnp.dtype(jnp.bfloat16))
+    compute = Compute(ForwardOptions(dtype=jnp.dtype(jnp.bfloat16)))
     for layout in (SCORE, GENERATE):
         ours = our_logprobs(put(peer, mesh, layout), tokens, mesh, layout, compute=compute)[0] - expected
         root = lambda x: np.sqrt(np.mean(np.square(x)))  # noqa: E731
@@ -169,7 +169,7 @@ def test_gradients_are_those_of_torch(peer, tmp_path, placing):
     logprobs = make_logprobs(config, home, TRAIN)
     if placing == "stages":
         stages = Stages(config, tuple(mesh_of(first=number) for number in range(3)), TRAIN, ForwardOptions())
-        mesh, pipeline = stages.meshes[-1], partial(finish, gradients_fn=stages.gradients)
+        mesh, pipeline = stages.meshes[-1], partial(run_on_host, gradients_of=stages.gradients)
         logprobs = make_logprobs(stages.tail, mesh, TRAIN)
     step = make_sft_step(logprobs, RECORDER, micro_batches=1 if placing == "fsdp" else 2, pipeline=pipeline)
     with jax.set_mesh(home):

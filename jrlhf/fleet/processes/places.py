@@ -10,7 +10,8 @@ from jrlhf.config.stages import FleetSection
 from jrlhf.errors import UserError
 from jrlhf.fleet.processes.ray_worker import check_package
 from jrlhf.fleet.processes.shared import AVAILABLE
-from jrlhf.run.directory import FLEET, run_path
+from jrlhf.run.contents import FLEET
+from jrlhf.run.directory import run_path
 from jrlhf.run.processes import several
 
 Place = tuple[int, str]  # number of a process, and its GPUs as CUDA_VISIBLE_DEVICES; empty: all of its environment

@@ -43,6 +43,7 @@ from jrlhf.models.generation.continuous import ContinuousBatch, Prompt
 from jrlhf.models.generation.sampling import SamplingConfig
 from jrlhf.models.generation.schedule import Schedule
 from jrlhf.models.lora import LoRAConfig, lora_shardings
+from jrlhf.models.options import ForwardOptions
 from jrlhf.models.params import Params, param_shardings
 from jrlhf.models.quantize import int8_shardings
 from jrlhf.roles.generating import decoder_of
@@ -80,7 +81,7 @@ def describe(
         "model": asdict(model.config),
         "lora": model.lora and asdict(model.lora),
         "dtype": compute.dtype.name,
-        "attention": compute.attention,
+        "attention": compute.options.attention,
         "sampling": asdict(sampling),
         "schedule": asdict(schedule),
         "settings": {name: value for name, value in settings.items() if name not in _OWN},
@@ -124,7 +125,7 @@ class _Process:
         self._adapter_shardings = lora and lora_shardings(model, self.mesh, lora)
         self._base: Params = {}  # the frozen weights under an adapter
         self._present: tuple[int | None, Params] = None, {}  # number of the last update, and its weights
-        compute = Compute(jnp.dtype(setup["dtype"]), attention=setup["attention"])
+        compute = Compute(ForwardOptions(dtype=jnp.dtype(setup["dtype"]), attention=setup["attention"]))
         with jax.set_mesh(self.mesh):
             decoder = decoder_of(Architecture(model, lora), self.mesh, compute, sampling, setup["samples"])
             sizes = setup["slots"], setup["width"]

@@ -28,7 +28,7 @@ from jrlhf.fleet.processes.shared import SharedArrays, WeightUpdate, read
 from jrlhf.fleet.state import DrawnRows, drawn_rows, saved
 from jrlhf.meshes.transfers import to_devices, to_host
 from jrlhf.models.generation.continuous import ContinuousBatch, Decoding, Prompt, RowProgress, Weights
-from jrlhf.run.directory import FLEET
+from jrlhf.run.contents import FLEET
 from jrlhf.run.files import decode, encode
 
 PAUSE = 600.0  # minimum seconds until processes that did not start are tried again; or ten times what the try took

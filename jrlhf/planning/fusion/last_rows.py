@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jrlhf.config.check import divisors
 from jrlhf.config.schema import Config
 from jrlhf.meshes.graph import Call, Graph
 from jrlhf.meshes.plan import Plan, Slice
+from jrlhf.models.config.divisors import divisors
 from jrlhf.models.flops import cache_bytes
 from jrlhf.models.generation.occupancy import LastRows, Occupancy
 from jrlhf.models.generation.schedule import Schedule

@@ -13,10 +13,10 @@ from heapq import nsmallest
 from itertools import product
 from math import lcm
 
-from jrlhf.config.check import indivisible
 from jrlhf.meshes.graph import Call
 from jrlhf.meshes.pipeline import ScheduleName
 from jrlhf.meshes.plan import Placement, Plan, Slice
+from jrlhf.models.config.divisors import indivisible
 from jrlhf.planning.candidates import placements
 from jrlhf.planning.fusion.problem import FusedModel, fuse
 from jrlhf.planning.fusion.updates import fused_prices

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from jrlhf.config.check import divisors
 from jrlhf.config.schema import Config
 from jrlhf.meshes.graph import Graph
 from jrlhf.meshes.plan import Plan
+from jrlhf.models.config.divisors import divisors
 from jrlhf.planning.fusion.last_rows import (
     NO_GAIN,
     Lengths,

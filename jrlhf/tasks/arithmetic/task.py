@@ -7,12 +7,11 @@ import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers
 
 from jrlhf.config.schema import ArithmeticData, Config
-from jrlhf.data.encode import Prompts, Sequences
-from jrlhf.data.read import fingerprint
 from jrlhf.data.task import SFTData, Task
 from jrlhf.data.tokenizer import Tokenizer
-from jrlhf.data.types import Example
+from jrlhf.data.types import Example, Prompts, Sequences
 from jrlhf.errors import UserError
+from jrlhf.run.files import digest_of
 from jrlhf.tasks import sequences
 from jrlhf.tasks.arithmetic.problems import Terms, draw_problems, question, worked_answer, written
 
@@ -85,7 +84,7 @@ def load_task(config: Config) -> Task:
     texts = [" ".join(map(question, part)) for part in (learned, heldout, shown)]
     return Task(
         tokenizer=tokenizer,
-        fingerprint=fingerprint([tokenizer.to_json(), f"{data.forgotten} {units_first}", *texts]),
+        fingerprint=digest_of([tokenizer.to_json(), f"{data.forgotten} {units_first}", *texts]),
         description=(
             f"{len(learned)} sums to learn from, {len(shown)} of them with worked answers, {len(heldout)} held out"
         ),

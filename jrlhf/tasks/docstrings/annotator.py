@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 
 from jrlhf.config.schema import DocstringsData
-from jrlhf.data.encode import Ids
 from jrlhf.data.order import Order
-from jrlhf.data.task import Pairs, PairSampler
+from jrlhf.data.task import PairSampler
 from jrlhf.data.tokenizer import Tokenizer
+from jrlhf.data.types import Ids, Pairs
 from jrlhf.errors import UserError
 from jrlhf.tasks.docstrings.corpus import DocumentedFunction
 from jrlhf.tasks.docstrings.rubric import Rubric

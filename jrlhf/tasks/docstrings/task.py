@@ -6,11 +6,10 @@ from functools import partial
 import numpy as np
 
 from jrlhf.config.schema import Config, DocstringsData
-from jrlhf.data.encode import Prompts, Sequences
-from jrlhf.data.read import fingerprint
 from jrlhf.data.task import Grades, SFTData, Task
-from jrlhf.data.types import Example
+from jrlhf.data.types import Example, Prompts, Sequences
 from jrlhf.errors import UserError, user_errors
+from jrlhf.run.files import digest_of
 from jrlhf.tasks import sequences
 from jrlhf.tasks.docstrings.annotator import Annotator
 from jrlhf.tasks.docstrings.corpus import load_corpus
@@ -52,7 +51,7 @@ def load_task(config: Config) -> Task:
     texts = [example.prompt + example.summary for example in (*train.examples, *heldout.examples)]
     return Task(
         tokenizer=tokenizer,
-        fingerprint=fingerprint([tokenizer.to_json(), *texts]),  # another Python may have other docstrings
+        fingerprint=digest_of([tokenizer.to_json(), *texts]),  # another Python may have other docstrings
         description=(
             f"{len(train.examples)} examples to learn from, {len(heldout.examples)} held out "
             f"({train.dropped + heldout.dropped} longer ones left out)"

@@ -7,8 +7,8 @@ import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from jrlhf.config.schema import DataConfig
-from jrlhf.data.encode import Ids
 from jrlhf.data.tokenizer import Tokenizer
+from jrlhf.data.types import Ids
 from jrlhf.tasks.docstrings.corpus import DocumentedFunction
 
 PAD = "<pad>"

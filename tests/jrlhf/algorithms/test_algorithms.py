@@ -62,7 +62,7 @@ def assert_models_of(config: Config) -> None:
     sizes = ModelConfig(vocab_size=8, embed=4, layers=1, heads=1, kv_heads=1, head_dim=4, mlp=4, max_positions=4)
     policy = Model(Architecture(sizes), {"matrix": jnp.ones((2, 2))})
     here = SimpleNamespace(store=lambda model: model)
-    initial = InitialModels(config, cast(Any, None), Compute(jnp.dtype(jnp.float32)), Console(enabled=False))
+    initial = InitialModels(config, cast(Any, None), Compute(), Console(enabled=False))
     unused: Any = None
     factory = RoleFactory(config, algorithm_of(config), unused, unused, lambda role: cast(Any, here), unused)
     rewards = SimpleNamespace(free_original=lambda: None, trained=None)

@@ -44,9 +44,9 @@ from jrlhf.ppo import (
     update_kl,
     update_multiplier,
 )
-from jrlhf.ppo.critic import critic_update
-from jrlhf.ppo.steps import actor_update
-from jrlhf.ppo.updates import finish
+from jrlhf.ppo.critic import critic_updates
+from jrlhf.ppo.steps import actor_updates
+from jrlhf.ppo.updates import run
 from jrlhf.rewards.combine import combine
 from jrlhf.roles.placement import RolePlacement
 from jrlhf.run.clock import Clock
@@ -110,11 +110,11 @@ def learn(config: Any, shaping, rollout, given, moments):
     metrics = experience_metrics(experience, samples=SAMPLES)
     kl = update_kl(KLState(jnp.float32(0.1)), metrics["objective/kl"], ROWS, config=config)
     state = TrainState.create(given["logits"], OPTIMIZER)
-    results = [finish(actor_update(logprob_fn, OPTIMIZER, config, None)(state, experience))]
+    results = [run(actor_updates(logprob_fn, OPTIMIZER, config, None)(state, experience))]
     for own in critic:
         table = TrainState.create(given["table"], OPTIMIZER)
-        update = critic_update(lambda params, tokens: params[jnp.roll(tokens, 1, axis=1)], OPTIMIZER, cast(Any, config))
-        results.append(finish(update(table, own)))
+        begin = critic_updates(lambda params, tokens: params[jnp.roll(tokens, 1, axis=1)], OPTIMIZER, cast(Any, config))
+        results.append(run(begin(table, own)))
     rows = {name: x for name, x in vars(experience).items() if name not in OF_ROWS and x is not None}
     whole = metrics | combined.learned | combined.shaping, combined.moments, multiplier, kl, results
     return rows | {"shaped": jnp.where(config.counts(rollout.finished), combined.shaped, 0)}, whole

@@ -7,10 +7,11 @@ from typing import Any
 
 from jrlhf.config.schema import ColumnsConfig
 from jrlhf.data.chat import render_chat
-from jrlhf.data.encode import Encoding, Pairs, Prompts, Sequences
+from jrlhf.data.encode import Encoding
 from jrlhf.data.read import USUAL, Dataset, make_dataset
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.tokenizer_files import load_tokenizer
+from jrlhf.data.types import Pairs, Prompts, Sequences
 
 FAMILIES = Path(__file__).parents[1] / "tokenizers"
 GOLDEN = json.loads((FAMILIES / "golden.json").read_text(encoding="utf-8"))

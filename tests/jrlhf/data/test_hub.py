@@ -19,10 +19,10 @@ PROGRAM = """
 import json, os, sys
 from pathlib import Path
 import huggingface_hub
-from jrlhf.data import hub
+from jrlhf.data import push
 from jrlhf.errors import UserError
 from jrlhf.storage import outward
-hub._WAITS, hub._PATIENCE = (0.0, 0.0), 5.0
+push._WAITS, push._PATIENCE = (0.0, 0.0), 5.0
 outward.SILENCE = dict.fromkeys(outward.SILENCE, 0.3)
 outward._SILENCE_OF_CHANGES, outward.NOTICE, outward._AGAIN = 0.3, 0.1, 0.0
 for line in sys.stdin:
@@ -32,12 +32,12 @@ for line in sys.stdin:
     if function == "push":
         arguments[0] = Path(arguments[0])
     try:
-        print(json.dumps(getattr(hub, function)(*arguments, **options)), flush=True)
+        print(json.dumps(getattr(push, function)(*arguments, **options)), flush=True)
     except UserError as error:
         print(json.dumps(f"error: {error}"), flush=True)
 """
 CONSOLE = "console.txt"  # what the process prints beside its answers
-Call = tuple[str | None, str, list[Any], dict[str, Any]]  # token, function of jrlhf.data.hub, arguments, options
+Call = tuple[str | None, str, list[Any], dict[str, Any]]  # token, function of jrlhf.data.push, arguments, options
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from jrlhf.fleet.processes.places import Place, asked_places
 from jrlhf.fleet.processes.process import NoRoom, Process
 from jrlhf.fleet.processes.workers import ProcessWorkers
 from jrlhf.planning.resolve import select_resources
-from jrlhf.run.directory import FLEET
+from jrlhf.run.contents import FLEET
 from tests.jrlhf.fleet.test_runs import ADAPTER, config, run
 from tests.support.runs import assert_same_run
 

@@ -18,7 +18,7 @@ import pytest
 from jrlhf.fleet.processes.process import LocalWorker, Process
 from jrlhf.fleet.processes.ray_worker import RayWorker
 from jrlhf.fleet.processes.workers import ProcessWorkers
-from jrlhf.run.directory import FLEET
+from jrlhf.run.contents import FLEET
 from jrlhf.run.files import write_atomic
 from jrlhf.train import main
 from tests.jrlhf.fleet.conftest import lose

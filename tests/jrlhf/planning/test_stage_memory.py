@@ -23,7 +23,7 @@ from jrlhf.planning.activations import Backend
 from jrlhf.planning.memory import call_bytes
 from jrlhf.planning.workload import RoleModel, Workload
 from jrlhf.ppo import PreferenceBatch, TrainState, make_preference_step
-from jrlhf.ppo.updates import finish
+from jrlhf.ppo.updates import run_on_host
 from tests.support.live import live_bytes
 
 STAGES, PARTS, ROWS, LENGTH = 4, 8, 8, 128  # rows of a micro-batch
@@ -59,7 +59,7 @@ def test_memory_of_stages_is_as_predicted(schedule: Any, remat: Any, monkeypatch
     groups, home = tuple(make_mesh(devices=[device]) for device in devices), make_mesh(1, STAGES, 1, devices=devices)
     stages = pipeline.Stages(MODEL, groups, TRAIN, options, schedule)
     scores, optimizer = make_scores(stages.tail, groups[-1], TRAIN, options), optax.sgd(0.1)
-    gradients = partial(finish, gradients_fn=stages.gradients)
+    gradients = partial(run_on_host, gradients_of=stages.gradients)
     step = make_preference_step(scores, optimizer, micro_batches=PARTS, pipeline=gradients)
     side: Any = np.zeros((ROWS * PARTS, LENGTH), np.int32), np.full(ROWS * PARTS, LENGTH, np.int32)
     rows = to_devices(PreferenceBatch(*side, *side), NamedSharding(groups[-1], P(AXES)))

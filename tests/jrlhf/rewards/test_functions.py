@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from jrlhf.data.types import Example, Response
-from jrlhf.errors import UserError
-from jrlhf.rewards.functions import RewardFailure
+from jrlhf.errors import RewardFailure, UserError
 from jrlhf.rewards.text_model import TextReward
 from jrlhf.rewards.types import Sample
 from tests.jrlhf.data.conftest import FAMILY

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jrlhf.errors import UserError
+from jrlhf.errors import RewardFailure, UserError
 from jrlhf.rewards import functions
-from jrlhf.rewards.functions import LOG_BYTES, RewardFailure
+from jrlhf.rewards.functions import LOG_BYTES
 from jrlhf.run.child import GRACE
 from tests.support.processes import alive, eventually, gone
 

@@ -13,7 +13,7 @@ from jrlhf.models import LoRAConfig, ModelConfig
 from jrlhf.models.lora import adapter_weights
 from jrlhf.models.params import leaf_at, nested
 from jrlhf.models.weights import weights
-from jrlhf.roles.initial import adamw
+from jrlhf.roles.optimizers import adamw
 
 
 def rates(config: OptimizerConfig, updates: int) -> list[float]:

@@ -16,6 +16,7 @@ from jrlhf.data.batches import put_rows
 from jrlhf.meshes import AXES, GENERATE, SCORE, make_mesh
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.models import ModelConfig, init_sharded, param_shardings
+from jrlhf.models.options import ForwardOptions
 from jrlhf.ppo import PPOConfig
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.model import Architecture, Compute, Model, relocate, weights_at
@@ -91,7 +92,7 @@ def test_a_copy_in_bfloat16_is_what_a_frozen_model_holds():
     source, target = mesh_on(0, 1, 2, 2), mesh_on(4, 1, 4, 1)
     params = init_sharded(MODEL, jax.random.key(0), source)
     params["layers"] = jax.tree.map(lambda x: x + 1e-3, params["layers"])
-    compute = Compute(dtype=jnp.dtype(jnp.bfloat16))
+    compute = Compute(ForwardOptions(dtype=jnp.dtype(jnp.bfloat16)))
     copy = weights_at(Model(Architecture(MODEL), params), Architecture(MODEL), target, compute)
     host, moved = jax.device_get((params, copy))
     for (path, x), y in zip(jax.tree.leaves_with_path(host), jax.tree.leaves(moved), strict=True):

@@ -11,6 +11,7 @@ import pytest
 from jrlhf.data.batches import put_rows
 from jrlhf.meshes import GENERATE, SCORE, TRAIN_TP, Layout, make_mesh, reshard
 from jrlhf.models import LoRAConfig, init_lora, lora_shardings, param_shardings
+from jrlhf.models.options import ForwardOptions
 from jrlhf.models.pipeline import PipelinePlacement
 from jrlhf.roles.model import Architecture, Compute
 from jrlhf.roles.pipelined import PipelinedPlacement
@@ -52,7 +53,7 @@ def test_scores_of_stages_are_those_of_the_whole_model(case):
     # Rows divide over the devices of a group; the reference has them there, too.
     placed = PipelinedPlacement(groups[-1], layout, PARTS, pipeline=PipelinePlacement(groups, whole, "1f1b"))
     alone = CallPlacement(groups[-1], layout, PARTS)
-    architecture, compute = Architecture(config, lora, shared=lora is not None), Compute(dtype=dtype)
+    architecture, compute = Architecture(config, lora, shared=lora is not None), Compute(ForwardOptions(dtype=dtype))
 
     head = "lm" if "logprobs" in method else "scalar"
     frozen = ()

@@ -13,7 +13,7 @@ import yaml
 from jrlhf.config import load_config
 from jrlhf.config.schema import DistributedConfig
 from jrlhf.errors import UserError
-from jrlhf.run.processes import start
+from jrlhf.run.cluster import start
 from jrlhf.run.resume import other_settings
 from tests.support.launched import LAYOUTS, TINY, launch
 from tests.support.processes import free_port

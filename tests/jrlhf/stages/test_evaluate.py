@@ -17,8 +17,7 @@ import pytest
 from jrlhf import training
 from jrlhf.config import Config, config_yaml, load_config
 from jrlhf.config.schema import EvaluationConfig, ModelSection
-from jrlhf.data.encode import Prompts
-from jrlhf.data.types import Example, Response
+from jrlhf.data.types import Example, Prompts, Response
 from jrlhf.errors import UserError
 from jrlhf.models import ModelConfig, SamplingConfig
 from jrlhf.report import read_run, render, results

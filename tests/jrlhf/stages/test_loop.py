@@ -21,7 +21,7 @@ from jrlhf.config.stages import SFTConfig
 from jrlhf.errors import Preempted, RunFailure, UserError
 from jrlhf.meshes import make_mesh
 from jrlhf.ppo import SFTBatch, TrainState, make_sft_step
-from jrlhf.roles.initial import adamw
+from jrlhf.roles.optimizers import adamw
 from jrlhf.run import clock
 from jrlhf.run.clock import Stopwatch
 from jrlhf.run.directory import RunDirectory

@@ -13,6 +13,7 @@ from jrlhf.meshes import Call, Graph, make_mesh
 from jrlhf.meshes.hardware import PEAKS, Peak
 from jrlhf.models import LoRAConfig, ModelConfig
 from jrlhf.models.flops import forward_operations, generation_seconds, training_operations
+from jrlhf.models.options import ForwardOptions
 from jrlhf.ppo import GRPOConfig, PolicyConfig, PPOConfig
 from jrlhf.roles.model import Architecture, Compute, Model
 from jrlhf.roles.placement import CallPlacement, RolePlacement
@@ -55,7 +56,9 @@ def utilisation(
     model = Model(Architecture(CONFIG, lora), {})
     deeper = Model(Architecture(replace(CONFIG, layers=4), lora), {})
     models = {"actor": model, "critic": model, "cost_critic": deeper, "reference": model}
-    result = utilisation_of(calls or graph(), models, ppo, placement_of, Compute(jnp.dtype(dtype)))
+    result = utilisation_of(
+        calls or graph(), models, ppo, placement_of, Compute(ForwardOptions(dtype=jnp.dtype(dtype)))
+    )
     assert result is not None
     return result
 

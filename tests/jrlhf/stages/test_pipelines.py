@@ -14,6 +14,7 @@ from jrlhf.models.pipeline import Stages
 from jrlhf.planning import resolve as resolving
 from jrlhf.planning.dryrun import describe
 from jrlhf.planning.resolve import resolve
+from jrlhf.roles.initial import InitialModels
 from jrlhf.run.metrics import read_metrics
 from jrlhf.stages import sft
 from jrlhf.stages.setup import open_context
@@ -65,7 +66,8 @@ def test_sft_in_stages_is_sft_without(settings, tmp_path, monkeypatch):
         given = settings(run_dir=str(tmp_path), name=name, **sections("sft", steps=2, **options))
         config: Config = build(Config, given)
         with open_context(config, resolve, resume=False) as context, jax.set_mesh(context.mesh):
-            sft.train_sft(context, context.initial.policy())
+            initial = InitialModels(context.config, context.mesh, context.compute, context.console)
+            sft.train_sft(context, initial.policy())
     whole, staged = ends
     assert whole[0]["sft/loss"] - whole[1]["sft/loss"] > 0.01 and "sft/eval_loss" in whole[1]
     jax.tree.map(lambda one, two: np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-5), whole, staged)

@@ -12,7 +12,7 @@ from jrlhf.config.places import StorageConfig
 from jrlhf.doctor.places import _store_error
 from jrlhf.errors import UserError
 from jrlhf.roles.pretrained import architecture, locate
-from jrlhf.run.directory import read_prompting, read_summary
+from jrlhf.run.contents import read_prompting, read_summary
 from jrlhf.storage import outward
 from jrlhf.storage import store as module
 from jrlhf.storage.claim import NAME, Claim

@@ -1,0 +1,30 @@
+"""The optimizer of a trained model."""
+
+import optax
+
+from jrlhf.config.stages import OptimizerConfig
+from jrlhf.models.params import matrices
+
+
+def learning_rate(config: OptimizerConfig, *, updates: int) -> optax.Schedule:
+    """Returns the learning rate as a function of the number of finished updates, for a run of `updates` updates.
+
+    It rises linearly over `config.warmup` updates, then falls by a cosine to `config.final` times its maximum.
+    """
+    warmup, fall_updates = config.duration(updates)
+    rise = optax.linear_schedule(config.learning_rate / max(warmup, 1), config.learning_rate, max(warmup - 1, 1))
+    fall = optax.constant_schedule(config.learning_rate)
+    if fall_updates is not None:
+        fall = optax.cosine_decay_schedule(config.learning_rate, fall_updates, alpha=config.final)
+    return optax.join_schedules([rise, fall], [warmup])
+
+
+def adamw(config: OptimizerConfig, *, updates: int) -> optax.GradientTransformation:
+    """AdamW after clipping by the global norm, with the `learning_rate` of a run of `updates` updates.
+
+    Matrices decay, with tables, heads and adapters; norms and biases do not, as in transformers' Trainer.
+    """
+    schedule = learning_rate(config, updates=updates)
+    clip = optax.identity() if config.max_grad_norm is None else optax.clip_by_global_norm(config.max_grad_norm)
+    decay = {"weight_decay": config.weight_decay, "mask": matrices}
+    return optax.chain(clip, optax.adamw(schedule, b1=config.b1, b2=config.b2, eps=config.eps, **decay))
