@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -95,7 +96,7 @@ def test_fields_of_trls_other_configs_lead_to_the_settings_in_the_table():
 
 def test_every_tutorial_is_run():
     assert sorted(path.stem for path in FOLDER.glob("*.md")) == sorted(
-        [f"from-{peer}" for peer in PEERS] + ["reward-function"]
+        [f"from-{peer}" for peer in PEERS] + ["chat-model", "reward-function"]
     )
 
 
@@ -175,3 +176,33 @@ def test_the_tutorial_on_rewards_runs(tmp_path: Path, monkeypatch, capsys):
     assert tried is not None
     shown = subprocess.run([sys.executable, "-c", tried[1]], capture_output=True, text=True, check=True, timeout=60)
     assert shown.stdout.strip() == tried[1].rsplit("# ", 1)[1].strip()
+
+
+@pytest.mark.proof("notebooks")
+@pytest.mark.usefixtures("quick_compilation")
+def test_the_tutorial_on_a_chat_model_runs(tmp_path: Path, monkeypatch, user, capsys):
+    """Every block and every command, with a tiny model in place of the one that the first command makes."""
+    monkeypatch.chdir(tmp_path)
+    text = page("chat-model")
+    write(text, tmp_path)
+    shutil.copytree(user / "actor", tmp_path / "smollm2")
+    sizes = tmp_path / "smollm2/config.json"  # the tiny tokenizer writes more tokens
+    sizes.write_text(json.dumps(json.loads(sizes.read_text()) | {"max_position_embeddings": 512}))
+    tiny = ["grpo.iterations=1", "grpo.rollout_batch=64", "data.heldout_rows=8", "data.max_prompt=256"]
+    tiny += ["evaluation={prompts: 8, samples: 1}"]
+    download, *others = commands(text)
+    assert download == ["python", "-m", "benchmarks.real_model", "smollm2"]
+    ran = []
+    for _, *words in others:
+        if words[0].endswith(".py"):
+            subprocess.run([sys.executable, *words], check=True, timeout=60)
+        elif words[1] == "jrlhf.train":
+            assert train.cli([*words[2:], *HERE, *tiny]) == 0, capsys.readouterr().err
+        else:
+            assert generate.cli([*words[2:], "--platform", "cpu"]) == 0, capsys.readouterr().err
+        if words == ["messages.py"]:
+            rows = (tmp_path / "messages.jsonl").read_text().splitlines(keepends=True)
+            (tmp_path / "some.jsonl").write_text("".join(rows[:16]))  # `head`
+        ran.append(words[0] if words[0] != "-m" else words[1])
+    assert ran == ["messages.py", "jrlhf.generate", "score.py", "jrlhf.train", "jrlhf.train", "jrlhf.generate"]
+    assert len(rows) == 1500
