@@ -272,11 +272,8 @@ def iteration(
     model are frozen in bfloat16; no row stops before its limit. `roofline`: the least seconds of all calls together,
     by the nominal ceilings, or the measured ones where those are not known; `over_roofline`: how often that was taken.
     """
-    compute, clock, optimizer = (
-        Compute(ForwardOptions(dtype=jnp.dtype(jnp.bfloat16), remat=remat)),
-        Clock(),
-        optax.adamw(1e-6),
-    )
+    compute = Compute(ForwardOptions(dtype=jnp.dtype(jnp.bfloat16), remat=remat))
+    clock, optimizer = Clock(), optax.adamw(1e-6)
     placement, ppo = RolePlacement.of(mesh), PPOConfig(micro_batches=micro_batches)
     sampling = SamplingConfig(max_new_tokens=response)
     architecture, site = Architecture(config), Site(placement, compute, clock)

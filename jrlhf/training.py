@@ -36,6 +36,7 @@ def train(config: Config, *, resume: bool | Literal["auto"] = False, accept_rewa
         open_context(config, resolve, resume=resume, accept_rewards=accept_rewards) as context,
         jax.set_mesh(context.mesh),
     ):
+        config = context.config  # with what the run has chosen
         check_inputs(context)
         if (summary := from_main(partial(finished, context))) is not None:
             context.console.line(f"{context.run.shown} has finished: nothing is left to do")
@@ -55,8 +56,10 @@ def train(config: Config, *, resume: bool | Literal["auto"] = False, accept_rewa
         run, policy = context.run.path, outcome.policy
         with open_rewards(initial, context.task, run, context.placement, policy, outcome.reward) as (rewards, costs):
             outcome.before = grade_before(context, policy, rewards, costs)
-            assembly = assemble(context, initial, policy, rewards, costs)
-            outcome.policy = train_rl(context, assembly, partial(_open_rollouts, context, assembly.roles))
+            # Without a name for the assembly, its frozen models are freed before the policy is evaluated.
+            outcome.policy = train_rl(
+                context, assemble(context, initial, policy, rewards, costs), partial(_open_rollouts, context)
+            )
             outcome.reward, outcome.rewards, outcome.costs = rewards.trained, rewards, costs
             return _end(context, outcome)
 
@@ -89,7 +92,7 @@ def assemble(
 
 
 def _open_rollouts(context: Context, roles: Roles, take: Take) -> AbstractContextManager[RolloutSource]:
-    """Returns what gives the iterations their batches. take: see `train_rl`."""
+    """Opens what gives the iterations their batches: prompts that `take` draws, or rollouts that workers draw ahead."""
     if context.config.asynchronous is None:
         return SynchronousRollouts(partial(take, roles.actor.placement["generate"].mesh))
     from jrlhf.fleet.asynchronous import AsynchronousRollouts

@@ -149,14 +149,14 @@ def make_ppo_step(
     Raises TypeError for arguments of another class, and ValueError when first called with rows that do not divide, with
     another config's experience, or if a function returns another shape.
     """
-    begin_actor = actor_updates(logprob_fn, actor_optimizer, config, sums_fn)
-    begin_critic = critic_updates(value_fn, critic_optimizer, config)
+    update_actor = actor_updates(logprob_fn, actor_optimizer, config, sums_fn)
+    update_critic = critic_updates(value_fn, critic_optimizer, config)
 
     def step(state: PPOState, experience: Experience, *others: PyTree) -> tuple[PPOState, Metrics]:
         check_class("state", state, PPOState)
         frozen = others[1:] if config.ptx_coef else others
-        actor, actor_metrics = run(begin_actor(state.actor, experience, *others))
-        critic, critic_metrics = run(begin_critic(state.critic, experience, *frozen))
+        actor, actor_metrics = run(update_actor(state.actor, experience, *others))
+        critic, critic_metrics = run(update_critic(state.critic, experience, *frozen))
         metrics = {**actor_metrics, **critic_metrics}
         if experience.ref_logprobs is None:
             return PPOState(actor, critic, state.kl), metrics
@@ -188,7 +188,7 @@ def critic_updates(
 
     objective = Objective(loss_fn, optimizer, ("vf_loss", "vf_clipfrac", "vpred_mean"))
 
-    def begin(state: TrainState, experience: Experience, *frozen: PyTree) -> Updates:
+    def update(state: TrainState, experience: Experience, *frozen: PyTree) -> Updates:
         check_class("experience", experience, Experience)
         mask, values, returns = experience.response_mask, experience.values, experience.returns
         if values is None or returns is None:
@@ -205,7 +205,7 @@ def critic_updates(
         batch = experience.tokens, mask, values, returns
         return repeated(objective, config, state, batch, Partial(CriticRows), frozen, end)
 
-    return begin
+    return update
 
 
 def make_on_policy_step(
@@ -246,10 +246,10 @@ def make_on_policy_step(
             rollout, scores, old_logprobs, ref_logprobs, values, config=config, kl_coef=kl_coef
         )
         computed_values = _computed(values, pull)
-        begin_actor = actor_updates(computed_logprobs, actor_optimizer, config, None)
-        begin_critic = critic_updates(computed_values, critic_optimizer, config)
-        actor, actor_metrics = run(begin_actor(actor, experience))
-        critic, critic_metrics = run(begin_critic(critic, experience))
+        update_actor = actor_updates(computed_logprobs, actor_optimizer, config, None)
+        update_critic = critic_updates(computed_values, critic_optimizer, config)
+        actor, actor_metrics = run(update_actor(actor, experience))
+        critic, critic_metrics = run(update_critic(critic, experience))
         return actor, critic, experience, actor_metrics | critic_metrics
 
     return jax.jit(step, donate_argnums=(0, 1))

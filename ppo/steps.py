@@ -139,7 +139,7 @@ def actor_updates(
     veto = None if target_kl is None else lambda metrics: metrics["approx_kl"] > target_kl
     objective = Objective(loss_fn, optimizer, _metric_names(config), veto)
 
-    def begin(state: TrainState, experience: Experience, *others: PyTree) -> Updates:
+    def update(state: TrainState, experience: Experience, *others: PyTree) -> Updates:
         check_class("state", state, TrainState)
         check_class("experience", experience, Experience)
         texts, *frozen = others if config.ptx_coef else (None, *others)
@@ -159,7 +159,7 @@ def actor_updates(
         prepare, end = Partial(with_weights, experience.kl_coef), partial(_actor_metrics, config, experience, ages)
         return repeated(objective, config, state, batch, prepare, tuple(frozen), end, of_first=("ratio_gap",))
 
-    return begin
+    return update
 
 
 def _actor_metrics(

@@ -116,14 +116,14 @@ def make_sft_step(
 
     objective = Objective(loss_fn, optimizer, ("loss", "entropy"))
 
-    def begin(state: TrainState, batch: SFTBatch, *frozen: PyTree) -> Updates:
+    def step(state: TrainState, batch: SFTBatch, *frozen: PyTree) -> Updates:
         check_divisible(batch.tokens, 1, micro_batches)
         mask = batch.loss_mask & (jnp.arange(batch.tokens.shape[1]) > 0)[None, :]
         rows, count, counted = replace(batch, loss_mask=mask), token_count(mask), jnp.any(mask)
         parts = micro_batches if micro_batch_tokens is None else ByLength(row_ends(mask), micro_batch_tokens)
         return _once("sft", objective, state, Minibatch(rows, parts, (count,), counted), frozen)
 
-    return make_step(begin, pipeline)
+    return make_step(step, pipeline)
 
 
 def make_preference_step(
@@ -197,7 +197,7 @@ def _pair_step(
 
     objective = Objective(loss_fn, optimizer, names)
 
-    def begin(state: TrainState, batch: PreferenceBatch, *frozen: PyTree) -> Updates:
+    def step(state: TrainState, batch: PreferenceBatch, *frozen: PyTree) -> Updates:
         others = {name: x for name, x in vars(batch).items() if name not in ("chosen", "rejected")}
         check_shapes(batch.chosen.shape, rejected=batch.rejected)
         check_shapes(batch.chosen.shape[:1], **others)
@@ -208,7 +208,7 @@ def _pair_step(
             parts = ByLength(longer, max(1, micro_batch_tokens // 2))
         return _once(prefix, objective, state, Minibatch(batch, parts, (count,)), frozen)
 
-    return make_step(begin, pipeline)
+    return make_step(step, pipeline)
 
 
 def _once(

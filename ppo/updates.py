@@ -49,7 +49,7 @@ Gradients = tuple[Float[Array, ""], Metrics, PyTree]
 
 @dataclass(frozen=True)
 class Objective:
-    """What updates lower, and how. It has no arrays, and a step makes it once.
+    """What updates lower, and how. It has no arrays; updates on the host need one object for all calls of a step.
 
     names: the keys of the loss's metrics. veto: (metrics) -> True for an update that is not applied, and is the last.
     """
@@ -119,7 +119,8 @@ def run(updates: Updates) -> tuple[TrainState, Metrics]:
 def run_on_host(updates: Updates, gradients_of: Callable[..., Gradients]) -> tuple[TrainState, Metrics]:
     """Runs updates to their end, one call after the other.
 
-    gradients_of: (loss, params, rows [M, b, ...], others, frozen) -> gradients, as a pipeline computes them.
+    gradients_of: (loss, params, rows [M, b, ...], others, frozen) -> gradients, as a pipeline computes them. It
+        needs micro-batches with `tokens`.
     """
     carry, goes_on = updates.start, True
     while goes_on:
@@ -196,21 +197,21 @@ def _apply(
 _apply_at_home = jax.jit(_apply, static_argnums=0, donate_argnums=(1, 2))
 
 
-def make_step(begin: Callable[..., Updates], pipeline: Pipeline | None) -> Step[TrainState, Any]:
-    """Makes a step of begin(state, batch, ...): a jitted function, or what a pipeline runs. Donates the state."""
-    own = inspect.signature(begin).replace(return_annotation=tuple[TrainState, Metrics])
+def make_step(update: Callable[..., Updates], pipeline: Pipeline | None) -> Step[TrainState, Any]:
+    """Makes a step of update(state, batch, ...): a jitted function, or what a pipeline runs. Donates the state."""
+    own = inspect.signature(update).replace(return_annotation=tuple[TrainState, Metrics])
 
     def shown(step: Callable[..., Any]) -> Any:
-        result: Any = wraps(begin)(step)
+        result: Any = wraps(update)(step)
         result.__signature__ = own  # for `help`
         return result
 
     if pipeline is None:
-        return jax.jit(shown(lambda *arguments: run(begin(*arguments))), donate_argnums=0)
+        return jax.jit(shown(lambda *arguments: run(update(*arguments))), donate_argnums=0)
 
     def step(state: TrainState, *arguments: PyTree) -> Any:
         number = jnp.asarray(to_host(state.step))  # through the host: the rows are on another mesh
-        updates = begin(replace(state, step=number), *arguments)
+        updates = update(replace(state, step=number), *arguments)
 
         def end(carry: Any) -> tuple[TrainState, Metrics]:
             after, metrics = updates.end(carry)
@@ -276,7 +277,7 @@ def repeated(
     key = jax.random.fold_in(jax.random.key(config.seed), state.step)
 
     def minibatch(carry: _Progress) -> Minibatch:
-        rows, count = _draw(config, batch, prepare, key, carry.index)
+        rows, count = _draw(config.minibatches, batch, prepare, key, carry.index)
         tokens, computed = config.micro_batch_tokens, rows.computed
         parts = config.micro_batches if tokens is None else ByLength(row_ends(computed), tokens)
         return Minibatch(rows, parts, (count,), jnp.any(computed))
@@ -312,13 +313,13 @@ def repeated(
     return Updates(objective, frozen, start, minibatch, advance, results, goes_on)
 
 
-@partial(jax.jit, static_argnums=0)  # for updates on the host
+@partial(jax.jit, static_argnums=0, inline=True)  # jitted for updates on the host
 def _draw(
-    config: PolicyConfig, batch: tuple[PyTree, ...], prepare: Callable[..., Any], key: Array, index: Array
+    minibatches: int, batch: tuple[PyTree, ...], prepare: Callable[..., Any], key: Array, index: Array
 ) -> tuple[Any, Array]:
     """The rows of minibatch `index` of all epochs, and the number of its tokens."""
-    epoch, minibatch = index // config.minibatches, index % config.minibatches
-    rows = prepare(*draw_minibatch(batch, jax.random.fold_in(key, epoch), minibatch, config.minibatches))
+    epoch, minibatch = index // minibatches, index % minibatches
+    rows = prepare(*draw_minibatch(batch, jax.random.fold_in(key, epoch), minibatch, minibatches))
     return rows, token_count(rows.mask)
 
 

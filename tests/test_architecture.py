@@ -39,6 +39,7 @@ ORDER = (
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 AT_THE_TOP = ("kernels", "meshes", "models", "ppo", "configs")
 MOST_LINES = 800  # of a file
+MOST_OF_A_FUNCTION = 60  # lines of a function without its docstring
 # Maximum number of lines of our modules that importing a module loads, imports inside functions included.
 MOST_LOADED = {
     "jrlhf.algorithms.grpo": 2_500,
@@ -292,6 +293,20 @@ assert "matplotlib" not in sys.modules
 
 def test_settings_are_refused_without_jax_and_a_run_draws_only_at_its_end():
     subprocess.run([sys.executable, "-c", LIGHT], cwd=ROOT, check=True, timeout=60)
+
+
+def test_functions_stay_small():
+    def length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+        first = function.body[bool(ast.get_docstring(function)) and len(function.body) > 1]
+        return (function.body[-1].end_lineno or 0) - first.lineno + 1
+
+    longer = {
+        f"{file.relative_to(ROOT)}: {node.name}": length(node)
+        for file in modules()
+        for node in nodes(file.read_text())
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and length(node) > MOST_OF_A_FUNCTION
+    }
+    assert longer == {}
 
 
 def test_files_stay_small():

@@ -49,21 +49,27 @@ class Calls:
 
 def record(settings: Sequence[str]) -> dict[int, Calls]:
     """Runs GRPO; returns the calls of iterations 3 (which traces all programs) and 4 (which only runs them)."""
-    original, calls = loop.traced, {3: Calls(), 4: Calls()}
+    original, calls, present = loop.traced, {3: Calls(), 4: Calls()}, list[Calls]()
+
+    def profile(*event: Any) -> None:
+        for watching in present:
+            watching(*event)
 
     def traced(config: Any, path: Any, name: str, step: int, advance: Any) -> Any:
-        if name == "grpo" and step == 3:
+        if name != "grpo" or step not in calls:
+            return original(config, path, name, step, advance)
+        if step == 3:
             jax.clear_caches()
-        if name == "grpo" and step in calls:
-            sys.setprofile(calls[step])
-            threading.setprofile(calls[step])
+        present.append(calls[step])
+        sys.setprofile(profile)
         try:
             return original(config, path, name, step, advance)
         finally:
             sys.setprofile(None)
-            threading.setprofile(None)
+            present.clear()
 
     loop.traced = traced
+    threading.setprofile(profile)  # of threads that start before the iteration, too
     try:
         with tempfile.TemporaryDirectory() as directory:
             options = [*SETTINGS, "grpo.iterations=4", "grpo.save_every=4", *settings]
@@ -71,6 +77,7 @@ def record(settings: Sequence[str]) -> dict[int, Calls]:
             assert code == 0, code
     finally:
         loop.traced = original
+        threading.setprofile(None)
     return calls
 
 

@@ -331,26 +331,8 @@ def train_phase(sizes: Arrays, remat: Remat, gradients: GradientBytes, micro_bat
         "gathered layers": counts.gathered_trained * sizes.gathered,
         "gradients of tables": tables * sizes.table,
     }
-    saved = remat in ("products", "gather")
-    queries = (counts.queries + counts.queries_normed * model.qk_norm) * sizes.query
-    keys = (2 + counts.queries_normed * model.qk_norm) * sizes.key
-    hidden = counts.hidden - counts.hidden_saved * saved + counts.hidden_library * sizes.library
-    hidden += counts.hidden_post_norms * model.post_norms
-    hidden += counts.hidden_sliced_gate * (sizes.sliced and model.gated_mlp)
-    capped = cpu and model.attention_softcap is not None
-    backward = {
-        "attention scores": (counts.scores_backward + capped + counts.weights_backward * sizes.low) * sizes.scores,
-        "mlp": (counts.mlp_backward - max(2 * saved, counts.ungated_backward * (not model.gated_mlp))) * sizes.mlp,
-        "activations": hidden * sizes.hidden + queries + keys,
-        "gathered layers": sizes.gathered - matrix,
-        "gradients of tables": behind * sizes.table + shard,
-    }
-    attention = {
-        **backward,
-        "attention scores": counts.scores_attention * sizes.scores,
-        "mlp": 0.0,
-        "activations": 2 * sizes.hidden + queries + keys,
-    }
+    tables_behind = {"gathered layers": sizes.gathered - matrix, "gradients of tables": behind * sizes.table + shard}
+    backward, attention = (part | tables_behind for part in _backward(sizes, remat))
     logits = {
         "log-prob tiles": head_tiles,
         "gradients of tables": in_head * sizes.table,
@@ -359,6 +341,28 @@ def train_phase(sizes: Arrays, remat: Remat, gradients: GradientBytes, micro_bat
     step = {"optimizer step": counts.optimizer * gradients.tiled, "relaid states": gradients.relaid}
     model_phase = _largest(through, forward, backward, attention, logits if lm else {}, scatter)
     return max(model_phase, step, key=_total)
+
+
+def _backward(sizes: Arrays, remat: Remat) -> tuple[Phase, Phase]:
+    """Returns the arrays of a layer's backward pass where they are most: in its mlp, and in its attention."""
+    model, counts, saved = sizes.model, sizes.counts, remat in ("products", "gather")
+    queries = (counts.queries + counts.queries_normed * model.qk_norm) * sizes.query
+    keys = (2 + counts.queries_normed * model.qk_norm) * sizes.key
+    hidden = counts.hidden - counts.hidden_saved * saved + counts.hidden_library * sizes.library
+    hidden += counts.hidden_post_norms * model.post_norms
+    hidden += counts.hidden_sliced_gate * (sizes.sliced and model.gated_mlp)
+    capped = sizes.cpu and model.attention_softcap is not None
+    mlp = {
+        "attention scores": (counts.scores_backward + capped + counts.weights_backward * sizes.low) * sizes.scores,
+        "mlp": (counts.mlp_backward - max(2 * saved, counts.ungated_backward * (not model.gated_mlp))) * sizes.mlp,
+        "activations": hidden * sizes.hidden + queries + keys,
+    }
+    attention = {
+        "attention scores": counts.scores_attention * sizes.scores,
+        "mlp": 0.0,
+        "activations": 2 * sizes.hidden + queries + keys,
+    }
+    return mlp, attention
 
 
 def merged_phase(sizes: Arrays, *, recomputed: bool) -> Phase:

@@ -265,7 +265,7 @@ def items(run: Record) -> list[Row]:
     """Returns the parts of the measure; those of the rubric with their weights and what they ask for."""
     old, new = (value or {} for value in run.both("items"))
     meanings = {}
-    if run.settings.get("data.source") == "docstrings":
+    if run.measure == "gold":
         from jrlhf.tasks.docstrings.rubric import ITEMS
 
         meanings = {name: f"weight {weight:g}: {text}" for name, (weight, text) in ITEMS.items()}

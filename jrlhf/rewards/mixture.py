@@ -89,7 +89,7 @@ class Rewards:
     kind: names the metrics: `rewards/NAME/mean` or `costs/NAME/mean`.
     trained: the reward model that this run trained; it is stored where it was trained until `free_original`.
     samples: number of responses to a prompt, if `shaping` normalises the scores of each reward over them.
-    gap: the white space that begins each answer in a conversation (`answer_gap`).
+    gap: returns the white space that begins each answer in a conversation (`answer_gap`).
     counts: as in `combine`.
     warn: tells users of a reward that fails on most samples of a batch, once.
     """
@@ -107,7 +107,7 @@ class Rewards:
         compute: Compute,
         clock: Clock,
         tokenizer: Tokenizer,
-        gap: str,
+        gap: Callable[[], str],
         max_response: int,
         shaping: ScoreConfig,
         kind: Kind,
@@ -202,7 +202,7 @@ class Rewards:
     def samples(self, examples: Sequence[Example], texts: Sequence[str], responses: Sequence[Response]) -> list[Sample]:
         """Returns responses of the actor as samples to score."""
         plain = all(isinstance(example.prompt, str) for example in examples)
-        return to_samples(examples, texts, responses, "" if plain else self._gap)
+        return to_samples(examples, texts, responses, "" if plain else self._gap())
 
     def ask_ahead(
         self, examples: Sequence[Example], texts: Sequence[str], responses: Sequence[Response], step: int, first: int

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from jrlhf.config.schema import RewardConfig
 from jrlhf.data.task import Task
+from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.ppo.config.score import ScoreConfig
 from jrlhf.rewards.functions import FunctionReward
 from jrlhf.rewards.mixture import TRAINED, Rewards, TextPart, TokenPart
@@ -58,14 +59,7 @@ def open_rewards(
                 identity = model.fingerprint()
                 tokens[reward.name] = TokenPart(reward.weight, places.store(model), identity, reward.on_failure)
             elif reward.model is not None:
-                from jrlhf.rewards.text_model import TextReward
-
-                key, usual = f"{kind}s[{index}].model", data.max_prompt + data.max_response
-                model = initial.reward(reward.model, key)
-                rows = config.compute.score_rows
-                assert rows != "auto"  # the run has chosen
-                scorer = TextReward(reward, key, model, places, initial.compute, kind=kind, usual=usual, rows=rows)
-                texts[reward.name] = TextPart(reward.weight, scorer.score, scorer.identity, scorer)
+                texts[reward.name] = _text_part(initial, reward, f"{kind}s[{index}].model", kind, places)
             else:
                 log, steps = folder / f"{kind}-{reward.name}.log", config.rl.iterations
                 function = FunctionReward(reward, config.seed, log, kind=kind, steps=steps, epochs=epochs)
@@ -80,7 +74,7 @@ def open_rewards(
             compute=initial.compute,
             clock=clock,
             tokenizer=task.tokenizer,
-            gap=_gap(task),
+            gap=cache(partial(_gap, task.tokenizer)),
             max_response=data.max_response,
             shaping=shaping,
             kind=kind,
@@ -98,9 +92,19 @@ def open_rewards(
         yield rewards, opened("cost", config.costs, ScoreConfig(), None) if config.costs else None
 
 
-def _gap(task: Task) -> str:
-    if not task.chat:
-        return ""
+def _text_part(initial: InitialModels, reward: RewardConfig, key: str, kind: Kind, places: RolePlacement) -> TextPart:
+    """Loads a reward model that reads text. key: the setting that names it."""
+    from jrlhf.rewards.text_model import TextReward
+
+    config, rows = initial.config, initial.config.compute.score_rows
+    assert reward.model is not None and rows != "auto"  # the run has chosen
+    usual = config.data.max_prompt + config.data.max_response
+    model = initial.reward(reward.model, key)
+    scorer = TextReward(reward, key, model, places, initial.compute, kind=kind, usual=usual, rows=rows)
+    return TextPart(reward.weight, scorer.score, scorer.identity, scorer)
+
+
+def _gap(tokenizer: Tokenizer) -> str:
     from jrlhf.data.encode import answer_gap
 
-    return answer_gap(task.tokenizer)
+    return answer_gap(tokenizer)

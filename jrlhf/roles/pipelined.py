@@ -108,10 +108,10 @@ class PipelinedPlacement(CallPlacement):
 
 @dataclass(frozen=True)
 class _Begun:
-    """Updates of a bound role that have begun. start: makes them. mesh: the mesh of their rows."""
+    """Updates of a bound role that have begun. make: makes them. mesh: the mesh of their rows."""
 
     role: Any
-    start: Callable[[], Updates]
+    make: Callable[[], Updates]
     stages: tuple[Stages, ...]
     mesh: Mesh
 
@@ -137,11 +137,11 @@ class JointUpdate:
         self._begun: dict[str, _Begun] = {}
         self._metrics: dict[str, Metrics] = {}
 
-    def begin(self, role: Any, start: Callable[[], Updates]) -> PendingMetrics:
-        """Begins a bound role's updates, which `start` makes. Runs both roles' once both have begun."""
+    def begin(self, role: Any, make: Callable[[], Updates]) -> PendingMetrics:
+        """Begins a bound role's updates, which `make` makes. Runs both roles' once both have begun."""
         name, model = role.placement.role, role.compiled("update")
         self._metrics.pop(name, None)
-        self._begun[name] = _Begun(role, start, model.pipelines, model.mesh)
+        self._begun[name] = _Begun(role, make, model.pipelines, model.mesh)
         end = partial(role.clock.run, "update", self._finish)
         if len(self._begun) == len(self._pipelines):
             end()
@@ -159,7 +159,7 @@ class JointUpdate:
         runs = dict[str, _Run]()
         for name, own in begun.items():
             with jax.set_mesh(own.mesh):
-                updates = own.start()
+                updates = own.make()
                 runs[name] = _Run(updates, updates.start, *draw_on_host(updates, updates.start))
         while runs:
             gradients = self._gradients(begun, runs)
@@ -172,7 +172,7 @@ class JointUpdate:
                     else:
                         del runs[name]
                         state, self._metrics[name] = updates.end(carry)
-                        begun[name].role.take(state)
+                        begun[name].role.replace_state(state)
         return dict(self._metrics)
 
     def _gradients(self, begun: dict[str, _Begun], runs: dict[str, _Run]) -> dict[str, Gradients]:

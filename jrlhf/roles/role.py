@@ -139,7 +139,7 @@ class TrainedRole(Role):
         bound.state = state
         return bound
 
-    def take(self, state: TrainState) -> None:
+    def replace_state(self, state: TrainState) -> None:
         """Replaces the state by the one that updates have left."""
         self.state = state
 

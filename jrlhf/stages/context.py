@@ -39,10 +39,9 @@ class Context:
     placements: Mapping[str, RolePlacement] = field(default_factory=dict)
     moves: LastRowsPolicy | None = None  # chooses where the last rows of rollouts decode, if a simulation does
 
-    def placement(self, name: str) -> RolePlacement:
-        """The placement of the calls of a role, or of a stage that learns from fixed rows. By default it is the whole
-        mesh, where weights are stored in any case."""
-        return self.placements.get(name, RolePlacement.of(self.mesh))
+    def placement(self, role: str) -> RolePlacement:
+        """The placement of a role's calls in reinforcement learning. Without a plan, it is the whole mesh."""
+        return self.placements.get(role, RolePlacement.of(self.mesh))
 
     @property
     def length(self) -> int:

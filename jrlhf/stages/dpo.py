@@ -30,7 +30,7 @@ def train_dpo(context: Context, policy: Model, reference_model: Model) -> Model:
     """Runs the stage, or its remaining steps, and returns the trained actor. The arrays of `policy` are freed."""
     config = context.config.dpo
     optimizer, clock = adamw(config, updates=config.steps), Clock(deadline=context.config.deadline)
-    placement = context.placement("dpo")
+    placement = context.placements["dpo"]
     actor_site, reference_site = (
         Site(replace(placement, role=role), context.compute, clock) for role in ("actor", "reference")
     )

@@ -51,11 +51,7 @@ def run_stage(
     directory, older = run.path / "checkpoints" / name, lambda step: run.older(name, step)
     with Checkpoints(directory, keep=config.checkpoints.keep, tell=console.warn, older=older) as checkpoints:
         start, state, there = _restore(checkpoints, name, init, context, meta)
-        records = StageRecords(run.path, name, start, writers=(*config.stages, "evaluation"), enabled=run.writes)
-        for difference in records.differences(there.get(RECORDS, {})):
-            console.warn(difference)
-        if start:
-            context.phases.resume(name, there.get(SECONDS, 0.0))
+        records = _records(context, name, start, there)
         if start == steps:
             console.line(f"{name} has done its {steps} steps")
             return state
@@ -78,11 +74,10 @@ def run_stage(
             CompilationWatch(progress.compiling) as compilations,
             context.preemption.iterating(),
         ):
-            for done in range(start, steps):
-                step = done + 1
+            for step in range(start + 1, steps + 1):
                 compilations.take()  # discards what saving compiled
-                with deadline(config.deadline), _saved_on_error(checkpoints, state, done, save):
-                    state, metrics = traced(config, run.path, name, step, partial(advance, state, done))
+                with deadline(config.deadline), _saved_on_error(checkpoints, state, step - 1, save):
+                    state, metrics = traced(config, run.path, name, step, partial(advance, state, step - 1))
                 run.check_present()
 
                 samples = [{"stage": name, "step": step, **sample} for sample in metrics.pop(SAMPLES, ())]
@@ -107,11 +102,20 @@ def run_stage(
                     saving = save(step, state)
                 if stop or in_vain:
                     checkpoints.wait()
-                if in_vain:
-                    raise RunFailure(in_vain)
-                if stop:
-                    raise Preempted(f"{name} stopped at step {step} of {steps}; its state is saved")
+                    sentence = f"{name} stopped at step {step} of {steps}; its state is saved"
+                    raise RunFailure(in_vain) if in_vain else Preempted(sentence)
     return state
+
+
+def _records(context: Context, name: str, start: int, there: Mapping[str, Any]) -> StageRecords:
+    """Opens a stage's records after `start` steps. there: what the checkpoint tells of them."""
+    run = context.run
+    records = StageRecords(run.path, name, start, writers=(*context.config.stages, "evaluation"), enabled=run.writes)
+    for difference in records.differences(there.get(RECORDS, {})):
+        context.console.warn(difference)
+    if start:
+        context.phases.resume(name, there.get(SECONDS, 0.0))
+    return records
 
 
 def check_inputs(context: Context) -> None:

@@ -34,7 +34,7 @@ def train_reward_model(context: Context, policy: Model) -> Model:
     config = context.config.reward_model
     start = scalar_model(policy)
     optimizer = adamw(config, updates=config.steps)
-    placement = context.placement("reward_model")
+    placement = context.placements["reward_model"]
     compiled = placement["update"].compiled(start.architecture, context.compute)
     parts = {"micro_batches": config.micro_batches, "micro_batch_tokens": config.micro_batch_tokens}
     step_fn = make_preference_step(compiled.train_scores(), optimizer, **parts, pipeline=compiled.runs)

@@ -77,7 +77,7 @@ class Assembly:
     """What an algorithm runs with, built before its first iteration.
 
     algorithm: its settings, completed. calls: the names of its calls, in their order. models: of the roles, by name.
-    identities: digests of all inputs, which a resumed run must have, too.
+    identities: digests of the frozen models, the dataflow and the rewards, which a resumed run must have, too.
     """
 
     algorithm: PolicyConfig
@@ -86,23 +86,24 @@ class Assembly:
     roles: Roles
     models: Mapping[str, Model]
     identities: Mapping[str, str]
-    utilisation: Utilisation | None = None
+    utilisation: Utilisation | None
 
 
 Take = Callable[..., Batch]  # (mesh, number, solved prompts) -> a batch of prompts
 
 
 def train_rl(
-    context: Context, assembly: Assembly, open_rollouts: Callable[[Take], AbstractContextManager[RolloutSource]]
+    context: Context, assembly: Assembly, open_rollouts: Callable[[Roles, Take], AbstractContextManager[RolloutSource]]
 ) -> Model:
-    """Runs the stage, or its remaining iterations, and returns the trained actor. The arrays of the models are freed.
+    """Runs the stage, or its remaining iterations, and returns the trained actor. The arrays of the models that it
+    trains are freed.
 
-    open_rollouts: opens what gives the iterations their batches, from the function that takes prompts.
+    open_rollouts: opens what gives the iterations their batches, from the roles and the function that takes prompts.
     """
     section, name, prompts = context.config.rl, context.config.algorithm, context.task.prompts
     assert name is not None and prompts is not None
     order = Order(len(prompts.ids), section.rollout_batch // section.samples, context.config.seed + 1)
-    with open_rollouts(partial(take_batch, context, prompts, order)) as rollouts:
+    with open_rollouts(assembly.roles, partial(take_batch, context, prompts, order)) as rollouts:
         iterations = Iterations(
             context,
             assembly,

@@ -94,8 +94,10 @@ class Resources:
 
     def placements(self) -> dict[str, RolePlacement]:
         """Returns the placement of each role of the algorithm, as the plan says, and of each stage in its pipeline."""
-        devices, stages = list(self.mesh.devices.flat), set(self.config.stages) - {self.config.algorithm}
-        placements = {stage: place_stage(self.config, stage, self.mesh) for stage in stages}
+        devices, stages = list(self.mesh.devices.flat), self.config.stages
+        placements = {
+            name: place_stage(self.config, name, self.mesh) for name in stages if name != self.config.algorithm
+        }
         if self.plan is None:
             return placements
         graph, ahead = graph_of(self.config), self.config.offloading.ahead
@@ -142,14 +144,7 @@ def open_context(
         # Templates write the day on which the run began, also after a resume and in every process.
         now = datetime.now(UTC)
         stack.enter_context(dated(from_main(lambda: first_day(run_path(config), now) if resume else f"{now.date()}")))
-        with console.status("reading the data"):
-            task = load_task(config, models["actor"])
-        for line in task.description.splitlines():
-            console.line(line)
-        words = check_sources(config, task, models["actor"], mesh) | _model_words(models, task.tokenizer)
-        if len(config.stages) > 1 and not resume:
-            with console.status("reading the weights that later stages need"):
-                from_main(partial(_check_numbers, config))
+        task, words = _read_inputs(resources, console, new=not resume)
         if mirror is not None:
             mirror.begin()
         run = stack.enter_context(open_run(config, resume=resume, notes=[_devices_line(mesh, plan)], now=now))
@@ -162,29 +157,37 @@ def open_context(
         elif mirror is not None:
             run.kept = partial(mirror.start, run)
         _write_inputs(run, config, task, plan, resources.fused)
-        words["corpus"] = task.fingerprint
         functions = {f"{kind} {part.name}" for _, kind, part in config.rewards_and_costs if part.function is not None}
-        try:
-            yield Context(
-                config=config,
-                mesh=mesh,
-                compute=compute_of(config.compute),
-                task=task,
-                vocab_size=models["actor"].vocab_size,
-                run=run,
-                console=console,
-                preemption=preemption,
-                identity=Identity(words, frozenset(functions), accept_rewards),
-                phases=phases,
-                trackers=trackers,
-                placements=placements,
-                moves=resources.moves,
-            )
-        except RewardFailure as failure:
-            note_failure(run, failure.identity, str(failure))
-            if command := _resuming(config):
-                raise RewardFailure(f"{failure}; to resume: {command}", failure.identity) from failure
-            raise
+        stack.enter_context(_noting_failures(run, config))
+        yield Context(
+            config=config,
+            mesh=mesh,
+            compute=compute_of(config.compute),
+            task=task,
+            vocab_size=models["actor"].vocab_size,
+            run=run,
+            console=console,
+            preemption=preemption,
+            identity=Identity(words, frozenset(functions), accept_rewards),
+            phases=phases,
+            trackers=trackers,
+            placements=placements,
+            moves=resources.moves,
+        )
+
+
+def _read_inputs(resources: Resources, console: Console, *, new: bool) -> tuple[Task, dict[str, str]]:
+    """Reads the data and checks all other inputs. Returns the task, and words that identify the inputs."""
+    config, models = resources.config, resources.models
+    with console.status("reading the data"):
+        task = load_task(config, models["actor"])
+    for line in task.description.splitlines():
+        console.line(line)
+    words = check_sources(config, task, models["actor"], resources.mesh) | _model_words(models, task.tokenizer)
+    if len(config.stages) > 1 and new:
+        with console.status("reading the weights that later stages need"):
+            from_main(partial(_check_numbers, config))
+    return task, words | {"corpus": task.fingerprint}
 
 
 def _holds_run(config: Config, tell: Callable[[str], None]) -> bool:
@@ -209,6 +212,18 @@ def _mirrored(config: Config, *, resume: bool, tell: Callable[[str], None]) -> I
             yield mirror
     else:
         yield None
+
+
+@contextmanager
+def _noting_failures(run: RunDirectory, config: Config) -> Iterator[None]:
+    """Records reward functions that stop the run, and adds the command that resumes it to their errors."""
+    try:
+        yield
+    except RewardFailure as failure:
+        note_failure(run, failure.identity, str(failure))
+        if command := _resuming(config):
+            raise RewardFailure(f"{failure}; to resume: {command}", failure.identity) from failure
+        raise
 
 
 def _resuming(config: Config) -> str:

@@ -26,7 +26,7 @@ def train_sft(context: Context, policy: Model) -> Model:
     config, data = context.config.sft, context.task.sft
     assert data is not None
     optimizer = adamw(config, updates=config.steps)
-    placement, order = context.placement("sft"), Order(data.count, config.batch, context.config.seed)
+    placement, order = context.placements["sft"], Order(data.count, config.batch, context.config.seed)
     training, scoring = (
         placement[method].compiled(policy.architecture, context.compute) for method in ("update", "logprobs")
     )

@@ -36,18 +36,7 @@ def load_task(config: Config) -> Task:
     data = config.data
     assert isinstance(data, ArithmeticData)
     tokenizer, units_first = make_tokenizer(), data.units_first
-    if config.model.vocab_size < tokenizer.vocab_size:
-        raise UserError(
-            f"model.vocab_size={config.model.vocab_size} is too small: data.source=arithmetic has "
-            f"{tokenizer.vocab_size} tokens, raise it"
-        )
-    # The lengths of a question, of the shortest answer and of its end.
-    tokens = data.terms * (data.digits + 1) + (data.digits + 1) * data.terms * (data.terms - 1) // 2
-    if (data.problems + data.heldout_rows) * tokens > MOST_TOKENS:
-        raise UserError(
-            f"data.problems={data.problems} with data.heldout_rows={data.heldout_rows} are sums of data.terms="
-            f"{data.terms}, {tokens} tokens each, and at most {MOST_TOKENS} tokens are written in all: lower them"
-        )
+    _check_sizes(config.model.vocab_size, data, tokenizer)
     sizes = {"terms": data.terms, "digits": data.digits, "seed": config.seed}
     try:
         learned, heldout = draw_problems(data.problems, data.heldout_rows, **sizes)
@@ -96,3 +85,18 @@ def load_task(config: Config) -> Task:
         prompts=prompts(learned),
         heldout=prompts(heldout),
     )
+
+
+def _check_sizes(vocab_size: int, data: ArithmeticData, tokenizer: Tokenizer) -> None:
+    if vocab_size < tokenizer.vocab_size:
+        raise UserError(
+            f"model.vocab_size={vocab_size} is too small: data.source=arithmetic has {tokenizer.vocab_size} tokens, "
+            "raise it"
+        )
+    # The lengths of a question, of the shortest answer and of its end.
+    tokens = data.terms * (data.digits + 1) + (data.digits + 1) * data.terms * (data.terms - 1) // 2
+    if (data.problems + data.heldout_rows) * tokens > MOST_TOKENS:
+        raise UserError(
+            f"data.problems={data.problems} with data.heldout_rows={data.heldout_rows} are sums of data.terms="
+            f"{data.terms}, {tokens} tokens each, and at most {MOST_TOKENS} tokens are written in all: lower them"
+        )

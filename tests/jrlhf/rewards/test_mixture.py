@@ -52,7 +52,7 @@ class Calls:
         own |= {"shaping": shaping, "kind": kind, "trained": None, "samples": samples, "counts": jnp.ones_like}
         self.warnings = list[str]()
         own["warn"] = self.warnings.append
-        self.rewards = Rewards({}, parts, **own, tokenizer=tokenizer, gap="", max_response=3)
+        self.rewards = Rewards({}, parts, **own, tokenizer=tokenizer, gap=lambda: "", max_response=3)
         self.rewards.start(jax.device_put(RunningMoments.create()))
 
     def score(self, method: str = "score") -> Any:
@@ -143,7 +143,7 @@ def test_an_interrupted_run_does_not_wait_for_the_rows_of_a_call_at_work(tmp_pat
     section = {"name": "slow", "function": f"{tmp_path}/slow.py:f", "workers": 1}
     config = build(Config, {"stages": ["grpo"], "rewards": [section]})
     initial: Any = SimpleNamespace(config=config, console=SimpleNamespace(line=print, warn=print), compute=Compute())
-    task: Any = SimpleNamespace(tokenizer=None, chat=False, prompts=SimpleNamespace(ids=[(1,)]))
+    task: Any = SimpleNamespace(tokenizer=None, prompts=SimpleNamespace(ids=[(1,)]))
     log, row = tmp_path / "reward-slow.log", (BATCH.examples[:2], BATCH.texts[:2], [Response((5,), "x", True)] * 2)
     with (
         pytest.raises(KeyboardInterrupt),

@@ -214,7 +214,7 @@ def test_a_reward_that_is_an_adapter_is_read_as_by_peft_and_one_of_ours_at_its_e
     settings |= {"rewards": [{"name": "judge", "adapter": str(tmp_path / "adapter")}], "stages": ["grpo"], "grpo": {}}
     tokens, lengths = rows(eos)
     data = tokens, lengths - 1, np.ones_like(lengths), np.zeros(tokens.shape, np.float32), lengths > 0
-    task: Any = SimpleNamespace(tokenizer=None, chat=False, prompts=SimpleNamespace(ids=[()]))
+    task: Any = SimpleNamespace(tokenizer=None, prompts=SimpleNamespace(ids=[()]))
     place = RolePlacement.of(MESH)
     with jax.set_mesh(MESH):
         initial = InitialModels(build(Config, settings), MESH, Compute(), Console(enabled=False))
