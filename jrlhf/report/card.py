@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import yaml
-from huggingface_hub.repocard import metadata_load
 
 from jrlhf import __version__
 from jrlhf.config.keys import classes_of, kinds_of
@@ -115,6 +114,8 @@ def card(data: CardData, *, plot: str = "") -> str:
 
 def license_of(base: Path) -> dict[str, str | list[str]]:
     """Returns the licence metadata of the card in a model's directory; empty if there is none."""
+    from huggingface_hub.repocard import metadata_load  # takes long, and warns in a notebook without widgets
+
     try:
         check_file(base / CARD)
         metadata = metadata_load(base / CARD) or {}
