@@ -314,7 +314,7 @@ def test_an_interrupted_cell_leaves_a_run_that_the_next_cells_use_and_resume(tmp
         with pytest.raises(CellExecutionError):
             notebook.run(4, 5)
     (mistake,) = notebook.cells.cells[4].outputs
-    assert mistake["traceback"] == ["UserError: config quickstrt does not exist: did you mean quickstart"]
+    assert mistake["traceback"] == ["UserError: config quickstrt does not exist: did you mean quickstart?"]
 
 
 @pytest.fixture
