@@ -24,12 +24,12 @@ from jrlhf.models.collectives import TENSOR
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.generation.chunks import ToHosts
 from jrlhf.models.generation.continuous import Weights
-from jrlhf.models.generation.mixture import CACHES, Redraws, make_mixture
+from jrlhf.models.generation.mixture import CACHES, ROUNDING, Redraws, make_mixture
 from jrlhf.models.generation.sampling import SamplingConfig
 from jrlhf.models.options import ForwardOptions
 
 ROWS = 2  # rows compared per logical worker and version: if possible one that continues from older weights, and another
-ROUNDING = 2.0  # threshold, term 1: times the distance of the scoring pass from the exact pass on the same tokens
+# The threshold's term 1 is `ROUNDING` times the distance of the scoring pass from the exact pass on the same tokens.
 SPREAD = 6.0  # term 2: standard deviations of the rounding, because two programs do not round alike
 LEAST = 2e-4  # term 3: nats per token, in any dtype
 FEW = 64  # minimum tokens of a worker for a verdict: with fewer, rounding of one token may reach the threshold
@@ -131,12 +131,12 @@ class Recompute:
 
         @jax.jit
         def both(weights: Weights, tokens: Any, since: Any, caches: Any, redraws: Redraws) -> Any:
-            logprobs, now, short = scored(*weights, tokens, since, caches, redraws if same else None)
+            logprobs, now, redrawn = scored(*weights, tokens, since, caches, redraws)
             if same:
-                return logprobs, logprobs, short, now
+                return logprobs, logprobs, redrawn, now
             with jax.default_matmul_precision("highest"):
-                exact, _, short = exactly(*weights, tokens, since, caches, redraws)
-            return logprobs, exact, short, now
+                exact, _, differs = exactly(*weights, tokens, since, caches, redraws._replace(rounded=redrawn))
+            return logprobs, exact, differs, now
 
         self._both = both
         self._warn = warn
@@ -182,13 +182,13 @@ class Recompute:
         *on_mesh, keys, lengths, at = to_devices((tokens, starts, *host), by_row)
         redraws = Redraws(keys, lengths, at, to_devices(most, whole))
         *passes, caches = self._both(weights, *on_mesh, tracked.caches, redraws)
-        scored, exact, short = self._read(passes)
+        scored, exact, differs = self._read(passes)
         by_worker = dict[int, Compared]()
         for place, row in chosen.items():
             distances = self._distances(version, row, scored[place], exact[place])
             by_worker[row.worker] = by_worker.get(row.worker, Compared()) + distances
         self._judge(by_worker)
-        self._judge_draws(version, chosen, (short > most) & (host[2] > 0))
+        self._judge_draws(version, chosen, differs & (host[2] > 0))
         return sum(by_worker.values(), Compared()), self._going_on(chosen, caches)
 
     def _distances(

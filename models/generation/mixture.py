@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jrlhf.kernels.logprob.api import token_logprobs
 from jrlhf.meshes.layout import GENERATE
@@ -26,6 +26,7 @@ from jrlhf.models.modules import NO_ADAPTERS, Block, Norm, dequantised
 from jrlhf.models.options import ForwardOptions
 from jrlhf.models.params import Params, layer_axes, spec_tree
 
+ROUNDING = 2.0  # so many times as much as one pass of the compute dtype another one may round
 CACHES = P(GENERATE.batch, None, TENSOR)  # rows are divided over the groups, heads over the devices of a group
 
 Caches = Sequence[tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]]  # each layer's rotated keys, and values
@@ -37,7 +38,8 @@ class Redraws(NamedTuple):
     keys: Any  # [B, ...]: data of the rows' PRNG keys
     prompt_lengths: Any  # [B]
     at: Any  # [B, K]: positions
-    rounding: Any  # of scores, in nats
+    rounding: Any  # of scores, in nats, at least
+    rounded: Any = None  # [B, K, V]: logits there, by a pass of the compute dtype; None: there is no more rounding
 
 
 def make_mixture(
@@ -47,8 +49,8 @@ def make_mixture(
     *,
     by_head: bool = False,
     sampling: SamplingConfig | None = None,
-) -> Callable[..., tuple[Float[Array, "B T"], Caches | None, Float[Array, "B K"] | None]]:
-    """Builds f(weights, adapter, tokens [B, T], since [B], caches, redraws) -> (logprobs [B, T], caches, shortfalls).
+) -> Callable[..., tuple[Float[Array, "B T"], Caches | None, Any]]:
+    """Builds f(weights, adapter, tokens [B, T], since [B], caches, redraws) -> (logprobs [B, T], caches, redrawn).
 
     logprobs[:, t] = log pi(tokens[:, t] | tokens[:, :t]). Positions from `since` on are computed with these weights;
     keys and values of earlier positions come from `caches`. Only results with t > since are meaningful, because other
@@ -58,7 +60,8 @@ def make_mixture(
     caches: keys and values of the positions before `since`; other positions are not read. The returned caches have
         those of all positions, for the next version. None if all `since` are 0.
     by_head: computes attention for one row and key-value head at a time, so only one set of scores is in memory.
-    sampling: how the tokens were drawn. Without it, `redraws` and the shortfalls (see `shortfall`) are None.
+    sampling: how the tokens were drawn. With it, `redrawn` [B, K] is True where the token drawn again differs from the
+        token by more than rounding; without it, `redrawn` are the logits [B, K, V] of this pass. None without redraws.
     """
     forward, lora = ShardedForward(config, mesh, GENERATE, "lm", options), options.lora
     rows, adapted = GENERATE.batch_spec(), {}
@@ -89,50 +92,75 @@ def make_mixture(
         hidden = Norm(config, params["final_norm"])(x)
         hidden, unembedding, targets = forward.predictions(params, hidden, tokens, None)
         logprobs, _ = token_logprobs(hidden, unembedding, targets, **forward.logits)
-        short = None
-        if sampling is not None:
+        redrawn = None
+        if redraws is not None:
             # Its collectives wait for those of the log-probabilities, none of which is above 0.
             hidden += (jnp.max(logprobs) > 1).astype(hidden.dtype)
-            short = _shortfalls(config, sampling, hidden, unembedding, tokens, redraws)
-        return forward.by_row(logprobs, tokens, None), None if caches is None else now, short
+            redrawn = _logits(config, hidden, unembedding, tokens.shape[0], redraws)
+            if sampling is not None:
+                redrawn = _differ(config, sampling, redrawn, tokens, redraws)
+        return forward.by_row(logprobs, tokens, None), None if caches is None else now, redrawn
 
     def call(
         params: Params, adapter: Params, tokens: Array, since: Array, caches: Caches | None, redraws: Any = None
     ) -> Any:
         params, stored = forward.stored(params)
-        specs = stored, adapted, rows, rows, CACHES, None if redraws is None else Redraws(rows, rows, rows, P())
-        mapped = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=(rows, CACHES, rows))
+        sliced = P(GENERATE.batch, None, TENSOR)  # the vocabulary is divided over the devices of a group
+        rounded = None if redraws is None or redraws.rounded is None else sliced
+        drawn_again = None if redraws is None else Redraws(rows, rows, rows, P(), rounded)
+        specs, results = (stored, adapted, rows, rows, CACHES, drawn_again), (rows, CACHES, sliced)
+        results = results if sampling is None else (rows, CACHES, rows)
+        mapped = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=results)
         return mapped(params, adapter, tokens, since, caches, redraws)
 
     return call
 
 
-def _shortfalls(
+def _logits(
+    config: ModelConfig, hidden: Float[Array, "n D"], unembedding: Float[Array, "v D"], rows: int, redraws: Redraws
+) -> Float[Array, "b K v"]:
+    """The logits at the places of redraws, of this device's slice of the vocabulary. hidden: of b (T - 1) tokens."""
+    hidden = hidden.reshape(rows, -1, hidden.shape[-1])[jnp.arange(rows)[:, None], redraws.at - 1]
+    logits = jnp.einsum("bkd,vd->bkv", hidden, unembedding, preferred_element_type=jnp.float32)
+    return logits if config.softcap is None else config.softcap * jnp.tanh(logits / config.softcap)
+
+
+def _differ(
     config: ModelConfig,
     sampling: SamplingConfig,
-    hidden: Float[Array, "n D"],
-    unembedding: Float[Array, "v D"],
+    logits: Float[Array, "b K v"],
     tokens: Int[Array, "b T"],
-    redraws: "Redraws",
-) -> Float[Array, "b K"]:
-    """The `shortfall` of the tokens at some positions. hidden: of the n = b (T - 1) predicted tokens."""
-    own, places = jnp.arange(tokens.shape[0])[:, None], redraws.at.shape
-    hidden = hidden.reshape(tokens.shape[0], -1, hidden.shape[-1])[own, redraws.at - 1]
-    logits = jnp.einsum("bkd,vd->bkv", hidden, unembedding, preferred_element_type=jnp.float32)
-    if config.softcap is not None:
-        logits = config.softcap * jnp.tanh(logits / config.softcap)
+    redraws: Redraws,
+) -> Bool[Array, "b K"]:
+    """Whether the token drawn again from these logits differs from the token by more than rounding (`shortfall`).
+
+    Rounding is measured at the place itself: log-probabilities of likely tokens tell little of it, because they hardly
+    change when the logits do.
+    """
+    rounding = jnp.broadcast_to(redraws.rounding, redraws.at.shape)
+    if redraws.rounded is not None:
+        rounding += ROUNDING * _spread(config, (redraws.rounded - logits) / (sampling.temperature or 1.0))
     logits = lax.all_gather(logits.reshape(-1, logits.shape[-1]), TENSOR, axis=1, tiled=True)
     keys = jax.vmap(lambda key, at: jax.vmap(partial(jax.random.fold_in, jax.random.wrap_key_data(key)))(at))
     short = shortfall(
-        tokens[own, redraws.at].reshape(-1),
+        tokens[jnp.arange(tokens.shape[0])[:, None], redraws.at].reshape(-1),
         logits,
         keys(redraws.keys, redraws.at).reshape(-1),
         sampling,
         vocab_size=config.vocab_size,
         may_stop=(redraws.at - redraws.prompt_lengths[:, None] >= sampling.min_new_tokens).reshape(-1),
-        rounding=redraws.rounding,
+        rounding=rounding.reshape(-1),
     )
-    return lax.pmax(short.reshape(places), TENSOR)  # all have the same
+    excess = short.reshape(rounding.shape) - rounding
+    return lax.pmax(excess, TENSOR) > 0  # all have the same
+
+
+def _spread(config: ModelConfig, changes: Float[Array, "b K v"]) -> Float[Array, "b K"]:
+    """The largest difference of two tokens' changes. What all tokens share changes no draw."""
+    first = lax.axis_index(TENSOR) * changes.shape[-1]
+    token = first + jnp.arange(changes.shape[-1])[None, None, :] < config.vocab_size
+    most = lax.pmax(jnp.max(jnp.where(token, changes, -jnp.inf), axis=-1), TENSOR)
+    return most + lax.pmax(jnp.max(jnp.where(token, -changes, -jnp.inf), axis=-1), TENSOR)
 
 
 def _by_head(

@@ -109,7 +109,7 @@ def shortfall(
     *,
     vocab_size: int,
     may_stop: Bool[Array, "B"],
-    rounding: Float[Array, ""],
+    rounding: Float[Array, ""] | Float[Array, "B"],
 ) -> Float[Array, "B"]:
     """Returns how much lower the score (logit plus noise) of a drawn token is than that of `sample`'s token, in nats.
 
@@ -121,6 +121,7 @@ def shortfall(
     _, possible = _possible(logits, config, vocab_size, may_stop)
     noise = gumbel(keys, logits.shape[-1]) if config.temperature > 0 else jnp.zeros_like(logits)
     own, score = (jnp.take_along_axis(x, drawn[:, None], axis=-1)[:, 0] for x in (possible, possible + noise))
+    rounding = jnp.broadcast_to(rounding, drawn.shape)[:, None]
     sure, missing = possible, jnp.where(jnp.isneginf(own), jnp.inf, -jnp.inf)
     if config.restricted:
         odds = jnp.exp(jnp.minimum(rounding, 20.0))  # more would not be finite

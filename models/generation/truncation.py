@@ -17,7 +17,7 @@ def restrict(logits: Float[Array, "B V"], top_k: int | None, top_p: float | None
 
 
 def least_kept(
-    logits: Float[Array, "B V"], top_k: int | None, top_p: float | None, *, odds: float | Float[Array, ""] = 1.0
+    logits: Float[Array, "B V"], top_k: int | None, top_p: float | None, *, odds: float | Float[Array, "B 1"] = 1.0
 ) -> Float[Array, "B 1"] | None:
     """Returns the logit from which on `restrict` keeps tokens; None if it keeps all.
 
@@ -37,7 +37,7 @@ def least_kept(
     return least
 
 
-def _nucleus(logits: Float[Array, "B V"], top_p: float | Float[Array, ""]) -> Float[Array, "B 1"]:
+def _nucleus(logits: Float[Array, "B V"], top_p: float | Float[Array, "B 1"]) -> Float[Array, "B 1"]:
     """Returns the smallest logit such that the tokens above it have less than `top_p` together.
 
     It bisects the range of all floats with 32 sums over the vocabulary; a sort takes more than ten times as long.

@@ -186,13 +186,18 @@ def test_a_drawn_token_falls_short_of_nothing_and_another_one_of_much(settings):
 
     def short(tokens, rounding=0.0, keys=keys, noise=0.0):
         near = logits + noise * rng.uniform(-1, 1, logits.shape).astype(np.float32)
-        own = {"vocab_size": size, "may_stop": may_stop, "rounding": jnp.float32(rounding)}
+        own = {"vocab_size": size, "may_stop": may_stop, "rounding": jnp.asarray(rounding, jnp.float32)}
         return np.asarray(shortfall(tokens, near, keys, config, **own))
 
     assert (short(drawn) <= 0).all() and (short(drawn, 0.06, noise=0.01) < 0.06).all()
     assert (short((drawn + 1) % size) > 0).mean() > 0.8  # the last token that stays may be left out
     assert np.isinf(short(jnp.full_like(drawn, 49))).all()
     assert np.isinf(short(jnp.full_like(drawn, 3))[1::2]).all()
+    # Each row by its own rounding: the largest difference between two tokens' changes.
+    changes = rng.uniform(0, 0.5, (rows, 1)) * rng.normal(size=logits.shape)
+    rounded, _ = sample(logits + changes.astype(np.float32), keys, config, vocab_size=size, may_stop=may_stop)
+    spread = jnp.asarray(np.ptp(changes, axis=1) / (config.temperature or 1), jnp.float32)
+    assert (short(rounded, spread) <= spread + 1e-4).all() and (rounded != drawn).any()
     if config.temperature > 0:
         assert (short(drawn, keys=keys[::-1]) > 0.06).mean() > 0.3
 
