@@ -2,10 +2,9 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from difflib import get_close_matches
-from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from jrlhf.config.keys import classes_of, flatten, joined, kinds_of, paths_of
 from jrlhf.config.peers import IN_OTHER_STAGES, PEERS
@@ -28,80 +27,34 @@ def suggestion(unknown: UnknownKey, root: Any, config: object) -> str:
 
     root: the class of the whole config. config: the whole config as it was given; its stages come before others.
     """
-    search = _Search(unknown, root, config)
+    search = _search(unknown, root, config)
     return next(sentence for rule in RULES if (sentence := rule(search)))
 
 
-@dataclass(frozen=True)
-class _Search:
-    """What the rules know about an unknown key."""
+class _Search(NamedTuple):
+    """What the rules know about an unknown key.
+
+    sections: the keys of the whole config. stages: those that are stages; used: those whose settings come before
+    others. top: the section of the whole config in which the key was given. everywhere: all dotted keys, without those
+    of stages that the run does not have; below: those of the key's section. written: the key, with the names of
+    sections that were given inside of it. meant, note: our key for a peer's with a note about its value, the key itself
+    if it is no peer's, or "" and a sentence.
+    """
 
     unknown: UnknownKey
-    root: Any
-    config: object
-
-    @property
-    def key(self) -> str:
-        return self.unknown.key
-
-    @cached_property
-    def kinds(self) -> Mapping[str, Any]:
-        """The keys of the section."""
-        return kinds_of(self.unknown.cls)
-
-    @cached_property
-    def stages(self) -> set[str]:
-        return {name for item in fields(self.root) for name in item.metadata.get("table", ())}
-
-    @cached_property
-    def top(self) -> str:
-        """The section of the whole config in which the key was given."""
-        return re.split(r"[.[]", self.unknown.path)[0]
-
-    @cached_property
-    def used(self) -> set[str]:
-        """The stages whose settings come before those of others."""
-        return {self.top} & self.stages or _stages_of(self.config, self.stages) or self.stages
-
-    @cached_property
-    def everywhere(self) -> list[str]:
-        """The dotted keys of the whole config, without those of stages that the run does not have."""
-        return [inner for inner in paths_of(self.root) if _first(inner) not in self.stages - self.used]
-
-    @cached_property
-    def below(self) -> list[str]:
-        """The dotted keys of the section, those of the sections inside of it included."""
-        return self.everywhere if self.unknown.cls is self.root else paths_of(self.unknown.cls)
-
-    @cached_property
-    def written(self) -> str:
-        """The key with the names of the sections that were given inside of it."""
-        return next(iter(flatten(self.unknown.value, self.key)), self.key)
-
-    @cached_property
-    def meaning(self) -> tuple[str, str]:
-        """Our key for a peer's, and a note about its value; the key itself if it is no peer's; "" and a sentence."""
-        names = {_last(inner) for inner in self.everywhere if _first(inner) in self.used or not self.stages}
-        there = {*self.everywhere, *names}
-        options = _translated(self.unknown.path, self.key, self.written, self.below)
-        in_stage = not self.unknown.path or self.top in self.stages
-        if self.stages and in_stage and options[0] not in there and options[0] in IN_OTHER_STAGES:
-            options.append(IN_OTHER_STAGES[options[0]])
-        for option in options:
-            name, _, note = option.partition(", ")
-            if " " in name:
-                return "", option
-            if name in there:
-                return name, note
-        return self.key, ""
-
-    @property
-    def meant(self) -> str:
-        return self.meaning[0]
+    sections: Mapping[str, Any]
+    stages: set[str]
+    used: set[str]
+    top: str
+    everywhere: list[str]
+    below: list[str]
+    written: str
+    meant: str
+    note: str
 
     @property
     def is_itself(self) -> bool:
-        return self.meant == self.key
+        return self.meant == self.unknown.key
 
     def first_choice(self, keys: list[str]) -> list[str]:
         """Prefers, for another name than ours, the setting of exactly this name, then those of the run's stages."""
@@ -109,56 +62,76 @@ class _Search:
         return keys if self.is_itself else [self.meant] if self.meant in keys else stages_own or keys
 
 
+def _search(unknown: UnknownKey, root: Any, config: object) -> _Search:
+    stages = {name for item in fields(root) for name in item.metadata.get("table", ())}
+    top = re.split(r"[.[]", unknown.path)[0]
+    used = {top} & stages or _stages_of(config, stages) or stages
+    everywhere = [inner for inner in paths_of(root) if _first(inner) not in stages - used]
+    below = everywhere if unknown.cls is root else paths_of(unknown.cls)
+    written = next(iter(flatten(unknown.value, unknown.key)), unknown.key)
+    there = {*everywhere, *(_last(inner) for inner in everywhere if _first(inner) in used or not stages)}
+    options, (meant, note) = _translated(unknown.path, unknown.key, written, below), (unknown.key, "")
+    in_stage = stages and (not unknown.path or top in stages)
+    if in_stage and options[0] not in there and options[0] in IN_OTHER_STAGES:
+        options.append(IN_OTHER_STAGES[options[0]])
+    for option in options:
+        name, _, about = option.partition(", ")
+        if " " in name or name in there:
+            meant, note = ("", option) if " " in name else (name, about)
+            break
+    return _Search(unknown, kinds_of(root), stages, used, top, everywhere, below, written, meant, note)
+
+
 def _derived(search: _Search) -> str:
     """The run itself sets this field from another setting."""
-    sources = {item.name: item.metadata["from"] for item in fields(search.unknown.cls) if "from" in item.metadata}
-    return f"the run's {sources[search.key]} is used, set that" if sources.get(search.key) else ""
+    unknown = search.unknown
+    sources = {item.name: item.metadata["from"] for item in fields(unknown.cls) if "from" in item.metadata}
+    return f"the run's {sources[unknown.key]} is used, set that" if sources.get(unknown.key) else ""
 
 
 def _explained(search: _Search) -> str:
     """A peer's setting has no key here, but a sentence."""
-    meant, sentence = search.meaning
-    return "" if meant else sentence
+    return "" if search.meant else search.note
 
 
 def _in_section(search: _Search) -> str:
     """The section has a key like this one, or a setting of this name further below."""
-    key, kinds, written = search.key, search.kinds, search.written
+    key, kinds, written = search.unknown.key, kinds_of(search.unknown.cls), search.written
     same = get_close_matches(key, kinds, n=1, cutoff=0.9)
     same = same or [inner for inner in search.below if "." in written and inner.endswith(f".{written}")]
     same = same or [last for last in [_last(written)] if search.top in search.stages and last != key and last in kinds]
     same = same or search.first_choice([inner for inner in search.below if search.meant in (inner, _last(inner))])
-    return _did_you_mean((joined(search.unknown.path, inner) for inner in same), search.meaning[1]) if same else ""
+    return _did_you_mean((joined(search.unknown.path, inner) for inner in same), search.note) if same else ""
 
 
 def _at_the_top(search: _Search) -> str:
-    at_the_top = search.unknown.path and search.is_itself and search.key in kinds_of(search.root)
-    return f"did you mean {search.key}, at the top level?" if at_the_top else ""
+    key = search.unknown.key
+    at_the_top = search.unknown.path and search.is_itself and key in search.sections
+    return f"did you mean {key}, at the top level?" if at_the_top else ""
 
 
 def _of_other_stages(search: _Search) -> str:
-    sections = kinds_of(search.root)
     apart = joined(search.unknown.path, search.written).removeprefix(f"{search.top}.")
-    others = [stage for stage in sections if stage in search.stages - search.used]
-    owners = [stage for stage in others if apart in paths_of(sections[stage])]
-    is_stage = search.top in search.stages and search.is_itself
-    return f"it is a setting of {', '.join(owners)} only" if is_stage and owners else ""
+    others = [stage for stage in search.sections if stage in search.stages - search.used]
+    owners = [stage for stage in others if apart in paths_of(search.sections[stage])]
+    in_stage = search.top in search.stages and search.is_itself
+    return f"it is a setting of {', '.join(owners)} only" if in_stage and owners else ""
 
 
 def _elsewhere(search: _Search) -> str:
     """Another section has a setting of this name."""
-    (meant, note), everywhere, written = search.meaning, search.everywhere, _last(search.written)
+    meant, everywhere, written = search.meant, search.everywhere, _last(search.written)
     keys = [meant] if meant in everywhere else [inner for inner in everywhere if _last(inner) == meant]
-    if not keys and search.is_itself and search.key != written:  # an unknown section with a setting that is known
+    if not keys and search.is_itself and meant != written:  # an unknown section with a setting that is known
         keys = [inner for inner in everywhere if _last(inner) == written]
     keys = search.first_choice(keys)
     if 0 < len(keys) <= 4:
-        return _did_you_mean(keys, note)
-    return _did_you_mean([meant], note) if keys and not search.is_itself else ""
+        return _did_you_mean(keys, search.note)
+    return _did_you_mean([meant], search.note) if keys and not search.is_itself else ""
 
 
 def _of_no_stage(search: _Search) -> str:
-    of_a_peer = search.is_itself and {_last(search.written), search.key} & PEERS.keys()
+    of_a_peer = search.is_itself and {_last(search.written), search.unknown.key} & PEERS.keys()
     return "no stage of this run has such a setting, leave it out" if of_a_peer else ""
 
 
@@ -170,7 +143,7 @@ def _stages_of(config: object, stages: set[str]) -> set[str]:
 
 def _alike(search: _Search) -> str:
     """Suggests a similar key of the section, or a similar one further below; else lists the section's keys."""
-    unknown, below, kinds = search.unknown, search.below, search.kinds
+    unknown, below, kinds = search.unknown, search.below, kinds_of(search.unknown.cls)
     names = [name for name in kinds if name not in search.stages - search.used]
     key, is_section = unknown.key, isinstance(unknown.value, Mapping)
     similar = get_close_matches(key, [name for name in names if classes_of(kinds[name]) or not is_section], 1, _ALIKE)

@@ -9,6 +9,7 @@ import json
 import sys
 import tempfile
 import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,6 +20,7 @@ from jrlhf import train
 from jrlhf.stages import loop
 
 ROOT = Path(__file__).resolve().parents[2]
+CORE = "jrlhf/", "kernels/", "meshes/", "models/", "ppo/"
 ALWAYS = ("jrlhf/training.py", "jrlhf/stages/loop.py")  # the frame around the iteration counts in full
 # Services that a reader of the algorithm skips: a run's files and console, settings, errors.
 OUTSIDE = ("jrlhf/run/", "jrlhf/config/", "jrlhf/errors.py")
@@ -29,43 +31,59 @@ SETTINGS = (
 ).split()
 
 
-def record() -> dict[str, tuple[int, int]]:
-    """Core file -> (its lines, the lines of its functions that run), for all files on the path of the iteration."""
+Watcher = Callable[[FrameType, str, Any], None]  # gets the interpreter's events, as `sys.setprofile` passes them
+
+
+def train_watched(watchers: Mapping[int, Watcher], settings: Sequence[str] = ()) -> None:
+    """Trains GRPO on one device, and passes the events of these iterations, in all threads, to their watchers.
+
+    All compiled programs are dropped before the first of them, so that tracing counts, too. settings: come last.
+    """
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
-    functions = dict[str, set[int]]()  # file -> the first lines of its functions that run
-    recording = threading.Event()
+    original, present = loop.traced, list[Watcher]()
 
-    def tracer(frame: FrameType, event: str, argument: Any) -> None:
-        if recording.is_set() and frame.f_code.co_name != "<module>":
-            functions.setdefault(frame.f_code.co_filename, set()).add(frame.f_code.co_firstlineno)
-
-    original = loop.traced
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        for watcher in present:
+            watcher(frame, event, argument)
 
     def traced(config: Any, path: Any, name: str, step: int, advance: Any) -> Any:
-        if name == "grpo" and step == 3:
+        if name != "grpo" or step not in watchers:
+            return original(config, path, name, step, advance)
+        if step == min(watchers):
             jax.clear_caches()
-            recording.set()
-            sys.setprofile(tracer)
+        present.append(watchers[step])
+        sys.setprofile(profile)
         try:
             return original(config, path, name, step, advance)
         finally:
             sys.setprofile(None)
-            recording.clear()
+            present.clear()
 
     loop.traced = traced
-    with tempfile.TemporaryDirectory() as directory:
-        threading.setprofile(tracer)  # of threads that start before the iteration, too
-        try:
-            code = train.cli(["--config", "arithmetic-grpo", f"run_dir={directory}", *SETTINGS])
-        finally:
-            threading.setprofile(None)  # type: ignore[arg-type]
+    threading.setprofile(profile)  # of threads that start before the iteration, too
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            code = train.cli(["--config", "arithmetic-grpo", f"run_dir={directory}", *SETTINGS, *settings])
+    finally:
+        loop.traced = original
+        threading.setprofile(None)  # type: ignore[arg-type]
     assert code == 0, f"the training ended with {code}"
+
+
+def record() -> dict[str, tuple[int, int]]:
+    """Core file -> (its lines, the lines of its functions that run), for all files on the path of the iteration."""
+    functions = dict[str, set[int]]()  # file -> the first lines of its functions that run
+
+    def watch(frame: FrameType, event: str, argument: Any) -> None:
+        if frame.f_code.co_name != "<module>":
+            functions.setdefault(frame.f_code.co_filename, set()).add(frame.f_code.co_firstlineno)
+
+    train_watched({3: watch})
     ran = {Path(file).resolve(): lines for file, lines in functions.items()}
     paths = {str(path.relative_to(ROOT)): lines for path, lines in ran.items() if path.is_relative_to(ROOT)}
     paths = dict.fromkeys(ALWAYS, set[int]()) | paths
-    core = tuple(f"{folder}/" for folder in ("jrlhf", "models", "ppo", "kernels", "meshes"))
-    names = sorted(name for name in paths if name.startswith(core) and not name.startswith(OUTSIDE))
+    names = sorted(name for name in paths if name.startswith(CORE) and not name.startswith(OUTSIDE))
     return {name: _lines((ROOT / name).read_text(), paths[name]) for name in names}
 
 

@@ -184,7 +184,7 @@ def test_a_drawn_token_falls_short_of_nothing_and_another_one_of_much(settings):
     keys, may_stop = jax.random.split(jax.random.key(1), rows), jnp.arange(rows) % 2 == 0
     drawn, _ = sample(logits, keys, config, vocab_size=size, may_stop=may_stop)
 
-    def short(tokens, rounding=0.0, keys=keys, noise=0.0):
+    def short(tokens, rounding: Any = 0.0, keys=keys, noise=0.0):
         near = logits + noise * rng.uniform(-1, 1, logits.shape).astype(np.float32)
         own = {"vocab_size": size, "may_stop": may_stop, "rounding": jnp.asarray(rounding, jnp.float32)}
         return np.asarray(shortfall(tokens, near, keys, config, **own))
