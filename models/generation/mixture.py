@@ -20,13 +20,13 @@ from jrlhf.models.attention import attention, layer_rotations, of_layer
 from jrlhf.models.collectives import TENSOR
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.forward import ShardedForward
-from jrlhf.models.generation.sampling import SamplingConfig, shortfall
+from jrlhf.models.generation.sampling import SamplingConfig, shortfall, spread
 from jrlhf.models.lora import lora_shardings, with_adapter
 from jrlhf.models.modules import NO_ADAPTERS, Block, Norm, dequantised
 from jrlhf.models.options import ForwardOptions
 from jrlhf.models.params import Params, layer_axes, spec_tree
 
-ROUNDING = 2.0  # so many times as much as one pass of the compute dtype another one may round
+ROUNDING = 2.0  # so many times as much as the scoring pass another program of the compute dtype may round
 CACHES = P(GENERATE.batch, None, TENSOR)  # rows are divided over the groups, heads over the devices of a group
 
 Caches = Sequence[tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]]  # each layer's rotated keys, and values
@@ -60,8 +60,9 @@ def make_mixture(
     caches: keys and values of the positions before `since`; other positions are not read. The returned caches have
         those of all positions, for the next version. None if all `since` are 0.
     by_head: computes attention for one row and key-value head at a time, so only one set of scores is in memory.
-    sampling: how the tokens were drawn. With it, `redrawn` [B, K] is True where the token drawn again differs from the
-        token by more than rounding; without it, `redrawn` are the logits [B, K, V] of this pass. None without redraws.
+    sampling: how the tokens were drawn. With it, `redrawn` [B, K] is True where the score of the token falls short of
+        that of the token drawn again by more than rounding; without it, `redrawn` are the logits [B, K, V] of this
+        pass. None without redraws.
     """
     forward, lora = ShardedForward(config, mesh, GENERATE, "lm", options), options.lora
     rows, adapted = GENERATE.batch_spec(), {}
@@ -132,35 +133,31 @@ def _differ(
     tokens: Int[Array, "b T"],
     redraws: Redraws,
 ) -> Bool[Array, "b K"]:
-    """Whether the token drawn again from these logits differs from the token by more than rounding (`shortfall`).
+    """Whether the token's score falls short of that of the token drawn again by more than rounding (`shortfall`).
 
     Rounding is measured at the place itself: log-probabilities of likely tokens tell little of it, because they hardly
-    change when the logits do.
+    change when the logits do. It is added to `redraws.rounding` instead of the larger one taken, because a false alarm
+    ends a run, and a fault that is missed at one token shows at another.
     """
-    rounding = jnp.broadcast_to(redraws.rounding, redraws.at.shape)
+    passes = logits[None] if redraws.rounded is None else jnp.stack([logits, redraws.rounded])
+    passes = lax.all_gather(passes, TENSOR, axis=-1, tiled=True)
+    passes = passes.reshape(len(passes), -1, passes.shape[-1])
+    rounding = jnp.broadcast_to(redraws.rounding, passes.shape[1])
     if redraws.rounded is not None:
-        rounding += ROUNDING * _spread(config, (redraws.rounded - logits) / (sampling.temperature or 1.0))
-    logits = lax.all_gather(logits.reshape(-1, logits.shape[-1]), TENSOR, axis=1, tiled=True)
+        rounding += ROUNDING * spread(*passes, sampling, vocab_size=config.vocab_size)
     keys = jax.vmap(lambda key, at: jax.vmap(partial(jax.random.fold_in, jax.random.wrap_key_data(key)))(at))
     short = shortfall(
         tokens[jnp.arange(tokens.shape[0])[:, None], redraws.at].reshape(-1),
-        logits,
+        passes[0],
         keys(redraws.keys, redraws.at).reshape(-1),
         sampling,
         vocab_size=config.vocab_size,
         may_stop=(redraws.at - redraws.prompt_lengths[:, None] >= sampling.min_new_tokens).reshape(-1),
-        rounding=rounding.reshape(-1),
+        rounding=rounding,
     )
-    excess = short.reshape(rounding.shape) - rounding
-    return lax.pmax(excess, TENSOR) > 0  # all have the same
-
-
-def _spread(config: ModelConfig, changes: Float[Array, "b K v"]) -> Float[Array, "b K"]:
-    """The largest difference of two tokens' changes. What all tokens share changes no draw."""
-    first = lax.axis_index(TENSOR) * changes.shape[-1]
-    token = first + jnp.arange(changes.shape[-1])[None, None, :] < config.vocab_size
-    most = lax.pmax(jnp.max(jnp.where(token, changes, -jnp.inf), axis=-1), TENSOR)
-    return most + lax.pmax(jnp.max(jnp.where(token, -changes, -jnp.inf), axis=-1), TENSOR)
+    # The bound is finite, because an infinite shortfall is that of a token that must not be drawn.
+    differs = ~(short <= jnp.minimum(rounding, jnp.finfo(jnp.float32).max))
+    return lax.pmax(differs.reshape(redraws.at.shape).astype(jnp.int32), TENSOR) > 0  # all have the same
 
 
 def _by_head(

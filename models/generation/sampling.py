@@ -12,6 +12,7 @@ from jrlhf.models.generation.truncation import least_kept, restrict
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
+HOPELESS = 30.0  # nats below the most likely token; two of float32's Gumbel numbers differ by at most 20.5
 
 
 @dataclass(frozen=True)
@@ -113,10 +114,10 @@ def shortfall(
 ) -> Float[Array, "B"]:
     """Returns how much lower the score (logit plus noise) of a drawn token is than that of `sample`'s token, in nats.
 
-    It is at most `rounding` if `sample` drew the token from logits that, divided by the temperature, differ by at most
-    half of `rounding`, and infinite if the token must not be drawn. If `top_k` or `top_p` leaves the token out for all
-    such logits, it is more than `rounding`. Tokens that only some of them keep are no better ones. The other arguments
-    are those of `sample`.
+    It is at most `rounding` if `sample` drew the token from logits that, divided by the temperature and up to a number
+    that all tokens share, differ by at most half of `rounding`, and infinite if the token must not be drawn. If `top_k`
+    or `top_p` leaves the token out for all such logits, it is more than `rounding`. Tokens that only some of them keep
+    are no better ones. The other arguments are those of `sample`.
     """
     _, possible = _possible(logits, config, vocab_size, may_stop)
     noise = gumbel(keys, logits.shape[-1]) if config.temperature > 0 else jnp.zeros_like(logits)
@@ -131,6 +132,21 @@ def shortfall(
             missing = jnp.maximum(missing, most[:, 0] - own)
     best = jnp.max(sure + noise, axis=-1)  # -inf if no token is kept in any case
     return jnp.maximum(jnp.where(jnp.isneginf(best), best, best - score), missing)
+
+
+def spread(
+    logits: Float[Array, "B V"], others: Float[Array, "B V"], config: SamplingConfig, *, vocab_size: int
+) -> Float[Array, "B"]:
+    """Returns the largest difference of two tokens' changes from `logits` to `others`, at the temperature, in nats.
+
+    What all tokens share changes no draw. Tokens that neither of the logits lets be drawn do not count: those that must
+    not be, and those `HOPELESS` nats below the most likely one.
+    """
+    everywhere = jnp.ones(len(logits), bool)
+    (before, allowed), (after, also) = (_possible(x, config, vocab_size, everywhere) for x in (logits, others))
+    near = jnp.logical_or(*(x > jnp.max(x, axis=-1, keepdims=True) - HOPELESS for x in (allowed, also)))
+    most, least = jnp.where(near, after - before, -jnp.inf), jnp.where(near, after - before, jnp.inf)
+    return jnp.max(most, axis=-1) - jnp.min(least, axis=-1)
 
 
 def _possible(

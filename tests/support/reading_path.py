@@ -37,7 +37,10 @@ Watcher = Callable[[FrameType, str, Any], None]  # gets the interpreter's events
 def train_watched(watchers: Mapping[int, Watcher], settings: Sequence[str] = ()) -> None:
     """Trains GRPO on one device, and passes the events of these iterations, in all threads, to their watchers.
 
-    All compiled programs are dropped before the first of them, so that tracing counts, too. settings: come last.
+    All compiled programs are dropped before the first of them, so that tracing counts, too.
+
+    watchers: number of an iteration -> what gets its events.
+    settings: come last.
     """
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)

@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jrlhf.errors import RunFailure
 from jrlhf.fleet.recompute import NONE, Compared
 from jrlhf.meshes import GENERATE, to_devices
 from jrlhf.models import ForwardOptions
-from jrlhf.models.generation.mixture import make_mixture
+from jrlhf.models.generation.mixture import Redraws, make_mixture
+from jrlhf.models.generation.sampling import SamplingConfig, sample
 from jrlhf.models.lora import LoRAConfig
 from tests.jrlhf.fleet.faulty import (
     ADAPTERS,
@@ -228,6 +230,41 @@ def test_heads_that_attend_one_after_the_other_give_the_same():
         mixtures = [make_mixture(CONFIG, own.mesh, ForwardOptions(dtype=FLOAT), by_head=by) for by in (False, True)]
         at_once, one_by_one = (jax.jit(mixture)(*own.version(0), *on_mesh, None)[0] for mixture in mixtures)
     np.testing.assert_allclose(one_by_one, at_once, atol=1e-5)
+
+
+def test_tokens_that_are_drawn_again_may_differ_by_rounding_at_their_place():
+    """On a divided vocabulary. No rounding excuses a token that must not be drawn."""
+    own, sampling = setting((1, 1, 2), FLOAT, "keep_cache"), SamplingConfig(8, temperature=0.7, token_limit=20)
+    rng, rows, length, at = np.random.default_rng(0), 40, 6, np.tile(np.arange(2, 6, dtype=np.int32), (40, 1))
+    tokens, starts = rng.integers(0, 20, (rows, length)).astype(np.int32), np.zeros(rows, np.int32)
+    keys = jax.random.split(jax.random.key(3), rows)
+    mixtures = [make_mixture(CONFIG, own.mesh, ForwardOptions(dtype=FLOAT), sampling=one) for one in (None, sampling)]
+    at_place, differ = map(jax.jit, mixtures)
+
+    def redrawn(mixture, rounded=None):
+        host = tokens, starts, np.asarray(jax.random.key_data(keys)), np.full(rows, 2, np.int32), at
+        *on_mesh, keys_, lengths, places = to_devices(host, NamedSharding(own.mesh, GENERATE.batch_spec()))
+        nothing = to_devices(np.float32(0), NamedSharding(own.mesh, P()))
+        redraws = Redraws(keys_, lengths, places, nothing, rounded)
+        return mixture(*own.version(0), *on_mesh, None, redraws)[2]
+
+    with jax.set_mesh(own.mesh):
+        logits = redrawn(at_place)  # those at the last place depend on no token that is drawn there
+        changed = np.asarray(logits) + rng.normal(size=logits.shape).astype(np.float32)
+        last = jax.vmap(jax.random.fold_in)(keys, at[:, -1])
+        may_stop = {"vocab_size": CONFIG.vocab_size, "may_stop": np.ones(rows, bool)}
+        drawn, tokens[:, -1] = (
+            np.asarray(sample(jnp.asarray(np.asarray(x)[:, -1]), last, sampling, **may_stop)[0])
+            for x in (logits, changed)
+        )
+        assert 5 < (drawn != tokens[:, -1]).sum() < 35
+        unbounded = np.where(np.arange(logits.shape[-1]) == 0, np.inf, changed)
+        tokens[-1, -1] = 20  # must not be drawn
+        exact, rounded, infinite = (
+            np.asarray(redrawn(differ, jax.device_put(x, logits.sharding)))[:, -1] for x in (logits, changed, unbounded)
+        )
+    np.testing.assert_array_equal(exact, drawn != tokens[:, -1])
+    assert not rounded[:-1].any() and rounded[-1] and infinite[-1]
 
 
 def test_what_is_not_finite_in_the_trainers_own_passes_is_no_workers_fault(monkeypatch):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jrlhf.models import SamplingConfig
-from jrlhf.models.generation.sampling import gumbel, largest, sample, shortfall
+from jrlhf.models.generation.sampling import HOPELESS, gumbel, largest, sample, shortfall, spread
 from jrlhf.models.generation.truncation import restrict
 
 V = 12
@@ -200,6 +200,20 @@ def test_a_drawn_token_falls_short_of_nothing_and_another_one_of_much(settings):
     assert (short(rounded, spread) <= spread + 1e-4).all() and (rounded != drawn).any()
     if config.temperature > 0:
         assert (short(drawn, keys=keys[::-1]) > 0.06).mean() > 0.3
+
+
+@pytest.mark.parametrize("temperature", [0.5, 0.0])
+def test_changes_of_what_may_be_drawn_spread(temperature):
+    """Not those of padding, of ids without a token, nor of what is hopeless in both logits."""
+    config = SamplingConfig(4, temperature=temperature, token_limit=40)
+    rng, scale = np.random.default_rng(0), temperature or 1
+    logits, changes = (rng.normal(size=(30, 60)).astype(np.float32) for _ in range(2))
+    changes[:, 40:] *= 100
+    logits[:, 0], changes[:, 0] = -1000, -100  # hopeless in both
+    logits[:10, 1], changes[:10, 1] = -50, 48 + changes[:10, 1]  # in one of them only
+    assert (50 - 2 - 4) / scale > HOPELESS
+    result = spread(jnp.asarray(logits), jnp.asarray(logits + changes), config, vocab_size=50)
+    np.testing.assert_allclose(result, np.ptp(changes[:, 1:40], axis=1) / scale, rtol=1e-4)
 
 
 @pytest.mark.parametrize("settings", [{"top_p": 0.9}, {"top_k": 3, "top_p": 0.9184}])
