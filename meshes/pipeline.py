@@ -100,6 +100,21 @@ class Table:
         return orders
 
 
+@dataclass(frozen=True)
+class FusedUpdates:
+    """The table of a plan's fused updates. pipelines: name of a call -> numbers of its pipelines in the table."""
+
+    table: Table
+    pipelines: Mapping[str, range]
+
+    def to_json(self) -> str:
+        """Returns the table as a run stores it for its report."""
+        table, pipelines = self.table, {name: [*numbers] for name, numbers in self.pipelines.items()}
+        devices = [pipeline.devices for pipeline in table.pipelines]
+        operations = [(tick, *step) for tick, step in table.operations]
+        return json.dumps({"pipelines": pipelines, "devices": devices, "operations": operations}) + "\n"
+
+
 def arrange(pipelines: Sequence[Pipeline], orders: Sequence[Sequence[PipelineStep]]) -> Table:
     """Returns the table in which every device computes its steps in the given order, each at the first possible tick.
 
@@ -385,18 +400,3 @@ def _times(
         step = orders[devices[0]][heads[devices[0]]]
         raise ValueError(f"the devices wait for each other: device {devices[0]} for the {need}, before the {step}")
     return times
-
-
-@dataclass(frozen=True)
-class FusedUpdates:
-    """The table of a plan's fused updates. pipelines: name of a call -> numbers of its pipelines in the table."""
-
-    table: Table
-    pipelines: Mapping[str, range]
-
-    def to_json(self) -> str:
-        """Returns the table as a run stores it for its report."""
-        table, pipelines = self.table, {name: [*numbers] for name, numbers in self.pipelines.items()}
-        devices = [pipeline.devices for pipeline in table.pipelines]
-        operations = [(tick, *step) for tick, step in table.operations]
-        return json.dumps({"pipelines": pipelines, "devices": devices, "operations": operations}) + "\n"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -57,22 +57,61 @@ def reshard(
     does not divide as its sharding says, or if an array that is to be freed is in the tree twice; TypeError if a leaf
     is on no device or traced. In a jitted function use `jax.device_put`.
     """
-    moves, treedef = pair(tree, shardings)
+    arrays, source = jax.tree.flatten(tree)
+    described = jax.tree.map_with_path(_described, tree)
+    if isinstance(shardings, Sharding):
+        shardings = jax.tree.map(lambda _, one=shardings: one, described)
+    targets, destination = jax.tree.flatten(shardings)
     if donate:
-        _check_distinct(moves)
-    results: list[jax.Array | None] = [None] * treedef.num_leaves
+        _check_distinct(tree)
+    results: list[jax.Array | None] = [None] * len(targets)
+    layouts = tuple(jax.tree.leaves(described)), source, tuple(targets), destination
     with host_transfers_refused():
-        for group in _groups(moves, dtype, group_bytes):
-            route = _within if _one_device_set(group) else _across
-            for move, arrays in zip(group, route(group, dtype, donate), strict=True):
-                for slot, array in zip(move.slots, arrays, strict=True):
-                    results[slot] = array
-                is_last = move.indices is None or move.indices.stop == move.source.shape[0]  # piece of its array
-                if donate and is_last:
-                    # Explicitly, because jit's donation does not free an array whose memory no result can reuse.
-                    assert isinstance(move.source, jax.Array)
-                    move.source.delete()
-    return treedef.unflatten(results)
+        for step in _steps(*layouts, dtype, donate, group_bytes):
+            for slot, array in zip(step.slots, step.run([arrays[leaf] for leaf in step.leaves]), strict=True):
+                results[slot] = array
+            for leaf in step.freed:
+                # Explicitly, because jit's donation does not free an array whose memory no result can reuse.
+                arrays[leaf].delete()
+    return destination.unflatten(results)
+
+
+class GroupMove(NamedTuple):
+    """The move of one group of arrays.
+
+    run: the arrays -> their results, flat.
+    leaves: positions of the arrays among the leaves of the tree.
+    slots: positions of the results among the leaves of the destination.
+    freed: positions of the arrays of which no part is left to be moved, if they are donated.
+    """
+
+    run: Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
+    leaves: tuple[int, ...]
+    slots: tuple[int, ...]
+    freed: tuple[int, ...]
+
+
+# A switch is planned once: its plan depends on layouts only, and a run makes the same switch in every iteration.
+@lru_cache(maxsize=1024)
+def _steps(
+    arrays: tuple[jax.ShapeDtypeStruct, ...],
+    source: Any,
+    targets: tuple[NamedSharding, ...],
+    destination: Any,
+    dtype: DTypeLike | None,
+    donate: bool,
+    group_bytes: int,
+) -> tuple[GroupMove, ...]:
+    """The steps of a `reshard`. source, destination: the structures of the arrays and of the targets."""
+    moves, _ = pair(source.unflatten(arrays), destination.unflatten(targets))
+    steps = []
+    for group in _groups(moves, dtype, group_bytes):
+        route = _within if _one_device_set(group) else _across
+        slots = tuple(slot for move in group for slot in move.slots)
+        last = [move for move in group if move.indices is None or move.indices.stop == move.source.shape[0]]
+        freed = tuple(move.leaf for move in last) if donate else ()
+        steps.append(GroupMove(route(group, dtype, donate), tuple(move.leaf for move in group), slots, freed))
+    return tuple(steps)
 
 
 # ---- which array goes to which sharding
@@ -83,19 +122,21 @@ class Move:
     """The move of one array: to one sharding or, unstacked along axis 0, to one sharding for each index of that axis.
 
     name: path of the array, for errors.
+    leaf: position of the array among the leaves of its tree.
     indices: the indices of axis 0 that the targets are for; None: the array is not unstacked.
     slots: positions of the results among the leaves of the destination.
     """
 
     name: str
-    source: jax.Array | jax.ShapeDtypeStruct
+    leaf: int
+    source: jax.ShapeDtypeStruct
     targets: tuple[NamedSharding, ...]
     indices: range | None
     slots: tuple[int, ...]
 
     @property
     def source_sharding(self) -> Sharding:
-        assert self.source.sharding is not None, "pair admits no other"
+        assert self.source.sharding is not None, "`_described` admits no other"
         return self.source.sharding
 
     @property
@@ -122,7 +163,7 @@ def pair(tree: Any, shardings: Any) -> tuple[list[Move], Any]:
     """One `Move` for each array of `tree`, and the structure of the results, which is that of `shardings`."""
     if isinstance(shardings, Sharding):
         shardings = jax.tree.map(lambda _, one=shardings: one, tree)
-    sources = dict(jax.tree.leaves_with_path(tree))
+    sources = {path: _described(path, source) for path, source in jax.tree.leaves_with_path(tree)}
     targets, treedef = jax.tree.flatten_with_path(shardings)
     for path, target in targets:
         if not isinstance(target, NamedSharding):
@@ -132,7 +173,7 @@ def pair(tree: Any, shardings: Any) -> tuple[list[Move], Any]:
         origin, index = _origin(path, sources)
         routes[origin][index] = slot
     flat = [target for _, target in targets]
-    return [_move(_place(path, "array"), source, routes[path], flat) for path, source in sources.items()], treedef
+    return [_move(path, i, source, routes[path], flat) for i, (path, source) in enumerate(sources.items())], treedef
 
 
 def _place(path: KeyPath, kind: str) -> str:
@@ -150,11 +191,25 @@ def _origin(path: KeyPath, sources: dict[KeyPath, Any]) -> tuple[KeyPath, int | 
     raise ValueError(f"{_place(path, 'sharding')} has no array: shardings must mirror the tree")
 
 
-def _move(name: str, source: Any, route: dict[int | None, int], targets: list[NamedSharding]) -> Move:
+def _described(path: KeyPath, source: Any) -> jax.ShapeDtypeStruct:
+    """What a plan depends on. Raises TypeError for what is no array with a place."""
     if isinstance(source, Tracer):
-        raise TypeError(f"{name} is traced: reshard works on arrays; in a jitted function use jax.device_put")
-    if getattr(source, "sharding", None) is None:
-        raise TypeError(f"{name} is a {type(source).__name__} on no device: place it by jax.device_put first")
+        what = "traced: reshard works on arrays; in a jitted function use jax.device_put"
+    elif getattr(source, "sharding", None) is None:
+        what = f"a {type(source).__name__} on no device: place it by jax.device_put first"
+    else:
+        return jax.ShapeDtypeStruct(source.shape, source.dtype, sharding=source.sharding)
+    raise TypeError(f"{_place(path, 'array')} is {what}")
+
+
+def _move(
+    path: KeyPath,
+    leaf: int,
+    source: jax.ShapeDtypeStruct,
+    route: dict[int | None, int],
+    targets: list[NamedSharding],
+) -> Move:
+    name = _place(path, "array")
     if not route:
         raise ValueError(f"{name} has no sharding: shardings must mirror the tree")
     indices = None if None in route or not source.shape else range(source.shape[0])
@@ -162,7 +217,7 @@ def _move(name: str, source: Any, route: dict[int | None, int], targets: list[Na
     if route.keys() != set(order):
         raise ValueError(f"{name}, shape {source.shape}, is unstacked into {len(route)} shardings")
     slots = tuple(route[index] for index in order)
-    move = Move(name, source, tuple(targets[slot] for slot in slots), indices, slots)
+    move = Move(name, leaf, source, tuple(targets[slot] for slot in slots), indices, slots)
     for target in set(move.targets):
         try:
             target.shard_shape(move.shape)
@@ -172,11 +227,12 @@ def _move(name: str, source: Any, route: dict[int | None, int], targets: list[Na
     return move
 
 
-def _check_distinct(moves: Sequence[Move]) -> None:
-    names: dict[int, str] = {}
-    for move in moves:
-        if (other := names.setdefault(id(move.source), move.name)) != move.name:
-            raise ValueError(f"{move.name} is also {other}: donate=True would free it twice, give one a copy")
+def _check_distinct(tree: Any) -> None:
+    paths: dict[int, KeyPath] = {}
+    for path, array in jax.tree.leaves_with_path(tree):
+        if (other := paths.setdefault(id(array), path)) != path:
+            name, twin = _place(path, "array"), _place(other, "array")
+            raise ValueError(f"{name} is also {twin}: donate=True would free it twice, give one a copy")
 
 
 # ---- groups of moves
@@ -232,9 +288,14 @@ def _one_device_set(group: Sequence[Move]) -> bool:
 # ---- on one set of devices: one program a group
 
 
-def _within(group: Sequence[Move], dtype: DTypeLike | None, donate: bool) -> list[tuple[jax.Array, ...]]:
-    with jax.set_mesh(_mesh(group[0])):
-        return _program_of(group, dtype, donate)(*(move.source for move in group))
+def _within(group: Sequence[Move], dtype: DTypeLike | None, donate: bool) -> Callable[..., list[jax.Array]]:
+    program, mesh = _program_of(group, dtype, donate), _mesh(group[0])
+
+    def run(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        with jax.set_mesh(mesh):
+            return jax.tree.leaves(program(*arrays))
+
+    return run
 
 
 def _program_of(group: Sequence[Move], dtype: DTypeLike | None, donate: bool) -> Any:
@@ -318,19 +379,21 @@ def _mesh(move: Move) -> Mesh:
 # ---- to other devices: partition at the source, copy, slice at the destination
 
 
-def _across(group: Sequence[Move], dtype: DTypeLike | None, donate: bool) -> list[tuple[jax.Array, ...]]:
-    staged, landings = _within(_staged(group), dtype, donate), [_landings(move) for move in group]
-    arrays, treedef = jax.tree.flatten(staged)
-    landed = treedef.unflatten(copied(arrays, treedef.flatten_up_to(landings)))
-    return [tuple(map(_slice, arrays, move.targets)) for move, arrays in zip(group, landed, strict=True)]
+def _across(group: Sequence[Move], dtype: DTypeLike | None, donate: bool) -> Callable[..., list[jax.Array]]:
+    stage = _within([replace(move, targets=_stages(move)) for move in group], dtype, donate)
+    landings = [landing for move in group for landing in _landings(move)]
+    pairs = [(move, target) for move in group for target in move.targets]
+    slices = [_slice(move, dtype, landing, target) for (move, target), landing in zip(pairs, landings, strict=True)]
 
+    def run(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        landed = copied(stage(arrays), landings)
+        return [x if cut is None else cut([x])[0] for x, cut in zip(landed, slices, strict=True)]
 
-def _staged(group: Sequence[Move]) -> list[Move]:
-    """The part of the moves that the source's devices carry out."""
-    return [replace(move, targets=_stages(move)) for move in group]
+    return run
 
 
 def _stages(move: Move) -> tuple[NamedSharding, ...]:
+    """The targets of the part of a move that the source's devices carry out."""
     source, rank = move.source_sharding, len(move.shape)
     if isinstance(source, NamedSharding) and move.indices is not None:
         source = NamedSharding(source.mesh, P(*source.spec[1:]))
@@ -345,10 +408,14 @@ def _landings(move: Move) -> tuple[NamedSharding, ...]:
     return tuple(landing_of(target, len(move.shape), len(sources)) for target in move.targets)
 
 
-def _slice(array: jax.Array, target: NamedSharding) -> jax.Array:
-    if array.sharding == target:
-        return array
-    return _within([Move("", array, (target,), indices=None, slots=(0,))], None, donate=True)[0][0]
+def _slice(
+    move: Move, dtype: DTypeLike | None, landing: NamedSharding, target: NamedSharding
+) -> Callable[..., list[jax.Array]] | None:
+    """Divides an array that has landed as `target` says. None: it has landed so."""
+    if landing == target:
+        return None
+    landed = jax.ShapeDtypeStruct(move.shape, move.dtype(dtype), sharding=landing)
+    return _within([Move(move.name, 0, landed, (target,), indices=None, slots=(0,))], None, donate=True)
 
 
 @contextmanager

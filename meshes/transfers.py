@@ -1,5 +1,6 @@
 """Moves arrays between meshes, and between devices and the hosts of all processes."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -23,7 +24,7 @@ def transfer(tree: Any, mesh: Mesh) -> Any:
     returned as they are; the sources on other meshes are not freed.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    away = [index for index, leaf in enumerate(leaves) if _is_away(leaf, mesh)]
+    away = _away(leaves, mesh)
     for source in dict.fromkeys(leaves[index].sharding.mesh for index in away):
         indices = [index for index in away if leaves[index].sharding.mesh == source]
         for index, moved in zip(indices, _moved([leaves[index] for index in indices], source, mesh), strict=True):
@@ -33,13 +34,12 @@ def transfer(tree: Any, mesh: Mesh) -> Any:
 
 def lies_elsewhere(tree: Any, mesh: Mesh) -> bool:
     """True if `transfer` would move anything."""
-    return any(_is_away(leaf, mesh) for leaf in jax.tree.leaves(tree))
+    return bool(_away(jax.tree.leaves(tree), mesh))
 
 
 def is_on_host(tree: Any) -> bool:
     """True if an array of the tree is in pinned host memory: see `offload.py`."""
-    arrays = (leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
-    return any(array.sharding.memory_kind == HOST for array in arrays)
+    return HOST in [leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
 
 
 def to_devices(tree: Any, shardings: Any) -> Any:
@@ -69,7 +69,9 @@ def gathered(tree: Any) -> Any:
     All processes must call this in the same order. The result may be fetched at any time and in any thread.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    remote = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array) and not _is_everywhere(leaf)]
+    remote = []
+    if jax.process_count() > 1:
+        remote = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array) and not _is_everywhere(leaf)]
     if remote:
         arrays = [leaves[index] for index in remote]
         whole = reshard(arrays, [NamedSharding(_to_all_processes(array.sharding.mesh), P()) for array in arrays])
@@ -82,8 +84,10 @@ def gathered(tree: Any) -> Any:
     return treedef.unflatten(leaves)
 
 
-def _is_away(leaf: Any, mesh: Mesh) -> bool:
-    return isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding) and leaf.sharding.mesh != mesh
+def _away(leaves: Sequence[Any], mesh: Mesh) -> list[int]:
+    """Returns the positions of the arrays on other meshes."""
+    shardings = [leaf.sharding if isinstance(leaf, jax.Array) else None for leaf in leaves]
+    return [i for i, one in enumerate(shardings) if isinstance(one, NamedSharding) and one.mesh != mesh]
 
 
 def _moved(arrays: list[jax.Array], source: Mesh, mesh: Mesh) -> list[jax.Array]:
@@ -101,7 +105,7 @@ def _moved(arrays: list[jax.Array], source: Mesh, mesh: Mesh) -> list[jax.Array]
 
 def _is_everywhere(array: jax.Array) -> bool:
     """True if every process has the whole array."""
-    if jax.process_count() == 1 or not isinstance(array.sharding, NamedSharding):
+    if not isinstance(array.sharding, NamedSharding):
         return array.is_fully_addressable or array.is_fully_replicated
     return array.is_fully_replicated and not absent_processes(array.sharding.mesh)
 

@@ -42,19 +42,6 @@ _FIRST, _LAST = ("embedding", "positions"), ("final_norm", "unembedding", "value
 
 
 @dataclass(frozen=True)
-class PipelinePlacement:
-    """The meshes of a pipeline's device groups, in the order of layers, and the mesh of all devices.
-
-    copies: the groups of the model's other pipelines, which compute other micro-batches in the same table.
-    """
-
-    groups: tuple[Mesh, ...]
-    whole: Mesh
-    schedule: ScheduleName
-    copies: tuple[tuple[Mesh, ...], ...] = ()
-
-
-@dataclass(frozen=True)
 class Stages:
     """The stages of a model.
 

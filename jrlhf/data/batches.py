@@ -71,7 +71,7 @@ def read_responses(tokenizer: Tokenizer, rollout, rows: slice | np.ndarray = sli
 
 def to_response(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int], finished: bool) -> Response:
     """Returns the tokens that were drawn after a prompt as ids and text."""
-    ids = tuple(int(token) for token in tokens)
+    ids = tuple(map(int, tokens))
     marked = None if tokenizer.marks.isdisjoint(ids) else tokenizer.continuation(prompt, ids, special=True)
     return Response(ids, tokenizer.continuation(prompt, ids), bool(finished), marked)
 

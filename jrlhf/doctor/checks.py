@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from jrlhf.doctor.places import Finding, check_hub, check_places, check_run_dir
+from jrlhf.doctor.access import Finding, check_hub, check_places, check_run_dir
 from jrlhf.errors import one_line
 from jrlhf.run.files import in_units
 

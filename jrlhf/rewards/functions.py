@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self
@@ -221,7 +221,7 @@ class FunctionReward(Closing):
             "solution_str": lambda sample: sample.response.text,
         }
         arguments = {name: [texts[name](sample) for sample in samples] for name in facts.texts}
-        present = dict.fromkeys(column for row in rows for column in row)
+        present = dict.fromkeys(chain.from_iterable(rows))
         parameters: list[str] = [*facts.columns, *self._columns]
         if facts.open_ended:
             others: Sequence[str] = ("data_source", "ground_truth", "extra_info")

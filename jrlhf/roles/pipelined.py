@@ -14,10 +14,10 @@ import jax
 from jax.sharding import Mesh
 
 from jrlhf.meshes.layout import Layout
-from jrlhf.meshes.pipeline import Table
+from jrlhf.meshes.pipeline import ScheduleName, Table
 from jrlhf.meshes.transfers import transfer
 from jrlhf.models.params import Params
-from jrlhf.models.pipeline import Gradients, PipelinePlacement, Stages, StageTask, run
+from jrlhf.models.pipeline import Gradients, Stages, StageTask, run
 from jrlhf.ppo.updates import Minibatch, Pipeline, Updates, advance_on_host, draw_on_host, run_on_host
 from jrlhf.roles.compiled import CompiledModel, Function
 from jrlhf.roles.model import Architecture, Compute
@@ -40,22 +40,21 @@ class PendingMetrics(Pending[Metrics]):
 class PipelinedModel(CompiledModel):
     """The functions that train or score with a pipelined model. They get rows on the mesh of the last stage.
 
-    Those that train are functions of the last stage.
+    Those that train are functions of the last stage. groups, schedule: as those of a `PipelinedPlacement`.
     """
 
-    pipeline: PipelinePlacement = field(kw_only=True)
+    groups: tuple[tuple[Mesh, ...], ...] = field(kw_only=True)
+    schedule: ScheduleName = field(kw_only=True)
 
     @property
     def pipelines(self) -> tuple[Stages, ...]:
         """The stages of each of the model's pipelines, for training."""
-        return tuple(
-            self._stages(groups, self.compute.train_layout) for groups in (self.pipeline.groups, *self.pipeline.copies)
-        )
+        return tuple(self._stages(groups, self.compute.train_layout) for groups in self.groups)
 
     @property
     def runs(self) -> Pipeline:
         """Runs the updates in stages. Fused updates are returned as they are: a `JointUpdate` runs them."""
-        if self.pipeline.schedule == "fused":
+        if self.schedule == "fused":
             return lambda updates: updates
         return partial(run_on_host, gradients_of=self.pipelines[0].gradients)
 
@@ -75,7 +74,7 @@ class PipelinedModel(CompiledModel):
 
     def _stages(self, groups: tuple[Mesh, ...], layout: Layout) -> Stages:
         model = self.architecture
-        return Stages(model.config, groups, model.layout(layout), self.compute.forward(model), self.pipeline.schedule)
+        return Stages(model.config, groups, model.layout(layout), self.compute.forward(model), self.schedule)
 
     def _make(self, make: Function, layout: Layout, **keywords: Any) -> Function:
         model = self.architecture
@@ -83,7 +82,7 @@ class PipelinedModel(CompiledModel):
         return make(config, mesh, model.layout(layout), self.compute.forward(model), **keywords)
 
     def _scoring(self, function: Function, *, arrays: int = 0, reads_lengths: bool = False) -> Function:
-        stages = self._stages(self.pipeline.groups, self.compute.score_layout)
+        stages = self._stages(self.groups[0], self.compute.score_layout)
 
         def score(params: Params, tokens: jax.Array, lengths: jax.Array, *others: Any) -> Any:
             rows = (tokens, *([lengths] if reads_lengths else []), *others[:arrays])
@@ -94,16 +93,24 @@ class PipelinedModel(CompiledModel):
 
 @dataclass(frozen=True)
 class PipelinedPlacement(CallPlacement):
-    """The placement of a call that runs in pipeline stages. `mesh` is the mesh of the last stage, which reads rows."""
+    """The placement of a call that runs in pipeline stages. `mesh` is the mesh of the last stage, which reads rows.
 
-    pipeline: PipelinePlacement = field(kw_only=True)
+    groups: of each of the model's pipelines, the meshes of its device groups, in the order of layers. Several pipelines
+        compute other micro-batches in the same table.
+    whole: the mesh of all devices, where weights are stored.
+    """
+
+    groups: tuple[tuple[Mesh, ...], ...] = field(kw_only=True)
+    whole: Mesh = field(kw_only=True)
+    schedule: ScheduleName = field(kw_only=True)
 
     @property
     def stored(self) -> CallPlacement:
-        return CallPlacement(self.pipeline.whole, self.layout)
+        return CallPlacement(self.whole, self.layout)
 
     def compiled(self, architecture: Architecture, compute: Compute) -> PipelinedModel:
-        return PipelinedModel(**vars(super().compiled(architecture, compute)), pipeline=self.pipeline)
+        model = super().compiled(architecture, compute)
+        return PipelinedModel(**vars(model), groups=self.groups, schedule=self.schedule)
 
 
 @dataclass(frozen=True)

@@ -80,16 +80,15 @@ def call_placement(
     layout, parts = LAYOUTS[placement.layout], placement.micro_batches
     if placement.pipeline == 1:
         return CallPlacement(whole, layout, parts)
-    from jrlhf.models.pipeline import PipelinePlacement
     from jrlhf.roles.pipelined import PipelinedPlacement
 
     orders = orders or [range(placement.pipeline)]
     count = data * fsdp * tensor // len(orders)
     starts = range(0, len(own), count)
     meshes = [make_mesh(data // len(orders), fsdp, tensor, devices=own[start : start + count]) for start in starts]
-    first, *copies = (tuple(meshes[group] for group in order) for order in orders)
-    pipeline = PipelinePlacement(first, whole, placement.schedule, tuple(copies))
-    return PipelinedPlacement(first[-1], layout, parts * len(orders), joint, pipeline=pipeline)
+    groups = tuple(tuple(meshes[group] for group in order) for order in orders)
+    stages = {"groups": groups, "whole": whole, "schedule": placement.schedule}
+    return PipelinedPlacement(groups[0][-1], layout, parts * len(orders), joint, **stages)
 
 
 def place_stage(config: Config, stage: str, mesh: Mesh) -> RolePlacement:

@@ -68,7 +68,7 @@ class Clock:
             call.wait([], _arrays(result))
         else:
             thread = self._threads[devices, sources - devices]
-            awaited = [array for array in _small(inputs) if _is_awaited(array)]
+            awaited = [array for array in _small(inputs) if not (array.is_deleted() or array.is_ready())]
             self._pending.append(thread.submit(call.wait, awaited, _witnesses(result)))
         return result
 
@@ -216,7 +216,7 @@ def _arrays(tree: Any) -> list[jax.Array]:
 
 def _devices(tree: Any) -> frozenset[Any]:
     shardings = {array.sharding for array in _arrays(tree)}  # many arrays share one
-    return frozenset().union(*(sharding.device_set for sharding in shardings))
+    return frozenset().union(*[sharding.device_set for sharding in shardings])
 
 
 def _own_devices() -> frozenset[Any]:
@@ -225,16 +225,11 @@ def _own_devices() -> frozenset[Any]:
     return frozenset(jax.devices() if mesh.empty else mesh.devices.flat)
 
 
-def _is_awaited(array: Any) -> bool:
-    return not (array.is_deleted() or array.is_ready())
-
-
 def _witnesses(result: Any) -> list[jax.Array]:
     """Returns arrays that show when a call has ended: the small ones, and the last one."""
     arrays = _arrays(result)
-    small = _small(arrays)
     # A call of several programs, such as a reshard, completes its last array last, whatever its size.
-    return small + [array for array in arrays[-1:] if not any(array is other for other in small)]
+    return list({id(array): array for array in _small(arrays) + arrays[-1:]}.values())
 
 
 def _small(arrays: list[jax.Array]) -> list[jax.Array]:

@@ -51,6 +51,19 @@ class Outcome:
     costs: Rewards | None = None
 
 
+class ModelCard(Protocol):
+    """The contents of the cards of a run's models."""
+
+    @property
+    def hub(self) -> Sequence[str]:
+        """The names of models and datasets that the run took from the hub."""
+        ...
+
+    def files(self, head: HeadKind, *, adapter: bool) -> dict[str, bytes]:
+        """Returns name -> bytes of the files of the policy's card ("lm") or the reward model's, or of its adapter's."""
+        ...
+
+
 def finished(context: Context) -> dict[str, Any] | None:
     """Returns the summary of a run that has ended with this very config, and still has all that it left; or None."""
     run, config = context.run, context.config
@@ -64,19 +77,6 @@ def finished(context: Context) -> dict[str, Any] | None:
         return None
     summary = read_summary(run.path)
     return summary if summary.get(FINISHED) == sha256(config_yaml(config)) else None
-
-
-class ModelCard(Protocol):
-    """The contents of the cards of a run's models."""
-
-    @property
-    def hub(self) -> Sequence[str]:
-        """The names of models and datasets that the run took from the hub."""
-        ...
-
-    def files(self, head: HeadKind, *, adapter: bool) -> dict[str, bytes]:
-        """Returns name -> bytes of the files of the policy's card ("lm") or the reward model's, or of its adapter's."""
-        ...
 
 
 def deliver(context: Context, outcome: Outcome, card_of: Callable[[str, int], ModelCard]) -> dict[str, Any]:

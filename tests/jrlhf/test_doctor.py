@@ -13,9 +13,9 @@ import pytest
 
 import jrlhf.__main__
 from jrlhf.config.places import StorageConfig
-from jrlhf.doctor import checks, places
+from jrlhf.doctor import access, checks
+from jrlhf.doctor.access import GIB, Finding, check_hub, check_places, check_run_dir
 from jrlhf.doctor.checks import Installed, check_backend, check_extras, check_packages
-from jrlhf.doctor.places import GIB, Finding, check_hub, check_places, check_run_dir
 from jrlhf.run import files
 from jrlhf.storage.store import Store
 
@@ -170,7 +170,7 @@ def test_places_in_which_nothing_can_be_written_are_problems(monkeypatch, tmp_pa
     (tmp_path / "file").touch()
     assert the_only(check_run_dir(str(tmp_path / "file")), "problem").part == "run_dir"
     for free, state in ((500, "ok"), (5, "note"), (0.5, "problem")):
-        monkeypatch.setattr(places.shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free * GIB))
+        monkeypatch.setattr(access.shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free * GIB))
         (finding,) = check_run_dir(str(tmp_path))
         assert finding.state == state and f"{free} GiB free".replace("0.5 G", "512 M") in finding.text
     with monkeypatch.context() as patch:  # a full disk still takes an empty file

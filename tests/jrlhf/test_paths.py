@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jrlhf import export, generate, new_config, plan, train
-from jrlhf.doctor.places import check_run_dir
+from jrlhf.doctor.access import check_run_dir
 from jrlhf.report.__main__ import cli as report
 
 NOBODY = 65534

@@ -17,7 +17,7 @@ from jrlhf.models import export_hf, make_logprobs, to_int8
 from jrlhf.models.forward import ShardedForward
 from jrlhf.models.hf import load_hf
 from jrlhf.models.options import ForwardOptions
-from jrlhf.models.pipeline import PipelinePlacement, Stages
+from jrlhf.models.pipeline import Stages
 from jrlhf.ppo import SFTBatch, TrainState, make_sft_step
 from jrlhf.ppo.updates import run_on_host
 from jrlhf.roles.compiled import CompiledModel
@@ -144,7 +144,7 @@ def test_pipelines_score_as_transformers(peer, stages):
         groups = tuple(mesh_of(tensor=tensor, first=tensor * number) for number in range(stages))
         whole = mesh_of(fsdp=stages, tensor=tensor)
         config, params = put(peer, whole, SCORE)
-        placed = PipelinedPlacement(groups[-1], SCORE, 2, pipeline=PipelinePlacement(groups, whole, "1f1b"))
+        placed = PipelinedPlacement(groups[-1], SCORE, 2, groups=(groups,), whole=whole, schedule="1f1b")
         score = placed.compiled(Architecture(config), Compute()).score_logprobs(temperature=0.6)
         with jax.set_mesh(placed.mesh):
             lengths = np.full(len(tokens), tokens.shape[1], np.int32)

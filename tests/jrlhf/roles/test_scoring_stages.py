@@ -12,7 +12,6 @@ from jrlhf.data.batches import put_rows
 from jrlhf.meshes import GENERATE, SCORE, TRAIN_TP, Layout, make_mesh, reshard
 from jrlhf.models import LoRAConfig, init_lora, lora_shardings, param_shardings
 from jrlhf.models.options import ForwardOptions
-from jrlhf.models.pipeline import PipelinePlacement
 from jrlhf.roles.model import Architecture, Compute
 from jrlhf.roles.pipelined import PipelinedPlacement
 from jrlhf.roles.placement import CallPlacement
@@ -51,7 +50,7 @@ def test_scores_of_stages_are_those_of_the_whole_model(case):
     starts = range(0, count * own, own)
     groups = tuple(make_mesh(*sizes, devices=devices[start : start + own]) for start in starts)
     # Rows divide over the devices of a group; the reference has them there, too.
-    placed = PipelinedPlacement(groups[-1], layout, PARTS, pipeline=PipelinePlacement(groups, whole, "1f1b"))
+    placed = PipelinedPlacement(groups[-1], layout, PARTS, groups=(groups,), whole=whole, schedule="1f1b")
     alone = CallPlacement(groups[-1], layout, PARTS)
     architecture, compute = Architecture(config, lora, shared=lora is not None), Compute(ForwardOptions(dtype=dtype))
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jrlhf.config.places import StorageConfig
-from jrlhf.doctor.places import _store_error
+from jrlhf.doctor.access import _store_error
 from jrlhf.errors import UserError
 from jrlhf.roles.pretrained import architecture, locate
 from jrlhf.run.contents import read_prompting, read_summary
