@@ -57,17 +57,16 @@ def reshard(
     does not divide as its sharding says, or if an array that is to be freed is in the tree twice; TypeError if a leaf
     is on no device or traced. In a jitted function use `jax.device_put`.
     """
-    arrays, source = jax.tree.flatten(tree)
-    described = jax.tree.map_with_path(_described, tree)
+    arrays, described = jax.tree.leaves(tree), jax.tree.map_with_path(_described, tree)
     if isinstance(shardings, Sharding):
         shardings = jax.tree.map(lambda _, one=shardings: one, described)
     targets, destination = jax.tree.flatten(shardings)
     if donate:
         _check_distinct(tree)
     results: list[jax.Array | None] = [None] * len(targets)
-    layouts = tuple(jax.tree.leaves(described)), source, tuple(targets), destination
+    sources, origin = jax.tree.flatten(described)
     with host_transfers_refused():
-        for step in _steps(*layouts, dtype, donate, group_bytes):
+        for step in _steps(tuple(sources), origin, tuple(targets), destination, dtype, donate, group_bytes):
             for slot, array in zip(step.slots, step.run([arrays[leaf] for leaf in step.leaves]), strict=True):
                 results[slot] = array
             for leaf in step.freed:
@@ -94,16 +93,16 @@ class GroupMove(NamedTuple):
 # A switch is planned once: its plan depends on layouts only, and a run makes the same switch in every iteration.
 @lru_cache(maxsize=1024)
 def _steps(
-    arrays: tuple[jax.ShapeDtypeStruct, ...],
-    source: Any,
+    sources: tuple[jax.ShapeDtypeStruct, ...],
+    origin: Any,
     targets: tuple[NamedSharding, ...],
     destination: Any,
     dtype: DTypeLike | None,
     donate: bool,
     group_bytes: int,
 ) -> tuple[GroupMove, ...]:
-    """The steps of a `reshard`. source, destination: the structures of the arrays and of the targets."""
-    moves, _ = pair(source.unflatten(arrays), destination.unflatten(targets))
+    """The steps of a `reshard`. origin, destination: the structures of the sources and of the targets."""
+    moves, _ = pair(origin.unflatten(sources), destination.unflatten(targets))
     steps = []
     for group in _groups(moves, dtype, group_bytes):
         route = _within if _one_device_set(group) else _across

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from jrlhf.data.tokenizer import Tokenizer
-from jrlhf.data.types import Example, Response
+from jrlhf.data.types import Example, Response, Sequences
 from jrlhf.meshes.layout import GENERATE, TRAIN
 from jrlhf.meshes.transfers import to_devices
 from jrlhf.ppo.types import Rollout
@@ -55,6 +55,13 @@ def pad_rows(rows: Sequence[Sequence[int]], width: int) -> tuple[Int[np.ndarray,
     for padded, row in zip(tokens, rows, strict=True):
         padded[: len(row)] = row
     return tokens, lengths
+
+
+def sft_rows(texts: Sequences, width: int) -> tuple[Int[np.ndarray, "B T"], Bool[np.ndarray, "B T"]]:
+    """Returns the tokens [B, T] of the texts, and the mask of the tokens to learn."""
+    tokens, _ = pad_rows(texts.ids, width)
+    learn, _ = pad_rows(texts.learn, width)
+    return tokens, learn.astype(bool)
 
 
 def distinct_first(rows: int, samples: int) -> Int[np.ndarray, "rows"]:

@@ -68,7 +68,8 @@ class Clock:
             call.wait([], _arrays(result))
         else:
             thread = self._threads[devices, sources - devices]
-            awaited = [array for array in _small(inputs) if not (array.is_deleted() or array.is_ready())]
+            small: list[Any] = _small(inputs)  # JAX's types lack `is_ready`
+            awaited = [array for array in small if not (array.is_deleted() or array.is_ready())]
             self._pending.append(thread.submit(call.wait, awaited, _witnesses(result)))
         return result
 

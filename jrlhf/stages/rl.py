@@ -23,6 +23,7 @@ from jrlhf.data.batches import (
     put_rows,
     read_responses,
     row_keys,
+    sft_rows,
 )
 from jrlhf.data.order import UNSOLVED, Order, Solved
 from jrlhf.data.types import Prompts
@@ -44,7 +45,6 @@ from jrlhf.stages.context import Context
 from jrlhf.stages.evaluate import validate
 from jrlhf.stages.loop import CALLS, SAMPLES, run_stage
 from jrlhf.stages.mfu import Utilisation
-from jrlhf.stages.sft import sft_rows
 
 READ = "tokens", "prompt_lengths", "response_lengths", "finished"  # fields of an experience that the host reads
 

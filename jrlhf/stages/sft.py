@@ -5,9 +5,8 @@ from functools import partial
 import jax
 import numpy as np
 
-from jrlhf.data.batches import pad_rows, put_rows, whole_batches
+from jrlhf.data.batches import put_rows, sft_rows, whole_batches
 from jrlhf.data.order import Order
-from jrlhf.data.types import Sequences
 from jrlhf.meshes.transfers import to_host
 from jrlhf.ppo.supervised import make_sft_step
 from jrlhf.ppo.types import SFTBatch, TrainState
@@ -50,13 +49,6 @@ def train_sft(context: Context, policy: Model) -> Model:
     calls = (UPDATE, EVALUATE) if data.heldout.ids else (UPDATE,)
     state = run_stage(context, "sft", init, advance, meta=meta, announced=calls)
     return policy.holding(state.params)
-
-
-def sft_rows(texts: Sequences, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the tokens [B, T] of the texts, and the mask of the tokens to learn."""
-    tokens, _ = pad_rows(texts.ids, width)
-    learn, _ = pad_rows(texts.learn, width)
-    return tokens, learn.astype(bool)
 
 
 def _mean_loss(context: Context, compiled: CompiledModel, policy: Model) -> float:

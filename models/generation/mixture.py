@@ -144,7 +144,7 @@ def _differ(
     passes = passes.reshape(len(passes), -1, passes.shape[-1])
     rounding = jnp.broadcast_to(redraws.rounding, passes.shape[1])
     if redraws.rounded is not None:
-        rounding += ROUNDING * spread(*passes, sampling, vocab_size=config.vocab_size)
+        rounding += ROUNDING * spread(passes[0], passes[1], sampling, vocab_size=config.vocab_size)
     keys = jax.vmap(lambda key, at: jax.vmap(partial(jax.random.fold_in, jax.random.wrap_key_data(key)))(at))
     short = shortfall(
         tokens[jnp.arange(tokens.shape[0])[:, None], redraws.at].reshape(-1),
