@@ -153,7 +153,7 @@ def _fold(step: Callable[[Carry, PyTree, Array], Carry], start: Carry, ordered: 
     for bucket, narrower in pairwise((*division.buckets, _Bucket(0, 0))):
         end = -(-jnp.sum(lengths > narrower.width, dtype=jnp.int32) // shards)
 
-        def turn(state, bucket=bucket):
+        def turn(state: tuple[Array, Any], bucket: _Bucket = bucket) -> tuple[Array, Any]:
             position, carry = state
             return position + bucket.rows, step(carry, _micro_batch(ordered, position, bucket), position)
 

@@ -1,6 +1,6 @@
 """Moves arrays from one layout to another over the devices' own links, never through the host."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -24,6 +24,7 @@ from jrlhf.meshes.repartition import division_between, repartitioned
 
 GROUP_BYTES = 256 * 2**20
 T = TypeVar("T")
+TreePath = KeyPath[Any]
 
 
 def reshard(
@@ -167,7 +168,7 @@ def pair(tree: Any, shardings: Any) -> tuple[list[Move], Any]:
     for path, target in targets:
         if not isinstance(target, NamedSharding):
             raise TypeError(f"{_place(path, 'sharding')} is of class {type(target).__name__}: give a NamedSharding")
-    routes: dict[KeyPath, dict[int | None, int]] = {path: {} for path in sources}
+    routes: dict[TreePath, dict[int | None, int]] = {path: {} for path in sources}
     for slot, (path, _) in enumerate(targets):
         origin, index = _origin(path, sources)
         routes[origin][index] = slot
@@ -175,11 +176,11 @@ def pair(tree: Any, shardings: Any) -> tuple[list[Move], Any]:
     return [_move(path, i, source, routes[path], flat) for i, (path, source) in enumerate(sources.items())], treedef
 
 
-def _place(path: KeyPath, kind: str) -> str:
+def _place(path: TreePath, kind: str) -> str:
     return f"the {kind} at {keystr(path)}" if path else f"the {kind}"
 
 
-def _origin(path: KeyPath, sources: dict[KeyPath, Any]) -> tuple[KeyPath, int | None]:
+def _origin(path: TreePath, sources: dict[TreePath, Any]) -> tuple[TreePath, int | None]:
     """The array that a sharding is for, and the index of its axis 0 if one more list leads to the sharding."""
     if path in sources:
         return path, None
@@ -190,7 +191,7 @@ def _origin(path: KeyPath, sources: dict[KeyPath, Any]) -> tuple[KeyPath, int | 
     raise ValueError(f"{_place(path, 'sharding')} has no array: shardings must mirror the tree")
 
 
-def _described(path: KeyPath, source: Any) -> jax.ShapeDtypeStruct:
+def _described(path: TreePath, source: Any) -> jax.ShapeDtypeStruct:
     """What a plan depends on. Raises TypeError for what is no array with a place."""
     if isinstance(source, Tracer):
         what = "traced: reshard works on arrays; in a jitted function use jax.device_put"
@@ -202,7 +203,7 @@ def _described(path: KeyPath, source: Any) -> jax.ShapeDtypeStruct:
 
 
 def _move(
-    path: KeyPath,
+    path: TreePath,
     leaf: int,
     source: jax.ShapeDtypeStruct,
     route: dict[int | None, int],
@@ -227,7 +228,7 @@ def _move(
 
 
 def _check_distinct(tree: Any) -> None:
-    paths: dict[int, KeyPath] = {}
+    paths: dict[int, TreePath] = {}
     for path, array in jax.tree.leaves_with_path(tree):
         if (other := paths.setdefault(id(array), path)) != path:
             name, twin = _place(path, "array"), _place(other, "array")
@@ -418,7 +419,7 @@ def _slice(
 
 
 @contextmanager
-def host_transfers_refused() -> Iterator[None]:
+def host_transfers_refused() -> Generator[None, None, None]:
     """Makes every transfer between device and NumPy raise."""
     with (
         jax.transfer_guard_host_to_device("disallow_explicit"),

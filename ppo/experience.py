@@ -204,8 +204,8 @@ def rewarded(
         raise ValueError(f"kl_coef={float(kl_coef):g} has no effect with config.kl_coef=0: set both, or pass 0")
     arrays = {"rollout.logprobs": rollout.logprobs, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
     for name, x in arrays.items():
-        if getattr(x, "shape", None) == (time,):
-            raise ValueError(f"{name} has shape {x.shape}, that of one row: a logprob_fn must return a pair of [B, T]")
+        if (shape := getattr(x, "shape", None)) == (time,):
+            raise ValueError(f"{name} has shape {shape}, that of one row: a logprob_fn must return a pair of [B, T]")
     check_shapes((rows, time), **arrays)
 
     mask = divided_like(rollout.tokens, response_mask(rollout.prompt_lengths, rollout.response_lengths, time))

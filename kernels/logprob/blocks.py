@@ -1,6 +1,7 @@
 """`absorb`: the online reduction over blocks of the vocabulary that the Pallas kernels share."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -17,7 +18,7 @@ def absorb(
         size 1.
     """
     maximum, total, weighted, label = statistics
-    by_token = {"axis": 1, "keepdims": columns is None}
+    by_token: dict[str, Any] = {"axis": 1, "keepdims": columns is None}
     current = jnp.maximum(maximum, jnp.max(logits, **by_token))
     shift = maximum - current
     scale = jnp.exp(shift)
