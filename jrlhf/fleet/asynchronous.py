@@ -36,7 +36,7 @@ from jrlhf.rewards.mixture import Answers, Rewards
 from jrlhf.roles.actor import Actor
 from jrlhf.roles.derived import copied
 from jrlhf.roles.generating import decoder_of
-from jrlhf.roles.optimizers import learning_rate
+from jrlhf.roles.optimizers import learning_rates
 from jrlhf.run.directory import run_path
 from jrlhf.run.files import Closing
 from jrlhf.run.processes import several, to_all_hosts, to_main
@@ -94,6 +94,8 @@ class AsynchronousRollouts(Closing):
         groups = config.rl.rollout_batch // config.samples
         read = partial(to_all_hosts, seconds=self._clock.deadline)
         self._stream = PromptStream(partial(take, self._mesh), self._mesh, groups, config.samples, read)
+        # Not under the mesh, on whose devices a process of several may have no part.
+        rates = learning_rates(config.rl.optimizer_of("actor"), updates=config.rl.updates)
         with jax.set_mesh(self._mesh):
             lanes = _lanes(config, actor, sampling, tell, read)
             self._fleet = Fleet(
@@ -105,7 +107,7 @@ class AsynchronousRollouts(Closing):
                 samples=config.samples,
                 limit=sampling.max_new_tokens,
                 recompute=_recompute(config, actor, sampling, lanes, tell, read),
-                rate=learning_rate(config.rl.optimizer_of("actor"), updates=config.rl.updates),
+                rates=rates,
                 clock=options.clock,
                 on_chunk=self._clock.add_chunk,
                 read=read,

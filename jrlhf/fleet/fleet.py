@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Float
 
 from jrlhf.errors import RunFailure
 from jrlhf.fleet.identity import Identity, differences
@@ -58,7 +59,7 @@ class Fleet:
     data; further calls may come from the thread that draws ahead.
     on_complete: called with each group as soon as it is complete; possibly from that thread, too.
     samples: rows of a group. limit: maximum tokens of a row.
-    rate: number of an update -> its learning rate.
+    rates: the learning rate of each update.
     on_chunk: called with (number of a lane, seconds) after each chunk of other processes, from other threads.
     read: copies arrays of one mesh to the host, in every process.
     """
@@ -74,7 +75,7 @@ class Fleet:
         samples: int,
         limit: int,
         recompute: Recompute,
-        rate: Callable[[Any], Any] = lambda update: 0.0,
+        rates: Float[np.ndarray, "updates"] | None = None,
         clock: Clock = "virtual",
         on_chunk: Callable[[int, float], None] = lambda lane, seconds: None,
         read: ToHosts = to_host,
@@ -93,7 +94,8 @@ class Fleet:
         # Not compared yet: version, identity of the weights at the workers, expected identity.
         self._identities: list[tuple[int, Identity, Identity]] = []
         # Versions that are not compared yet with the one before, each with the gradients' norm of the update between.
-        self._rate, self._changes = rate, list[tuple[Published, Published, Any]]()
+        self._rates = np.zeros(0) if rates is None else rates
+        self._changes = list[tuple[Published, Published, Any]]()
         self._recompute, self._compared = recompute, Compared()
         self._verified = set[int]()  # versions of which tokens were compared
         self._resumed, self._unchecked = 0, 0  # the version that drew at the start; see `_check_versions`
@@ -351,9 +353,7 @@ class Fleet:
         while self._changes:
             before, after, grad_norm = self._changes.pop(0)
             first, end = self._read((before.updates, after.updates))
-            # The rates first: their small programs compile in the first iterations, whenever gradients begin.
-            moved = any(float(self._rate(update)) > 0 for update in range(int(first), int(end)))
-            learned = moved and self._read(grad_norm) > 0
+            learned = (self._rates[int(first) : int(end)] > 0).any() and self._read(grad_norm) > 0
             if learned and not differences(*map(self._read, (before.expected, after.expected))):
                 raise RunFailure(
                     f"the weights of version {after.version} are those of version {before.version}, although "

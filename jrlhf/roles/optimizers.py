@@ -1,6 +1,9 @@
 """The optimizer of a trained model."""
 
+import jax
+import numpy as np
 import optax
+from jaxtyping import Float
 
 from jrlhf.config.stages import OptimizerConfig
 from jrlhf.models.params import matrices
@@ -17,6 +20,11 @@ def learning_rate(config: OptimizerConfig, *, updates: int) -> optax.Schedule:
     if fall_updates is not None:
         fall = optax.cosine_decay_schedule(config.learning_rate, fall_updates, alpha=config.final)
     return optax.join_schedules([rise, fall], [warmup])
+
+
+def learning_rates(config: OptimizerConfig, *, updates: int) -> Float[np.ndarray, "updates"]:
+    """Returns the `learning_rate` of each update, on the host."""
+    return np.asarray(jax.vmap(learning_rate(config, updates=updates))(np.arange(updates)))
 
 
 def adamw(config: OptimizerConfig, *, updates: int) -> optax.GradientTransformation:

@@ -156,7 +156,7 @@ def test_equal_weights_of_two_versions_between_which_an_update_was_applied_end_t
     ):
         fleet = fleet_of(Rows(scenario, np.full(80, 3)))
         fleet._newest = Published(0, None, same, None, np.int32(0))
-        fleet._rate = lambda update, rate=rate: rate
+        fleet._rates = np.full(2, rate)
         fleet.collect()
         fleet.publish(({}, {}), identity, np.int32(updates), np.float32(norm))
         if identity is same and updates * rate * norm > 0:

@@ -57,7 +57,7 @@ def test_a_trainer_of_three_processes_and_rollouts_in_a_fourth(tmp_path: Path):
     assert_same_as_in_one(tmp_path, 4, "ppo", *settings)
 
 
-@pytest.mark.proof("runs")
+@pytest.mark.full
 def test_rollouts_with_an_adapter_in_a_process_of_their_own(tmp_path: Path):
     assert_same_as_in_one(tmp_path, 2, "grpo", "grpo.asynchronous.on_new_weights=prefill_again", *ADAPTER)
 
