@@ -115,13 +115,14 @@ def compare(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 record = measure(task, directory, pythons, options)
             except CompareError as error:
                 print(f"error: {error}", file=sys.stderr)
-                sizes = {"prompt": task.prompt, "response": task.response}
-                record = {**asdict(task.comparison), **sizes, "peer": task.peer, "failure": str(error)}
+                record = {**asdict(task.comparison), "prompt": task.prompt, "response": task.response}
+                record |= {"peer": task.peer, "failure": str(error).partition(":")[0]}
             if "operations_a_second" in record:
                 record["share_of_products"] = record["operations_a_second"] / speeds[OURS]
                 print(f"  {record['share_of_products']:.0%} of the rate of products")
             results.append(record)
-            yield {"shape": asdict(SHAPE), "threads": os.cpu_count(), "products": speeds, "results": results}
+            about = {"shape": asdict(SHAPE), "threads": os.cpu_count(), "products": speeds}
+            yield about | {"complete": task is tasks[-1], "results": results}
 
 
 def parse() -> argparse.Namespace:

@@ -62,6 +62,8 @@ def reshard(
     if isinstance(shardings, Sharding):
         shardings = jax.tree.map(lambda _, one=shardings: one, described)
     targets, destination = jax.tree.flatten(shardings)
+    if not all([isinstance(target, NamedSharding) for target in targets]):
+        pair(described, shardings)  # raises, with the place
     if donate:
         _check_distinct(tree)
     results: list[jax.Array | None] = [None] * len(targets)
@@ -76,7 +78,7 @@ def reshard(
     return destination.unflatten(results)
 
 
-class GroupMove(NamedTuple):
+class _Step(NamedTuple):
     """The move of one group of arrays.
 
     run: the arrays -> their results, flat.
@@ -91,7 +93,7 @@ class GroupMove(NamedTuple):
     freed: tuple[int, ...]
 
 
-# A switch is planned once: its plan depends on layouts only, and a run makes the same switch in every iteration.
+# A switch is planned once: its plan depends on shapes, dtypes and shardings, not on values.
 @lru_cache(maxsize=1024)
 def _steps(
     sources: tuple[jax.ShapeDtypeStruct, ...],
@@ -101,7 +103,7 @@ def _steps(
     dtype: DTypeLike | None,
     donate: bool,
     group_bytes: int,
-) -> tuple[GroupMove, ...]:
+) -> tuple[_Step, ...]:
     """The steps of a `reshard`. origin, destination: the structures of the sources and of the targets."""
     moves, _ = pair(origin.unflatten(sources), destination.unflatten(targets))
     steps = []
@@ -110,7 +112,7 @@ def _steps(
         slots = tuple(slot for move in group for slot in move.slots)
         last = [move for move in group if move.indices is None or move.indices.stop == move.source.shape[0]]
         freed = tuple(move.leaf for move in last) if donate else ()
-        steps.append(GroupMove(route(group, dtype, donate), tuple(move.leaf for move in group), slots, freed))
+        steps.append(_Step(route(group, dtype, donate), tuple(move.leaf for move in group), slots, freed))
     return tuple(steps)
 
 
@@ -380,7 +382,7 @@ def _mesh(move: Move) -> Mesh:
 
 
 def _across(group: Sequence[Move], dtype: DTypeLike | None, donate: bool) -> Callable[..., list[jax.Array]]:
-    stage = _within([replace(move, targets=_stages(move)) for move in group], dtype, donate)
+    stage = _within(_staged(group), dtype, donate)
     landings = [landing for move in group for landing in _landings(move)]
     pairs = [(move, target) for move in group for target in move.targets]
     slices = [_slice(move, dtype, landing, target) for (move, target), landing in zip(pairs, landings, strict=True)]
@@ -392,8 +394,12 @@ def _across(group: Sequence[Move], dtype: DTypeLike | None, donate: bool) -> Cal
     return run
 
 
+def _staged(group: Sequence[Move]) -> list[Move]:
+    """The part of the moves that the source's devices carry out."""
+    return [replace(move, targets=_stages(move)) for move in group]
+
+
 def _stages(move: Move) -> tuple[NamedSharding, ...]:
-    """The targets of the part of a move that the source's devices carry out."""
     source, rank = move.source_sharding, len(move.shape)
     if isinstance(source, NamedSharding) and move.indices is not None:
         source = NamedSharding(source.mesh, P(*source.spec[1:]))

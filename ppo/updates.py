@@ -245,7 +245,7 @@ class UpdateResults(NamedTuple):
 class _Progress(NamedTuple):
     """What one of several updates leaves to the next."""
 
-    computed: Int[Array, ""]  # updates so far
+    done: Int[Array, ""]  # number of updates so far
     params: PyTree
     opt_state: PyTree
     stop: Bool[Array, ""]
@@ -277,7 +277,7 @@ def repeated(
     key = jax.random.fold_in(jax.random.key(config.seed), state.step)
 
     def minibatch(carry: _Progress) -> Minibatch:
-        rows, count = _draw(config.minibatches, batch, prepare, key, carry.computed)
+        rows, count = _draw(config.minibatches, batch, prepare, key, carry.done)
         tokens, computed = config.micro_batch_tokens, rows.computed
         parts = config.micro_batches if tokens is None else ByLength(row_ends(computed), tokens)
         return Minibatch(rows, parts, (count,), jnp.any(computed))
@@ -285,22 +285,22 @@ def repeated(
     def advance(carry: _Progress, update: Update) -> _Progress:
         metrics = jax.tree.map(lambda x: x.astype(jnp.float32), update.metrics)  # float64 with jax_enable_x64
         return _Progress(
-            computed=carry.computed + 1,
+            done=carry.done + 1,
             params=update.params,
             opt_state=update.opt_state,
             stop=carry.stop if veto is None else update.sound & veto(update.metrics),
             finite=carry.finite + update.finite.astype(jnp.int32),
             sound=carry.sound + update.sound.astype(jnp.int32),
             sums={name: s + jnp.where(update.sound, metrics[name], 0) for name, s in carry.sums.items()},
-            first={name: jnp.where(carry.computed == 0, metrics[name], f) for name, f in carry.first.items()},
+            first={name: jnp.where(carry.done == 0, metrics[name], f) for name, f in carry.first.items()},
         )
 
     def results(last: _Progress) -> tuple[TrainState, Metrics]:
         means = jax.tree.map(lambda s: s / last.sound.astype(jnp.float32), last.sums)
         counts = {
-            "skipped_updates": last.computed - last.sound,
-            "nonfinite_updates": last.computed - last.finite,
-            "stopped_updates": jnp.where(last.stop, total - last.computed + 1, 0),
+            "skipped_updates": last.done - last.sound,
+            "nonfinite_updates": last.done - last.finite,
+            "stopped_updates": jnp.where(last.stop, total - last.done + 1, 0),
         }
         counts = {name: count.astype(jnp.float32) for name, count in counts.items()}
         return end(TrainState(last.params, last.opt_state, state.step + 1), UpdateResults(means, last.first, counts))
@@ -309,7 +309,7 @@ def repeated(
     zeros = dict.fromkeys((*objective.names, "grad_norm"), jnp.zeros((), jnp.float32))
     first = {name: zeros.pop(name) for name in of_first}
     start = _Progress(none, state.params, state.opt_state, jnp.zeros((), jnp.bool_), none, none, zeros, first)
-    goes_on = lambda carry: (carry.computed < total) & ~carry.stop  # noqa: E731
+    goes_on = lambda carry: (carry.done < total) & ~carry.stop  # noqa: E731
     return Updates(objective, frozen, start, minibatch, advance, results, goes_on)
 
 

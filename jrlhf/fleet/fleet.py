@@ -59,7 +59,7 @@ class Fleet:
     data; further calls may come from the thread that draws ahead.
     on_complete: called with each group as soon as it is complete; possibly from that thread, too.
     samples: rows of a group. limit: maximum tokens of a row.
-    rates: the learning rate of each update.
+    rates: the learning rate of each update; None: equal weights of two versions are no fault.
     on_chunk: called with (number of a lane, seconds) after each chunk of other processes, from other threads.
     read: copies arrays of one mesh to the host, in every process.
     """

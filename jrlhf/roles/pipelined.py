@@ -96,8 +96,9 @@ class PipelinedPlacement(CallPlacement):
     """The placement of a call that runs in pipeline stages. `mesh` is the mesh of the last stage, which reads rows.
 
     groups: of each of the model's pipelines, the meshes of its device groups, in the order of layers. Several pipelines
-        compute other micro-batches in the same table.
+        compute different micro-batches in the same table.
     whole: the mesh of all devices, where weights are stored.
+    schedule: the order of the steps, as in a `Placement`.
     """
 
     groups: tuple[tuple[Mesh, ...], ...] = field(kw_only=True)

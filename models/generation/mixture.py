@@ -26,7 +26,7 @@ from jrlhf.models.modules import NO_ADAPTERS, Block, Norm, dequantised
 from jrlhf.models.options import ForwardOptions
 from jrlhf.models.params import Params, layer_axes, spec_tree
 
-ROUNDING = 2.0  # so many times as much as the scoring pass another program of the compute dtype may round
+ROUNDING = 2.0  # another program of the compute dtype may round this many times as much as the scoring pass
 CACHES = P(GENERATE.batch, None, TENSOR)  # rows are divided over the groups, heads over the devices of a group
 
 Caches = Sequence[tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]]  # each layer's rotated keys, and values
@@ -136,23 +136,24 @@ def _differ(
     """Whether the token's score falls short of that of the token drawn again by more than rounding (`shortfall`).
 
     Rounding is measured at the place itself: log-probabilities of likely tokens tell little of it, because they hardly
-    change when the logits do. It is added to `redraws.rounding` instead of the larger one taken, because a false alarm
-    ends a run, and a fault that is missed at one token shows at another.
+    change when the logits do. It is added to `redraws.rounding`, rather than the larger of the two taken, because a
+    false alarm ends a run, and a fault that is missed at one token shows at another.
     """
     passes = logits[None] if redraws.rounded is None else jnp.stack([logits, redraws.rounded])
     passes = lax.all_gather(passes, TENSOR, axis=-1, tiled=True)
     passes = passes.reshape(len(passes), -1, passes.shape[-1])
+    may_stop = (redraws.at - redraws.prompt_lengths[:, None] >= sampling.min_new_tokens).reshape(-1)
+    possible: dict[str, Any] = {"vocab_size": config.vocab_size, "may_stop": may_stop}
     rounding = jnp.broadcast_to(redraws.rounding, passes.shape[1])
     if redraws.rounded is not None:
-        rounding += ROUNDING * spread(passes[0], passes[1], sampling, vocab_size=config.vocab_size)
+        rounding += ROUNDING * spread(passes[0], passes[1], sampling, **possible)
     keys = jax.vmap(lambda key, at: jax.vmap(partial(jax.random.fold_in, jax.random.wrap_key_data(key)))(at))
     short = shortfall(
         tokens[jnp.arange(tokens.shape[0])[:, None], redraws.at].reshape(-1),
         passes[0],
         keys(redraws.keys, redraws.at).reshape(-1),
         sampling,
-        vocab_size=config.vocab_size,
-        may_stop=(redraws.at - redraws.prompt_lengths[:, None] >= sampling.min_new_tokens).reshape(-1),
+        **possible,
         rounding=rounding,
     )
     # The bound is finite, because an infinite shortfall is that of a token that must not be drawn.

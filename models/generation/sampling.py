@@ -135,15 +135,19 @@ def shortfall(
 
 
 def spread(
-    logits: Float[Array, "B V"], others: Float[Array, "B V"], config: SamplingConfig, *, vocab_size: int
+    logits: Float[Array, "B V"],
+    others: Float[Array, "B V"],
+    config: SamplingConfig,
+    *,
+    vocab_size: int,
+    may_stop: Bool[Array, "B"],
 ) -> Float[Array, "B"]:
     """Returns the largest difference of two tokens' changes from `logits` to `others`, at the temperature, in nats.
 
-    What all tokens share changes no draw. Tokens that neither of the logits lets be drawn do not count: those that must
-    not be, and those `HOPELESS` nats below the most likely one.
+    What all tokens share changes no draw. Tokens that cannot be drawn from either of the logits do not count: those
+    that must not be, and those `HOPELESS` nats below the most likely one. The other arguments are those of `sample`.
     """
-    everywhere = jnp.ones(len(logits), bool)
-    (before, allowed), (after, also) = (_possible(x, config, vocab_size, everywhere) for x in (logits, others))
+    (before, allowed), (after, also) = (_possible(x, config, vocab_size, may_stop) for x in (logits, others))
     near = jnp.logical_or(*(x > jnp.max(x, axis=-1, keepdims=True) - HOPELESS for x in (allowed, also)))
     most, least = jnp.where(near, after - before, -jnp.inf), jnp.where(near, after - before, jnp.inf)
     return jnp.max(most, axis=-1) - jnp.min(least, axis=-1)

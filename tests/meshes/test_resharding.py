@@ -112,12 +112,14 @@ def test_the_switch(fsdp: int, tensor: int):
     with host_transfers_refused(), compilations() as first:
         copy = reshard(train, generate, dtype=jnp.bfloat16)
     assert first, "the listener hears no compilation"
+    negative = jax.device_put(jax.tree.map(np.negative, host), stacked(mesh, TRAIN))
     with host_transfers_refused(), compilations() as second:
-        copy = reshard(train, generate, dtype=jnp.bfloat16)
+        other = reshard(negative, generate, dtype=jnp.bfloat16)
     assert not second
 
     assert_placed(copy, generate)
     assert_equal_bits(copy, in_bfloat16(unstacked(host)))
+    assert_equal_bits(jax.tree.map(jnp.negative, other), in_bfloat16(unstacked(host)))
     assert_equal_bits(train, host)
 
     (program,) = lower_reshard(train, generate, dtype=jnp.bfloat16)
@@ -401,6 +403,7 @@ def test_trees_and_shardings_that_do_not_fit():
         (tree, P("fsdp"), "the sharding is of class P"),
         (tree, {"w": s, "b": jax.sharding.SingleDeviceSharding(jax.devices()[0])}, "the sharding at ['b'] is of class"),
         (tree, make_mesh(fsdp=8), "the sharding is of class Mesh: give a NamedSharding"),
+        (tree, {"w": s, "b": tree["b"]}, "the sharding at ['b'] is of class ArrayImpl"),  # it has no hash
     ]:
         with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
             reshard(wrong, shardings)

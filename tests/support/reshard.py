@@ -1,12 +1,11 @@
 """The compiled programs of `jrlhf.meshes.resharding`, to read their collectives and memory."""
 
-from dataclasses import replace
 from typing import Any
 
 import jax
 from jax.typing import DTypeLike
 
-from jrlhf.meshes.resharding import GROUP_BYTES, _groups, _mesh, _one_device_set, _program_of, _stages, pair
+from jrlhf.meshes.resharding import GROUP_BYTES, _groups, _mesh, _one_device_set, _program_of, _staged, pair
 
 
 def lower_reshard(
@@ -18,7 +17,7 @@ def lower_reshard(
     """
     lowered = []
     for group in _groups(pair(tree, shardings)[0], dtype, group_bytes):
-        staged = group if _one_device_set(group) else [replace(move, targets=_stages(move)) for move in group]
+        staged = group if _one_device_set(group) else _staged(group)
         with jax.set_mesh(_mesh(group[0])):
             lowered.append(_program_of(staged, dtype, donate).lower(*(move.source for move in group)))
     return lowered

@@ -146,20 +146,23 @@ def test_equal_weights_of_two_versions_between_which_an_update_was_applied_end_t
     """Not where no update was applied, its learning rate was 0, or its gradients were."""
     scenario = Scenario(Rules(2, 1, 6.0), 4, 1, measured([3]))
     same, other = cast(Any, {"w": np.uint32(1)}), cast(Any, {"w": np.uint32(2)})
-    for identity, updates, rate, norm in (
-        (other, 1, 0.1, 1.0),
-        (same, 0, 0.1, 1.0),
-        (same, 1, 0.0, 1.0),
-        (same, 1, 0.1, 0.0),
-        (same, 1, 0.1, np.nan),  # no update was sound
-        (same, 2, 0.1, 1.0),
+    for identity, first, end, norm, wrong in (
+        (other, 1, 3, 1.0, False),
+        (same, 1, 1, 1.0, False),
+        (same, 0, 1, 1.0, False),
+        (same, 3, 4, 1.0, False),
+        (same, 1, 3, 0.0, False),
+        (same, 1, 3, np.nan, False),  # no update was sound
+        (same, 1, 3, 1.0, True),
+        (same, 0, 2, 1.0, True),
+        (same, 2, 4, 1.0, True),
     ):
         fleet = fleet_of(Rows(scenario, np.full(80, 3)))
-        fleet._newest = Published(0, None, same, None, np.int32(0))
-        fleet._rates = np.full(2, rate)
+        fleet._newest = Published(0, None, same, None, np.int32(first))
+        fleet._rates = np.array([0, 0.1, 0.1, 0])
         fleet.collect()
-        fleet.publish(({}, {}), identity, np.int32(updates), np.float32(norm))
-        if identity is same and updates * rate * norm > 0:
+        fleet.publish(({}, {}), identity, np.int32(end), np.float32(norm))
+        if wrong:
             with pytest.raises(RunFailure, match="of version 1 are those of version 0, although 2 updates"):
                 fleet.collect()
         else:

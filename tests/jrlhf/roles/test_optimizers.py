@@ -13,7 +13,7 @@ from jrlhf.models import LoRAConfig, ModelConfig
 from jrlhf.models.lora import adapter_weights
 from jrlhf.models.params import leaf_at, nested
 from jrlhf.models.weights import weights
-from jrlhf.roles.optimizers import adamw
+from jrlhf.roles.optimizers import adamw, learning_rates
 
 
 def rates(config: OptimizerConfig, updates: int) -> list[float]:
@@ -33,6 +33,7 @@ def test_the_rate_rises_to_its_peak_and_falls_to_its_final_share():
     np.testing.assert_allclose(schedule[:4], [0.025, 0.05, 0.075, 0.1], rtol=1e-4)
     cosine = 0.1 * (0.2 + 0.8 * (1 + np.cos(np.pi * np.arange(8) / 8)) / 2)
     np.testing.assert_allclose(schedule[4:], cosine, rtol=1e-4)
+    np.testing.assert_allclose(learning_rates(config, updates=12), schedule, rtol=1e-4)
 
 
 def test_a_warmup_as_long_as_the_run_takes_a_tenth_of_it():

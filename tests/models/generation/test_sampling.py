@@ -205,15 +205,17 @@ def test_a_drawn_token_falls_short_of_nothing_and_another_one_of_much(settings):
 @pytest.mark.parametrize("temperature", [0.5, 0.0])
 def test_changes_of_what_may_be_drawn_spread(temperature):
     """Not those of padding, of ids without a token, nor of what is hopeless in both logits."""
-    config = SamplingConfig(4, temperature=temperature, token_limit=40)
+    config = SamplingConfig(4, temperature=temperature, token_limit=40, min_new_tokens=2, stop_ids=(39,))
     rng, scale = np.random.default_rng(0), temperature or 1
     logits, changes = (rng.normal(size=(30, 60)).astype(np.float32) for _ in range(2))
-    changes[:, 40:] *= 100
+    changes[:, 39:] *= 100
     logits[:, 0], changes[:, 0] = -1000, -100  # hopeless in both
     logits[:10, 1], changes[:10, 1] = -50, 48 + changes[:10, 1]  # in one of them only
     assert (50 - 2 - 4) / scale > HOPELESS
-    result = spread(jnp.asarray(logits), jnp.asarray(logits + changes), config, vocab_size=50)
-    np.testing.assert_allclose(result, np.ptp(changes[:, 1:40], axis=1) / scale, rtol=1e-4)
+    may_stop = jnp.arange(30) % 2 == 0
+    result = spread(jnp.asarray(logits), jnp.asarray(logits + changes), config, vocab_size=50, may_stop=may_stop)
+    np.testing.assert_allclose(result[::2], np.ptp(changes[::2, 1:40], axis=1) / scale, rtol=1e-4)
+    np.testing.assert_allclose(result[1::2], np.ptp(changes[1::2, 1:39], axis=1) / scale, rtol=1e-4)
 
 
 @pytest.mark.parametrize("settings", [{"top_p": 0.9}, {"top_k": 3, "top_p": 0.9184}])
