@@ -254,7 +254,9 @@ class Recompute:
         drawn = [row for row in rows if version in row.versions]
         ranks = np.random.default_rng(version).permutation(len(drawn))
         order = {row.number: rank for row, rank in zip(drawn, ranks, strict=True)}
-        number = {row.number: row for row in rows if row.goes_on or row.number in order}
+        # A row that goes on without tokens of this version lost them with its process. It gives its place to one that
+        # has some: of each version that drew something must be compared.
+        number = {row.number: row for row in drawn}
         chosen = {place: number[own] for place, own in enumerate(going) if own in number}
         for place in set(range(self.places)) - set(chosen):
             worker, nth = place % self._workers, place // self._workers

@@ -1,6 +1,6 @@
 """Faults that weights do not show, made below the code that reports, are seen before a batch is used."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jrlhf.errors import RunFailure
-from jrlhf.fleet.recompute import NONE, Compared
+from jrlhf.fleet.recompute import NONE, Compared, Row
 from jrlhf.meshes import GENERATE, to_devices
 from jrlhf.models import ForwardOptions
 from jrlhf.models.generation.mixture import Redraws, make_mixture
@@ -279,6 +279,24 @@ def test_what_is_not_finite_in_the_trainers_own_passes_is_no_workers_fault(monke
         patch.setattr(own.recompute, "_both", poisoned)
         own.iterate(fleet, 1)
     assert own.recompute._all == Compared()
+
+
+def test_rows_that_lost_the_tokens_of_a_version_give_their_places_to_others():
+    """Their process ended, and its successor draws these tokens again with newer weights."""
+    own = setting((1, 1, 1), FLOAT, "keep_cache").recompute
+    blank = np.zeros(4, np.int32)
+
+    def row(number: int, versions: Sequence[int], goes_on: bool) -> Row:
+        n = len(versions)
+        return Row(number, number % 2, blank, blank[:n], blank[:n], np.array(versions), goes_on, blank[:2])
+
+    lost, others = [row(n, [2, 2], True) for n in range(4)], [row(n, [3, 3], False) for n in range(4, 8)]
+    assert own.places == len(lost)
+    for going in ([0, 1, 2, 3], [NONE] * 4):
+        chosen = own._chosen(3, [*lost, *others], going)
+        assert {one.number for one in chosen.values()} == {4, 5, 6, 7}
+    going_on = [row(n, [2, 3], True) for n in range(4)]
+    assert own._chosen(3, [*going_on, *others], [0, 1, 2, 3]) == dict(enumerate(going_on))
 
 
 def test_rounding_is_judged_by_the_same_tokens_and_by_its_spread():
