@@ -399,7 +399,6 @@ class Fleet:
         self._unchecked += len(unchecked)
         if wrong := sorted(unchecked & {int(version) for version in versions[:, 0]}):
             self._recompute.refuse(f"nothing of version {wrong[0]} of the weights was compared: {_WRONG_VERSIONS}")
-        self._verified = {version for version in self._verified if version >= min(drew)}
 
     def _retire(self, lane: Lane, running: DrawnRows | None) -> None:
         """Records the rows of versions that no longer draw. running: None if unknown; then the next `state` does it."""

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -210,6 +211,20 @@ def test_metrics_count_what_was_compared_after_newer_weights_came():
         assert newest == max(0, version - 2)
         metrics = fleet.metrics()
         assert metrics["async/recomputed_tokens"] > 0 and metrics["async/logprob_distance"] < 1e-5
+
+
+def test_rows_of_a_worker_that_was_slow_may_come_after_those_of_newer_versions():
+    fleet = setting((1, 1, 1), FLOAT, "keep_cache").fleet()
+    fleet._verified = {1, 2, 3}
+
+    def check(*versions: int) -> None:
+        rows = SimpleNamespace(versions=np.array([versions]), lengths=np.array([len(versions)]))
+        fleet._check_versions(cast(Any, SimpleNamespace(rows=rows)))
+
+    check(2, 3)
+    check(1, 3)
+    with pytest.raises(RunFailure, match="nothing of version 4 of the weights was compared"):
+        check(4, 4)
 
 
 def test_no_state_is_saved_with_what_nothing_has_proven():
