@@ -25,8 +25,6 @@ it is the config's, or the default. Register spills and speed are not known.
 import argparse
 import json
 import math
-import os
-import platform
 import subprocess
 import sys
 import time
@@ -40,6 +38,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.stages import Lowered
 
+from benchmarks import records
 from benchmarks.hlo import Traffic, collective_traffic, loops
 from benchmarks.records import RESULTS, joined, provenance, write
 from benchmarks.shapes import (
@@ -385,7 +384,7 @@ def main(options: argparse.Namespace) -> None:
     attention = "xla" if target.platform == "cuda" else config.compute.attention or "default"
     print(f"{config.name} on {target.name}: {described}, {target.memory / GB:.1f} GB a device; attention: {attention}")
     path = RESULTS / f"aot-{target.name}.json"
-    hardware = {"target": asdict(target), "compiled_on": f"{platform.machine()}, {os.cpu_count()} cores"}
+    hardware = {"target": asdict(target), "compiled_on": records.hardware()}
     key = {"config": " ".join([options.config, *options.overrides]), "mesh": sizes, **provenance("jax", "jaxlib")}
     key |= {"micro_batches": config.rl.algorithm.micro_batches, "attention": attention}
     results = []

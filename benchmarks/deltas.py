@@ -11,8 +11,6 @@ formula: a weight w of bfloat16 changes with the probability min(1, |dw| / ulp(w
 - 7), since its float32 original may be anywhere between two numbers of bfloat16.
 """
 
-import os
-import platform
 import time
 from math import prod
 
@@ -20,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32
 
-from benchmarks.records import RESULTS, provenance, write
+from benchmarks.records import RESULTS, hardware, provenance, write
 from jrlhf.fleet.processes.shared import delta, patched
 from jrlhf.models.hf.presets import PRESETS
 from jrlhf.models.weights import weights
@@ -93,7 +91,7 @@ def main() -> None:
         vector: sum(prod(row.shape) for row in weights(PRESETS[MODEL]) if row.vector == vector) for vector in (0, 1)
     }
     results = {str(sigma): measured(sigma, sizes[0], sizes[1]) for sigma in SIGMAS}
-    facts = {"hardware": f"{platform.machine()}, {os.cpu_count()} cores", "model": MODEL, "learning_rate": RATE}
+    facts = {"hardware": hardware(), "model": MODEL, "learning_rate": RATE}
     record = {**provenance("numpy"), **facts, "betas": BETAS, "matrices": sizes[0], "norms": sizes[1]}
     write(RESULTS / "deltas.json", {**record, "sigmas": results})
 

@@ -12,7 +12,6 @@ or real-speed-CASE.json, after each comparison; one whose process died has a `fa
 
 import argparse
 import os
-import platform
 import shlex
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from typing import Any
 
 from benchmarks.compare import OURS, PEERS, ROOT, SMALL, Comparison, Spread, alternate, positive, summary, weights_of
 from benchmarks.peers.common import Job, Shape
-from benchmarks.records import RESULTS, provenance, write
+from benchmarks.records import RESULTS, hardware, provenance, write
 from benchmarks.sides import MEMORY_KEPT, CompareError, Side, environment
 
 SHAPE = Shape(30, 576, 9, 3, 64, 1536, 49152, max_positions=8192, rope_theta=100_000, norm_eps=1e-5)
@@ -91,7 +90,7 @@ def rates(directory: str, pythons: dict[str, Path], shape: Shape) -> dict[str, f
 
 
 def compare(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yields what the file has after each of the tasks, or of those of one case."""
+    """Yields the contents of the file after each task, or after each one of a case."""
     tasks = [task for task in TASKS if options.case in (None, task.comparison.case)]
     venvs = dict(pair.split("=", 1) for pair in options.venv)
     pythons = {
@@ -121,8 +120,7 @@ def compare(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 record["share_of_products"] = record["operations_a_second"] / speeds[OURS]
                 print(f"  {record['share_of_products']:.0%} of the rate of products")
             results.append(record)
-            about = {"shape": asdict(SHAPE), "threads": os.cpu_count(), "products": speeds}
-            yield about | {"complete": task is tasks[-1], "results": results}
+            yield {"shape": asdict(SHAPE), "threads": os.cpu_count(), "products": speeds, "results": results}
 
 
 def parse() -> argparse.Namespace:
@@ -141,12 +139,12 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    options, hardware = parse(), f"{platform.machine()}, {os.cpu_count()} cores"
+    options = parse()
     chosen = [] if options.case is None else ["--case", options.case]
     counts = [f"--{name}={getattr(options, name)}" for name in ("rounds", "repeats", "warmup")]
     command = shlex.join(["python", "-m", "benchmarks.real_speed", "--model", "DIRECTORY", *chosen, *counts])
     path = RESULTS / ("real-speed.json" if options.case is None else f"real-speed-{options.case}.json")
-    about = provenance() | {"benchmark": "real_speed", "command": command, "hardware": hardware}
+    about = provenance() | {"benchmark": "real_speed", "command": command, "hardware": hardware()}
     outcome: dict[str, Any] = {"results": []}
     try:
         for outcome in compare(options):

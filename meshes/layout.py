@@ -1,7 +1,6 @@
 """Layouts: how one call partitions a model, both where weights are *stored* and where a device *computes* with them."""
 
 from dataclasses import dataclass, fields
-from functools import lru_cache
 
 import jax
 from jax import lax
@@ -24,7 +23,6 @@ class ShardingRules:
     vocab: MeshAxes = None
     norm: MeshAxes = None
 
-    @lru_cache(maxsize=1024)  # noqa: B019  # there are few rules, and a switch asks for the same axes of every weight
     def spec(self, logical_axes: tuple[str | None, ...]) -> P:
         """The PartitionSpec of an array whose dimensions carry these logical axes.
 

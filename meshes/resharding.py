@@ -58,18 +58,13 @@ def reshard(
     does not divide as its sharding says, or if an array that is to be freed is in the tree twice; TypeError if a leaf
     is on no device or traced. In a jitted function use `jax.device_put`.
     """
-    arrays, described = jax.tree.leaves(tree), jax.tree.map_with_path(_described, tree)
-    if isinstance(shardings, Sharding):
-        shardings = jax.tree.map(lambda _, one=shardings: one, described)
-    targets, destination = jax.tree.flatten(shardings)
-    if not all([isinstance(target, NamedSharding) for target in targets]):
-        pair(described, shardings)  # raises, with the place
+    (sources, origin), (targets, destination) = _sources(tree), _targets(tree, shardings)
     if donate:
         _check_distinct(tree)
+    arrays = jax.tree.leaves(tree)
     results: list[jax.Array | None] = [None] * len(targets)
-    sources, origin = jax.tree.flatten(described)
     with host_transfers_refused():
-        for step in _steps(tuple(sources), origin, tuple(targets), destination, dtype, donate, group_bytes):
+        for step in _steps(sources, origin, targets, destination, dtype, donate, group_bytes):
             for slot, array in zip(step.slots, step.run([arrays[leaf] for leaf in step.leaves]), strict=True):
                 results[slot] = array
             for leaf in step.freed:
@@ -138,7 +133,7 @@ class Move:
 
     @property
     def source_sharding(self) -> Sharding:
-        assert self.source.sharding is not None, "`_described` admits no other"
+        assert self.source.sharding is not None, "`_sources` admits no other"
         return self.source.sharding
 
     @property
@@ -163,19 +158,49 @@ class Move:
 
 def pair(tree: Any, shardings: Any) -> tuple[list[Move], Any]:
     """One `Move` for each array of `tree`, and the structure of the results, which is that of `shardings`."""
-    if isinstance(shardings, Sharding):
-        shardings = jax.tree.map(lambda _, one=shardings: one, tree)
-    sources = {path: _described(path, source) for path, source in jax.tree.leaves_with_path(tree)}
-    targets, treedef = jax.tree.flatten_with_path(shardings)
-    for path, target in targets:
-        if not isinstance(target, NamedSharding):
-            raise TypeError(f"{_place(path, 'sharding')} is of class {type(target).__name__}: give a NamedSharding")
+    sources = dict(zip(_paths(tree), _sources(tree)[0], strict=True))
+    targets, treedef = _targets(tree, shardings)
     routes: dict[TreePath, dict[int | None, int]] = {path: {} for path in sources}
-    for slot, (path, _) in enumerate(targets):
+    for slot, path in enumerate(_paths(treedef.unflatten(targets))):
         origin, index = _origin(path, sources)
         routes[origin][index] = slot
-    flat = [target for _, target in targets]
-    return [_move(path, i, source, routes[path], flat) for i, (path, source) in enumerate(sources.items())], treedef
+    return [_move(path, i, source, routes[path], targets) for i, (path, source) in enumerate(sources.items())], treedef
+
+
+def _sources(tree: Any) -> tuple[tuple[jax.ShapeDtypeStruct, ...], Any]:
+    """The shapes, dtypes and shardings of the arrays of `tree`, and its structure. Raises TypeError for other leaves.
+
+    A plan depends on nothing else.
+    """
+    arrays, structure = jax.tree.flatten(tree)
+    for i, array in enumerate(arrays):
+        if isinstance(array, Tracer):
+            what = "traced: reshard works on arrays; in a jitted function use jax.device_put"
+        elif getattr(array, "sharding", None) is None:
+            what = f"a {type(array).__name__} on no device: place it by jax.device_put first"
+        else:
+            continue
+        raise TypeError(f"{_place(_paths(tree)[i], 'array')} is {what}")
+    return tuple([jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in arrays]), structure
+
+
+def _targets(tree: Any, shardings: Any) -> tuple[tuple[NamedSharding, ...], Any]:
+    """The leaves and the structure of `shardings`; if it is one sharding, one for each array of `tree`.
+
+    Raises TypeError for leaves of another class.
+    """
+    if isinstance(shardings, Sharding):
+        shardings = jax.tree.map(lambda _: shardings, tree)
+    targets, structure = jax.tree.flatten(shardings)
+    for i, target in enumerate(targets):
+        if not isinstance(target, NamedSharding):
+            place = _place(_paths(shardings)[i], "sharding")
+            raise TypeError(f"{place} is of class {type(target).__name__}: give a NamedSharding")
+    return tuple(targets), structure
+
+
+def _paths(tree: Any) -> list[TreePath]:
+    return [path for path, _ in jax.tree.leaves_with_path(tree)]
 
 
 def _place(path: TreePath, kind: str) -> str:
@@ -193,23 +218,12 @@ def _origin(path: TreePath, sources: dict[TreePath, Any]) -> tuple[TreePath, int
     raise ValueError(f"{_place(path, 'sharding')} has no array: shardings must mirror the tree")
 
 
-def _described(path: TreePath, source: Any) -> jax.ShapeDtypeStruct:
-    """What a plan depends on. Raises TypeError for what is no array with a place."""
-    if isinstance(source, Tracer):
-        what = "traced: reshard works on arrays; in a jitted function use jax.device_put"
-    elif getattr(source, "sharding", None) is None:
-        what = f"a {type(source).__name__} on no device: place it by jax.device_put first"
-    else:
-        return jax.ShapeDtypeStruct(source.shape, source.dtype, sharding=source.sharding)
-    raise TypeError(f"{_place(path, 'array')} is {what}")
-
-
 def _move(
     path: TreePath,
     leaf: int,
     source: jax.ShapeDtypeStruct,
     route: dict[int | None, int],
-    targets: list[NamedSharding],
+    targets: Sequence[NamedSharding],
 ) -> Move:
     name = _place(path, "array")
     if not route:
@@ -383,9 +397,8 @@ def _mesh(move: Move) -> Mesh:
 
 def _across(group: Sequence[Move], dtype: DTypeLike | None, donate: bool) -> Callable[..., list[jax.Array]]:
     stage = _within(_staged(group), dtype, donate)
-    landings = [landing for move in group for landing in _landings(move)]
-    pairs = [(move, target) for move in group for target in move.targets]
-    slices = [_slice(move, dtype, landing, target) for (move, target), landing in zip(pairs, landings, strict=True)]
+    ends = [(move, *end) for move in group for end in zip(_landings(move), move.targets, strict=True)]
+    landings, slices = [landing for _, landing, _ in ends], [_slice(move, dtype, *end) for move, *end in ends]
 
     def run(arrays: Sequence[jax.Array]) -> list[jax.Array]:
         landed = copied(stage(arrays), landings)

@@ -106,7 +106,7 @@ Pipeline = Callable[[Updates], Any]  # runs updates on the host; returns their r
 def run(updates: Updates) -> tuple[TrainState, Metrics]:
     """Runs updates to their end. Call it in a jitted function: several updates are one loop."""
 
-    def one(carry: Any) -> Any:
+    def one(carry: Carry) -> Carry:
         minibatch = updates.minibatch(carry)
         update = apply_update(updates.objective, carry.params, carry.opt_state, minibatch, updates.frozen)
         return updates.advance(carry, update)
@@ -130,7 +130,7 @@ def run_on_host(updates: Updates, gradients_of: Callable[..., Gradients]) -> tup
     return updates.end(carry)
 
 
-def draw_on_host(updates: Updates, carry: Any) -> tuple[Minibatch, PyTree]:
+def draw_on_host(updates: Updates, carry: Carry) -> tuple[Minibatch, PyTree]:
     """Returns the next minibatch, and its rows in micro-batches [M, b, ...]."""
     minibatch = updates.minibatch(carry)
     if isinstance(minibatch.parts, ByLength):
@@ -139,7 +139,7 @@ def draw_on_host(updates: Updates, carry: Any) -> tuple[Minibatch, PyTree]:
     return minibatch, _split_rows(minibatch.rows, minibatch.parts)
 
 
-def advance_on_host(updates: Updates, carry: Any, minibatch: Minibatch, gradients: Gradients) -> tuple[Any, bool]:
+def advance_on_host(updates: Updates, carry: Carry, minibatch: Minibatch, gradients: Gradients) -> tuple[Carry, bool]:
     """Applies gradients where the weights are. Returns the next carry, and whether another update follows."""
     home, mesh = (jax.tree.leaves(tree)[0].sharding.mesh for tree in (carry.params, minibatch.rows))
     counted, objective = transfer(minibatch.counted, home), updates.objective
@@ -213,7 +213,7 @@ def make_step(update: Callable[..., Updates], pipeline: Pipeline | None) -> Step
         number = jnp.asarray(to_host(state.step))  # through the host: the rows are on another mesh
         updates = update(replace(state, step=number), *arguments)
 
-        def end(carry: Any) -> tuple[TrainState, Metrics]:
+        def end(carry: Carry) -> tuple[TrainState, Metrics]:
             after, metrics = updates.end(carry)
             return replace(after, step=to_devices(after.step, state.step.sharding)), metrics
 

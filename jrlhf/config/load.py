@@ -151,4 +151,6 @@ def _find(path_or_name: str) -> Path | Traversable:
     if path.is_dir():
         remedy = f"did you mean {path / 'config.yaml'}?" if (path / "config.yaml").is_file() else remedy
         raise UserError(f"config {path_or_name} is a directory: {remedy}")
+    if path.exists():
+        raise UserError(f"config {path_or_name} is no regular file: {remedy}")
     raise UserError(f"config {path_or_name} does not exist: {beside(path, alike(path.stem, names, remedy))}")

@@ -32,25 +32,18 @@ def suggestion(unknown: UnknownKey, root: Any, config: object) -> str:
 
 
 class _Search(NamedTuple):
-    """What the rules know about an unknown key.
-
-    sections: the keys of the whole config. stages: those that are stages; used: those whose settings come before
-    others. top: the section of the whole config in which the key was given. everywhere: all dotted keys, without those
-    of stages that the run does not have; below: those of the key's section. written: the key, with the names of
-    sections that were given inside of it. meant, note: our key for a peer's with a note about its value, the key itself
-    if it is no peer's, or "" and a sentence.
-    """
+    """What the rules know about an unknown key."""
 
     unknown: UnknownKey
-    sections: Mapping[str, Any]
-    stages: set[str]
-    used: set[str]
-    top: str
-    everywhere: list[str]
-    below: list[str]
-    written: str
-    meant: str
-    note: str
+    sections: Mapping[str, Any]  # the keys of the whole config
+    stages: set[str]  # the names of all stages
+    used: set[str]  # the stages whose settings are proposed first
+    top: str  # the section of the whole config in which the key was given
+    everywhere: list[str]  # all dotted keys, without those of stages that the run does not have
+    below: list[str]  # those of the key's section
+    written: str  # the key, with the names of sections that were given inside of it
+    meant: str  # our key for a peer's; the key itself if it is no peer's; "" if only a sentence explains it
+    note: str  # about the value, or that sentence
 
     @property
     def is_itself(self) -> bool:
@@ -76,8 +69,11 @@ def _search(unknown: UnknownKey, root: Any, config: object) -> _Search:
         options.append(IN_OTHER_STAGES[options[0]])
     for option in options:
         name, _, about = option.partition(", ")
-        if " " in name or name in there:
-            meant, note = ("", option) if " " in name else (name, about)
+        if " " in name:  # a sentence
+            meant, note = "", option
+            break
+        if name in there:
+            meant, note = name, about
             break
     return _Search(unknown, kinds_of(root), stages, used, top, everywhere, below, written, meant, note)
 

@@ -94,7 +94,7 @@ class AsynchronousRollouts(Closing):
         groups = config.rl.rollout_batch // config.samples
         read = partial(to_all_hosts, seconds=self._clock.deadline)
         self._stream = PromptStream(partial(take, self._mesh), self._mesh, groups, config.samples, read)
-        # Outside of the mesh, of whose devices a process may have none.
+        # Under the run's mesh: this process may have no device of `self._mesh`.
         rates = learning_rates(config.rl.optimizer_of("actor"), updates=config.rl.updates)
         with jax.set_mesh(self._mesh):
             lanes = _lanes(config, actor, sampling, tell, read)

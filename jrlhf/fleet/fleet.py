@@ -93,8 +93,8 @@ class Fleet:
         self._newest: Published | None = None
         # Not compared yet: version, identity of the weights at the workers, expected identity.
         self._identities: list[tuple[int, Identity, Identity]] = []
-        # Versions that are not compared yet with the one before, each with the gradients' norm of the update between.
         self._rates = np.zeros(0) if rates is None else rates
+        # Versions that are not compared yet with the one before, each with the gradients' norm of the update between.
         self._changes = list[tuple[Published, Published, Any]]()
         self._recompute, self._compared = recompute, Compared()
         self._verified = set[int]()  # versions of which tokens were compared

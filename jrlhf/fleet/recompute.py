@@ -24,7 +24,8 @@ from jrlhf.models.collectives import TENSOR
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.generation.chunks import ToHosts
 from jrlhf.models.generation.continuous import Weights
-from jrlhf.models.generation.mixture import CACHES, ROUNDING, Redraws, make_mixture
+from jrlhf.models.generation.mixture import CACHES, make_mixture
+from jrlhf.models.generation.redraws import ROUNDING, Redraws
 from jrlhf.models.generation.sampling import SamplingConfig
 from jrlhf.models.options import ForwardOptions
 
@@ -254,10 +255,11 @@ class Recompute:
         drawn = [row for row in rows if version in row.versions]
         ranks = np.random.default_rng(version).permutation(len(drawn))
         order = {row.number: rank for row, rank in zip(drawn, ranks, strict=True)}
-        # A row that goes on without tokens of this version lost them with its process. It gives its place to one that
-        # has some: of each version that drew something must be compared.
-        number = {row.number: row for row in drawn}
-        chosen = {place: number[own] for place, own in enumerate(going) if own in number}
+        number = {row.number: row for row in rows if row.goes_on or row.number in order}
+        tracked = {place: number[own] for place, own in enumerate(going) if own in number}
+        # A row that goes on without tokens of this version lost them with its process. It gives its place to a row that
+        # has some, because some tokens of each version must be compared.
+        chosen = {place: row for place, row in tracked.items() if row.number in order}
         for place in set(range(self.places)) - set(chosen):
             worker, nth = place % self._workers, place // self._workers
             taken = {row.number for row in chosen.values()}
@@ -269,7 +271,7 @@ class Recompute:
             ranked = sorted(zip(own, crosses, strict=True), key=lambda pair: (not pair[1], order[pair[0].number]))
             if ranked:
                 chosen[place] = ranked[0][0]
-        return chosen
+        return tracked | chosen
 
     def _finite(
         self, version: int, worker: int, recorded: Float[np.ndarray, "n"], scored: Float[np.ndarray, "n"]

@@ -1,6 +1,7 @@
 """`Model`: the architecture and the weights of one model. Functions copy weights to other layouts and meshes."""
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.lora import LoRAConfig, lora_shardings
 from jrlhf.models.options import ForwardOptions
 from jrlhf.models.params import Params, cast_matrices, param_shardings
+from jrlhf.models.weights import HeadKind
 from jrlhf.run.fingerprints import fingerprint_of
 
 
@@ -137,10 +139,14 @@ def relocate(model: Model, architecture: Architecture, mesh: Mesh, *, donate: bo
 
 
 def _shardings(model: Model, architecture: Architecture, mesh: Mesh) -> Any:
-    head = "scalar" if "value_head" in model.params else "lm"
+    return _stored(model.config, architecture, mesh, "scalar" if "value_head" in model.params else "lm")
+
+
+@lru_cache(maxsize=64)  # a run asks for the same ones in every iteration
+def _stored(config: ModelConfig, architecture: Architecture, mesh: Mesh, head: HeadKind) -> Any:
     if architecture.lora is not None:
-        return lora_shardings(model.config, mesh, architecture.lora, head)
-    return param_shardings(model.config, mesh, GENERATE if architecture.shared else SCORE, head)
+        return lora_shardings(config, mesh, architecture.lora, head)
+    return param_shardings(config, mesh, GENERATE if architecture.shared else SCORE, head)
 
 
 _cast = jax.jit(cast_matrices, static_argnames="dtype")

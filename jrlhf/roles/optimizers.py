@@ -23,7 +23,7 @@ def learning_rate(config: OptimizerConfig, *, updates: int) -> optax.Schedule:
 
 
 def learning_rates(config: OptimizerConfig, *, updates: int) -> Float[np.ndarray, "updates"]:
-    """Returns the `learning_rate` of each update, on the host."""
+    """Returns the `learning_rate` of each update as a NumPy array."""
     return np.asarray(jax.vmap(learning_rate(config, updates=updates))(np.arange(updates)))
 
 

@@ -87,8 +87,8 @@ def call_placement(
     starts = range(0, len(own), count)
     meshes = [make_mesh(data // len(orders), fsdp, tensor, devices=own[start : start + count]) for start in starts]
     groups = tuple(tuple(meshes[group] for group in order) for order in orders)
-    stages = {"groups": groups, "whole": whole, "schedule": placement.schedule}
-    return PipelinedPlacement(groups[0][-1], layout, parts * len(orders), joint, **stages)
+    last, parts = groups[0][-1], parts * len(orders)
+    return PipelinedPlacement(last, layout, parts, joint, groups=groups, whole=whole, schedule=placement.schedule)
 
 
 def place_stage(config: Config, stage: str, mesh: Mesh) -> RolePlacement:

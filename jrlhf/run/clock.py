@@ -217,7 +217,7 @@ def _arrays(tree: Any) -> list[jax.Array]:
 
 def _devices(tree: Any) -> frozenset[Any]:
     shardings = {array.sharding for array in _arrays(tree)}  # many arrays share one
-    return frozenset().union(*[sharding.device_set for sharding in shardings])
+    return frozenset().union(*(sharding.device_set for sharding in shardings))
 
 
 def _own_devices() -> frozenset[Any]:

@@ -9,7 +9,7 @@ from jrlhf.config.schema import Config
 from jrlhf.config.stages import OptimizerConfig
 from jrlhf.meshes.transfers import to_host
 from jrlhf.ppo.types import TrainState
-from jrlhf.roles.optimizers import learning_rate
+from jrlhf.roles.optimizers import learning_rates
 
 
 class Learning:
@@ -23,7 +23,7 @@ class Learning:
         for role in self._applied:
             own = isinstance(section, OptimizerConfig)
             optimizer, key = (section, stage) if own else (section.optimizer_of(role), f"{stage}.{role}")
-            self._rates[role] = learning_rate(optimizer, updates=section.updates)
+            self._rates[role] = learning_rates(optimizer, updates=section.updates)
             if optimizer.warmup >= section.updates and role != "cost_critic":
                 warmup, _ = optimizer.duration(section.updates)
                 warn(f"{key}.warmup={optimizer.warmup} is not below the {section.updates} updates: it is {warmup} here")
@@ -42,7 +42,7 @@ class Learning:
             if skipped:
                 why = "a loss, a gradient, a weight or a score is not finite" if bad else "no token of it counts"
                 self._warn_once(role, step, f"an update of {role} is skipped, because {why}")
-        return {f"{role}/lr": float(self._rates[role](max(n - 1, 0))) for role, n in self._applied.items()}
+        return {f"{role}/lr": float(self._rates[role][max(n - 1, 0)]) for role, n in self._applied.items()}
 
     def _warn_once(self, subject: str, step: int, text: str) -> None:
         if subject not in self._warned:

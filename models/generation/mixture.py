@@ -5,14 +5,14 @@ It runs forward passes over whole rows, as scoring does, and shares no program w
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jrlhf.kernels.logprob.api import token_logprobs
 from jrlhf.meshes.layout import GENERATE
@@ -20,26 +20,16 @@ from jrlhf.models.attention import attention, layer_rotations, of_layer
 from jrlhf.models.collectives import TENSOR
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.forward import ShardedForward
-from jrlhf.models.generation.sampling import SamplingConfig, shortfall, spread
+from jrlhf.models.generation.redraws import Redraws, differ
+from jrlhf.models.generation.sampling import SamplingConfig
 from jrlhf.models.lora import lora_shardings, with_adapter
 from jrlhf.models.modules import NO_ADAPTERS, Block, Norm, dequantised
 from jrlhf.models.options import ForwardOptions
 from jrlhf.models.params import Params, layer_axes, spec_tree
 
-ROUNDING = 2.0  # another program of the compute dtype may round this many times as much as the scoring pass
 CACHES = P(GENERATE.batch, None, TENSOR)  # rows are divided over the groups, heads over the devices of a group
 
 Caches = Sequence[tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]]  # each layer's rotated keys, and values
-
-
-class Redraws(NamedTuple):
-    """Tokens to draw again, K of each row: with fold_in(its key, position), as decoding does."""
-
-    keys: Any  # [B, ...]: data of the rows' PRNG keys
-    prompt_lengths: Any  # [B]
-    at: Any  # [B, K]: positions
-    rounding: Any  # of scores, in nats, at least
-    rounded: Any = None  # [B, K, V]: logits there, by a pass of the compute dtype; None: there is no more rounding
 
 
 def make_mixture(
@@ -99,7 +89,7 @@ def make_mixture(
             hidden += (jnp.max(logprobs) > 1).astype(hidden.dtype)
             redrawn = _logits(config, hidden, unembedding, tokens.shape[0], redraws)
             if sampling is not None:
-                redrawn = _differ(config, sampling, redrawn, tokens, redraws)
+                redrawn = differ(config, sampling, redrawn, tokens, redraws)
         return forward.by_row(logprobs, tokens, None), None if caches is None else now, redrawn
 
     def call(
@@ -124,41 +114,6 @@ def _logits(
     hidden = hidden.reshape(rows, -1, hidden.shape[-1])[jnp.arange(rows)[:, None], redraws.at - 1]
     logits = jnp.einsum("bkd,vd->bkv", hidden, unembedding, preferred_element_type=jnp.float32)
     return logits if config.softcap is None else config.softcap * jnp.tanh(logits / config.softcap)
-
-
-def _differ(
-    config: ModelConfig,
-    sampling: SamplingConfig,
-    logits: Float[Array, "b K v"],
-    tokens: Int[Array, "b T"],
-    redraws: Redraws,
-) -> Bool[Array, "b K"]:
-    """Whether the token's score falls short of that of the token drawn again by more than rounding (`shortfall`).
-
-    Rounding is measured at the place itself: log-probabilities of likely tokens tell little of it, because they hardly
-    change when the logits do. It is added to `redraws.rounding`, rather than the larger of the two taken, because a
-    false alarm ends a run, and a fault that is missed at one token shows at another.
-    """
-    passes = logits[None] if redraws.rounded is None else jnp.stack([logits, redraws.rounded])
-    passes = lax.all_gather(passes, TENSOR, axis=-1, tiled=True)
-    passes = passes.reshape(len(passes), -1, passes.shape[-1])
-    may_stop = (redraws.at - redraws.prompt_lengths[:, None] >= sampling.min_new_tokens).reshape(-1)
-    possible: dict[str, Any] = {"vocab_size": config.vocab_size, "may_stop": may_stop}
-    rounding = jnp.broadcast_to(redraws.rounding, passes.shape[1])
-    if redraws.rounded is not None:
-        rounding += ROUNDING * spread(passes[0], passes[1], sampling, **possible)
-    keys = jax.vmap(lambda key, at: jax.vmap(partial(jax.random.fold_in, jax.random.wrap_key_data(key)))(at))
-    short = shortfall(
-        tokens[jnp.arange(tokens.shape[0])[:, None], redraws.at].reshape(-1),
-        passes[0],
-        keys(redraws.keys, redraws.at).reshape(-1),
-        sampling,
-        **possible,
-        rounding=rounding,
-    )
-    # The bound is finite, because an infinite shortfall is that of a token that must not be drawn.
-    differs = ~(short <= jnp.minimum(rounding, jnp.finfo(jnp.float32).max))
-    return lax.pmax(differs.reshape(redraws.at.shape).astype(jnp.int32), TENSOR) > 0  # all have the same
 
 
 def _by_head(

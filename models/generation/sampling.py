@@ -8,11 +8,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
 from jrlhf.models.config.checks import is_count, positive
-from jrlhf.models.generation.truncation import least_kept, restrict
+from jrlhf.models.generation.truncation import restrict
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
-HOPELESS = 30.0  # nats below the most likely token; two of float32's Gumbel numbers differ by at most 20.5
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def sample(
     keys: one key a row. A row's draw depends on its own key and logits only.
     may_stop: whether a row's stop ids may be drawn.
     """
-    scaled, possible = _possible(logits, config, vocab_size, may_stop)
+    scaled, possible = drawable(logits, config, vocab_size, may_stop)
     allowed = restrict(possible, config.top_k, config.top_p) if config.restricted else possible
     if config.temperature > 0:
         # The largest of logits plus Gumbel noise is a draw from their softmax, as in jax.random.categorical.
@@ -102,58 +101,7 @@ def sample(
     return drawn, chosen - jax.nn.logsumexp(scaled, axis=-1)
 
 
-def shortfall(
-    drawn: Int[Array, "B"],
-    logits: Float[Array, "B V"],
-    keys: PRNGKeyArray,
-    config: SamplingConfig,
-    *,
-    vocab_size: int,
-    may_stop: Bool[Array, "B"],
-    rounding: Float[Array, ""] | Float[Array, "B"],
-) -> Float[Array, "B"]:
-    """Returns how much lower the score (logit plus noise) of a drawn token is than that of `sample`'s token, in nats.
-
-    It is at most `rounding` if `sample` drew the token from logits that, divided by the temperature and up to a number
-    that all tokens share, differ by at most half of `rounding`, and infinite if the token must not be drawn. If `top_k`
-    or `top_p` leaves the token out for all such logits, it is more than `rounding`. Tokens that only some of them keep
-    are no better ones. The other arguments are those of `sample`.
-    """
-    _, possible = _possible(logits, config, vocab_size, may_stop)
-    noise = gumbel(keys, logits.shape[-1]) if config.temperature > 0 else jnp.zeros_like(logits)
-    own, score = (jnp.take_along_axis(x, drawn[:, None], axis=-1)[:, 0] for x in (possible, possible + noise))
-    rounding = jnp.broadcast_to(rounding, drawn.shape)[:, None]
-    sure, missing = possible, jnp.where(jnp.isneginf(own), jnp.inf, -jnp.inf)
-    if config.restricted:
-        odds = jnp.exp(jnp.minimum(rounding, 20.0))  # more would not be finite
-        fewest, most = (least_kept(possible, config.top_k, config.top_p, odds=one) for one in (1 / odds, odds))
-        if fewest is not None and most is not None:
-            sure = jnp.where(possible > fewest + rounding, possible, -jnp.inf)
-            missing = jnp.maximum(missing, most[:, 0] - own)
-    best = jnp.max(sure + noise, axis=-1)  # -inf if no token is kept in any case
-    return jnp.maximum(jnp.where(jnp.isneginf(best), best, best - score), missing)
-
-
-def spread(
-    logits: Float[Array, "B V"],
-    others: Float[Array, "B V"],
-    config: SamplingConfig,
-    *,
-    vocab_size: int,
-    may_stop: Bool[Array, "B"],
-) -> Float[Array, "B"]:
-    """Returns the largest difference of two tokens' changes from `logits` to `others`, at the temperature, in nats.
-
-    What all tokens share changes no draw. Tokens that cannot be drawn from either of the logits do not count: those
-    that must not be, and those `HOPELESS` nats below the most likely one. The other arguments are those of `sample`.
-    """
-    (before, allowed), (after, also) = (_possible(x, config, vocab_size, may_stop) for x in (logits, others))
-    near = jnp.logical_or(*(x > jnp.max(x, axis=-1, keepdims=True) - HOPELESS for x in (allowed, also)))
-    most, least = jnp.where(near, after - before, -jnp.inf), jnp.where(near, after - before, jnp.inf)
-    return jnp.max(most, axis=-1) - jnp.min(least, axis=-1)
-
-
-def _possible(
+def drawable(
     logits: Float[Array, "B V"], config: SamplingConfig, vocab_size: int, may_stop: Bool[Array, "B"]
 ) -> tuple[Float[Array, "B V"], Float[Array, "B V"]]:
     """Returns the logits at the temperature, and these with -inf for tokens that must not be drawn."""

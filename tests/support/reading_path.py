@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from jrlhf import train
+from jrlhf.meshes import resharding
 from jrlhf.stages import loop
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,6 +56,7 @@ def train_watched(watchers: Mapping[int, Watcher], settings: Sequence[str] = ())
             return original(config, path, name, step, advance)
         if step == min(watchers):
             jax.clear_caches()
+            resharding._steps.cache_clear()
         present.append(watchers[step])
         sys.setprofile(profile)
         try:

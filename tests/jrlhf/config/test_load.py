@@ -316,6 +316,7 @@ def test_files_and_names_that_are_not_configs(tmp_path, monkeypatch):
     for name, message in {
         str(tmp_path / "none.yaml"): "none.yaml does not exist: ",
         str(tmp_path): "is a directory: name a YAML file",
+        "/dev/null": "config /dev/null is no regular file: name a YAML file",
         str(tmp_path / "binary.txt"): "binary.txt cannot be read: not UTF-8 text",
         str(tmp_path / "list.txt"): "must hold `key: value` lines",
         "quickstrt": "config quickstrt does not exist: did you mean quickstart",
