@@ -24,8 +24,9 @@ FIRST_RUN = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
 
 def hardware(device: Device | None = None) -> str:
     """The kind of the device; without one, or on a CPU, the machine and its number of cores."""
-    on_cpu = device is None or device.platform == "cpu"
-    return f"{platform.machine()}, {os.cpu_count()} cores" if on_cpu else device.device_kind
+    if device is None or device.platform == "cpu":
+        return f"{platform.machine()}, {os.cpu_count()} cores"
+    return device.device_kind
 
 
 def provenance(*packages: str) -> dict[str, Any]:
