@@ -50,9 +50,10 @@ from jrlhf.run.console import SHOWN
 from jrlhf.run.directory import run_path
 from jrlhf.run.files import saved_steps
 from jrlhf.run.metrics import read_metrics
+from jrlhf.stages.watching import Hook, Iteration
 from jrlhf.train import main
 
-__all__ = ["Planned", "Policy", "Run", "load", "plan", "train"]
+__all__ = ["Iteration", "Planned", "Policy", "Run", "load", "plan", "train"]
 
 
 @dataclass(frozen=True)
@@ -85,15 +86,22 @@ Conversation = Sequence[Mapping[str, str]]
 
 
 def train(
-    config: Source, *, resume: bool | Literal["auto"] = False, accept_rewards: bool = False, **settings: Any
+    config: Source,
+    *,
+    on_iteration: Hook | None = None,
+    resume: bool | Literal["auto"] = False,
+    accept_rewards: bool = False,
+    **settings: Any,
 ) -> "Run":
     """Runs the stages of a config in this process; returns the run.
 
     config: a packaged name, a YAML file, or the settings as a nested dict. settings: further ones, which replace those
     of the config: dotted keys, or sections as dicts, of which only the given keys change. docs/configuration.md lists
-    all. Reward functions and dataflows may be Python functions, also lambdas and closures: `rewards=[f]`,
-    `rewards=[{"name": "short", "function": f, "weight": 0.1}]`, `grpo={"dataflow": f}`. resume: continues the run of
-    this name; "auto": if there is one. accept_rewards: even if its reward functions were changed.
+    all. Reward functions, dataflows and hooks may be Python functions, also lambdas and closures: `rewards=[f]`,
+    `rewards=[{"name": "short", "function": f, "weight": 0.1}]`, `grpo={"dataflow": f}`. on_iteration: a hook, beside
+    those of the setting `hooks`: it is called with an `Iteration` after each step of each stage, and may return "stop",
+    which ends the stage. resume: continues the run of this name; "auto": if there is one. accept_rewards: even if its
+    reward functions were changed.
 
     Ctrl-C in a training loop finishes the iteration, saves it, and returns the run; `train(..., resume=True)` continues
     it. Ctrl-C at another time raises KeyboardInterrupt; earlier checkpoints remain. After SIGTERM or SIGHUP, as
@@ -105,8 +113,10 @@ def train(
 
         run = train("quickstart", run_dir="runs", ppo={"iterations": 10}, sft={"steps": 100})
     """
-    with python_functions(config, settings) as named:
-        wanted = make_config(*named)
+    with python_functions(config, settings, {"hooks": [] if on_iteration is None else [on_iteration]}) as named:
+        *given, added = named
+        wanted = make_config(*given)
+        wanted = replace(wanted, hooks=(*wanted.hooks, *added["hooks"]))
         try:
             main(wanted, resume=resume, accept_rewards=accept_rewards)
         except Preempted as stop:

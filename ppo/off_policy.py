@@ -117,9 +117,7 @@ def weight_shares(experience: Experience, ages: Array, config: PolicyConfig) -> 
     """
     weights, mask = experience.importance, experience.response_mask
     assert weights is not None
-    fresh = mask if config.staleness is None else mask & (ages <= config.staleness)
-    log_ratio = jnp.where(fresh, _log_ratio(experience), 0)
-    terms = weight_terms(weights, log_ratio, config)
+    terms = _terms(experience, ages, config)
     rows = jnp.any(mask & (weights == 0), axis=1).astype(jnp.float32)
     full = mask & (terms[_TRUNCATED] == 0) & (terms[_MASKED] == 0)
     quartiles = enumerate(_shares_by_quartile(full, mask), 1)
@@ -128,6 +126,31 @@ def weight_shares(experience: Experience, ages: Array, config: PolicyConfig) -> 
         "rollout_corr/rollout_rs_seq_masked_fraction": masked_mean(rows, jnp.any(mask, axis=1)),
         **{f"rollout_corr/full_weight/quartile_{part}": x for part, x in quartiles},
     }
+
+
+def row_weights(experience: Experience, ages: Array, config: PolicyConfig) -> dict[str, Int[Array, "B"]]:
+    """The numbers of each row's tokens that the policy loss counts, and of those whose weight is 0, or truncated.
+
+    ages: of the tokens, as `Rollout.ages`, when the update begins. Where the weights are interpolated, in the update's
+    own forward pass, only the tokens that are older than `config.staleness` are known to have weight 0.
+    """
+    mask = experience.response_mask
+    if config.staleness is not None:
+        experience = without_older(experience, ages, config)
+    masked = truncated = jnp.zeros_like(mask)
+    if experience.importance is not None:
+        terms = _terms(experience, ages, config)
+        masked, truncated = terms[_MASKED] > 0, terms[_TRUNCATED] > 0
+    named = {"counted": mask, "masked": mask & masked, "truncated": mask & truncated}
+    return {name: jnp.sum(tokens, axis=1, dtype=jnp.int32) for name, tokens in named.items()}
+
+
+def _terms(experience: Experience, ages: Array, config: PolicyConfig) -> dict[str, Array]:
+    """The `weight_terms` of an experience whose weights are 0 for tokens that are older than `config.staleness`."""
+    mask = experience.response_mask
+    fresh = mask if config.staleness is None else mask & (ages <= config.staleness)
+    assert experience.importance is not None
+    return weight_terms(experience.importance, jnp.where(fresh, _log_ratio(experience), 0), config)
 
 
 def _shares_by_quartile(chosen: Bool[Array, "B T"], mask: Bool[Array, "B T"]) -> list[Float[Array, ""]]:

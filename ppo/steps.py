@@ -57,9 +57,9 @@ LogprobFn = Callable[..., tuple[Float[Array, "B T"], Float[Array, "B T"]]]
 SumsFn = Callable[..., tuple[Float[Array, ""], Metrics]]
 """(params, tokens [B, T], data, terms[, frozen]) -> sums of `terms` over the tokens.
 
-`data` is a `TokenRows` of [B, T] arrays. terms(logprobs, entropy, data) -> (loss, {name: metric}) is elementwise in
-log-probabilities, entropies and data of any tokens, in any shape. The sums are over all tokens; those where
-`data.computed` is False add nothing and may be left out. Only the loss is differentiated."""
+`data` has [B, T] arrays: a `TokenRows`, or the mask of tokens to imitate. terms(logprobs, entropy, data) -> (loss,
+{name: metric}) is elementwise in log-probabilities, entropies and data of any tokens, in any shape. The sums are over
+all tokens; those where `data.computed` is False add nothing and may be left out. Only the loss is differentiated."""
 
 
 class TokenRows(NamedTuple):
@@ -183,15 +183,20 @@ def _actor_metrics(
     return state, metrics | {f"actor/{name}": count for name, count in results.counts.items()}
 
 
-def _loss_fn(logprob_fn: LogprobFn, sums_fn: SumsFn | None, config: PolicyConfig) -> LossFn:
-    """(params, rows, count, *frozen) -> (loss, metrics), for `TokenRows` of a minibatch that has `count` tokens."""
+def sums_of(logprob_fn: LogprobFn) -> SumsFn:
+    """The sums over a model's log-probabilities and entropies of all tokens."""
 
-    def summed(params: PyTree, tokens: Array, data: TokenRows, terms: Terms, *frozen: PyTree) -> tuple[Array, Metrics]:
+    def sums(params: PyTree, tokens: Array, data: Any, terms: Terms, *frozen: PyTree) -> tuple[Array, Metrics]:
         output = logprob_fn(params, tokens, *frozen)
         logprobs, entropy = check_output("logprob_fn", tokens, output, "log-probabilities", "entropies")
         return jax.tree.map(jnp.sum, terms(logprobs, entropy, data))
 
-    sums = summed if sums_fn is None or config.couples_tokens else sums_fn
+    return sums
+
+
+def _loss_fn(logprob_fn: LogprobFn, sums_fn: SumsFn | None, config: PolicyConfig) -> LossFn:
+    """(params, rows, count, *frozen) -> (loss, metrics), for `TokenRows` of a minibatch that has `count` tokens."""
+    sums = sums_of(logprob_fn) if sums_fn is None or config.couples_tokens else sums_fn
     terms = partial(_policy_terms, config)
 
     def loss_fn(params: PyTree, rows: TokenRows, count: Array, *frozen: PyTree) -> tuple[Array, Metrics]:

@@ -23,7 +23,7 @@ from jrlhf.meshes.rows import check_divisible, in_groups, interleave
 from jrlhf.ppo.config.algorithms import DPOConfig
 from jrlhf.ppo.config.policy import check_one_division
 from jrlhf.ppo.masked import masked_sum, token_count
-from jrlhf.ppo.steps import LogprobFn
+from jrlhf.ppo.steps import LogprobFn, SumsFn, sums_of
 from jrlhf.ppo.types import SFTBatch, TrainState, check_shapes
 from jrlhf.ppo.updates import (
     Metrics,
@@ -95,6 +95,7 @@ def make_sft_step(
     logprob_fn: LogprobFn,
     optimizer: optax.GradientTransformation,
     *,
+    sums_fn: SumsFn | None = None,
     micro_batches: int = 1,
     micro_batch_tokens: int | None = None,
     pipeline: Pipeline | None = None,
@@ -104,15 +105,16 @@ def make_sft_step(
     logprob_fn: (params, tokens [B, T], *frozen) -> (log-probabilities, entropies), [B, T] each.
     Metrics: sft/loss (nats per token), sft/entropy.
 
+    sums_fn: computes the same loss without `logprob_fn`, as in `make_actor_step`.
     micro_batch_tokens: number of tokens per part and device, in place of `micro_batches`, as in `PPOConfig`.
     """
     check_one_division(micro_batches, micro_batch_tokens)
 
+    sums = sums_of(logprob_fn) if sums_fn is None else sums_fn
+
     def loss_fn(params: PyTree, rows: SFTBatch, count: Array, *frozen: PyTree) -> tuple[Array, Metrics]:
-        output = logprob_fn(params, rows.tokens, *frozen)
-        logprobs, entropy = check_output("logprob_fn", rows.tokens, output, "log-probabilities", "entropies")
-        loss = -masked_sum(logprobs, rows.loss_mask) / count
-        return loss, {"loss": loss, "entropy": masked_sum(entropy, rows.loss_mask) / count}
+        loss, metrics = sums(params, rows.tokens, rows.loss_mask, _imitation_terms, *frozen)
+        return loss / count, {"loss": loss / count, "entropy": metrics["entropy"] / count}
 
     objective = Objective(loss_fn, optimizer, ("loss", "entropy"))
 
@@ -124,6 +126,10 @@ def make_sft_step(
         return _once("sft", objective, state, Minibatch(rows, parts, (count,), counted), frozen)
 
     return make_step(step, pipeline)
+
+
+def _imitation_terms(logprobs: Array, entropy: Array, mask: Array) -> tuple[Array, Metrics]:
+    return jnp.where(mask, -logprobs, 0), {"entropy": jnp.where(mask, entropy, 0)}
 
 
 def make_preference_step(

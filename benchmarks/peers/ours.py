@@ -143,7 +143,10 @@ def train(job: Job) -> dict[str, Any]:
     mesh = mesh_of(job)
     with jax.set_mesh(mesh):
         model, optimizer = load(job, "actor", mesh), make_optimizer(job)
-        step_fn = make_sft_step(CompiledModel(model.architecture, mesh, COMPUTE).train_logprobs(), optimizer)
+        compiled = CompiledModel(model.architecture, mesh, COMPUTE)
+        step_fn = make_sft_step(
+            compiled.train_logprobs(), optimizer, sums_fn=compiled.train_sums(entropy_gradient=False)
+        )
         state = jax.jit(partial(TrainState.create, optimizer=optimizer))(model.params)
         del model
 

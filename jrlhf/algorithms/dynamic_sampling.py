@@ -1,6 +1,7 @@
 """DAPO's dynamic sampling: draws prompts until informative groups fill a batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jrlhf.rewards.mixture import Rewards
 from jrlhf.roles.placement import RolePlacement, call, loop_condition
 from jrlhf.run.clock import Clock, timed
 
+T = TypeVar("T")
 Kept = tuple[Rollout, Array]  # the rows of the batch so far, and their scores
 
 
@@ -78,9 +80,14 @@ class DynamicSampler:
         rows = (source[:, None] * self._samples + np.arange(self._samples)).reshape(-1)
         chosen = put_rows(rows.astype(np.int32), self.placement["keep"].mesh)
         batch: Kept = _take(self._batch, (rollout, scores), chosen)
-        examples, texts = [*self.prompts.examples, *prompts.examples], [*self.prompts.texts, *prompts.texts]
+
+        old = self.prompts
         self.prompts = Batch(
-            prompts.arrays, [examples[row] for row in rows], [texts[row] for row in rows], self.prompts.step
+            prompts.arrays,
+            _chosen(old.examples, prompts.examples, rows),
+            _chosen(old.texts, prompts.texts, rows),
+            old.step,
+            origins=_chosen(old.origins, prompts.origins, rows),
         )
         self.raw = np.concatenate([self.raw, raw])[rows]
         self.parts = {name: np.concatenate([own, parts[name]])[rows] for name, own in self.parts.items()}
@@ -103,6 +110,12 @@ class DynamicSampler:
             "dapo/informative": self._useful / self._drawn,
             "dapo/filled": float(np.mean(~self._informative)),
         }
+
+
+def _chosen(old: Sequence[T], new: Sequence[T], rows: Int[np.ndarray, "B"]) -> list[T]:
+    """The entries of these rows, those of `new` after those of `old`; none if there are none."""
+    both = [*old, *new]
+    return [both[row] for row in rows] if both else both
 
 
 def informative(scores: Float[np.ndarray, "B"], samples: int) -> Bool[np.ndarray, "G"]:

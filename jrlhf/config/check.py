@@ -202,11 +202,14 @@ def _void_settings(config: Config) -> Iterator[tuple[bool, Sequence[str], str]]:
     )
     yield not scored, ("sleep.reward",), "rewards that are all functions"
     yield config.rollout.last_groups is None, ("rollout.last_rows",), "rollout.last_groups=null"
+    validated = config.stop is not None and (config.stop.metric or "").lstrip("-").startswith("val-")
+    yield validated and config.validation is None, ("stop.metric",), "validation.every=null"
     parts_are_equal = "dpo.pipeline, whose parts have equally many rows"
     yield dpo and config.dpo.pipeline is not None, ("dpo.algorithm.micro_batch_tokens",), parts_are_equal
     if name is None:
         yield True, ("plan", "reward_model.weight", "validation.every"), stages
-        yield True, ("compute.shared_passes", "compute.fused_loss", "compute.score_rows"), stages
+        yield True, ("compute.shared_passes", "compute.score_rows"), stages
+        yield "sft" not in config.stages, ("compute.fused_loss",), stages
         yield True, ("roles.critic",), stages
         yield not dpo, ("roles.reference",), stages
         yield True, ("lora.critic", *(f"sleep.{switch}" for switch in SleepConfig.SWITCHES)), stages
@@ -219,7 +222,9 @@ def _void_settings(config: Config) -> Iterator[tuple[bool, Sequence[str], str]]:
         yield not algorithm.needs_reference, ("roles.reference",), f"{policy}.kl_coef=0"
         by_age = algorithm.ratio == "token"
         why = "old_logprobs=interpolate and its rows' weights" if by_age else f"ratio={algorithm.ratio}"
-        yield algorithm.couples_tokens, ("compute.fused_loss",), f"{policy}.{why}"
+        unfused = "sft" not in config.stages  # which has a loss of its own to fuse
+        yield unfused and algorithm.couples_tokens, ("compute.fused_loss",), f"{policy}.{why}"
+        yield unfused and config.compute.shared_passes, ("compute.fused_loss",), "compute.shared_passes"
         # ReMax's baselines include scores of truncated responses; a custom dataflow may read them, too.
         masked = algorithm.truncation == "mask" and name != "remax" and config.rl.dataflow is None
         mask = f"{policy}.truncation=mask, which leaves such responses out"

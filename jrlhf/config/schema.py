@@ -23,6 +23,7 @@ from jrlhf.config.stages import (
     RLStageConfig,
     SFTConfig,
     Stage,
+    StopConfig,
 )
 from jrlhf.models.config.decoder import MOST_LAYERS
 from jrlhf.models.generation.schedule import Schedule
@@ -108,12 +109,11 @@ class ComputeConfig(Section):
     remat: Literal["offload", "full", "attention", "products", "gather"] = "full"
     # Implementation of the log-probabilities; null: the platform's default.
     logprob: Literal["reference", "xla", "pallas_tpu", "pallas_gpu"] | None = None
-    # Compute the policy's loss and its gradient together; false: compute logits twice, which needs less memory.
-    fused_loss: bool = field(
-        default=True, metadata=only_if(lambda section: not section.shared_passes, "compute.shared_passes")
-    )
+    # Compute the loss of the policy, and of SFT, together with its gradient; false: compute logits twice, which needs
+    # less memory.
+    fused_loss: bool = True
     # With a single update per batch, the forward passes of the update also make the experience. Then all trained models
-    # are in memory at the same time, and the loss is not fused, because the advantages are not known yet.
+    # are in memory at the same time, and the policy's loss is not fused, because the advantages are not known yet.
     shared_passes: bool = False
     # Implementation for whole sequences; null: the platform's default. On GPUs, xla also reads whole caches to decode.
     attention: Literal["xla", "cudnn", "splash"] | None = None
@@ -394,6 +394,10 @@ class Config(Section):
     rollout: Schedule = Schedule()  # how rows share the devices while they are generated
     fleet: FleetSection | None = None
     checkpoints: CheckpointConfig = CheckpointConfig()
+    stop: StopConfig | None = None
+    # Functions that are called after each step of every stage, package.module:function or file.py:function; they get an
+    # `Iteration` and may return "stop", which ends the stage.
+    hooks: tuple[str, ...] = ()
     export: ExportConfig = ExportConfig()
     storage: StorageConfig = StorageConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

@@ -1,5 +1,6 @@
 """The sections of the stages. Each algorithm of reinforcement learning is a row of the table at the end."""
 
+import re
 from dataclasses import dataclass, make_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -15,6 +16,20 @@ class CheckpointConfig(Section):
     """The checkpoints of a stage."""
 
     keep: int = count(2)  # number of newest checkpoints that are kept; with 1, nothing replaces a damaged one
+
+
+@dataclass(frozen=True)
+class StopConfig(Feature):
+    """Ends a stage early, once a metric gets no better. The run then goes on as after the stage's last step."""
+
+    SWITCHES: ClassVar[tuple[str, ...]] = ("metric",)
+    OFF: ClassVar[str] = "stop.metric=null"
+    # A metric, such as val-core/all/score/mean@1; with a minus before it, small values are good. null: no early stop.
+    metric: str | None = checked(
+        None, lambda name: bool(re.fullmatch(r"-?\S+", name)), "the name of a metric, such as critic/score/mean"
+    )
+    patience: int = count(3)  # number of values in a row that are no better than the best one, which end the stage
+    threshold: float = non_negative(0.0)  # by how much a better value must exceed the best one
 
 
 @dataclass(frozen=True)

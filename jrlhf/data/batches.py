@@ -25,6 +25,7 @@ class Batch:
     examples, texts: the examples and their rendered texts, one for each row.
     rollout: responses that were drawn ahead. None: the actor draws them when it is called.
     answers: "reward" or "cost" -> pending scores of their functions for `rollout`, where these were asked ahead.
+    origins: number of each row's group, and of the logical worker that drew it, where they were drawn ahead.
     """
 
     arrays: tuple[Array, Array, Array]  # on the mesh: tokens [U, P], lengths [U], row keys [B]
@@ -33,6 +34,7 @@ class Batch:
     step: int
     rollout: Rollout | None = None
     answers: Mapping[str, Any] = field(default_factory=dict)
+    origins: Sequence[tuple[int, int]] = ()
 
 
 def whole_batches(count: int, batch: int) -> Iterator[tuple[Int[np.ndarray, "B"], int]]:

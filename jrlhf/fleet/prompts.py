@@ -51,7 +51,9 @@ class PromptStream:
         tokens, lengths = put_prompts((tokens, lengths.astype(np.int32)), self._mesh, self._samples)
         keys = put_rows(jax.random.wrap_key_data(jnp.concatenate([prompt.keys for prompt in prompts])), self._mesh)
         rollout = self._rollout(prompts, collected)
-        return Batch((tokens, lengths, keys), examples, texts, step, rollout, answers)
+        groups = zip(collected.numbers.tolist(), collected.workers.tolist(), strict=True)
+        origins = [group for group in groups for _ in range(self._samples)]
+        return Batch((tokens, lengths, keys), examples, texts, step, rollout, answers, origins)
 
     def rows(self, collected: Collected) -> tuple[list[Example], list[str]]:
         """The examples and their texts, one for each row."""

@@ -93,6 +93,7 @@ class Collected(NamedTuple):
     """A batch of groups, in the order of their numbers: B = groups * S rows."""
 
     numbers: Int[np.ndarray, "U"]
+    workers: Int[np.ndarray, "U"]  # the logical workers that drew them
     rows: Drawn  # [B]
     version: int  # version of the weights that draw when the batch is collected
 
@@ -100,7 +101,8 @@ class Collected(NamedTuple):
 def collected(groups: Mapping[int, Group], version: int) -> Collected:
     """Returns the batch of these groups."""
     rows = (np.concatenate(arrays) for arrays in zip(*(group.rows for group in groups.values()), strict=True))
-    return Collected(np.array(list(groups)), Drawn(*rows), version)
+    workers = np.array([group.worker for group in groups.values()])
+    return Collected(np.array(list(groups)), workers, Drawn(*rows), version)
 
 
 def pack(count: int, groups: Mapping[int, Group], places: int, blank: Drawn, now: int) -> Started:

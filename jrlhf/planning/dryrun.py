@@ -45,6 +45,7 @@ from jrlhf.run.devices import select
 from jrlhf.run.files import in_units
 from jrlhf.run.processes import from_main
 from jrlhf.run.resume import refuse_other_processes
+from jrlhf.stages.hooks import load_hooks
 from jrlhf.stages.setup import (
     check_sources,
     load_task,
@@ -65,6 +66,7 @@ def describe(config: Config, *, all_settings: bool = False) -> str:
     select(config.device, config.distributed)  # connects the processes
     refuse_other_processes(config, dry_run=True, resume=False, accept_rewards=False)
     from_main(partial(check_place, config, partial(print, flush=True)))
+    load_hooks(config)
     run = _DryRun(config, *select_resources(config))
     data = run.sources()
     settings = config_yaml(config, defaults=all_settings).rstrip()

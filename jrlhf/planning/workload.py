@@ -200,7 +200,8 @@ def workload_of(config: Config, graph: Graph, models: Mapping[str, ModelConfig])
             roles = {"actor": (replace(policy, trained=False, wide=True),), "reward": (replace(reward, trained=True),)}
         if stage != "sft":  # batches of pairs
             rows, key = 2 * rows, f"2 x {key}"
-        return workload(roles, rows=rows, rows_key=key, fused_loss=False, spanned=())
+        fused = stage == "sft" and config.compute.fused_loss
+        return workload(roles, rows=rows, rows_key=key, fused_loss=fused, spanned=())
     section, algorithm = config.rl, config.rl.algorithm
     # A fused update's passes also make the experience, so its head is that of a plain forward pass.
     learner = "learner" in graph.roles

@@ -223,7 +223,8 @@ def _recipe(data: CardData) -> list[str]:
     config, lines = data.config, []
     for stage in _done(data):
         unit, length = "iterations" if stage in ALGORITHMS else "steps", config.length(stage)
-        done = data.step if stage == data.stage and data.head == "lm" else length
+        ended = data.record.summary.get("steps", {}).get(stage, length)  # perhaps early
+        done = data.step if stage == data.stage and data.head == "lm" else ended
         count = f"{done} {unit}" if done == length else f"{done} of {length} {unit}"
         lines.append(f"{len(lines) + 1}. {STAGES[stage]}: {count}")
     settings = yaml.safe_dump(_settings(data), sort_keys=False, allow_unicode=True, width=1000).rstrip()

@@ -74,7 +74,8 @@ _functions: ContextVar[Mapping[str, PythonCode]] = ContextVar("functions")
 def python_functions(*settings: Any) -> Iterator[list[Any]]:
     """Yields settings with names in place of functions. The names are valid inside the block.
 
-    In `rewards` and `costs` a bare function is a reward or a cost with the function's name.
+    `hooks` are functions, or one. In `rewards` and `costs` a bare function is a reward or a cost with the function's
+    name.
     """
     functions: dict[str, PythonCode] = {}
     token = _functions.set(functions)
@@ -88,6 +89,8 @@ def _named(value: Any, functions: dict[str, PythonCode], key: str = "") -> Any:
     if isinstance(value, Mapping):
         inner = {name: _named(part, functions, str(name).rpartition(".")[2]) for name, part in value.items()}
         return inner | {name: value[name] for name in ("options", "columns") if name in value}  # the function's own
+    if key == "hooks" and (callable(value) or isinstance(value, list | tuple)):
+        return [_named(part, functions, "function") for part in ([value] if callable(value) else value)]
     if key in ("rewards", "costs"):
         listed = [value] if callable(value) else value
         if not isinstance(listed, list | tuple):

@@ -52,6 +52,10 @@ class CompiledModel:
         """(params, tokens) -> (logprobs, entropy). With `span` (params, tokens, starts)."""
         return self._make(make_logprobs, self.compute.train_layout, temperature=temperature, span=span)
 
+    def train_sums(self, **options: Any) -> Function | None:
+        """(params, tokens, data, terms) -> (loss, metrics), as of `make_token_sums`; None unless losses are fused."""
+        return self._make(make_token_sums, self.compute.train_layout, **options) if self.compute.fused_loss else None
+
     def train_all_values(self) -> Function:
         """(params, tokens) -> values [B, T + 1], V before each token and after the last one."""
         return self._make(make_values, self.compute.train_layout)
@@ -64,18 +68,17 @@ class CompiledModel:
         self, optimizer: GradientTransformation, algorithm: PolicyConfig, temperature: float, responses: int | None
     ) -> Function:
         """(state, experience) -> (state, metrics), jitted: the actor's updates. responses: maximum response length."""
-        logprobs = self.train_logprobs(temperature=temperature)
-        if not self.compute.fused_loss:
-            return make_actor_step(logprobs, optimizer, algorithm, pipeline=self.runs)
         # Texts that are imitated in addition are trained on from their first token.
         span = None if algorithm.ptx_coef else responses
         options = {"temperature": temperature, "span": span, "entropy_gradient": algorithm.entropy_coef != 0}
-        sums = self._make(make_token_sums, self.compute.train_layout, **options)
+        sums = self.train_sums(**options)
 
         def of_responses(params, tokens, data, *others):
+            assert sums is not None
             return sums(params, tokens, data, *others, starts=jnp.argmax(data.computed, axis=1))
 
-        sums_fn = sums if span is None else of_responses
+        sums_fn = sums if span is None or sums is None else of_responses
+        logprobs = self.train_logprobs(temperature=temperature)
         return make_actor_step(logprobs, optimizer, algorithm, sums_fn=sums_fn, pipeline=self.runs)
 
     def critic_step(self, optimizer: GradientTransformation, ppo: PPOConfig) -> Function:

@@ -26,7 +26,7 @@ from rich.text import Text
 from jrlhf.config.places import is_address
 from jrlhf.config.schema import Config
 from jrlhf.run.directory import run_path
-from jrlhf.run.files import in_units
+from jrlhf.run.files import in_units, saved_steps
 from jrlhf.run.resume import longer
 from jrlhf.run.text import clean, decimals, duration
 
@@ -207,7 +207,9 @@ class Console:
         if at_address:
             return  # the other commands take no address
         self.line(f"to upload it: python -m jrlhf.export {run} --push USER/NAME")
-        if words := longer(config):
+        last = config.stages[-1]
+        whole = config.length(last) in saved_steps(run_path(config) / "checkpoints" / last)  # it may have ended early
+        if whole and (words := longer(config)):
             anew = "" if "--resume" in words else ", anew, because its learning rates depend on its length"
             self.line(f"to train it longer{anew}: python -m jrlhf.train --config {run}/config.yaml {words}")
 

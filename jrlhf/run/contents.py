@@ -10,6 +10,7 @@ from jrlhf.models.hf.files import PROMPTING
 CONFIG, PLAN, FUSED, ENVIRONMENT, SAMPLES = "config.yaml", "plan.yaml", "fused.json", "environment.txt", "samples.jsonl"
 SUMMARY, TOKENIZER, HUB = "summary.json", "tokenizer.json", "hub.txt"
 PREFERENCES, REPORT = "preferences.jsonl", "report.html"
+ROLLOUTS = "rollouts.jsonl"  # of asynchronous runs: a line for each row, whose text it does not have
 FLEET = "fleet.yaml"  # settings of `fleet` that may change while a run goes on; a store has no copy of it
 EXPORTS = "model", "adapter", "reward_model", "reward_adapter"
 

@@ -21,7 +21,7 @@ from jrlhf.config.places import expanded, is_address
 from jrlhf.config.schema import Config
 from jrlhf.errors import Preempted, RunFailure, UserError, beside
 from jrlhf.models.hf.files import heal
-from jrlhf.run.contents import CONFIG, ENVIRONMENT, EXPORTS, SAMPLES
+from jrlhf.run.contents import CONFIG, ENVIRONMENT, EXPORTS
 from jrlhf.run.files import Closing, append_jsonl, cache_directory, lock_file, write_atomic, write_error
 from jrlhf.run.processes import from_main, is_main, share
 from jrlhf.run.resume import changes
@@ -70,10 +70,10 @@ class RunDirectory(Closing):
             os.close(self._lock)  # this also releases the lock
             self._lock = -1
 
-    def add_samples(self, samples: Iterable[Mapping[str, object]]) -> None:
-        """Appends sampled texts, each with its `stage` and `step`, to samples.jsonl."""
+    def append(self, name: str, records: Iterable[Mapping[str, object]]) -> None:
+        """Appends records, each with its `stage` and `step`, to a file of the directory."""
         if self.writes:
-            append_jsonl(self.path / SAMPLES, samples)
+            append_jsonl(self.path / name, records)
 
     def wait(self) -> None:
         """Collects all writes from now until `begin`."""

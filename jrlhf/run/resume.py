@@ -32,6 +32,7 @@ _ROUNDED = (
     *("plan", "device.*", "mesh.*", "rollout.*", "*.micro_batches", "*.micro_batch_tokens", "*.pipeline.*"),
     *("compute.remat", "compute.logprob", "compute.fused_loss", "compute.attention", "compute.score_tokens"),
 )
+_ENDING = "stop.*", "hooks*"  # They may end a stage earlier, which a run may want at any time.
 _SCHEDULE = "rollout.slots", "rollout.chunk"  # in asynchronous runs they decide which weights draw which tokens
 _TILE = "compute.score_rows"
 # Settings of one process: its place, files that only process 0 reads, and a directory that is checked on its own.
@@ -50,7 +51,8 @@ def changes(path: Path | str, saved: str, config: Config) -> tuple[list[str], st
     longer = [key for key in differing if key == length_key(config) and key in old]
     scheduled = () if config.asynchronous is None else _SCHEDULE
     allowed = longer + [key for key in differing if _is_moved(key, old.get(key, ""), new.get(key, ""))]
-    free = [key for key in differing if key in allowed or (_matches(key, _SAME + _ROUNDED) and key not in scheduled)]
+    may_change = _SAME + _ROUNDED + _ENDING
+    free = [key for key in differing if key in allowed or (_matches(key, may_change) and key not in scheduled)]
     fixed = [key for key in differing if key not in free]
     refused = [f"{key}: {old.get(key, 'absent')} there, {new.get(key, 'absent')} here" for key in fixed]
     if longer and not refused:

@@ -18,6 +18,7 @@ from jrlhf.run.directory import RunDirectory
 from jrlhf.run.preemption import PreemptionGuard
 from jrlhf.run.tracking import Tracker
 from jrlhf.stages.identity import Identity
+from jrlhf.stages.watching import Hook
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Context:
     identity: Identity
     phases: Stopwatch = field(default_factory=Stopwatch)
     trackers: Sequence[Tracker] = ()
+    hooks: Sequence[tuple[str, Hook]] = ()  # with the settings that name them; in process 0
     # By role, for reinforcement learning; by stage, for those that learn from fixed rows.
     placements: Mapping[str, RolePlacement] = field(default_factory=dict)
     moves: LastRowsPolicy | None = None  # chooses where the last rows of rollouts decode, if a simulation does

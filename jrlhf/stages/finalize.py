@@ -14,7 +14,7 @@ from jrlhf.config.parse import config_yaml
 from jrlhf.config.places import is_address
 from jrlhf.config.schema import Config
 from jrlhf.data.tokenizer import Tokenizer
-from jrlhf.errors import UserError
+from jrlhf.errors import UserError, alike
 from jrlhf.models.hf.adapters import export_adapter
 from jrlhf.models.hf.config import ENDS, drawn_with
 from jrlhf.models.hf.export import export_hf
@@ -25,9 +25,9 @@ from jrlhf.rewards.types import scores_of
 from jrlhf.roles.model import Model
 from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.pretrained import base_name, describe
-from jrlhf.run.contents import REPORT, SUMMARY, read_summary
+from jrlhf.run.contents import REPORT, SAMPLES, SUMMARY, read_summary
 from jrlhf.run.directory import RunDirectory
-from jrlhf.run.files import sha256, to_json
+from jrlhf.run.files import saved_steps, sha256, to_json
 from jrlhf.run.metrics import StageRecords, read_metrics
 from jrlhf.run.processes import from_main
 from jrlhf.stages.context import Context
@@ -72,10 +72,11 @@ def finished(context: Context) -> dict[str, Any] | None:
     models = ["model"] + ["reward_model"] * ("reward_model" in config.stages)
     files = [REPORT, *run.collected, *(f"{model}/config.json" for model in models)]
     files += ["adapter/adapter_config.json"] * (config.lora is not None)
-    files += [f"checkpoints/{stage}/{config.length(stage)}" for stage in config.stages]
+    summary = read_summary(run.path)
+    ended = summary.get("steps", {})
+    files += [f"checkpoints/{stage}/{ended.get(stage, 0)}" for stage in config.stages]
     if not all((run.path / name).exists() for name in files):
         return None
-    summary = read_summary(run.path)
     return summary if summary.get(FINISHED) == sha256(config_yaml(config)) else None
 
 
@@ -108,13 +109,18 @@ def _export_all(context: Context, outcome: Outcome, card_of: Callable[[str, int]
     """Exports the policy, and the reward model if this run trained one."""
     config, run, tokenizer = context.config, context.run, context.task.tokenizer
     stage = [name for name in config.stages if name != "reward_model" or len(config.stages) == 1][-1]
-    card = card_of(stage, config.length(stage)) if run.writes else None
+    card = card_of(stage, _last_step(run, stage)) if run.writes else None
     export(run, config, tokenizer, outcome.policy, card)
     if (reward := outcome.reward) is not None:
         if reward.base is not None:  # the base is on all devices, and is exported with the adapter
             reward = RolePlacement.of(context.mesh).store(reward, donate=False)
         with jax.set_mesh(reward.mesh):
             export(run, config, tokenizer, reward, card, head="scalar")
+
+
+def _last_step(run: RunDirectory, stage: str) -> int:
+    """The last step of a stage that has ended, perhaps early."""
+    return saved_steps(run.path / "checkpoints" / stage)[-1]
 
 
 def _summarise(context: Context, outcome: Outcome, after: Graded | None) -> dict[str, Any]:
@@ -126,8 +132,13 @@ def _summarise(context: Context, outcome: Outcome, after: Graded | None) -> dict
         equal = values_of(records, "group/zero_std")
         warnings = doubts(outcome.before, first if second is None else second, context.sampling, equal)
         summary["held_out"] = compare(first, second) | ({"doubts": warnings} if warnings else {})
-    steps = {stage: context.config.length(stage) for stage in context.config.stages}
-    summary |= {**_from_metrics(context.config, records), "steps": steps, "phases": dict(context.phases.seconds)}
+    config = context.config
+    steps = {stage: _last_step(context.run, stage) for stage in config.stages}
+    summary |= {**_from_metrics(config, records), "steps": steps, "phases": dict(context.phases.seconds)}
+    metric, logged = config.stop and config.stop.metric, {name for record in records for name in record}
+    if metric is not None and metric.removeprefix("-") not in logged:
+        remedy = alike(metric.removeprefix("-"), logged, "metrics.jsonl has the names")
+        context.console.warn(f"stop.metric={metric} had no effect, because no step has logged it: {remedy}")
     context.run.write(SUMMARY, to_json(summary, indent=2))
     return summary
 
@@ -211,7 +222,7 @@ def _write_samples(context: Context, before: Graded, after: Graded | None) -> No
                 if graded.learnt is not None:
                     sample[f"reward_{when}"] = float(graded.learnt[row])
         samples.append(sample)
-    context.run.add_samples(samples)
+    context.run.append(SAMPLES, samples)
 
 
 def values_of(records: Sequence[Mapping[str, Any]], name: str) -> list[float]:

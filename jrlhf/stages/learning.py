@@ -49,13 +49,13 @@ class Learning:
             self._warned.add(subject)
             self._warn(f"{self._stage} step {step}: {text}")
 
-    def in_vain(self, step: int, steps: int) -> str:
-        """Returns the reason why the run must end after this step; empty if it goes on.
+    def in_vain(self, step: int, steps: int, *, last: bool) -> str:
+        """Returns the reason why the run must end after this step; empty if it goes on. last: the stage ends here.
 
         It must end after too many skipped updates in a row, and at the end of a stage in which a role skipped all.
         """
         for role, skipped in self._skipped.items():
-            none = step == steps and skipped and self._applied[role] == 0  # counted from the start, also by a resume
+            none = last and skipped and self._applied[role] == 0  # counted from the start, also by a resume
             if self._limit and (skipped >= self._limit or none):
                 return (
                     f"{self._stage} ends at step {step} of {steps}: {skipped} updates of {role} in a row were skipped, "

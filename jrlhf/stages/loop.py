@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import jax
 
 from jrlhf.errors import Preempted, RunFailure, UserError
+from jrlhf.run import contents
 from jrlhf.run.checkpoints import Checkpoints, like, read_meta
 from jrlhf.run.files import saved_steps
 from jrlhf.run.metrics import MetricsLog, StageRecords
@@ -16,11 +17,12 @@ from jrlhf.run.processes import any_process
 from jrlhf.run.profiler import CompilationWatch, deadline, peak_memory, traced
 from jrlhf.stages.context import Context
 from jrlhf.stages.learning import Learning
+from jrlhf.stages.watching import WATCH, Iteration, Watch
 
 State = TypeVar("State")
 
-SAMPLES = "samples"  # key in the metrics of `advance`: texts to save and show
-CALLS = "calls"  # key in the metrics of `advance`: the calls of the iteration
+# Keys in the metrics of `advance`: texts to save and show; all rows of an asynchronous iteration; its calls.
+SAMPLES, ROWS, CALLS = "samples", "rows", "calls"
 # Keys in a checkpoint's `meta`: line counts and checksums of the record files; seconds of the stage until then.
 RECORDS, SECONDS = "records", "seconds"
 
@@ -34,16 +36,22 @@ def run_stage(
     meta: Mapping[str, str],
     announced: Sequence[str],
     saved: Callable[[State], State] = lambda state: state,
+    finish: Callable[[State], State] = lambda state: state,
 ) -> State:
     """Calls `advance(state, step) -> (state, metrics)` for each step of a stage, first with `init()`.
 
     Returns the last state. Metrics are numbers. In addition `metrics[SAMPLES]` may hold texts (mappings) for
-    samples.jsonl, TensorBoard and the console, and `metrics[CALLS]` the calls of the iteration for timeline.jsonl.
+    samples.jsonl, TensorBoard and the console, `metrics[ROWS]` records for rollouts.jsonl, and `metrics[CALLS]` the
+    calls of the iteration for timeline.jsonl.
     announced: the names of the calls of a step (`calling`) in their order, whose compilation is told.
+
+    A stage ends before its last step if a hook or `stop` asks for it. The state that it returns, and saves at its end,
+    has passed through `finish`, once.
 
     Checkpoints hold `saved(state)`. An interrupted stage continues from its newest good checkpoint; a finished stage
     only restores it. A checkpoint with another `meta`, which identifies the inputs of the stage, is refused. A process
-    that was asked to stop saves its state and raises Preempted. A RunFailure saves it, too, except at the last step.
+    that was asked to stop saves its state and raises Preempted. A RunFailure saves it, too, except at the last step,
+    and so does the error of a hook.
     """
     config, run, console = context.config, context.run, context.console
     steps, save_every = config.length(name), config.sections[name].save_every
@@ -52,8 +60,9 @@ def run_stage(
     with Checkpoints(directory, keep=config.checkpoints.keep, tell=console.warn, older=older) as checkpoints:
         start, state, there = _restore(checkpoints, name, init, context, meta)
         records = _records(context, name, start, there)
-        if start == steps:
-            console.line(f"{name} has done its {steps} steps")
+        watch = Watch.of(config, context.hooks, there.get(WATCH, {}), left=_left(context, name))
+        if start == steps or watch.ended:
+            console.line(f"{name} has done its {steps} steps" if start == steps else f"{name} ended at step {start}")
             return state
         if start:
             console.line(f"{name} goes on after step {start} of {steps}")
@@ -62,8 +71,9 @@ def run_stage(
 
         def save(step: int, state: State) -> dict[str, float]:
             began = time.perf_counter()
+            log.sync()
             # A stage ends as its last state is saved; writing that belongs to what follows, also if it is resumed.
-            done = {RECORDS: records.tally(), SECONDS: context.phases.lap(name)}
+            done = {RECORDS: records.tally(), SECONDS: context.phases.lap(name), WATCH: watch.state}
             checkpoints.save(step, saved(state), {**meta, **done})
             return {"timing_s/save_checkpoint": time.perf_counter() - began}
 
@@ -79,32 +89,66 @@ def run_stage(
                 with deadline(config.deadline), _saved_on_error(checkpoints, state, step - 1, save):
                     state, metrics = traced(config, run.path, name, step, partial(advance, state, step - 1))
                 run.check_present()
-
-                samples = [{"stage": name, "step": step, **sample} for sample in metrics.pop(SAMPLES, ())]
-                calls = metrics.pop(CALLS, ())
                 compiled, again = compilations.end_iteration(metrics)
                 if again:
                     console.warn(f"{name} step {step} {again}")
                 metrics |= {"perf/compilations": compiled, "training/global_step": step}
                 metrics |= peak_memory(context.mesh) | learning.measure(state, metrics, step) | saving
-                if samples:
-                    run.add_samples(samples)
-                    console.samples([sample for sample in samples if "kind" not in sample])
-                numbers = log.log(name, step, metrics, samples, calls)
-                for tracker in context.trackers:
-                    tracker.log(name, step, numbers)
-                progress.advance(step, numbers)
-
-                stop, in_vain, last = context.preemption.agreed(), learning.in_vain(step, steps), step == steps
-                saving = {}
-                if (stop or in_vain or last or step % save_every == 0) and not (in_vain and last):
-                    log.sync()
-                    saving = save(step, state)
-                if stop or in_vain:
+                iteration = _record(context, name, step, metrics, log)
+                progress.advance(step, iteration.metrics)
+                with deadline(config.deadline):
+                    failed = watch.after(iteration, seconds=config.deadline)
+                    last = step == steps or bool(watch.ended)
+                    in_vain = learning.in_vain(step, steps, last=last)
+                    state = finish(state) if last and not in_vain else state
+                ending = _ending(iteration, failed, in_vain, context.preemption.agreed())
+                due = last or ending is not None or step % save_every == 0
+                saving = save(step, state) if due and not (in_vain and last) else {}
+                if ending is not None:
                     checkpoints.wait()
-                    sentence = f"{name} stopped at step {step} of {steps}; its state is saved"
-                    raise RunFailure(in_vain) if in_vain else Preempted(sentence)
-    return state
+                    raise ending
+                if last:
+                    break
+        if step < steps:
+            console.line(f"{name} ends at step {step} of {steps}, because {watch.reason}")
+        return state
+
+
+def _left(context: Context, name: str) -> bool:
+    """True if a stage that has ended cannot go on: a later stage has saved a state, which began with its weights, or
+    its own last state is finished."""
+    if name == "reward_model":
+        return True
+    stages, folder = context.config.stages, context.run.path / "checkpoints"
+    later = stages[stages.index(name) + 1 :] if name in stages else ()
+    return any(saved_steps(folder / stage) for stage in later)
+
+
+def _ending(iteration: Iteration, failed: str, in_vain: str, stop: bool) -> Exception | None:
+    """The error that ends a stage after a step: of updates in vain, of a hook, or of no fault; None: there is none."""
+    name, step, steps = iteration.stage, iteration.step, iteration.steps
+    if in_vain:
+        return RunFailure(in_vain)
+    if failed:
+        return UserError(f"{failed}; the state of {name} step {step} is saved: mend the hook and resume the run")
+    return Preempted(f"{name} stopped at step {step} of {steps}; its state is saved") if stop else None
+
+
+def _record(context: Context, name: str, step: int, metrics: dict[str, Any], log: MetricsLog) -> Iteration:
+    """Writes what a step measured, and shows its samples. Returns what hooks see of the step."""
+    run, calls = context.run, metrics.pop(CALLS, ())
+    samples, rows = (
+        [{"stage": name, "step": step, **record} for record in metrics.pop(key, ())] for key in (SAMPLES, ROWS)
+    )
+    if samples:
+        run.append(contents.SAMPLES, samples)
+        context.console.samples([sample for sample in samples if "kind" not in sample])
+    if rows:
+        run.append(contents.ROLLOUTS, rows)
+    numbers = log.log(name, step, metrics, samples, calls)
+    for tracker in context.trackers:
+        tracker.log(name, step, numbers)
+    return Iteration(name, step, context.config.length(name), numbers, samples, run.path)
 
 
 def _records(context: Context, name: str, start: int, there: Mapping[str, Any]) -> StageRecords:
@@ -125,7 +169,8 @@ def check_inputs(context: Context) -> None:
         directory = run / "checkpoints" / name
         if steps := saved_steps(directory):
             there, functions = read_meta(directory, steps[-1]), identity.functions if name == config.algorithm else ()
-            identity.check_known(run, name, there, functions, ended=steps[-1] == config.length(name))
+            ended = steps[-1] == config.length(name) or "ended" in there.get(WATCH, {})
+            identity.check_known(run, name, there, functions, ended=ended)
 
 
 @contextmanager
@@ -158,6 +203,7 @@ def _restore(
     restored = checkpoints.restore_latest(target)
     assert restored is not None, "there are steps, and a damaged last one raises"
     start, state, there = restored
-    words = {key: word for key, word in there.items() if key not in (RECORDS, SECONDS)}
-    context.identity.compare(context.run, name, words, meta, ended=start == context.config.length(name))
+    words = {key: word for key, word in there.items() if key not in (RECORDS, SECONDS, WATCH)}
+    ended = start == context.config.length(name) or "ended" in there.get(WATCH, {})
+    context.identity.compare(context.run, name, words, meta, ended=ended)
     return start, state, there

@@ -54,21 +54,22 @@ def train_reward_model(context: Context, policy: Model) -> Model:
         if len(heldout) and config.evaluates(step):
             with calling(SCORE):
                 metrics = metrics | _accuracy(partial(score, start.holding(state.params)), heldout)
-        if step + 1 == config.steps:
-            sequences = [*train.chosen, *train.rejected]
-            sequences = sequences[:: -(-len(sequences) // NORMALISED_BY)]
-            with calling(SCORE):
-                every = score(start.holding(state.params), sequences)
-            if not np.isfinite(every).all():
-                raise RunFailure(
-                    f"reward_model ends at step {step + 1} with scores that are not finite: lower its learning rate"
-                )
-            state = replace(state, params=normalised(state.params, every.mean(), every.std()))
         return state, metrics
+
+    def finish(state: TrainState) -> TrainState:
+        train, _ = pairs()
+        sequences = [*train.chosen, *train.rejected]
+        sequences = sequences[:: -(-len(sequences) // NORMALISED_BY)]
+        with calling(SCORE):
+            every = score(start.holding(state.params), sequences)
+        if not np.isfinite(every).all():
+            end = f"reward_model ends at step {int(to_host(state.step))}"
+            raise RunFailure(f"{end} with scores that are not finite: lower its learning rate")
+        return replace(state, params=normalised(state.params, every.mean(), every.std()))
 
     init = partial(TrainState.create, start.params, optimizer)
     meta = {"policy": policy.fingerprint()}
-    state = run_stage(context, "reward_model", init, advance, meta=meta, announced=(UPDATE, SCORE))
+    state = run_stage(context, "reward_model", init, advance, meta=meta, announced=(UPDATE, SCORE), finish=finish)
     return stored(start.holding(state.params), context.config.offloading.reward)
 
 

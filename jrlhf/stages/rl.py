@@ -43,8 +43,9 @@ from jrlhf.run.metrics import verl_figures
 from jrlhf.run.processes import is_main
 from jrlhf.stages.context import Context
 from jrlhf.stages.evaluate import validate
-from jrlhf.stages.loop import CALLS, SAMPLES, run_stage
+from jrlhf.stages.loop import CALLS, ROWS, SAMPLES, run_stage
 from jrlhf.stages.mfu import Utilisation
+from jrlhf.stages.row_records import row_records, weigh
 
 READ = "tokens", "prompt_lengths", "response_lengths", "finished"  # fields of an experience that the host reads
 
@@ -161,6 +162,7 @@ class Iterations:
         with jax.set_mesh(self.home):
             measured, kl, learned = self.measure(experience, state.kl)
             measured |= {} if roles.constraint is None else roles.constraint.metrics()
+            weighed = {} if experience.versions is None else weigh(experience, step, algorithm=self.assembly.algorithm)
         fleet = self.rollouts.state()
 
         metrics = self._gather(roles, metrics | measured)
@@ -170,7 +172,7 @@ class Iterations:
         metrics |= verl_figures(metrics, len(drawn.batch.examples), self.context.mesh.size)
         masks = {"learned": learned, "texts": None if texts is None else texts.loss_mask}
         fields = {name: getattr(experience, name) for name in READ}
-        fields, raw, parts, masks = to_host((fields, drawn.raw, drawn.parts, masks))
+        fields, raw, parts, masks, weighed = to_host((fields, drawn.raw, drawn.parts, masks, weighed))
         if (bound := self.context.config.rl.solved_score) is not None:
             solved = self.order.without_solved(solved, to_host(roles.reward.raw), bound, drawn.draws - 1)
             metrics["data/solved"] = np.mean(solved < UNSOLVED)
@@ -181,6 +183,8 @@ class Iterations:
             metrics |= utilisation.metrics(seconds, *lengths, **masks, **work)
         metrics |= watch(self.context, drawn._replace(raw=raw, parts=parts), replace(experience, **fields))
         metrics[SAMPLES] += validation_samples
+        if weighed:
+            metrics[ROWS] = row_records(drawn.batch.origins, fields | weighed, step)
 
         draws, solved = _replicated((np.int32(drawn.draws), solved), self.home)
         multiplier = None if roles.constraint is None else roles.constraint.state

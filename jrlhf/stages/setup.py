@@ -73,6 +73,7 @@ from jrlhf.run.processes import from_main, is_main, several
 from jrlhf.run.resume import refuse_other_processes
 from jrlhf.run.tracking import check_wandb, tracking
 from jrlhf.stages.context import Context
+from jrlhf.stages.hooks import load_hooks
 from jrlhf.stages.identity import Identity, note_failure, numbers
 
 
@@ -171,6 +172,7 @@ def open_context(
             identity=Identity(words, frozenset(functions), accept_rewards),
             phases=phases,
             trackers=trackers,
+            hooks=load_hooks(config),
             placements=placements,
             moves=resources.moves,
         )

@@ -30,7 +30,8 @@ def train_sft(context: Context, policy: Model) -> Model:
         placement[method].compiled(policy.architecture, context.compute) for method in ("update", "logprobs")
     )
     parts = {"micro_batches": config.micro_batches, "micro_batch_tokens": config.micro_batch_tokens}
-    step_fn = make_sft_step(training.train_logprobs(), optimizer, **parts, pipeline=training.runs)
+    sums_fn = training.train_sums(entropy_gradient=False)
+    step_fn = make_sft_step(training.train_logprobs(), optimizer, sums_fn=sums_fn, **parts, pipeline=training.runs)
 
     def advance(state: TrainState, step: int):
         rows = order.draw(step)

@@ -28,6 +28,7 @@ IN_USE = {
     "rank": 4,
     "optimizer": "host",
     "every": 5,
+    "metric": "critic/score/mean",
     "project": "runs",
     "workers": 2,
     "iterations": [1],

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import yaml
@@ -334,6 +335,7 @@ def test_stages_by_themselves(everything, tmp_path, settings, user, capsys):
     assert not (tmp_path / "alone" / "reward_model").exists()
     config = settings(name="judge", run_dir=str(tmp_path), stages=["reward_model"], rewards=[])
     capsys.readouterr()
+    jax.clear_caches()  # the runs before have compiled the program that scores, which all of this architecture share
     summary = main(build(Config, config))
     announcements = [line for line in capsys.readouterr().out.splitlines() if ": compiling " in line]
     calls = ["reward_model.update (1 of 2)", "reward_model.score (2 of 2)"]

@@ -100,7 +100,9 @@ def step_of(kind, config, mesh, layout, options, pipeline=None):
     logprobs = make_logprobs(config, mesh, layout, options)
     match kind:
         case "sft":
-            return make_sft_step(logprobs, RECORDER, micro_batches=PARTS, pipeline=pipeline)
+            # In stages the loss is fused, and by the whole model it is not.
+            sums = None if pipeline is None else make_token_sums(config, mesh, layout, options, entropy_gradient=False)
+            return make_sft_step(logprobs, RECORDER, sums_fn=sums, micro_batches=PARTS, pipeline=pipeline)
         case "dpo":
             return make_dpo_step(logprobs, RECORDER, DPOConfig(micro_batches=PARTS), pipeline=pipeline)
         case "reward":

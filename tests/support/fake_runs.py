@@ -66,7 +66,7 @@ def play(directory: Path, *, resume: bool = False, before: Before = lambda step:
     with open_run(config, resume=resume) as run, explained(run), PreemptionGuard() as guard, jax.set_mesh(mesh):
         identity = Identity({"corpus": "c"})
         services = {"run": run, "console": console, "preemption": guard, "identity": identity, "trackers": ()}
-        services["phases"] = Stopwatch()
+        services |= {"phases": Stopwatch(), "hooks": ()}
         context: Any = SimpleNamespace(config=config, mesh=mesh, task=SimpleNamespace(fingerprint="task"), **services)
         wandb = run_id(run, warnings.append)
         policy: Any = SimpleNamespace(fingerprint=lambda: "policy")

@@ -136,10 +136,12 @@ ppo.algorithm={kl_coef: 0, kl_in: loss, kl_estimator: k3}
     ppo.algorithm.kl_in=loss has no effect with ppo.algorithm.kl_coef=0: leave it out
 ppo.algorithm={kl_coef: 0, kl_estimator: k2}
     ppo.algorithm.kl_estimator=k2 has no effect with ppo.algo
-compute.fused_loss=false ; stages=[sft]
-    compute.fused_loss=False has no effect with stages=[sft]: leave
-compute.fused_loss=false ; stages=[sft, reward_model, gspo]
+stages=[dpo] ; model.path=x ; data.source=datasets ; compute.fused_loss=false
+    compute.fused_loss=False has no effect with stages=[dpo]: leave
+SETS ; stages=[gspo] ; rewards=[{name: a, function: f}] ; compute.fused_loss=false
     compute.fused_loss=False has no effect with gspo.algorithm.ratio=sequence-mean: leave it out
+stop.metric=val-core/all/score/mean@1
+    stop.metric=val-core/all/score/mean@1 has no effect with validation.every=null: leave it out
 stages=[sft] ; compute.score_rows=8
     compute.score_rows=8 has no effect with stages=[sft]: leave it out
 compute.score_rows=24
@@ -160,7 +162,7 @@ rollout.last_groups=1
     compute.score_rows, or leave it out
 rollout.last_rows=4
     rollout.last_rows=4 has no effect with rollout.last_groups=null: leave it out
-compute={fused_loss: false, shared_passes: true}
+SETS ; stages=[ppo] ; rewards=[{name: a, function: f}] ; compute={fused_loss: false, shared_passes: true}
     compute.fused_loss=False has no effect with compute.shared_passes: leave it out
 rewards=[{name: a, model: m, workers: 2}]
     rewards[0].workers=2 has no effect with rewards[0].model:
@@ -226,6 +228,11 @@ ppo.algorithm.old_logprobs=rollout ; sampling.top_p=1.0
 ppo.algorithm.ptx_coef=0.5 ; data.renaming=0.1
 stages=[sft, reward_model, dr_grpo]
 compute.fused_loss=false
+compute.fused_loss=false ; stages=[sft]
+stop.metric=val-core/all/score/mean@1 ; validation.every=2
+stop.metric=-sft/eval_loss
+compute.fused_loss=false ; stages=[sft, reward_model, gspo]
+compute={fused_loss: false, shared_passes: true}
 stages=[sft] ; compute.score_tokens=64 ; rollout.slots=16
 rewards=[{name: a, model: m, batch: 2, on_failure: 0}]
 rewards=[{name: a, function: f, workers: 2, deadline: 2, on_failure: 0, options: {k: 1}}]

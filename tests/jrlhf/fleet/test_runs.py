@@ -18,6 +18,7 @@ from jrlhf.fleet.asynchronous import masks_much
 from jrlhf.fleet.state import Collected, Drawn
 from jrlhf.models.generation.continuous import ContinuousBatch
 from jrlhf.planning.resolve import select_resources
+from jrlhf.report.audit import audit
 from jrlhf.run.files import read_jsonl
 from jrlhf.run.metrics import read_metrics
 from jrlhf.stages import rl
@@ -96,6 +97,8 @@ def test_with_staleness_0_the_run_is_the_synchronous_one_bit_for_bit(case, tmp_p
             assert synchronous == {key: fleet[key] for key in synchronous}  # the other metrics speak of the fleet
         weights = [(one / "model" / "model.safetensors").read_bytes() for one in (plain, path)]
         assert weights[0] == weights[1]
+        assert audit(path).iterations == 4
+    assert not (plain / "rollouts.jsonl").exists()
 
 
 @pytest.mark.proof("runs")
@@ -156,11 +159,14 @@ def test_a_run_that_goes_on_from_any_step_has_the_same_bits(case, tmp_path):
     options = {"staleness": 2, "uncorrected": True, "update_steps": 3, "on_new_weights": on_new_weights}
     whole = config(tmp_path, "whole", settings=["checkpoints.keep=4", *settings], **options)
     path = run(whole)
-    expected = timeless(path), (path / "model" / "model.safetensors").read_bytes()
+    files = path / "model" / "model.safetensors", path / "rollouts.jsonl"
+    expected = timeless(path), [file.read_bytes() for file in files]
+    audited = audit(path).checked  # tokens of several ages, some of which are older than the bound
+    assert {"training/off_policy/token_staleness/max", "rollout_corr/rollout_rs_masked_fraction"} <= audited.keys()
     assert [record["perf/compilations"] for record in read_metrics(path) if record["stage"] == "grpo"][2:] == [0, 0]
     for step in (4, 2):
         resumed(whole, *range(step, 5))
-        assert (timeless(path), (path / "model" / "model.safetensors").read_bytes()) == expected
+        assert (timeless(path), [file.read_bytes() for file in files]) == expected
     lines = [line for line in read_jsonl(path / "timeline.jsonl") if line["stage"] == "grpo"]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     for line in lines:  # slices of several devices that one CPU simulates: no call overlaps with another
@@ -234,7 +240,7 @@ def test_what_cannot_be_asynchronous_is_one_sentence(tmp_path):
 def test_a_bound_that_masks_much_is_warned_of(tmp_path):
     """Tokens after the end of a row do not count."""
     versions, lengths = np.array([[0, 1, 2, 2], [2, 2, 2, 0]]), np.array([4, 3])
-    batch = Collected(np.arange(2), Drawn(versions, versions, versions, lengths, lengths > 0), 2)
+    batch = Collected(np.arange(2), np.zeros(2, int), Drawn(versions, versions, versions, lengths, lengths > 0), 2)
     warning = masks_much(config(tmp_path, "tight", staleness=1), batch)
     assert warning is not None and "grpo.asynchronous.staleness=1 gives weight 0 to 14% of the tokens" in warning
     assert masks_much(config(tmp_path, "wide", staleness=2), batch) is None

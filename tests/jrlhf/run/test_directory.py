@@ -109,7 +109,7 @@ def test_what_a_new_run_leaves_if_it_never_began_is_what_was_there(make, tmp_pat
 
 def test_another_config_is_refused_with_its_differences_and_nothing_changes(make, tmp_path):
     with open_run(make()) as run:
-        run.add_samples([{"stage": "sft", "step": 1, "response": "x"}])
+        run.append("samples.jsonl", [{"stage": "sft", "step": 1, "response": "x"}])
     before = contents(tmp_path / "runs")
     assert refused(make("seed=7", "sft.steps=9")) == (
         f"{run.path} holds a run with another config (seed: 0 there, 7 here; sft.steps: 500 there, 9 here): "

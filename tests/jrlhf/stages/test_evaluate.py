@@ -394,13 +394,14 @@ def test_a_run_has_finished_if_it_ended_with_this_config_and_still_has_what_it_l
     """A run that was killed at any moment before its end has not; nor one of which something was deleted."""
     config = Config(name="r", run_dir=str(tmp_path), stages=("sft", "reward_model"))
     path, context = tmp_path / "r", cast(Any, SimpleNamespace(config=config, run=RunDirectory(tmp_path / "r")))
-    left = ["checkpoints/sft/500", "checkpoints/reward_model/250", "report.html", "summary.json"]
+    ended = {"finished": sha256(config_yaml(config)), "steps": {"sft": 300, "reward_model": 250}}  # one of them early
+    left = ["checkpoints/sft/300", "checkpoints/reward_model/250", "report.html", "summary.json"]
     left += ["model/config.json", "reward_model/config.json"]
 
     def leave() -> None:
         for name in left:
             (path / name).parent.mkdir(parents=True, exist_ok=True)
-            (path / name).write_text(json.dumps({"finished": sha256(config_yaml(config))}))
+            (path / name).write_text(json.dumps(ended))
 
     leave()
     assert finalize.finished(context) == json.loads((path / "summary.json").read_text())
@@ -419,6 +420,7 @@ def test_what_ends_a_run_is_written_last(tmp_path, monkeypatch):
     """Killed at any moment before, it would be ended by a resume."""
     config, events = Config(name="r", run_dir=str(tmp_path), stages=("sft",)), list[str]()
     run: Any = RunDirectory(tmp_path, writes=False)
+    (tmp_path / "checkpoints" / "sft" / "500").mkdir(parents=True)
     run.write = lambda name, text: events.append(f"{name}{' finished' * (b'finished' in text)}")
     context: Any = SimpleNamespace(config=config, run=run, console=Console(enabled=False), phases=Stopwatch())
     monkeypatch.setattr(finalize, "evaluate", lambda *_: events.append("answers"))

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jrlhf.config.schema import Config, ProfileConfig
-from jrlhf.config.stages import SFTConfig
+from jrlhf.config.stages import CheckpointConfig, SFTConfig
 from jrlhf.errors import Preempted, RunFailure, UserError
 from jrlhf.meshes import make_mesh
 from jrlhf.ppo import SFTBatch, TrainState, make_sft_step
@@ -29,9 +29,11 @@ from jrlhf.run.files import saved_steps
 from jrlhf.run.metrics import read_metrics
 from jrlhf.run.preemption import PreemptionGuard
 from jrlhf.run.profiler import deadline
+from jrlhf.stages.hooks import hook_of
 from jrlhf.stages.identity import Identity
 from jrlhf.stages.learning import Learning
 from jrlhf.stages.loop import run_stage
+from jrlhf.stages.watching import hook_names
 
 MESH = make_mesh(1, 8, 1)
 
@@ -49,15 +51,21 @@ class Services:
         yield SimpleNamespace(advance=lambda *_: None, compiling=lambda call: None)
 
 
-def context(path, *, steps=6, section=None, stop_after_skipped=5):
+def context(path, *, steps=6, stages=("sft",), section=None, stop_after_skipped=5, stop=None, hooks=()):
+    """hooks: by the settings that name them."""
     own = {
         "sections": {"sft": section or SFTConfig(warmup=0, save_every=2)},
         "length": lambda stage: steps,
         "stop_after_skipped": stop_after_skipped,
-        "stages": ("stage",),
+        "stages": stages,
+        "checkpoints": CheckpointConfig(2),
+        "stop": stop,
+        "hooks": [spec for spec, _ in hooks],
     }
-    config = SimpleNamespace(checkpoints=SimpleNamespace(keep=2), deadline=60.0, profile=ProfileConfig(), **own)
+    config: Any = SimpleNamespace(deadline=60.0, profile=ProfileConfig(), **own)
     services = {"console": Services(), "trackers": [Services()], "preemption": PreemptionGuard(), "phases": Stopwatch()}
+    called = zip(hook_names(config), (hook for _, hook in hooks), strict=True)
+    services["hooks"] = [(name, hook_of(name, hook)) for name, hook in called]
     return SimpleNamespace(run=RunDirectory(path), config=config, mesh=MESH, identity=Identity(), **services)
 
 
@@ -212,7 +220,7 @@ def test_an_update_without_a_row_whose_score_is_finite_is_one_that_is_not_finite
         step += 1
         metrics = {"critic/score/nonfinite": lost, "actor/skipped_updates": 1, "actor/nonfinite_updates": 0}
         learning.measure(state[applied], metrics, step)
-        return learning.in_vain(step, 100)
+        return learning.in_vain(step, 100, last=step == 100)
 
     assert [measure(0, 2), measure(0, 2), measure(1, 2), measure(1, 2), measure(1, 0), measure(1, 2)] == [""] * 6
     assert "3 updates of actor in a row were skipped" in measure(1, 2)
@@ -222,7 +230,7 @@ def test_an_update_without_a_row_whose_score_is_finite_is_one_that_is_not_finite
     for applied, ends in ((0, True), (1, False)):
         resumed = Learning(config, "ppo", state[applied], warnings.append)
         resumed.measure(state[applied], last, 100)
-        assert bool(resumed.in_vain(100, 100)) == ends
+        assert bool(resumed.in_vain(100, 100, last=True)) == ends
 
 
 @pytest.mark.parametrize("updates", [20, 21])
