@@ -44,7 +44,7 @@ from jrlhf.meshes.transfers import to_host
 from jrlhf.plan import Planned, Search
 from jrlhf.ppo.fields import Section, count, natural, positive
 from jrlhf.report.read import Record, read_run
-from jrlhf.rewards.python_code import python_functions
+from jrlhf.rewards.python_code import is_given, python_functions
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.run.console import SHOWN
 from jrlhf.run.directory import run_path
@@ -116,7 +116,9 @@ def train(
     with python_functions(config, settings, {"hooks": [] if on_iteration is None else [on_iteration]}) as named:
         *given, added = named
         wanted = make_config(*given)
-        wanted = replace(wanted, hooks=(*wanted.hooks, *added["hooks"]))
+        # The config of a run that is resumed names its functions, which may be left out now.
+        hooks = dict.fromkeys(spec for spec in (*wanted.hooks, *added["hooks"]) if is_given(spec))
+        wanted = replace(wanted, hooks=tuple(hooks))
         try:
             main(wanted, resume=resume, accept_rewards=accept_rewards)
         except Preempted as stop:

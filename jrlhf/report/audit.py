@@ -6,7 +6,7 @@ tokens and how many of them count in the loss. Both must tell the same. This fil
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 
 from jrlhf.errors import RunFailure, UserError, one_line
-from jrlhf.report.read import read_run
+from jrlhf.report.read import Record, read_run
 from jrlhf.run.contents import ROLLOUTS
 from jrlhf.run.files import read_jsonl
 
 TOLERANCE = 1e-5  # relative: metrics are means in float32
 QUARTILES = 4
+CORRECTIONS = "importance", "mask_token", "mask_sequence", "mask_sequence_mean", "mask_k3"  # of the policy's config
 _AGES = "training/off_policy/"
 _TRUNCATED, _MASKED = "rollout_corr/rollout_is_ratio_fraction_high", "rollout_corr/rollout_rs_masked_fraction"
 _MASKED_ROWS, _FULL = "rollout_corr/rollout_rs_seq_masked_fraction", "rollout_corr/full_weight/quartile_"
@@ -55,6 +56,7 @@ def audit(run_dir: Path | str) -> Audit:
     logged = {int(metrics["step"]): metrics for metrics in record.iterations}
     staleness = record.setting(f"{record.algorithm}.asynchronous.staleness")
     in_update = record.settings.get(f"{record.algorithm}.algorithm.old_logprobs") == "interpolate"
+    near = _near_bounds(record)
     result, used, before = Audit(), set[int](), 0
     try:
         for step, rows in groupby(read_jsonl(path), itemgetter("step")):
@@ -64,7 +66,7 @@ def audit(run_dir: Path | str) -> Audit:
                 break
             listed, iteration = [*rows], f"iteration {step} of {run_dir}"
             _check_rows(listed, used, staleness or 0, iteration)
-            _compare(result, recount(listed, weights=not in_update), logged[step], iteration)
+            _compare(result, recount(listed, weights=not in_update), logged[step], near(listed), iteration)
             result.rows += len(listed)
             before = step
     except (KeyError, TypeError, ValueError) as error:
@@ -77,8 +79,39 @@ def audit(run_dir: Path | str) -> Audit:
     return result
 
 
-def _compare(result: Audit, recounted: Mapping[str, float], logged: Mapping[str, Any], iteration: str) -> None:
-    """Compares what the rows of an iteration give with its metrics; those of weights are logged where they exist."""
+def _near_bounds(record: Record) -> Callable[[Sequence[Row]], float]:
+    """Returns the share of tokens whose weights may round to the other side of a bound, given an iteration's rows.
+
+    The records are computed by another program than the update. Without corrections a weight depends on the age alone.
+    Bounds of single tokens leave two tokens, those of whole rows the longest row, of a quartile of the batch.
+    """
+    used = {name for name in CORRECTIONS if _is_set(record, name)}
+    of_rows = used - {"importance", "mask_token"} or record.settings.get(_key(record, "importance")) == "sequence"
+
+    def share(rows: Sequence[Row]) -> float:
+        counts = [row["counted"] for row in rows]
+        return QUARTILES * (max(counts) if of_rows else 2) / max(sum(counts), 1) if used else 0.0
+
+    return share
+
+
+def _key(record: Record, name: str) -> str:
+    return f"{record.algorithm}.algorithm.{name}"
+
+
+def _is_set(record: Record, name: str) -> bool:
+    """True if a setting of the algorithm is not null; a list has keys of its own."""
+    key = _key(record, name)
+    return any(own == key or own.startswith(f"{key}[") for own, value in record.settings.items() if value != "null")
+
+
+def _compare(
+    result: Audit, recounted: Mapping[str, float], logged: Mapping[str, Any], near: float, iteration: str
+) -> None:
+    """Compares what the rows of an iteration give with its metrics; those of weights are logged where they exist.
+
+    near: tolerance of shares of weights.
+    """
     for name, value in recounted.items():
         if name not in logged:
             if not name.startswith("rollout_corr/"):
@@ -86,7 +119,7 @@ def _compare(result: Audit, recounted: Mapping[str, float], logged: Mapping[str,
             continue
         written = math.nan if logged[name] is None else float(logged[name])
         difference = abs(value - written)
-        if not difference <= TOLERANCE * max(1.0, abs(value)):
+        if not difference <= TOLERANCE * max(1.0, abs(value)) + near * name.startswith("rollout_corr/"):
             raise RunFailure(f"{name} of {iteration} is {written:g} in metrics.jsonl, but its rows give {value:g}")
         count, greatest = result.checked.get(name, (0, 0.0))
         result.checked[name] = count + 1, max(greatest, difference)

@@ -32,8 +32,8 @@ from jrlhf.run.text import clean
 HUB = "https://huggingface.co"
 _LEFT_OUT = "(left out)"
 _VALIDATED = "on held-out prompts before each iteration"
-_PLACES = ("path", "critic", "reference", "model", "adapter", "function", "dataflow")  # settings
-_NAMES_OF_PARTS = ("name", "split")  # settings that the tables show, too
+_PLACES = ("path", "critic", "reference", "model", "adapter", "function", "dataflow", "hooks")  # settings
+_NAMES_OF_PARTS = ("name", "split", "metric")  # settings that the tables show, too
 _ROLES = {"sft": "SFT", "preferences": "preferences", "prompts": "prompts", "heldout": "held-out prompts"}
 
 
@@ -223,7 +223,7 @@ def _recipe(data: CardData) -> list[str]:
     config, lines = data.config, []
     for stage in _done(data):
         unit, length = "iterations" if stage in ALGORITHMS else "steps", config.length(stage)
-        ended = data.record.summary.get("steps", {}).get(stage, length)  # perhaps early
+        ended = (data.record.metrics.get(stage) or [{"step": length}])[-1]["step"]  # perhaps early
         done = data.step if stage == data.stage and data.head == "lm" else ended
         count = f"{done} {unit}" if done == length else f"{done} of {length} {unit}"
         lines.append(f"{len(lines) + 1}. {STAGES[stage]}: {count}")
@@ -255,7 +255,7 @@ def _settings(data: CardData) -> dict[str, Any]:
             return {name if str(name).isidentifier() else _LEFT_OUT: _LEFT_OUT for name in value}
         if not isinstance(value, str) or value in _choices(kind):
             return value
-        name = key.rpartition(".")[2]
+        name = key.rpartition(".")[2].partition("[")[0]
         return _short(value, data) if name in _PLACES else clean(value) if name in _NAMES_OF_PARTS else _LEFT_OUT
 
     def section(values: Mapping[str, Any], kind: Any, key: str) -> dict[str, Any]:

@@ -111,15 +111,19 @@ def _named(value: Any, functions: dict[str, PythonCode], key: str = "") -> Any:
     return spec
 
 
+def is_given(spec: str) -> bool:
+    """False for the name of a function that this run was not given."""
+    return not spec.startswith(PREFIX) or spec in _functions.get({})
+
+
 def python_code(spec: str, called: str) -> PythonCode:
     """Returns the function with this name. Raises UserError if this run was not given it."""
-    functions = _functions.get({})
-    if spec not in functions:
+    if not is_given(spec):
         raise UserError(
             f"{called}: {spec.removeprefix(PREFIX)} was a Python function of the program that began the run, and no "
             "file has it: go on in Python, by train(..., resume=True) with the function"
         )
-    return functions[spec]
+    return _functions.get()[spec]
 
 
 class _Digest:

@@ -207,9 +207,9 @@ class Console:
         if at_address:
             return  # the other commands take no address
         self.line(f"to upload it: python -m jrlhf.export {run} --push USER/NAME")
-        last = config.stages[-1]
-        whole = config.length(last) in saved_steps(run_path(config) / "checkpoints" / last)  # it may have ended early
-        if whole and (words := longer(config)):
+        stage = config.stages[-1]
+        early = max(saved_steps(run_path(config) / "checkpoints" / stage), default=math.inf) < config.length(stage)
+        if not early and (words := longer(config)):
             anew = "" if "--resume" in words else ", anew, because its learning rates depend on its length"
             self.line(f"to train it longer{anew}: python -m jrlhf.train --config {run}/config.yaml {words}")
 

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jrlhf.run.console import shown_columns
-from jrlhf.run.contents import ROLLOUTS, SAMPLES
+from jrlhf.run.contents import SAMPLES
 from jrlhf.run.files import Closing, jsonl_lines, read_jsonl, to_json, write_atomic
 from jrlhf.run.text import clean
 
@@ -158,7 +158,7 @@ class TensorBoardEvents(Closing):
 
 
 class StageRecords:
-    """The lines of a stage in metrics.jsonl, samples.jsonl, rollouts.jsonl and timeline.jsonl.
+    """The lines of a stage in metrics.jsonl, samples.jsonl and timeline.jsonl, or in these `files`.
 
     Checkpoints record their number and a checksum. The constructor drops the records of the stage after `step`, and a
     torn last line; call it before opening the log. Each file is replaced atomically, and only if it changes.
@@ -167,12 +167,19 @@ class StageRecords:
     """
 
     def __init__(
-        self, run_dir: Path | str, stage: str, step: int, *, writers: Collection[str] = (), enabled: bool = True
+        self,
+        run_dir: Path | str,
+        stage: str,
+        step: int,
+        *,
+        files: Collection[str] = (METRICS, SAMPLES, TIMELINE),
+        writers: Collection[str] = (),
+        enabled: bool = True,
     ):
         # path -> (number of bytes read, number of the stage's lines, their hash)
         self._files: dict[Path, tuple[int, int, Any]] = {}
         self._strays: dict[str, int] = {}  # name of a file -> number of lines that name no writer
-        paths = [Path(run_dir) / name for name in (METRICS, SAMPLES, ROLLOUTS, TIMELINE)] if enabled else []
+        paths = [Path(run_dir) / name for name in files] if enabled else []
         for path in paths:  # all are read before one is changed
             size, count, digest, self._strays[path.name] = 0, 0, hashlib.sha256(), 0
             for line, record in _remaining(path, stage, step):

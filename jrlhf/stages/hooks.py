@@ -31,9 +31,11 @@ def hook_of(called: str, function: Callable[[Iteration], object]) -> Hook:
         try:
             answer = function(iteration)
         except (Exception, SystemExit) as error:
-            raise UserError(f"{called}: {explain(error)}") from error
-        if answer is None or answer == STOP:
-            return answer  # type: ignore[return-value]
-        raise UserError(f"{called} returned {answer!r}, and neither None nor {STOP!r}")
+            frames = error.__traceback__
+            theirs = error.with_traceback(frames and frames.tb_next)  # without this one
+            raise UserError(f"{called}: {explain(theirs)}") from error
+        if answer is None or (isinstance(answer, str) and answer == STOP):
+            return answer
+        raise UserError(f"{called} returned a value of type {type(answer).__name__}, and neither None nor {STOP!r}")
 
     return hook

@@ -12,7 +12,7 @@ from jrlhf.errors import Preempted, RunFailure, UserError
 from jrlhf.run import contents
 from jrlhf.run.checkpoints import Checkpoints, like, read_meta
 from jrlhf.run.files import saved_steps
-from jrlhf.run.metrics import MetricsLog, StageRecords
+from jrlhf.run.metrics import METRICS, TIMELINE, MetricsLog, StageRecords
 from jrlhf.run.processes import any_process
 from jrlhf.run.profiler import CompilationWatch, deadline, peak_memory, traced
 from jrlhf.stages.context import Context
@@ -114,6 +114,12 @@ def run_stage(
         return state
 
 
+def _ended(context: Context, name: str, there: Mapping[str, Any], step: int) -> bool:
+    """True if a stage does not go on from its checkpoint of a step, whose meta is `there`."""
+    watch = Watch.of(context.config, (), there.get(WATCH, {}), left=_left(context, name))
+    return step == context.config.length(name) or bool(watch.ended)
+
+
 def _left(context: Context, name: str) -> bool:
     """True if a stage that has ended cannot go on: a later stage has saved a state, which began with its weights, or
     its own last state is finished."""
@@ -128,7 +134,7 @@ def _ending(iteration: Iteration, failed: str, in_vain: str, stop: bool) -> Exce
     """The error that ends a stage after a step: of updates in vain, of a hook, or of no fault; None: there is none."""
     name, step, steps = iteration.stage, iteration.step, iteration.steps
     if in_vain:
-        return RunFailure(in_vain)
+        return RunFailure("; ".join(filter(None, (in_vain, failed))))
     if failed:
         return UserError(f"{failed}; the state of {name} step {step} is saved: mend the hook and resume the run")
     return Preempted(f"{name} stopped at step {step} of {steps}; its state is saved") if stop else None
@@ -154,7 +160,9 @@ def _record(context: Context, name: str, step: int, metrics: dict[str, Any], log
 def _records(context: Context, name: str, start: int, there: Mapping[str, Any]) -> StageRecords:
     """Opens a stage's records after `start` steps. there: what the checkpoint tells of them."""
     run = context.run
-    records = StageRecords(run.path, name, start, writers=(*context.config.stages, "evaluation"), enabled=run.writes)
+    files = (METRICS, contents.SAMPLES, TIMELINE) + (contents.ROLLOUTS,) * (name == context.config.algorithm)
+    writers = *context.config.stages, "evaluation"
+    records = StageRecords(run.path, name, start, files=files, writers=writers, enabled=run.writes)
     for difference in records.differences(there.get(RECORDS, {})):
         context.console.warn(difference)
     if start:
@@ -169,8 +177,7 @@ def check_inputs(context: Context) -> None:
         directory = run / "checkpoints" / name
         if steps := saved_steps(directory):
             there, functions = read_meta(directory, steps[-1]), identity.functions if name == config.algorithm else ()
-            ended = steps[-1] == config.length(name) or "ended" in there.get(WATCH, {})
-            identity.check_known(run, name, there, functions, ended=ended)
+            identity.check_known(run, name, there, functions, ended=_ended(context, name, there, steps[-1]))
 
 
 @contextmanager
@@ -204,6 +211,5 @@ def _restore(
     assert restored is not None, "there are steps, and a damaged last one raises"
     start, state, there = restored
     words = {key: word for key, word in there.items() if key not in (RECORDS, SECONDS, WATCH)}
-    ended = start == context.config.length(name) or "ended" in there.get(WATCH, {})
-    context.identity.compare(context.run, name, words, meta, ended=ended)
+    context.identity.compare(context.run, name, words, meta, ended=_ended(context, name, there, start))
     return start, state, there

@@ -134,8 +134,7 @@ def open_context(
         resources = resolve(config, resume=resume, tell=tell)
         config, mesh, models, plan = resources.config, resources.mesh, resources.models, resources.plan
         _tell_first(console, config)
-        console.line(_headline(config, mesh))
-        for line in resources.lines:
+        for line in (_headline(config, mesh), *resources.lines):
             console.line(line)
         placements = resources.placements()
         if config.fleet is not None and config.fleet.engine == "ray":
@@ -145,6 +144,7 @@ def open_context(
         # Templates write the day on which the run began, also after a resume and in every process.
         now = datetime.now(UTC)
         stack.enter_context(dated(from_main(lambda: first_day(run_path(config), now) if resume else f"{now.date()}")))
+        hooks = load_hooks(config)
         task, words = _read_inputs(resources, console, new=not resume)
         if mirror is not None:
             mirror.begin()
@@ -172,7 +172,7 @@ def open_context(
             identity=Identity(words, frozenset(functions), accept_rewards),
             phases=phases,
             trackers=trackers,
-            hooks=load_hooks(config),
+            hooks=hooks,
             placements=placements,
             moves=resources.moves,
         )
@@ -230,7 +230,7 @@ def _noting_failures(run: RunDirectory, config: Config) -> Iterator[None]:
 
 def _resuming(config: Config) -> str:
     """Returns the command that resumes a run; "" if none does: at an address, or with functions of a Python program."""
-    called = [part.function or "" for _, _, part in config.rewards_and_costs]
+    called = [*config.hooks, *(part.function or "" for _, _, part in config.rewards_and_costs)]
     if is_address(config.run_dir) or any(function.startswith(PREFIX) for function in called):
         return ""
     return f"python -m jrlhf.train --config {shlex.quote(str(run_path(config)))}/config.yaml --resume"

@@ -98,7 +98,8 @@ class Watch:
         if stop is not None and stop.metric is not None:
             watch.patience = Patience(stop.metric, stop.patience, stop.threshold)
         watch._take(state)
-        if not (left or (watch.impatient if watch.ended == STOP else watch.ended in hook_names(config))):
+        spec = watch.ended.partition("=")[2]  # of a hook, whose number may be another one now
+        if not (left or (watch.impatient if watch.ended == STOP else spec in config.hooks)):
             watch.ended = ""
         return watch
 
@@ -149,4 +150,6 @@ class Watch:
                     self.ended = self.ended or called
             except UserError as error:
                 errors.append(str(error))
+        if iteration.step == iteration.steps:  # nothing is ended early; a run that is made longer goes on
+            self.ended = ""
         return "; ".join(errors)

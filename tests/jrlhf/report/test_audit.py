@@ -168,6 +168,26 @@ def test_what_cannot_be_recounted_is_one_sentence(run, capsys):
     assert "has no iterations of an asynchronous run: there is nothing to recount" in capsys.readouterr().err
 
 
+def test_where_bounds_are_of_weights_two_tokens_may_round_to_their_other_side(run):
+    rows = list(read_jsonl(run / "rollouts.jsonl"))
+    _fewer(rows)
+    (run / "rollouts.jsonl").unlink()
+    append_jsonl(run / "rollouts.jsonl", rows)
+    for setting in ("mask_token: null", "importance: sequence", "mask_token: [0.5, 2.0]"):
+        (run / "config.yaml").write_text(f"grpo: {{asynchronous: {{staleness: 2}}, algorithm: {{{setting}}}}}\n")
+        if "null" in setting:
+            with pytest.raises(RunFailure, match="rollout_rs_masked_fraction"):
+                audit(run)
+        else:
+            assert audit(run).iterations == 3
+    for row in rows[:12]:
+        row["masked"] = row["counted"]
+    (run / "rollouts.jsonl").unlink()
+    append_jsonl(run / "rollouts.jsonl", rows)
+    with pytest.raises(RunFailure, match="rollout_corr/"):
+        audit(run)
+
+
 def test_weights_of_the_updates_own_forward_pass_are_not_recounted(run):
     """With interpolation the metrics of weights are means over updates, which the rows do not tell."""
     (run / "config.yaml").write_text("grpo: {asynchronous: {staleness: 2}, algorithm: {old_logprobs: interpolate}}\n")

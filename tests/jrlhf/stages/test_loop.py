@@ -58,6 +58,7 @@ def context(path, *, steps=6, stages=("sft",), section=None, stop_after_skipped=
         "length": lambda stage: steps,
         "stop_after_skipped": stop_after_skipped,
         "stages": stages,
+        "algorithm": "ppo",
         "checkpoints": CheckpointConfig(2),
         "stop": stop,
         "hooks": [spec for spec, _ in hooks],

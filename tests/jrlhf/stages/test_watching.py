@@ -1,8 +1,10 @@
 """Hooks and the early stop of a stage, through the real loop and checkpoints."""
 
+import json
+from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,9 +16,10 @@ from jrlhf.config import Config, load_config
 from jrlhf.config.stages import SFTConfig, StopConfig
 from jrlhf.errors import UserError
 from jrlhf.run.files import saved_steps
+from jrlhf.stages import watching
 from jrlhf.stages.hooks import load_hooks
 from jrlhf.stages.loop import run_stage
-from jrlhf.stages.watching import Iteration, Patience
+from jrlhf.stages.watching import Iteration, Patience, Watch
 from tests.jrlhf.stages.test_loop import MESH, add, context, init, run
 
 SCORES = 1.0, 3.0, 2.0, 3.0, 2.5, 4.0, 1.0, 3.9, 2.0, 0.0
@@ -109,7 +112,11 @@ def test_a_hook_that_fails_loses_nothing(answer, tmp_path):
             raise SystemExit(3) if answer == "exits" else KeyError("text")
         return None
 
-    messages = {"raises": "KeyError: 'text' at .*test_watching.py", "answers": "returned 7", "exits": "SystemExit: 3"}
+    messages = {
+        "raises": "KeyError: 'text' at .*test_watching.py",
+        "answers": "a value of type int",
+        "exits": "SystemExit: 3",
+    }
     options = {"steps": 10, "section": section(3)}
     match = rf"hooks\[0\]=a:watch:? .*{messages[answer]}.*; the state of sft step 4 is saved: mend the hook"
     with pytest.raises(UserError, match=match):
@@ -122,7 +129,7 @@ def test_a_hook_that_fails_loses_nothing(answer, tmp_path):
         return scored(state, number)
 
     assert in_time(context(tmp_path, **options), counted) == STATES[9]
-    assert steps == [*range(4, 10)] and all(after == before + 1 for before, after in pairwise(steps))
+    assert steps == [*range(4, 10)]
 
 
 def test_hooks_are_loaded_from_files_and_bad_ones_are_one_sentence(tmp_path):
@@ -157,6 +164,32 @@ def test_a_stage_that_has_ended_stays_so_once_a_later_one_has_begun_with_its_wei
     for stop in (StopConfig("score", 9), None):
         assert in_time(context(tmp_path, stop=stop, **options)) == STATES[3]
     assert saved_steps(tmp_path / "checkpoints" / "sft")[-1] == 4
+    options |= {"stages": ("sft", "reward_model")}
+    section_of = {"sections": {"reward_model": section(1)}}
+    for patience in (1, 9):  # its last state is normalised
+        here: Any = context(tmp_path, stop=StopConfig("score", patience), **options)
+        vars(here.config).update(section_of)
+        with jax.set_mesh(MESH):
+            state = run_stage(here, "reward_model", init, scored, meta={}, announced=())
+        assert float(np.asarray(state["x"])[0]) == STATES[3]
+
+
+def test_a_stage_that_is_ended_at_its_last_step_goes_on_if_it_is_made_longer(tmp_path):
+    hooks = [("a:watch", lambda iteration: "stop" if iteration.step == 6 else None)]
+    assert in_time(context(tmp_path, steps=6, section=section(1), hooks=hooks)) == STATES[5]
+    assert in_time(context(tmp_path, steps=10, section=section(1), hooks=hooks)) == STATES[9]
+
+
+def test_other_processes_take_over_what_process_0_decided(monkeypatch):
+    config: Any = SimpleNamespace(hooks=["a:watch"], stop=StopConfig("score", 1))
+    first, second = (Watch.of(config, (), {}) for _ in range(2))
+    iteration = Iteration("sft", 1, 9, {"score": 1.0}, (), Path())
+    for watch, metrics in ((first, {"score": 1.0}), (first, {"score": 0.5})):
+        sent = watch.after(replace(iteration, metrics=metrics), seconds=1.0), watch.state
+        monkeypatch.setattr(watching, "from_main", lambda ask, *, seconds, sent=sent: json.loads(json.dumps(sent)))
+        assert second.after(iteration, seconds=1.0) == "" and second.state == first.state
+        monkeypatch.undo()
+    assert (first.ended, second.ended, second.reason) == ("stop", "stop", first.reason)
 
 
 def test_the_last_state_is_finished_once_wherever_the_stage_ends(tmp_path):
@@ -175,4 +208,6 @@ def test_a_hook_of_python_is_called_beside_those_of_the_config(tmp_path, monkeyp
     monkeypatch.setattr(api.Run, "open", lambda path: path)
     api.train({"stages": ["sft"], "hooks": ["mine.py:watch"]}, on_iteration=print)
     api.train({"stages": ["sft"]}, hooks=print)
-    assert [config.hooks for config in configs] == [("mine.py:watch", "<python>:print"), ("<python>:print",)]
+    api.train({"stages": ["sft"], "hooks": ["<python>:print", "<python>:gone"]}, on_iteration=print)  # a run's own
+    names = [("mine.py:watch", "<python>:print"), ("<python>:print",), ("<python>:print",)]
+    assert [config.hooks for config in configs] == names
