@@ -6,7 +6,7 @@ tokens and how many of them count in the loss. Both must tell the same. This fil
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
@@ -15,14 +15,15 @@ from typing import Any
 
 import numpy as np
 
+from jrlhf.config.load import load_config
 from jrlhf.errors import RunFailure, UserError, one_line
-from jrlhf.report.read import Record, read_run
-from jrlhf.run.contents import ROLLOUTS
+from jrlhf.ppo.config.policy import PolicyConfig
+from jrlhf.report.read import read_run
+from jrlhf.run.contents import CONFIG, ROLLOUTS
 from jrlhf.run.files import read_jsonl
 
 TOLERANCE = 1e-5  # relative: metrics are means in float32
 QUARTILES = 4
-CORRECTIONS = "importance", "mask_token", "mask_sequence", "mask_sequence_mean", "mask_k3"  # of the policy's config
 _AGES = "training/off_policy/"
 _TRUNCATED, _MASKED = "rollout_corr/rollout_is_ratio_fraction_high", "rollout_corr/rollout_rs_masked_fraction"
 _MASKED_ROWS, _FULL = "rollout_corr/rollout_rs_seq_masked_fraction", "rollout_corr/full_weight/quartile_"
@@ -54,9 +55,10 @@ def audit(run_dir: Path | str) -> Audit:
     """
     record, path = read_run(run_dir), Path(run_dir) / ROLLOUTS
     logged = {int(metrics["step"]): metrics for metrics in record.iterations}
-    staleness = record.setting(f"{record.algorithm}.asynchronous.staleness")
-    in_update = record.settings.get(f"{record.algorithm}.algorithm.old_logprobs") == "interpolate"
-    near = _near_bounds(record)
+    config = load_config(str(Path(run_dir) / CONFIG))
+    if config.asynchronous is None or not logged:
+        raise UserError(f"{run_dir} has no iterations of an asynchronous run: there is nothing to recount")
+    algorithm, staleness = config.rl.algorithm, config.asynchronous.staleness
     result, used, before = Audit(), set[int](), 0
     try:
         for step, rows in groupby(read_jsonl(path), itemgetter("step")):
@@ -65,44 +67,30 @@ def audit(run_dir: Path | str) -> Audit:
             if step not in logged:  # the run goes on, or was killed between two writes
                 break
             listed, iteration = [*rows], f"iteration {step} of {run_dir}"
-            _check_rows(listed, used, staleness or 0, iteration)
-            _compare(result, recount(listed, weights=not in_update), logged[step], near(listed), iteration)
+            _check_rows(listed, used, staleness, iteration)
+            recounted, near = recount(listed, weights=not algorithm.weighs_in_loss), _near_bounds(algorithm, listed)
+            _compare(result, recounted, logged[step], near, iteration)
             result.rows += len(listed)
             before = step
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} has a damaged row ({one_line(error)}): bring it back from a backup") from error
-    if before == 0 and (staleness is None or not logged):
-        raise UserError(f"{run_dir} has no iterations of an asynchronous run: there is nothing to recount")
     if before < max(logged):
         raise RunFailure(f"{path} or metrics.jsonl has no lines of iteration {before + 1}: lines were lost")
     result.groups, result.iterations = len(used), before
     return result
 
 
-def _near_bounds(record: Record) -> Callable[[Sequence[Row]], float]:
-    """Returns the share of tokens whose weights may round to the other side of a bound, given an iteration's rows.
+def _near_bounds(algorithm: PolicyConfig, rows: Sequence[Row]) -> float:
+    """Returns the share of an iteration's tokens whose weights may round to the other side of a bound.
 
     The records are computed by another program than the update. Without corrections a weight depends on the age alone.
-    Bounds of single tokens leave two tokens, those of whole rows the longest row, of a quartile of the batch.
+    Bounds of single tokens allow two tokens, and bounds of whole rows the longest row, in a quartile of the batch.
     """
-    used = {name for name in CORRECTIONS if _is_set(record, name)}
-    of_rows = used - {"importance", "mask_token"} or record.settings.get(_key(record, "importance")) == "sequence"
-
-    def share(rows: Sequence[Row]) -> float:
-        counts = [row["counted"] for row in rows]
-        return QUARTILES * (max(counts) if of_rows else 2) / max(sum(counts), 1) if used else 0.0
-
-    return share
-
-
-def _key(record: Record, name: str) -> str:
-    return f"{record.algorithm}.algorithm.{name}"
-
-
-def _is_set(record: Record, name: str) -> bool:
-    """True if a setting of the algorithm is not null; a list has keys of its own."""
-    key = _key(record, name)
-    return any(own == key or own.startswith(f"{key}[") for own, value in record.settings.items() if value != "null")
+    if not algorithm.corrections:
+        return 0.0
+    of_rows = {*algorithm.corrections} - {"importance", "mask_token"} or algorithm.importance == "sequence"
+    counts = [row["counted"] for row in rows]
+    return QUARTILES * (max(counts) if of_rows else 2) / max(sum(counts), 1)
 
 
 def _compare(

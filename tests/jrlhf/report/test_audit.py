@@ -77,10 +77,16 @@ def test_random_batches_are_recounted(seed):
     assert sum(row["masked"] for row in rows) > 0 and sum(row["truncated"] for row in rows) > 0
 
 
+def configure(run: Path, algorithm: str = "", asynchronous: str = "asynchronous: {staleness: 2}, ") -> None:
+    """Writes the config of a run with these settings."""
+    rest = "data: {source: arithmetic}\nstages: [sft, grpo]\nrewards: [{name: exact, function: exact_match}]\n"
+    (run / "config.yaml").write_text(f"{rest}grpo: {{{asynchronous}algorithm: {{{algorithm}}}}}\n")
+
+
 @pytest.fixture
 def run(tmp_path) -> Path:
     """A run of three iterations that agrees with itself."""
-    (tmp_path / "config.yaml").write_text("grpo: {asynchronous: {staleness: 2}}\n")
+    configure(tmp_path)
     for step in range(1, 4):
         experience = experience_of(step)
         named = {"stage": "grpo", "step": step}
@@ -162,7 +168,7 @@ def test_what_cannot_be_recounted_is_one_sentence(run, capsys):
     append_jsonl(run / "rollouts.jsonl", rows)
     assert cli([str(run), "--audit"]) == 2
     assert "has a damaged row ('versions')" in capsys.readouterr().err
-    (run / "config.yaml").write_text("grpo: {}\n")
+    configure(run, asynchronous="")
     (run / "rollouts.jsonl").unlink()
     assert cli([str(run), "--audit"]) == 2
     assert "has no iterations of an asynchronous run: there is nothing to recount" in capsys.readouterr().err
@@ -174,7 +180,7 @@ def test_where_bounds_are_of_weights_two_tokens_may_round_to_their_other_side(ru
     (run / "rollouts.jsonl").unlink()
     append_jsonl(run / "rollouts.jsonl", rows)
     for setting in ("mask_token: null", "importance: sequence", "mask_token: [0.5, 2.0]"):
-        (run / "config.yaml").write_text(f"grpo: {{asynchronous: {{staleness: 2}}, algorithm: {{{setting}}}}}\n")
+        configure(run, setting)
         if "null" in setting:
             with pytest.raises(RunFailure, match="rollout_rs_masked_fraction"):
                 audit(run)
@@ -190,7 +196,7 @@ def test_where_bounds_are_of_weights_two_tokens_may_round_to_their_other_side(ru
 
 def test_weights_of_the_updates_own_forward_pass_are_not_recounted(run):
     """With interpolation the metrics of weights are means over updates, which the rows do not tell."""
-    (run / "config.yaml").write_text("grpo: {asynchronous: {staleness: 2}, algorithm: {old_logprobs: interpolate}}\n")
+    configure(run, "old_logprobs: interpolate, importance: token")
     records = list(read_jsonl(run / "metrics.jsonl"))
     for record in records:
         record["rollout_corr/rollout_is_ratio_fraction_high"] = 0.5
