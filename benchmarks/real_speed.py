@@ -1,13 +1,14 @@
 """Speed with a pretrained chat model's weights, beside transformers and TRL, on this machine's CPU.
 
-    python -m benchmarks.real_speed --model DIRECTORY [--case generate|train|grpo] [--rounds 2] [--repeats 4]
+    python -m benchmarks.real_speed --model DIRECTORY [--case generate|train|grpo|ppo] [--rounds 2] [--repeats 4]
 
 DIRECTORY is that of `python -m benchmarks.real_model`. Processes take turns as in `benchmarks.compare`, and the same
 repeats are dropped; prompts are random words, and all responses are as long as the limit. Rates are shares of that of a
 float32 product [4096, 576] x [576, 1536] on the same threads, which both sides measure. Operations are those of
 `compare.operations`; bytes are those that a generation must read: all weights and the filled cache at each token.
-`phases` are the medians of the seconds of our calls within a GRPO iteration. Writes benchmarks/results/real-speed.json,
-or real-speed-CASE.json, after each comparison; one whose process died has a `failure`, and the others go on.
+`phases` are the medians of the seconds of our calls within a GRPO iteration. PPO's critic and reward model are the same
+model with random heads. Writes benchmarks/results/real-speed.json, or real-speed-CASE.json, after each comparison; one
+whose process died has a `failure`, and the others go on.
 """
 
 import argparse
@@ -46,6 +47,7 @@ TASKS = (
         Task("trl-grpo", Comparison("GRPO iteration", "grpo", rows, (f"as shipped{MEMORY_KEPT}",)), 40, response)
         for rows, response in ((64, 12), (32, 64))
     ),
+    Task("trl", Comparison("PPO iteration", "ppo", 32, (f"gc.freeze(){MEMORY_KEPT}",)), 40, 12),
 )
 
 
@@ -106,6 +108,8 @@ def compare(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             Side(Path(sys.executable), "ours", ROOT).run(Job("export", directory, SMALL, 8, 40, 12))
         else:
             (Path(directory) / "actor").symlink_to(options.model.absolute())
+            if any(task.comparison.case == "ppo" for task in tasks):
+                Side(Path(sys.executable), "ours", ROOT).run(Job("heads", directory, SHAPE, 1, 40, 12))
         speeds = rates(directory, pythons, SMALL if options.small else SHAPE)
         print("products: " + ", ".join(f"{name} {rate / 1e9:.1f} GFLOP/s" for name, rate in speeds.items()), flush=True)
         results = []

@@ -103,6 +103,16 @@ def export(job: Job) -> None:
         export_hf(params, config, job.model(role), pad_id=0)
 
 
+def heads(job: Job) -> None:
+    """Writes a critic and a reward model: the actor with random scalar heads."""
+    mesh = mesh_of(job)
+    for seed, role in enumerate(("critic", "reward")):
+        description, params = load_hf(job.model("actor"), mesh, head="scalar")
+        kernel = params["value_head"]["kernel"]
+        head = params["value_head"] | {"kernel": 0.02 * jax.random.normal(jax.random.key(seed), kernel.shape)}
+        export_hf(params | {"value_head": head}, description.model, job.model(role), pad_id=0)
+
+
 def check(job: Job) -> None:
     """The numbers by which the sides are known to compute the same."""
     mesh, tokens = mesh_of(job), given_tokens(job)
@@ -263,5 +273,5 @@ def first_token_scores(rollout: Rollout) -> jax.Array:
 
 if __name__ == "__main__":
     keep_freed_memory()  # as `jrlhf.train` does on CPUs
-    cases = {"export": export, "check": check, "generate": generate, "ppo": ppo, "grpo": grpo}
+    cases = {"export": export, "heads": heads, "check": check, "generate": generate, "ppo": ppo, "grpo": grpo}
     main(cases | {"train": train, "product": product}, ("jax", "flax", "optax"))
