@@ -27,8 +27,7 @@ from jrlhf.fleet.recompute import Recompute
 from jrlhf.fleet.schedule import Rules, fresh
 from jrlhf.fleet.slices import SliceWorkers, Workers
 from jrlhf.fleet.state import Collected, FleetState
-from jrlhf.models.generation.chunks import ToHosts
-from jrlhf.models.generation.continuous import ContinuousBatch, Weights
+from jrlhf.models.generation.continuous import ContinuousBatch, ToHosts, Weights
 from jrlhf.models.generation.sampling import SamplingConfig
 from jrlhf.models.lora import base_on
 from jrlhf.ppo.types import TrainState
@@ -230,10 +229,9 @@ def _lanes(
     assert options is not None
     decoder = decoder_of(actor.architecture, mesh, actor.compute, sampling, config.samples)
     slots, width = (config.rollout.slots or config.rl.rollout_batch) // count, config.data.max_prompt
-    batch = ContinuousBatch(decoder, mesh, config.rollout, slots, width, read)
+    batch = ContinuousBatch.of_size(decoder, mesh, config.rollout, slots, width, read)
     if config.fleet is None:
         return [SliceWorkers([copy(batch) for _ in range(count)])]  # with the same programs
-    del batch.state  # frees its memory: the processes have the states
     numbers = {"samples": config.samples, "slots": slots, "width": width}
     setup = describe(mesh, actor.architecture, actor.compute, sampling, config.rollout, **numbers)
     asked = partial(asked_places, config, setup["platform"], mesh.size)

@@ -14,8 +14,7 @@ from jrlhf.data.batches import Batch, put_prompts, put_rows
 from jrlhf.data.types import Example
 from jrlhf.fleet.state import Collected
 from jrlhf.meshes.transfers import to_devices, to_host
-from jrlhf.models.generation.chunks import ToHosts
-from jrlhf.models.generation.continuous import Prompt
+from jrlhf.models.generation.continuous import Prompt, ToHosts
 from jrlhf.ppo.types import Rollout
 
 

@@ -30,8 +30,8 @@ from jrlhf.roles.placement import Pending
 from jrlhf.run.clock import may_deadlock
 
 T = TypeVar("T")
-ReadRows = Callable[[Bool[np.ndarray, "B"]], Rollout]  # returns the rollout on the host, at least these rows of it
-Watch = Callable[[Bool[np.ndarray, "B"], ReadRows, Mesh], None]  # (mask of finished rows, read, mesh of the other rows)
+# (mask of finished rows, function that returns the rollout on the host with these rows, mesh of the other rows)
+Watch = Callable[[Bool[np.ndarray, "B"], Callable[[], Rollout], Mesh], None]
 OF_ROWS = "tokens", "prompt_lengths", "response_lengths", "logprobs", "finished"  # fields of a rollout
 
 
@@ -92,7 +92,7 @@ class OpenRollout(Pending[Rollout]):
         joined = Pending(lambda: _join(tiles.result(), mesh))
         return joined if outputs == 1 else tuple(Pending(partial(_part, joined, number)) for number in range(outputs))
 
-    def _hand_out(self, done: Bool[np.ndarray, "B"], read: ReadRows, mesh: Mesh) -> None:
+    def _hand_out(self, done: Bool[np.ndarray, "B"], read: Callable[[], Rollout], mesh: Mesh) -> None:
         """Passes tiles whose rows are all done to the readers that may read them now."""
         ready = [number for number, rows in enumerate(self._tiles) if done[rows].all()]
         wanted = [
@@ -102,10 +102,7 @@ class OpenRollout(Pending[Rollout]):
             if number not in reader.results and reader.devices.isdisjoint(mesh.devices.flat)
         ]
         if wanted:
-            needed = np.zeros_like(done)
-            for _, number in wanted:
-                needed[self._tiles[number]] = True
-            whole = read(needed)
+            whole = read()
             for reader, number in wanted:
                 self._give(reader, number, whole)
 
@@ -142,10 +139,7 @@ class EarlyActor(Actor):
             def watch(done: Bool[np.ndarray, "B"], assemble: Callable[[], Generation], decoding: Mesh) -> None:
                 self.clock.watch(done, assemble, decoding)
 
-                def read(rows: Bool[np.ndarray, "B"]) -> Rollout:
-                    return Rollout(**vars(self._to_all_hosts(assemble(), rows)), version=version)
-
-                hand_out(done, read, decoding)
+                hand_out(done, lambda: Rollout(**vars(assemble()), version=version), decoding)
 
             last = None if moves is None else moves.before(name, seconds=self.clock.deadline)
             with jax.set_mesh(mesh):

@@ -13,9 +13,10 @@ from jrlhf.fleet.prompts import PromptStream
 from jrlhf.fleet.schedule import Rules
 from jrlhf.fleet.slices import Published, SliceWorkers
 from jrlhf.meshes import make_mesh
-from jrlhf.models.generation.chunks import EMPTY, Slots
 from jrlhf.models.generation.continuous import Decoding, RowProgress
 from jrlhf.models.generation.decoding import Rows
+from jrlhf.models.generation.occupancy import EMPTY
+from jrlhf.models.generation.programs import Slots
 from tests.support.fleets import NO_RECOMPUTE
 
 
@@ -36,9 +37,9 @@ class Batch:
     def __init__(self, mesh):
         self.mesh = mesh
         keys = jax.random.split(jax.random.key(0), 4)
-        slots = Slots([], Rows(keys, *[np.zeros(4, np.int32)] * 4))  # type: ignore[arg-type]
-        results: Any = ()
-        self.state = Decoding(slots, results, aligned(np.full(4, EMPTY, np.int32)), aligned(np.zeros(4, np.int32)))
+        drawn: Any = np.zeros((4, 1))
+        slots = Slots([], Rows(keys, *[np.zeros(4, np.int32)] * 4), drawn, drawn)  # type: ignore[arg-type]
+        self.state = Decoding(slots, aligned(np.full(4, EMPTY, np.int32)), aligned(np.zeros(4, np.int32)))
 
     def admit(self, weights, prompts):
         self.rows = tuple(prompt.number for prompt in prompts)
