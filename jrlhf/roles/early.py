@@ -8,7 +8,7 @@ functions, and to calls on devices that do not decode then. Other calls get thei
 A call runs the same program on the same tiles in both cases, so its results do not depend on the time.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self, TypeVar
@@ -66,20 +66,22 @@ class OpenRollout(Pending[Rollout]):
         self._readers.clear()
         return rollout
 
-    def each(self, function: Callable[[slice, Rollout], T], *, devices: Iterable[Device] = ()) -> Pending[list[T]]:
+    def each(
+        self, function: Callable[[slice, Rollout], T], *, reader: str = "", devices: Iterable[Device] = ()
+    ) -> Pending[list[T]]:
         """Returns the pending results of `function(rows, tile)` for all tiles, in order. Tiles are on the host.
 
         Tiles may be passed in any order, and while other rows decode on devices other than `devices`.
         """
-        reader = _Reader(function, frozenset(devices))
+        own = _Reader(function, frozenset(devices))
         if self._whole is None:
-            self._readers.append(reader)
+            self._readers.append(own)
         else:
-            self._complete(reader, self._whole)
+            self._complete(own, self._whole)
 
         def results() -> list[T]:
             self.result()
-            return [reader.results[tile] for tile in range(len(self._tiles))]
+            return [own.results[tile] for tile in range(len(self._tiles))]
 
         return Pending(results)
 
@@ -115,6 +117,21 @@ class OpenRollout(Pending[Rollout]):
         rows = self._tiles[number]
         tile = replace(whole, **{name: getattr(whole, name)[rows] for name in OF_ROWS})
         reader.results[number] = reader.function(rows, tile)
+
+
+class DrawnAhead(Pending[Rollout]):
+    """A rollout that was drawn before its iteration, and whose groups were read as soon as each was complete.
+
+    results: name of a reader -> its results for all groups, in order.
+    """
+
+    def __init__(self, rollout: Rollout, results: Mapping[str, Sequence[Any]]):
+        super().__init__(lambda: rollout)
+        self._results = results
+
+    def each(self, function: Callable[[slice, Rollout], Any], *, reader: str) -> Pending[Sequence[Any]]:
+        """Returns what the reader of this name, which called `function` for each group, has got."""
+        return Pending(lambda: self._results[reader])
 
 
 class EarlyActor(Actor):

@@ -300,13 +300,19 @@ def no_results(rows: int, limit: int) -> Results:
 
 def assemble(prompts: Any, prompt_lengths: Any, results: Results, xp: Any = jnp) -> Generation:
     """Writes each response right after its prompt. prompts: [N, P]. xp: `np` for arrays on the host."""
-    limit = results.tokens.shape[1]
-    index = xp.arange(prompts.shape[1] + limit)[None, :] - prompt_lengths[:, None]
-    inside = (index >= 0) & (index < results.lengths[:, None])
+    limit, width = results.tokens.shape[1], prompts.shape[1]
 
     def shift(x):
-        return xp.where(inside, xp.take_along_axis(x, xp.clip(index, 0, limit - 1), axis=1), xp.zeros((), x.dtype))
+        return after_prompts(x, prompt_lengths, results.lengths, width, xp)
 
-    prompt = xp.where(index < 0, xp.pad(prompts, ((0, 0), (0, limit))), xp.zeros((), prompts.dtype))
+    is_prompt = xp.arange(width + limit)[None, :] < prompt_lengths[:, None]
+    prompt = xp.where(is_prompt, xp.pad(prompts, ((0, 0), (0, limit))), xp.zeros((), prompts.dtype))
     tokens, logprobs = prompt + shift(results.tokens), shift(results.logprobs)
     return Generation(tokens, prompt_lengths, results.lengths, logprobs, results.finished)
+
+
+def after_prompts(x: Any, prompt_lengths: Any, lengths: Any, width: int, xp: Any = jnp) -> Any:
+    """Returns [N, width + R]: the first `lengths` entries of each row of x [N, R] after its prompt, zeros elsewhere."""
+    index = xp.arange(width + x.shape[1])[None, :] - prompt_lengths[:, None]
+    moved = xp.take_along_axis(x, xp.clip(index, 0, x.shape[1] - 1), axis=1)
+    return xp.where((index >= 0) & (index < lengths[:, None]), moved, xp.zeros((), x.dtype))
