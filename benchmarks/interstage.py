@@ -28,8 +28,7 @@ from benchmarks.records import hardware, output_path, provenance, write
 from jrlhf.config import load_config
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.models import Schedule
-from jrlhf.models.generation.chunks import _Rollout
-from jrlhf.models.generation.decoding import Rows
+from jrlhf.models.generation.continuous import ContinuousBatch, RowProgress, Weights
 from jrlhf.models.generation.occupancy import EMPTY, LastRows
 from jrlhf.planning.fusion import choices
 from jrlhf.planning.fusion.last_rows import Rollouts, Scoring, decode, finish
@@ -120,7 +119,7 @@ class Sleeps:
 
     def patches(self, *, while_decoding: bool) -> Iterator[Any]:
         """Patches of the parts of a run that take time."""
-        sample, generate, release, update = Actor._sample, _Rollout.generate, _Rollout._release, TrainedRole._train
+        sample, decode, update = Actor._sample, ContinuousBatch.decode, TrainedRole._train
         by_rows, join = OpenRollout.by_rows, early._join
 
         def sampled(actor: Actor, *arguments: Any, **options: Any) -> Any:
@@ -130,20 +129,23 @@ class Sleeps:
             self._lengths = None
             return rollout
 
-        def drawn(rollout: _Rollout, *arguments: Any) -> Any:
-            if self._lengths is not None:  # otherwise an evaluation
+        def decoded(batch: ContinuousBatch, weights: Weights) -> list[RowProgress]:
+            if (wanted := self._lengths) is None:  # an evaluation
+                return decode(batch, weights)
+            if self._begun is None:
                 self._begun = self._chunk_ends = time.monotonic()
-            return generate(rollout, *arguments)
+            read, owner = batch.read, batch.state.owner
 
-        def released(rollout: _Rollout, rows: Rows) -> int:
-            if self._lengths is None:
-                return release(rollout, rows)
-            tables, counts = rollout.occupancy.tables, jax.device_get(rows.lengths)
-            self._chunk_ends = _sleep_until(self._chunk_ends + CHUNK * STEP)
-            parts = np.split(counts, len(tables)), np.split(self._lengths, len(tables))
-            for table, count, own in zip(tables, *parts, strict=True):
-                table.release((table.row != EMPTY) & (count >= own[table.row]))
-            return 4 + int(counts.max())
+            def paced(tree: Any, *mask: Any) -> Any:
+                arrays = read(tree, *mask)
+                if mask:
+                    return arrays
+                self._chunk_ends = _sleep_until(self._chunk_ends + CHUNK * STEP)
+                prompts, lengths, _ = arrays
+                return prompts, lengths, (owner != EMPTY) & (lengths >= wanted[owner])
+
+            with mock.patch.object(batch, "read", paced):
+                return decode(batch, weights)
 
         def on_device(rollout: OpenRollout, read: Callable, *arguments: Any, **options: Any) -> Any:
             def slow(tile: Any) -> Future[Any]:
@@ -162,8 +164,7 @@ class Sleeps:
             return update(role, *arguments)
 
         yield mock.patch.object(Actor, "_sample", sampled)
-        yield mock.patch.object(_Rollout, "generate", drawn)
-        yield mock.patch.object(_Rollout, "_release", released)
+        yield mock.patch.object(ContinuousBatch, "decode", decoded)
         yield mock.patch.object(OpenRollout, "by_rows", on_device)
         yield mock.patch.object(early, "_join", joined)
         yield mock.patch.object(TrainedRole, "_train", updated)

@@ -11,17 +11,17 @@ SECONDS = "JRLHF_SECONDS_OF_A_CHUNK"  # the environment variable
 def main(descriptor: int) -> None:
     """A rollout process, as `jrlhf.fleet.processes.worker.main`."""
     from jrlhf.fleet.processes import worker
-    from jrlhf.fleet.slices import SliceWorkers
+    from jrlhf.models.generation.continuous import ContinuousBatch
 
-    decode, seconds = SliceWorkers.decode, float(os.environ[SECONDS])
+    decode, seconds = ContinuousBatch.decode, float(os.environ[SECONDS])
 
-    def padded(self: SliceWorkers, prompts: Sequence[Any]) -> Any:
+    def padded(self: ContinuousBatch, weights: Any) -> Any:
         end = time.monotonic() + seconds
-        progress = decode(self, prompts)
+        progress = decode(self, weights)
         time.sleep(max(0.0, end - time.monotonic()))
         return progress
 
-    SliceWorkers.decode = padded
+    ContinuousBatch.decode = padded
     worker.main(descriptor)
 
 

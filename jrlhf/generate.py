@@ -133,14 +133,14 @@ class Generator:
         width = program_width(len(ids), self.longest)
         seeds = np.asarray(jax.random.key_data(row_keys(key, self.batch, self.mesh)))
         decoder = decoder_of(*self.place, self.sampling, 1)
-        slots = ContinuousBatch(decoder, self.mesh, Schedule(chunk=STREAMED), self.batch, width)
+        slots = ContinuousBatch.of_size(decoder, self.mesh, Schedule(chunk=STREAMED), self.batch, width)
         base = self.model.frozen
         weights = (base[0], self.model.params) if base else (self.model.params, {})
         slots.admit(weights, [Prompt(0, pad_rows([ids], width)[0][0], len(ids), seeds[:1])])
         while len(slots.rows):
             at = int(np.flatnonzero(slots.state.owner == 0)[0])
             (row,) = slots.decode(weights)
-            tokens = row.response[0] if row.response else jax.device_get(slots.state.results.tokens)[at]
+            tokens = row.response[0] if row.response else jax.device_get(slots.state.slots.tokens)[at]
             yield without_gap(self.tokenizer.continuation(ids, tokens[: row.end].tolist()), self.gap)
 
 

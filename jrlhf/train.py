@@ -47,7 +47,8 @@ def _run(options: argparse.Namespace) -> None:
     _refuse_void(options)
     config = load_config(options.config, options.overrides)
     from jrlhf.run.console import Console
-    from jrlhf.run.processes import is_main, together
+    from jrlhf.run.processes import is_main
+    from jrlhf.run.together import together
 
     with together(report):
         if options.dry_run:

@@ -97,8 +97,8 @@ def _open_rollouts(context: Context, roles: Roles, take: Take) -> AbstractContex
         return SynchronousRollouts(partial(take, roles.actor.placement["generate"].mesh))
     from jrlhf.fleet.asynchronous import AsynchronousRollouts
 
-    settings, scoring = (context.sampling, context.task.tokenizer), (roles.reward, roles.cost)
-    return AsynchronousRollouts(context.config, roles.actor, *settings, take, scoring, context.console.warn)
+    settings, scoring = (context.config, roles.actor, context.sampling), (roles.reward, roles.cost)
+    return AsynchronousRollouts(*settings, take, scoring, context.console.warn)
 
 
 def _end(context: Context, outcome: Outcome) -> dict:

@@ -1,8 +1,8 @@
 """Batches: the rows of a step, padded and put on the mesh. Their content depends on (seed, step) only."""
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,7 +15,6 @@ from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Example, Response, Sequences
 from jrlhf.meshes.layout import GENERATE, TRAIN
 from jrlhf.meshes.transfers import to_devices
-from jrlhf.ppo.types import Rollout
 
 
 @dataclass(frozen=True)
@@ -23,8 +22,7 @@ class Batch:
     """The prompts of an iteration: U prompts with `samples` rows each, B = U * samples; a prompt's rows are neighbours.
 
     examples, texts: the examples and their rendered texts, one for each row.
-    rollout: responses that were drawn ahead. None: the actor draws them when it is called.
-    answers: "reward" or "cost" -> pending scores of their functions for `rollout`, where these were asked ahead.
+    rollout: responses that were drawn ahead (`DrawnAhead`). None: the actor draws them when it is called.
     origins: number of each row's group, and of the logical worker that drew it, where they were drawn ahead.
     """
 
@@ -32,8 +30,7 @@ class Batch:
     examples: Sequence[Example]
     texts: Sequence[str]
     step: int
-    rollout: Rollout | None = None
-    answers: Mapping[str, Any] = field(default_factory=dict)
+    rollout: Any = None
     origins: Sequence[tuple[int, int]] = ()
 
 

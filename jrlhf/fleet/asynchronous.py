@@ -14,9 +14,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from jrlhf.config.schema import Config
-from jrlhf.data.batches import Batch, to_response
+from jrlhf.data.batches import Batch
 from jrlhf.data.order import Solved
-from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.fleet.fleet import Fleet
 from jrlhf.fleet.identity import Identity, adapter_identity, drawing_identity, trained_identity
 from jrlhf.fleet.processes.places import asked_places
@@ -27,12 +26,11 @@ from jrlhf.fleet.recompute import Recompute
 from jrlhf.fleet.schedule import Rules, fresh
 from jrlhf.fleet.slices import SliceWorkers, Workers
 from jrlhf.fleet.state import Collected, FleetState
-from jrlhf.models.generation.chunks import ToHosts
-from jrlhf.models.generation.continuous import ContinuousBatch, Weights
+from jrlhf.models.generation.continuous import ContinuousBatch, ToHosts, Weights
 from jrlhf.models.generation.sampling import SamplingConfig
 from jrlhf.models.lora import base_on
 from jrlhf.ppo.types import TrainState
-from jrlhf.rewards.mixture import Answers, Rewards
+from jrlhf.rewards.mixture import Rewards
 from jrlhf.roles.actor import Actor
 from jrlhf.roles.derived import copied
 from jrlhf.roles.generating import decoder_of
@@ -76,7 +74,6 @@ class AsynchronousRollouts(Closing):
         config: Config,
         actor: Actor,
         sampling: SamplingConfig,
-        tokenizer: Tokenizer,
         take: Callable[[Mesh, int], Batch],
         rewards: Sequence[Rewards | None],
         tell: Callable[[str], None],
@@ -84,13 +81,12 @@ class AsynchronousRollouts(Closing):
         options = config.asynchronous
         assert options is not None
         self._mesh, self._trainer = actor.placement["generate"].mesh, actor.placement["update"].mesh
-        self._clock, self._tokenizer = actor.clock, tokenizer
-        self._wall, self._placeholder = options.clock == "wall", None
+        self._clock, self._wall, self._placeholder = actor.clock, options.clock == "wall", None
         self._tell: Callable[[str], None] | None = tell  # None: it was called with the sentence of `masks_much`
         self._masks_much = partial(masks_much, config)
         self._rewards = [own for own in rewards if own is not None]
         self._base: Identity = {}  # identity of the frozen weights under an adapter; empty: not computed yet
-        self._answers = dict[int, dict[str, Answers]]()  # number of a group -> kind of reward -> pending answers
+        self._read = dict[int, dict[str, Any]]()  # number of a group -> name of a reader -> its result
         groups = config.rl.rollout_batch // config.samples
         read = partial(to_all_hosts, seconds=self._clock.deadline)
         self._stream = PromptStream(partial(take, self._mesh), self._mesh, groups, config.samples, read)
@@ -103,7 +99,7 @@ class AsynchronousRollouts(Closing):
                 self._mesh,
                 Rules(groups, options.staleness, options.update_steps, options.on_new_weights, options.reward_steps),
                 self._stream.prompt,
-                self._ask,
+                self._hand_out,
                 samples=config.samples,
                 limit=sampling.max_new_tokens,
                 recompute=_recompute(config, actor, sampling, lanes, tell, read),
@@ -148,7 +144,7 @@ class AsynchronousRollouts(Closing):
                     leaf.delete()
 
     def collect(self, step: int, solved: Solved | None = None) -> Batch:
-        """Returns the next batch, with its rollout and the pending answers of the reward functions.
+        """Returns the next batch, with its rollout, which the reward functions read group by group.
 
         solved: always None, because asynchronous runs leave out no prompts.
         """
@@ -157,13 +153,8 @@ class AsynchronousRollouts(Closing):
             if self._tell and (sentence := self._masks_much(collected)):
                 self._tell(sentence)
                 self._tell = None
-            asked = [self._answers.pop(int(number)) for number in collected.numbers]
-            answers = {
-                rewards.kind: rewards.join([of_group[rewards.kind] for of_group in asked])
-                for rewards in self._rewards
-                if rewards.kind in asked[0]
-            }
-            return self._stream.batch(collected, step, answers)
+            read = [self._read.pop(int(number)) for number in collected.numbers]
+            return self._stream.batch(collected, step, {name: [own[name] for own in read] for name in read[0]})
 
     def publish(self, actor: Actor, trained: TrainState, grad_norm: Array | float) -> None:
         """Publishes the actor's new weights to the fleet.
@@ -189,19 +180,11 @@ class AsynchronousRollouts(Closing):
             metrics |= {name: own[name] for name in names if name in own}
         return metrics
 
-    def _ask(self, group: Collected) -> None:
+    def _hand_out(self, group: Collected) -> None:
         """Starts the reward functions on a complete group."""
-        number, rows = int(group.numbers[0]), group.rows
-        examples, texts = self._stream.rows(group)
-        prompt, place = self._stream.prompt(number), self._stream.place(number)
-        begun = prompt.tokens[: prompt.length].tolist()
-        own = zip(rows.tokens, rows.lengths, rows.finished, strict=True)
-        responses = [to_response(self._tokenizer, begun, row[:length], done) for row, length, done in own]
-        self._answers[number] = {
-            rewards.kind: rewards.ask_ahead(examples, texts, responses, *place)
-            for rewards in self._rewards
-            if rewards.text_parts
-        }
+        tile = self._stream.tile(group)
+        readers = [rewards for rewards in self._rewards if rewards.text_parts]
+        self._read[int(group.numbers[0])] = {rewards.kind: rewards.read(*tile) for rewards in readers}
 
     def _published(self, actor: Actor, trained: TrainState) -> tuple[Weights, Identity, Array]:
         """Returns the weights for decoding programs, the identity that they must have, and the number of updates.
@@ -230,10 +213,9 @@ def _lanes(
     assert options is not None
     decoder = decoder_of(actor.architecture, mesh, actor.compute, sampling, config.samples)
     slots, width = (config.rollout.slots or config.rl.rollout_batch) // count, config.data.max_prompt
-    batch = ContinuousBatch(decoder, mesh, config.rollout, slots, width, read)
+    batch = ContinuousBatch.of_size(decoder, mesh, config.rollout, slots, width, read)
     if config.fleet is None:
         return [SliceWorkers([copy(batch) for _ in range(count)])]  # with the same programs
-    del batch.state  # frees its memory: the processes have the states
     numbers = {"samples": config.samples, "slots": slots, "width": width}
     setup = describe(mesh, actor.architecture, actor.compute, sampling, config.rollout, **numbers)
     asked = partial(asked_places, config, setup["platform"], mesh.size)

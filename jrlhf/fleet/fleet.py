@@ -39,8 +39,7 @@ from jrlhf.fleet.state import (
     unpack,
 )
 from jrlhf.meshes.transfers import to_devices, to_host
-from jrlhf.models.generation.chunks import ToHosts
-from jrlhf.models.generation.continuous import Decoding, Prompt, RowProgress, Weights
+from jrlhf.models.generation.continuous import Decoding, Prompt, RowProgress, ToHosts, Weights
 from jrlhf.run.clock import TrainerWait
 from jrlhf.run.processes import several
 

@@ -1,6 +1,7 @@
 """`PromptStream`: gives prompts by the number of their group, and makes batches of groups that were drawn ahead."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -11,20 +12,20 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jrlhf.data.batches import Batch, put_prompts, put_rows
-from jrlhf.data.types import Example
 from jrlhf.fleet.state import Collected
 from jrlhf.meshes.transfers import to_devices, to_host
-from jrlhf.models.generation.chunks import ToHosts
-from jrlhf.models.generation.continuous import Prompt
+from jrlhf.models.generation.continuous import Prompt, ToHosts
+from jrlhf.models.generation.decoding import Results, after_prompts, assemble
 from jrlhf.ppo.types import Rollout
+from jrlhf.roles.early import DrawnAhead
 
 
 class _Group(NamedTuple):
-    """A group's prompt, on the host, and the examples and texts of its rows."""
+    """A group's prompt, on the host; the prompts of its batch, without arrays; and its rows in this batch."""
 
     prompt: Prompt
-    examples: Sequence[Example]
-    texts: Sequence[str]
+    batch: Batch
+    rows: slice
 
 
 class PromptStream:
@@ -43,27 +44,32 @@ class PromptStream:
         """Returns the prompt of a group, with its rows' keys. The group is stored until `batch` returns it."""
         return self._group(number).prompt
 
-    def batch(self, collected: Collected, step: int, answers: Mapping[str, Any]) -> Batch:
-        """Returns the batch of groups that were drawn ahead, with their rollout."""
-        examples, texts = self.rows(collected)
-        prompts = [self._started.pop(int(number)).prompt for number in collected.numbers]
+    def tile(self, collected: Collected) -> tuple[Batch, slice, Rollout]:
+        """Returns the prompts of a group's batch, the group's rows in it, and these rows on the host."""
+        (group,) = self._groups_of(collected)
+        return group.batch, group.rows, self._rollout([group.prompt], collected)
+
+    def batch(self, collected: Collected, step: int, results: Mapping[str, Sequence[Any]]) -> Batch:
+        """Returns the batch of groups that were drawn ahead, with their rollout. results: what its readers have got."""
+        groups = self._groups_of(collected)
+        for number in collected.numbers.tolist():
+            del self._started[number]
+        prompts = [group.prompt for group in groups]
         tokens, lengths = (np.stack([getattr(prompt, name) for prompt in prompts]) for name in ("tokens", "length"))
         tokens, lengths = put_prompts((tokens, lengths.astype(np.int32)), self._mesh, self._samples)
         keys = put_rows(jax.random.wrap_key_data(jnp.concatenate([prompt.keys for prompt in prompts])), self._mesh)
-        rollout = self._rollout(prompts, collected)
-        groups = zip(collected.numbers.tolist(), collected.workers.tolist(), strict=True)
-        origins = [group for group in groups for _ in range(self._samples)]
-        return Batch((tokens, lengths, keys), examples, texts, step, rollout, answers, origins)
+        drawn = self._rollout(prompts, collected)
+        version = to_devices(drawn.version, NamedSharding(self._mesh, P()))
+        rows = {name: array for name, array in vars(drawn).items() if name != "version"}
+        rollout = DrawnAhead(Rollout(**put_rows(rows, self._mesh), version=version), results)
+        origins = zip(collected.numbers.tolist(), collected.workers.tolist(), strict=True)
+        own = [(group.batch.examples[group.rows], group.batch.texts[group.rows]) for group in groups]
+        examples, texts = ([row for rows in both for row in rows] for both in zip(*own, strict=True))
+        by_row = [origin for origin in origins for _ in range(self._samples)]
+        return Batch((tokens, lengths, keys), examples, texts, step, rollout, by_row)
 
-    def rows(self, collected: Collected) -> tuple[list[Example], list[str]]:
-        """The examples and their texts, one for each row."""
-        groups = [self._group(int(number)) for number in collected.numbers]
-        return [row for group in groups for row in group.examples], [row for group in groups for row in group.texts]
-
-    def place(self, number: int) -> tuple[int, int]:
-        """Returns the number of a group's batch, and the index of the group's first row in it."""
-        batch, at = divmod(number, self._groups)
-        return batch, at * self._samples
+    def _groups_of(self, collected: Collected) -> list[_Group]:
+        return [self._group(number) for number in collected.numbers.tolist()]
 
     def _group(self, number: int) -> _Group:
         if number not in self._started:
@@ -76,27 +82,18 @@ class PromptStream:
         tokens, lengths, keys = prompts.arrays
         tokens, lengths, data = self._to_hosts((tokens, lengths, jax.random.key_data(keys)))
         keys, groups = data.reshape(self._groups, self._samples, -1), []
+        shared = replace(prompts, arrays=())
         for at, (ids, length, own) in enumerate(zip(tokens, lengths, keys, strict=True)):
             rows = slice(at * self._samples, (at + 1) * self._samples)
-            prompt = Prompt(batch * self._groups + at, ids, int(length), own)
-            groups.append(_Group(prompt, prompts.examples[rows], prompts.texts[rows]))
+            groups.append(_Group(Prompt(batch * self._groups + at, ids, int(length), own), shared, rows))
         return groups
 
     def _rollout(self, prompts: Sequence[Prompt], collected: Collected) -> Rollout:
-        """Writes each response right after its prompt."""
-        drawn, width = collected.rows, len(prompts[0].tokens)
-        count, limit = drawn.tokens.shape
-        tokens, starts = np.zeros((count, width + limit), np.int32), np.zeros(count, np.int32)
-        logprobs, versions = np.zeros(tokens.shape, np.float32), np.zeros_like(tokens)
-        for row, length in enumerate(drawn.lengths):
-            prompt = prompts[row // self._samples]
-            starts[row] = prompt.length
-            response = slice(prompt.length, prompt.length + length)
-            tokens[row, : prompt.length] = prompt.tokens[: prompt.length]
-            tokens[row, response] = drawn.tokens[row, :length]
-            logprobs[row, response] = drawn.logprobs[row, :length]
-            versions[row, response] = drawn.versions[row, :length]
-        rows = tokens, starts, drawn.lengths, logprobs, drawn.finished, versions
-        tokens, starts, lengths, logprobs, finished, versions = put_rows(rows, self._mesh)
-        newest = to_devices(np.int32(collected.version), NamedSharding(self._mesh, P()))
-        return Rollout(tokens, starts, lengths, logprobs, finished, newest, versions=versions)
+        """Returns the rows of groups on the host, each response right after its prompt."""
+        drawn, count = collected.rows, self._samples
+        tokens = np.repeat(np.stack([prompt.tokens for prompt in prompts]), count, axis=0)
+        starts = np.repeat(np.array([prompt.length for prompt in prompts], np.int32), count)
+        results = Results(drawn.tokens, drawn.logprobs, drawn.lengths, drawn.finished)
+        versions = after_prompts(drawn.versions, starts, drawn.lengths, tokens.shape[1], np)
+        generation = assemble(tokens, starts, results, np)
+        return Rollout(**vars(generation), version=np.int32(collected.version), versions=versions)  # type: ignore[arg-type]

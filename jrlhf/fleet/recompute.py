@@ -22,8 +22,7 @@ from jrlhf.meshes.layout import GENERATE
 from jrlhf.meshes.transfers import to_devices, to_host
 from jrlhf.models.collectives import TENSOR
 from jrlhf.models.config.decoder import ModelConfig
-from jrlhf.models.generation.chunks import ToHosts
-from jrlhf.models.generation.continuous import Weights
+from jrlhf.models.generation.continuous import ToHosts, Weights
 from jrlhf.models.generation.mixture import CACHES, make_mixture
 from jrlhf.models.generation.redraws import ROUNDING, Redraws
 from jrlhf.models.generation.sampling import SamplingConfig

@@ -12,8 +12,8 @@ from jaxtyping import Bool, Float, Int
 
 from jrlhf.fleet.recompute import Row, Tracked
 from jrlhf.meshes.transfers import to_devices, to_host
-from jrlhf.models.generation.chunks import EMPTY, Slots, ToHosts
-from jrlhf.models.generation.continuous import Decoding, Prompt
+from jrlhf.models.generation.continuous import Decoding, Prompt, ToHosts
+from jrlhf.models.generation.occupancy import EMPTY
 
 FREE = -1  # marks a place in `Started` without a group
 NEVER = np.iinfo(np.int32).max  # completion time of a group that is not complete
@@ -138,7 +138,7 @@ def drawn_rows(decoding: Sequence[Decoding], read: ToHosts = to_host) -> DrawnRo
     """
     rows = {}
     for own in decoding:
-        arrays = read((own.owner, own.drawn, own.results.tokens, own.results.logprobs))
+        arrays = read((own.owner, own.drawn, own.slots.tokens, own.slots.logprobs))
         for row, count, tokens, logprobs in zip(*arrays, strict=True):
             if row != EMPTY:
                 rows[int(row)] = tokens[:count], logprobs[:count]
@@ -178,4 +178,4 @@ def restored(decoding: Decoding, read: ToHosts = to_host) -> Decoding:
 def _with_keys(decoding: Decoding, convert: Any) -> Decoding:
     slots = decoding.slots
     rows = replace(slots.rows, keys=convert(slots.rows.keys))
-    return replace(decoding, slots=Slots(list(slots.caches), rows))
+    return replace(decoding, slots=replace(slots, caches=list(slots.caches), rows=rows))

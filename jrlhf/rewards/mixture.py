@@ -25,7 +25,7 @@ from jrlhf.ppo.types import Rollout
 from jrlhf.rewards.combine import Combined, combine, named
 from jrlhf.rewards.types import Kind, Sample, Scored, joined, to_samples, weighted_sum
 from jrlhf.roles.critic import Reward
-from jrlhf.roles.early import OpenRollout
+from jrlhf.roles.early import DrawnAhead, OpenRollout
 from jrlhf.roles.model import Compute, Model
 from jrlhf.roles.placement import Pending, RolePlacement, call, ready
 from jrlhf.roles.role import Site
@@ -76,6 +76,7 @@ class TokenPart:
 
 Asked = tuple[list[Sample], dict[str, Scored]]  # rows as text, and the functions' scores by name
 Answers = Future[Asked] | Pending[Asked]
+Drawn = Rollout | OpenRollout | DrawnAhead
 Tiles = Pending[list[dict[str, Any]]]  # by name, for each tile of rows: models that read text
 
 
@@ -204,34 +205,15 @@ class Rewards:
         plain = all(isinstance(example.prompt, str) for example in examples)
         return to_samples(examples, texts, responses, "" if plain else self._gap())
 
-    def ask_ahead(
-        self, examples: Sequence[Example], texts: Sequence[str], responses: Sequence[Response], step: int, first: int
-    ) -> Answers:
-        """Starts the functions on some rows of a batch, before its other rows are drawn.
+    def read(self, batch: Batch, rows: slice, tile: Rollout) -> Future[Asked]:
+        """Starts the functions on some rows of a batch. tile: these rows, which `jax.device_get` can fetch."""
+        return self._threads.submit(self._read, batch, rows, tile)
 
-        step: number of the batch. first: index in the batch of the first of these rows.
-        """
-        samples = self.samples(examples, texts, responses)
-        return self._threads.submit(partial(self._ask_functions, samples, step, first=first))
-
-    def join(self, answers: Sequence[Answers]) -> Answers:
-        """Joins the answers about parts of a batch to the answers about the whole batch."""
-
-        def join() -> Asked:
-            parts = [part.result() for part in answers]
-            samples = [sample for own, _ in parts for sample in own]
-            lengths = [len(sample.response.ids) for sample in samples]
-            return samples, {name: joined([scored[name] for _, scored in parts], lengths) for name in parts[0][1]}
-
-        return self._threads.submit(join)
-
-    def _begin(self, method: str, rollout: Rollout | OpenRollout, prompts: Batch) -> Pending:
+    def _begin(self, method: str, rollout: Drawn, prompts: Batch) -> Pending:
         mesh = self.placement[method].mesh
-        whole = rollout if isinstance(rollout, OpenRollout) else Pending(lambda: rollout)
+        whole = rollout if isinstance(rollout, Pending) else Pending(lambda: rollout)
         learned = {name: whole.by_rows(partial(role.score, method=method), mesh) for name, role in self._roles.items()}
-        answers, models = prompts.answers.get(self.kind), None
-        if answers is None and self.text_parts:
-            answers, models = self._begin_texts(rollout, prompts)
+        answers, models = self._begin_texts(rollout, prompts) if self.text_parts else (None, None)
 
         def scores() -> Array:
             with jax.set_mesh(mesh):
@@ -249,15 +231,16 @@ class Rewards:
 
         return Pending(scores)
 
-    def _begin_texts(self, rollout: Rollout | OpenRollout, batch: Batch) -> tuple[Answers, Tiles | None]:
+    def _begin_texts(self, rollout: Drawn, batch: Batch) -> tuple[Answers, Tiles | None]:
         """Passes a rollout to the functions or, while it is drawn, each tile of rows to functions and models."""
-        if isinstance(rollout, OpenRollout):
-            parts = rollout.each(lambda rows, tile: self._threads.submit(self._read, batch, rows, tile))
+        if isinstance(rollout, Rollout):
+            # Gathered here and not in a thread: all devices must get their programs in the same order.
+            return self.read(batch, slice(0, None), gathered(rollout)), None
+        parts, models = rollout.each(partial(self.read, batch), reader=self.kind), None
+        if self._models and isinstance(rollout, OpenRollout):
             devices = self.placement["score"].mesh.devices.flat
-            models = rollout.each(partial(self._begin_models, batch), devices=devices) if self._models else None
-            return Pending(lambda: self.join(parts.result()).result()), models
-        # Gathered here and not in a thread: all devices must get their programs in the same order.
-        return self._threads.submit(self._read, batch, slice(0, None), gathered(rollout)), None
+            models = rollout.each(partial(self._begin_models, batch), devices=devices)
+        return Pending(lambda: join(parts.result())), models
 
     def _begin_models(self, batch: Batch, rows: slice, tile: Rollout) -> dict[str, Any]:
         samples = self._samples(batch, rows, tile)
@@ -341,6 +324,14 @@ class Rewards:
         for name, number in metrics.items():
             counted = _COUNT.search(name) and name in self._metrics
             self._metrics[name] = self._metrics[name] + number if counted else number
+
+
+def join(parts: Sequence[Answers]) -> Asked:
+    """Waits for the answers about parts of a batch, and joins them to those about the whole batch."""
+    answers = [part.result() for part in parts]
+    samples = [sample for own, _ in answers for sample in own]
+    lengths = [len(sample.response.ids) for sample in samples]
+    return samples, {name: joined([scored[name] for _, scored in answers], lengths) for name in answers[0][1]}
 
 
 def _from_main(ask: Callable[[], dict[str, Scored]], **options) -> dict[str, Scored]:

@@ -8,7 +8,7 @@ functions, and to calls on devices that do not decode then. Other calls get thei
 A call runs the same program on the same tiles in both cases, so its results do not depend on the time.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self, TypeVar
@@ -30,8 +30,8 @@ from jrlhf.roles.placement import Pending
 from jrlhf.run.clock import may_deadlock
 
 T = TypeVar("T")
-ReadRows = Callable[[Bool[np.ndarray, "B"]], Rollout]  # returns the rollout on the host, at least these rows of it
-Watch = Callable[[Bool[np.ndarray, "B"], ReadRows, Mesh], None]  # (mask of finished rows, read, mesh of the other rows)
+# (mask of finished rows, function that returns the rollout on the host with these rows, mesh of the other rows)
+Watch = Callable[[Bool[np.ndarray, "B"], Callable[[], Rollout], Mesh], None]
 OF_ROWS = "tokens", "prompt_lengths", "response_lengths", "logprobs", "finished"  # fields of a rollout
 
 
@@ -66,20 +66,22 @@ class OpenRollout(Pending[Rollout]):
         self._readers.clear()
         return rollout
 
-    def each(self, function: Callable[[slice, Rollout], T], *, devices: Iterable[Device] = ()) -> Pending[list[T]]:
+    def each(
+        self, function: Callable[[slice, Rollout], T], *, reader: str = "", devices: Iterable[Device] = ()
+    ) -> Pending[list[T]]:
         """Returns the pending results of `function(rows, tile)` for all tiles, in order. Tiles are on the host.
 
         Tiles may be passed in any order, and while other rows decode on devices other than `devices`.
         """
-        reader = _Reader(function, frozenset(devices))
+        own = _Reader(function, frozenset(devices))
         if self._whole is None:
-            self._readers.append(reader)
+            self._readers.append(own)
         else:
-            self._complete(reader, self._whole)
+            self._complete(own, self._whole)
 
         def results() -> list[T]:
             self.result()
-            return [reader.results[tile] for tile in range(len(self._tiles))]
+            return [own.results[tile] for tile in range(len(self._tiles))]
 
         return Pending(results)
 
@@ -92,7 +94,7 @@ class OpenRollout(Pending[Rollout]):
         joined = Pending(lambda: _join(tiles.result(), mesh))
         return joined if outputs == 1 else tuple(Pending(partial(_part, joined, number)) for number in range(outputs))
 
-    def _hand_out(self, done: Bool[np.ndarray, "B"], read: ReadRows, mesh: Mesh) -> None:
+    def _hand_out(self, done: Bool[np.ndarray, "B"], read: Callable[[], Rollout], mesh: Mesh) -> None:
         """Passes tiles whose rows are all done to the readers that may read them now."""
         ready = [number for number, rows in enumerate(self._tiles) if done[rows].all()]
         wanted = [
@@ -102,10 +104,7 @@ class OpenRollout(Pending[Rollout]):
             if number not in reader.results and reader.devices.isdisjoint(mesh.devices.flat)
         ]
         if wanted:
-            needed = np.zeros_like(done)
-            for _, number in wanted:
-                needed[self._tiles[number]] = True
-            whole = read(needed)
+            whole = read()
             for reader, number in wanted:
                 self._give(reader, number, whole)
 
@@ -118,6 +117,21 @@ class OpenRollout(Pending[Rollout]):
         rows = self._tiles[number]
         tile = replace(whole, **{name: getattr(whole, name)[rows] for name in OF_ROWS})
         reader.results[number] = reader.function(rows, tile)
+
+
+class DrawnAhead(Pending[Rollout]):
+    """A rollout that was drawn before its iteration, and whose groups were read as soon as each was complete.
+
+    results: name of a reader -> its results for all groups, in order.
+    """
+
+    def __init__(self, rollout: Rollout, results: Mapping[str, Sequence[Any]]):
+        super().__init__(lambda: rollout)
+        self._results = results
+
+    def each(self, function: Callable[[slice, Rollout], Any], *, reader: str) -> Pending[Sequence[Any]]:
+        """Returns what the reader of this name, which called `function` for each group, has got."""
+        return Pending(lambda: self._results[reader])
 
 
 class EarlyActor(Actor):
@@ -142,10 +156,7 @@ class EarlyActor(Actor):
             def watch(done: Bool[np.ndarray, "B"], assemble: Callable[[], Generation], decoding: Mesh) -> None:
                 self.clock.watch(done, assemble, decoding)
 
-                def read(rows: Bool[np.ndarray, "B"]) -> Rollout:
-                    return Rollout(**vars(self._to_all_hosts(assemble(), rows)), version=version)
-
-                hand_out(done, read, decoding)
+                hand_out(done, lambda: Rollout(**vars(assemble()), version=version), decoding)
 
             last = None if moves is None else moves.before(name, seconds=self.clock.deadline)
             with jax.set_mesh(mesh):

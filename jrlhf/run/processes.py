@@ -1,4 +1,4 @@
-"""Multi-process runs: the processes agree on decisions, and end together.
+"""Multi-process runs: the processes agree on decisions.
 
 Every process reads the same config and data, and dispatches the same programs in the same order. Everything that may
 differ between processes (a signal, a clock, the score of a reward function) is decided once, by the functions here.
@@ -6,12 +6,9 @@ differ between processes (a signal, a clock, the score of a reward function) is 
 
 import itertools
 import os
-import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,16 +19,14 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import multihost
 
-from jrlhf.errors import FAILED, UserError
+from jrlhf.errors import UserError
 from jrlhf.meshes.mesh import absent_processes
 from jrlhf.meshes.resharding import reshard
 from jrlhf.meshes.transfers import to_host
-from jrlhf.run.cluster import heartbeat
 from jrlhf.run.files import decode, encode
 
 T = TypeVar("T")
 
-_CUT_OFF = ("Gloo", "UNAVAILABLE", "Connection")  # in errors of a process that lost another one
 _SEEN = 10.0  # seconds after which all processes see a new file on a common file system
 _numbers = itertools.count()  # number the messages through the coordinator, equally in every process
 
@@ -162,36 +157,3 @@ def _leave(directory: Path) -> str:
         raise UserError(f"{directory} cannot be written ({error.strerror}): choose another place") from error
     os.close(descriptor)
     return Path(path).name
-
-
-@contextmanager
-def together(code_of: Callable[[BaseException], int | None]) -> Iterator[None]:
-    """If the block fails in this process and there are others, ends this process at once; the others then end, too.
-
-    Otherwise it would wait at its end for the others, while they wait for it in a collective.
-
-    code_of: returns the exit code of an error that is already printed, or None to print its traceback.
-    """
-    try:
-        yield
-    except BaseException as error:
-        if not jax.distributed.is_initialized() or not several():
-            raise
-        code = code_of(error)
-        if code is None and (seconds := heartbeat()) and any(word in str(error) for word in _CUT_OFF):
-            time.sleep(1.5 * seconds)  # in this time the watch names the process that failed first
-        if code is None:
-            traceback.print_exc()
-        if code in (None, FAILED):
-            print(
-                f"process {jax.process_index()} of {jax.process_count()} ends, and with it the run: if the error above "
-                "is that a connection was closed, another process failed first, and its output says why",
-                file=sys.stderr,
-            )
-        elif not isinstance(error, KeyboardInterrupt):
-            # All processes may have the same error, such as a bad config; the first must not cut off others' output.
-            with suppress(Exception):
-                jax.distributed.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(FAILED if code is None else code)

@@ -1,14 +1,18 @@
 """Continuous batching: decode slots that are refilled with new prompts. The weights may change between two chunks.
 
-It uses the programs of `chunks` for prefill and decoding, so the same weights draw the same rows.
+If lengths differ, most rows of a single program are soon idle. Here a chunk of steps is decoded at a time. Then waiting
+prompts take the slots of finished rows. Once no prompt waits, the remaining rows can move into fewer slots, and at last
+to fewer groups of devices. Caches grow with the longest row. This does not affect the random numbers: a row's token t
+is drawn with fold_in(row key, t). But programs of different shapes round logits differently: no test has seen another
+token in float32, while near ties do differ in bfloat16. The move to fewer groups changes no bit: caches move with their
+rows, and a device's program keeps its shape.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
@@ -16,13 +20,16 @@ from jaxtyping import Bool, Float, Int
 from jrlhf.meshes.mesh import AXES
 from jrlhf.meshes.transfers import to_host
 from jrlhf.models.collectives import check_rows
-from jrlhf.models.generation.chunks import Programs, PromptSlots, Slots, ToHosts
-from jrlhf.models.generation.decoding import Decoder, Results
-from jrlhf.models.generation.occupancy import EMPTY
+from jrlhf.models.generation.decoding import SHARED, Decoder
+from jrlhf.models.generation.occupancy import EMPTY, LastRows, Occupancy, Owner, empty, filled, packed, running
+from jrlhf.models.generation.programs import Entering, Programs, Slots, no_keys
 from jrlhf.models.generation.schedule import Schedule
 from jrlhf.models.params import Params
 
 Weights = tuple[Params, Params]  # (all weights, {}), or (base, adapter)
+# (arrays, rows=None) -> the arrays on the host of every process, while the devices of other meshes may be busy. Given a
+# mask of rows, the others may be zeros.
+ToHosts = Callable[..., Any]
 
 
 def read_rows(tree: Any, rows: Bool[np.ndarray, "slots"] | None = None) -> Any:
@@ -63,139 +70,206 @@ class Decoding:
     """
 
     slots: Slots
-    results: Results  # tokens of the row in each slot
     owner: Any  # [slots]: number of the row in each slot, or EMPTY
     drawn: Any  # [slots]: number of tokens that the row drew so far
 
 
 class ContinuousBatch:
-    """Decode slots on a mesh, which are refilled with new prompts when rows are done. Only `state` is mutable.
+    """Decode slots on a mesh, which are refilled with new prompts when rows are done.
 
-    slots: number of slots on all devices. width: P, the width of the prompts' array.
-    read: copies arrays of `mesh`, or some of their rows, to the host of every process.
+    Mutable: its user may read and set `state` between two chunks, and `move` changes the mesh. There are no caches
+    before the first prompt.
+
+    read: copies arrays of `mesh`, or some of their rows, to the host of every process. impl: of the rows' PRNG keys.
     """
 
-    state: Decoding
+    def __init__(self, programs: Programs, rules: Occupancy, read: ToHosts = read_rows, impl: Any = None):
+        self.read, self.rules, self.programs, self.impl = read, rules, programs, impl
+        self._state: Decoding | None = None  # None: fresh
+        self._longest = 0  # tokens of the longest row, at most
+        if rules.slots < rules.samples:
+            least = -(-rules.samples * rules.groups // self.mesh.size) * self.mesh.size
+            raise ValueError(
+                f"{rules.samples} samples of a prompt need as many decode slots, but each of {rules.groups} groups of "
+                f"devices has {rules.slots}: raise slots to {least} or more"
+            )
 
-    def __init__(
-        self, decoder: Decoder, mesh: Mesh, schedule: Schedule, slots: int, width: int, read: ToHosts = read_rows
-    ):
-        self.mesh, self.read, limit = mesh, read, decoder.sampling.max_new_tokens
-        self._programs = programs = Programs(decoder, mesh, min(schedule.chunk, limit))
+    @classmethod
+    def of_size(
+        cls, decoder: Decoder, mesh: Mesh, schedule: Schedule, slots: int, width: int, read: ToHosts = read_rows
+    ) -> Self:
+        """Returns a batch whose states all have the same shapes.
+
+        slots: number of slots on all devices. width: P, the width of the prompts' array.
+        """
+        programs, limit = Programs(decoder, mesh, schedule.chunk), decoder.sampling.max_new_tokens
+        groups, samples, one_size = programs.groups, programs.samples, replace(schedule, buckets=1, lengths=1)
         check_rows(slots, mesh, AXES, "decode slots")
-        self._own, self._width, self._limit = slots // programs.groups, width, limit  # slots per group of devices
-        if self._own < programs.samples:
-            raise ValueError(f"slots={slots}: each of {programs.groups} groups needs {programs.samples}, raise it")
-        room = self._own // programs.samples
-        self._waves = schedule.waves(room, room, width)
-        self._row_of = programs.per_group([np.arange(self._own, dtype=np.int32)] * programs.groups)
-        self._blank = self._put([[] for _ in range(programs.groups)], width, self._waves[0], programs.samples)
-        self.state = self.fresh()
+        room = slots // groups // samples
+        rules = Occupancy(one_size, samples, room, groups, programs.tensor, slots // groups, width, limit)
+        return cls(programs, rules, read)
 
     def fresh(self) -> Decoding:
         """Returns the state in which all slots are empty."""
-        programs, count = self._programs, self._own * self._programs.groups
-        slots = programs.empty(self._blank, self._own, self._width + self._limit)
-        owner, drawn = np.full(count, EMPTY, np.int32), np.zeros(count, np.int32)
-        return Decoding(slots, programs.no_results(count), owner, drawn)
+        owner = self._no_owner.ravel()
+        slots = self.programs.empty(self.rules.slots, self.rules.lengths[0], self.impl)
+        return Decoding(slots, owner, np.zeros_like(owner))
 
     @property
-    def _free(self) -> Bool[np.ndarray, "groups slots"]:
-        return (self.state.owner == EMPTY).reshape(self._programs.groups, self._own)
+    def state(self) -> Decoding:
+        if self._state is None:
+            self._state = self.fresh()
+        return self._state
+
+    @state.setter
+    def state(self, state: Decoding) -> None:
+        self._state = state
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices that decode."""
+        return self.programs.mesh
+
+    @property
+    def owner(self) -> Owner:
+        """The number of the row in each slot of each group."""
+        return self._no_owner if self._state is None else self._by_group(self._state.owner)
+
+    @property
+    def _no_owner(self) -> Owner:
+        return empty(self.rules.groups, self.rules.slots)
 
     @property
     def room(self) -> int:
         """The number of prompts for which there are enough free slots."""
-        return int((self._free.sum(axis=1) // self._programs.samples).sum())
+        return int(self.rules.room(self.owner).sum())
 
     @property
     def rows(self) -> Int[np.ndarray, "n"]:
         """The numbers of the rows in the slots."""
-        return self.state.owner[self.state.owner != EMPTY]
+        return self.owner[self.owner != EMPTY]
 
-    def admit(self, weights: Weights, prompts: Sequence[Prompt]) -> None:
-        """Puts all rows of these prompts, at most `room` of them, into free slots."""
-        programs, samples, waiting, entering = self._programs, self._programs.samples, list(prompts), []
-        for free in self._free.sum(axis=1) // samples:
-            entering.append(waiting[:free])
-            del waiting[:free]
-        assert not waiting, "more prompts than slots"
-        for wave, groups in _waves(entering, self._waves):
-            rows = [[prompt.number * samples + number for prompt in own for number in range(samples)] for own in groups]
-            slots = [np.flatnonzero(free)[: len(own)] for free, own in zip(self._free, rows, strict=True)]
-            entries = [[(prompt.tokens, prompt.length, prompt.keys) for prompt in own] for own in groups]
-            on_mesh = self._put(entries, self._width, wave, samples)
-            admitted = programs.admitted([(range(wave), own.tolist()) for own in slots], wave, samples, self._own)
-            prefilled = programs.prefill(*weights, on_mesh, admitted.prompts)
-            programs.admit(self.state.slots, prefilled, on_mesh, admitted)
-            taken = np.concatenate([group * self._own + own for group, own in enumerate(slots)])
-            owner, drawn = np.array(self.state.owner), np.array(self.state.drawn)
-            owner[taken], drawn[taken] = np.concatenate(rows), 0
-            self.state = replace(self.state, owner=owner, drawn=drawn)
+    def admit(self, weights: Weights, waiting: Sequence[Prompt]) -> Sequence[Prompt]:
+        """Puts all rows of prompts into free slots, as far as the rules allow. Returns the prompts that still wait."""
+        while (counts := self.rules.entering(self.owner, len(waiting))).any():
+            wave = self.rules.wave(counts)
+            ends = np.cumsum(np.minimum(counts, wave))
+            self._enter(weights, [waiting[first:end] for first, end in zip([0, *ends], ends, strict=False)], wave)
+            waiting = waiting[ends[-1] :]
+        return waiting
+
+    def _enter(self, weights: Weights, groups: Sequence[Sequence[Prompt]], wave: int) -> None:
+        """Prefills at most `wave` prompts for each group."""
+        programs, samples, owner, taken = self.programs, self.rules.samples, np.array(self.owner), []
+        for own, prompts in zip(owner, groups, strict=True):
+            slots = np.flatnonzero(own == EMPTY)[: len(prompts) * samples]
+            own[slots] = [prompt.number * samples + number for prompt in prompts for number in range(samples)]
+            taken.append(slots)
+        entries = [[(prompt.tokens, prompt.length, prompt.keys) for prompt in own] for own in groups]
+        entering = self._put(entries, taken, self.rules.width, wave, samples)
+        prefilled = programs.prefill(*weights, entering.prompts)
+        programs.admit(self.state.slots, prefilled, entering)
+        drawn = np.where(owner == self.owner, self._by_group(self.state.drawn), 0)
+        self.state = replace(self.state, owner=owner.ravel(), drawn=drawn.ravel())
+        self._longest = max(self._longest, self.rules.width)
 
     def decode(self, weights: Weights) -> list[RowProgress]:
-        """Decodes a chunk. Returns the tokens that each row drew; rows that are done leave their slots."""
-        state = self.state
-        slots, results = self._programs.chunk(*weights, state.slots, state.results, self._row_of)
-        lengths, finished = self.read((slots.rows.lengths, slots.rows.finished))
-        is_done = (state.owner != EMPTY) & (finished | (lengths >= self._limit))
-        taken, done = np.flatnonzero(state.owner != EMPTY), np.flatnonzero(is_done)
-        tokens, logprobs = self.read((results.tokens, results.logprobs), is_done) if len(done) else (None, None)
+        """Decodes a chunk. Returns the tokens that each row drew; rows that are done leave their slots.
+
+        Before that the caches get as many positions as the chunk may fill.
+        """
+        state, positions = self.state, self.state.slots.caches[0].size
+        with jax.set_mesh(self.mesh):
+            for longer in self.rules.longer(positions, self._longest + self.programs.steps):
+                self.programs.grow(state.slots, longer)
+            slots = self.programs.chunk(*weights, state.slots)
+        prompts, lengths, finished = self.read((slots.rows.prompt_lengths, slots.rows.lengths, slots.rows.finished))
+        is_taken = state.owner != EMPTY
+        is_done = is_taken & (finished | (lengths >= self.rules.limit))
+        tokens, logprobs = self.read((slots.tokens, slots.logprobs), is_done) if is_done.any() else (None, None)
         progress = []
-        for slot in taken:
+        for slot in np.flatnonzero(is_taken):
             response = None
-            if slot in done:
+            if is_done[slot]:
                 own = slot, slice(lengths[slot])  # later places have tokens of the slot's former rows
                 response = tokens[own], logprobs[own], bool(finished[slot])  # type: ignore
             progress.append(RowProgress(int(state.owner[slot]), int(state.drawn[slot]), int(lengths[slot]), response))
-        owner, drawn = np.array(state.owner), np.array(state.drawn)
-        owner[done], drawn[taken] = EMPTY, lengths[taken]
-        self.state = Decoding(slots, results, owner, drawn)
+        owner, drawn = np.where(is_done, np.int32(EMPTY), state.owner), np.where(is_taken, lengths, state.drawn)
+        self.state = Decoding(slots, owner, drawn)
+        self._longest = int((prompts + lengths)[is_taken & ~is_done].max(initial=0))
         return progress
+
+    # ---- changes of sizes between two chunks
+
+    def shrink(self) -> None:
+        """Moves the rows into half as many slots, as often as they fit. Only if no prompt waits."""
+        for count in self.rules.halvings(self.owner):
+            self._keep(count)
+
+    def may_move(self, last: LastRows) -> bool:
+        """True if the last rows fit the devices to which they shall move, and are few enough."""
+        return last.move(running(self.owner), self.rules.counts[-1])
+
+    def move(self, fewer: Programs) -> None:
+        """Moves the rows to fewer groups of devices. Each gets those of equally many neighbours, in a group's slots."""
+        count = self.rules.counts[-1]
+        self.programs, self.rules = fewer, replace(self.rules, groups=fewer.groups, slots=count)
+        with jax.set_mesh(self.mesh):
+            self._keep(count)
+
+    def _keep(self, count: int) -> None:
+        """Keeps `count` slots of each group, with all rows."""
+        places, state = packed(self.owner, count), self.state
+        self.programs.take(state.slots, places)
+        owner, drawn = (np.take_along_axis(self._by_group(x), places, 1).ravel() for x in (state.owner, state.drawn))
+        self.state = Decoding(state.slots, owner, drawn)
+
+    # ---- caches of new weights
 
     def prefill_again(self, weights: Weights, prompt_of: Callable[[int], Prompt]) -> None:
         """Recomputes the caches of all rows with new weights. prompt_of: number of a prompt -> the prompt."""
-        state, programs, samples = self.state, self._programs, self._programs.samples
-        nobody = np.zeros(len(state.owner), bool)  # a process without a device of the mesh puts no tokens anywhere
-        drawn = self.read(state.results.tokens, nobody)
-        groups, width = [], self._width + self._limit
-        for first in range(0, len(state.owner), self._own):
-            slots = first + np.flatnonzero(state.owner[first : first + self._own] != EMPTY)
-            groups.append([(slot - first, self._whole(prompt_of, int(slot), drawn[slot])) for slot in slots])
-        for wave, rows in _waves(groups, [size * samples for size in self._waves]):
-            entries = [[entry for _, entry in own] for own in rows]
-            slots = [[slot for slot, _ in own] for own in rows]
-            on_mesh = self._put(entries, width, wave, 1)
-            admitted = programs.admitted([(range(wave), own) for own in slots], wave, 1, self._own)
-            prefilled = programs.prefill(*weights, on_mesh, admitted.prompts)
-            programs.fill_caches(state.slots, prefilled, admitted)
+        programs, state, groups = self.programs, self.state, []
+        nobody = np.zeros(state.owner.shape, bool)  # a process without a device of the mesh puts no tokens anywhere
+        drawn, tokens = map(self._by_group, (state.drawn, self.read(state.slots.tokens, nobody)))
+        for owner, *own in zip(self.owner, drawn, tokens, strict=True):
+            slots = np.flatnonzero(owner != EMPTY)
+            groups.append([(slot, self._whole(prompt_of, owner[slot], *(x[slot] for x in own))) for slot in slots])
+        sizes, width = [wave * self.rules.samples for wave in self.rules.waves], self.rules.width + self.rules.limit
+        while most := max(map(len, groups)):
+            size = filled(sizes, most)
+            entries = [[entry for _, entry in own[:size]] for own in groups]
+            slots = [[slot for slot, _ in own[:size]] for own in groups]
+            entering = self._put(entries, slots, width, size, 1)
+            programs.fill_caches(state.slots, programs.prefill(*weights, entering.prompts), entering)
+            groups = [own[size:] for own in groups]
 
-    def _whole(self, prompt_of: Callable[[int], Prompt], slot: int, drawn: Int[np.ndarray, "R"]) -> "_Entry":
-        """Returns a row's prompt and response so far as an entry for prefill."""
-        number, sample = divmod(int(self.state.owner[slot]), self._programs.samples)
-        prompt, count = prompt_of(number), self.state.drawn[slot]
+    def _whole(self, prompt_of: Callable[[int], Prompt], row: int, count: int, drawn: Int[np.ndarray, "R"]) -> "_Entry":
+        """Returns a row's prompt and its `count` tokens so far as an entry for prefill."""
+        number, sample = divmod(int(row), self.rules.samples)
+        prompt = prompt_of(number)
         tokens = np.concatenate([prompt.tokens[: prompt.length], drawn[:count]])
-        padded = np.pad(tokens, (0, self._width + self._limit - len(tokens)))
+        padded = np.pad(tokens, (0, self.rules.width + self.rules.limit - len(tokens)))
         return padded, len(tokens), prompt.keys[sample : sample + 1]
 
-    def _put(self, groups: Sequence[Sequence["_Entry"]], width: int, size: int, keys: int) -> PromptSlots:
+    def padding(self, wave: int) -> Entering:
+        """Returns a wave without prompts, which enters no slot."""
+        groups: list[list] = [[] for _ in range(self.rules.groups)]
+        return self._put(groups, groups, self.rules.width, wave, self.rules.samples)
+
+    def _by_group(self, array: Any) -> Any:
+        return array.reshape(self.programs.groups, -1, *array.shape[1:])
+
+    def _put(
+        self, groups: Sequence[Sequence["_Entry"]], slots: Sequence[Sequence[int]], width: int, size: int, keys: int
+    ) -> Entering:
         """Puts the entries of each group on its devices, padded to `size` entries with `keys` keys each."""
-        key: Any = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
-        blank = np.zeros(width, np.int32), 1, np.zeros((keys, *key.shape), key.dtype)
+        programs, past = self.programs, self.rules.slots  # padding is put into a slot past the end
+        blank = np.zeros(width, np.int32), 1, no_keys(keys, impl=self.impl)
         entries = [entry for own in groups for entry in (*own, *[blank] * (size - len(own)))]
         tokens, lengths, data = (np.stack([entry[part] for entry in entries]) for part in range(3))
-        prompts, lengths = self._programs.put((tokens, lengths.astype(np.int32)))
-        row_keys = jax.random.wrap_key_data(jnp.asarray(data.reshape(-1, data.shape[-1])))
-        return PromptSlots(prompts, lengths, self._programs.put(row_keys))
+        slot = np.array([[*own, *[past] * (size * keys - len(own))] for own in slots], np.int32)
+        tokens, lengths, slot = programs.put((tokens, lengths.astype(np.int32), slot.ravel()))
+        return Entering(tokens, lengths, programs.keys(data.reshape(-1, *data.shape[2:]), SHARED, self.impl), slot)
 
 
 _Entry = tuple[Int[np.ndarray, "T"], int, np.ndarray]  # (tokens, number of tokens, data of keys)
-
-
-def _waves(groups: Sequence[list], sizes: Sequence[int]) -> Iterator[tuple[int, list[list]]]:
-    """Yields waves: the largest size that some group can fill, else the smallest size, and each group's entries."""
-    waiting = [list(own) for own in groups]
-    while most := max(map(len, waiting)):
-        size = max((size for size in sizes if size <= most), default=sizes[0])
-        yield size, [own[:size] for own in waiting]
-        waiting = [own[size:] for own in waiting]

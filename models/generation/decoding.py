@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
@@ -70,12 +71,12 @@ class Generation:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Results:
-    """The tokens drawn so far, of all rows: those that wait, decode or are done."""
+    """The drawn tokens of rows, on devices or on the host."""
 
-    tokens: Int[Array, "N R"]
-    logprobs: Float[Array, "N R"]
-    lengths: Int[Array, "N"]
-    finished: Bool[Array, "N"]
+    tokens: Any  # [N, R]
+    logprobs: Any  # [N, R]
+    lengths: Any  # [N]
+    finished: Any  # [N]
 
 
 @jax.tree_util.register_dataclass
@@ -291,15 +292,27 @@ def first_rows(prompts: Int[Array, "B P"], prompt_lengths: Int[Array, "B"], keys
     return Rows(keys=keys, prompt_lengths=prompt_lengths, lengths=zeros, last=last, finished=zeros > 0)
 
 
-def assemble(prompts: Int[Array, "N P"], prompt_lengths: Int[Array, "N"], results: Results) -> Generation:
-    """Writes each response right after its prompt."""
-    limit = results.tokens.shape[1]
-    index = jnp.arange(prompts.shape[1] + limit)[None, :] - prompt_lengths[:, None]
-    inside = (index >= 0) & (index < results.lengths[:, None])
+def no_results(rows: int, limit: int) -> Results:
+    """Returns the results of rows before their first token, on the host, to be filled in place."""
+    tokens, lengths = np.zeros((rows, limit), np.int32), np.zeros(rows, np.int32)
+    return Results(tokens, tokens.astype(np.float32), lengths, lengths > 0)
+
+
+def assemble(prompts: Any, prompt_lengths: Any, results: Results, xp: Any = jnp) -> Generation:
+    """Writes each response right after its prompt. prompts: [N, P]. xp: `np` for arrays on the host."""
+    limit, width = results.tokens.shape[1], prompts.shape[1]
 
     def shift(x):
-        return jnp.where(inside, jnp.take_along_axis(x, jnp.clip(index, 0, limit - 1), axis=1), 0)
+        return after_prompts(x, prompt_lengths, results.lengths, width, xp)
 
-    prompt = jnp.where(index < 0, jnp.pad(prompts, ((0, 0), (0, limit))), 0)
+    is_prompt = xp.arange(width + limit)[None, :] < prompt_lengths[:, None]
+    prompt = xp.where(is_prompt, xp.pad(prompts, ((0, 0), (0, limit))), xp.zeros((), prompts.dtype))
     tokens, logprobs = prompt + shift(results.tokens), shift(results.logprobs)
     return Generation(tokens, prompt_lengths, results.lengths, logprobs, results.finished)
+
+
+def after_prompts(x: Any, prompt_lengths: Any, lengths: Any, width: int, xp: Any = jnp) -> Any:
+    """Returns [N, width + R]: the first `lengths` entries of each row of x [N, R] after its prompt, zeros elsewhere."""
+    index = xp.arange(width + x.shape[1])[None, :] - prompt_lengths[:, None]
+    moved = xp.take_along_axis(x, xp.clip(index, 0, x.shape[1] - 1), axis=1)
+    return xp.where((index >= 0) & (index < lengths[:, None]), moved, xp.zeros((), x.dtype))

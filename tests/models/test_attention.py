@@ -22,7 +22,7 @@ from jrlhf.models.attention import (
     scaled,
 )
 from jrlhf.models.flash import reads_filled_positions
-from jrlhf.models.generation.chunks import empty_cache, filled_cache
+from jrlhf.models.generation.programs import empty_cache, filled_cache
 
 B, T, N, K, H = 3, 7, 4, 2, 8
 
@@ -62,8 +62,8 @@ def test_rows_enter_a_grown_cache(transposed):
         decoding = grown_cache(prefilled_cache(former, former, 1, transposed=transposed), T + 3)
         # A former row's NaN would spoil the next row even where its weight is 0: it must be gone.
         decoding = jax.tree.map(lambda x: x.at[jnp.array([0, 2])].set(jnp.nan), decoding)
-        slots, rows = jnp.array([2, B, 0]), jnp.array([1, 0, 0])  # the second row enters nowhere
-        return prompts, decoding, filled_cache(decoding, prompts, rows, slots)
+        slots = jnp.array([2, B, 0, B, B, B])  # each row has two slots; most of them are nowhere
+        return prompts, decoding, filled_cache(decoding, prompts, slots)
 
     prompts, decoding, result = enter(normal(B, T, K, H), normal(B, T, K, H + 1)[..., :H], normal(B, 1, K, H))
     for name in ("key", "value"):
@@ -74,7 +74,7 @@ def test_rows_enter_a_grown_cache(transposed):
 
         expected = np.zeros((B, K, T + 3, H), np.float32)
         expected[1] = by_position(decoding)[1]
-        expected[[2, 0], :, :T] = by_position(prompts)[[1, 0]]
+        expected[[2, 0], :, :T] = by_position(prompts)[[0, 1]]
         np.testing.assert_array_equal(by_position(result), expected)
 
 

@@ -129,9 +129,8 @@ class _Process:
         with jax.set_mesh(self.mesh):
             decoder = decoder_of(Architecture(model, lora), self.mesh, compute, sampling, setup["samples"])
             sizes = setup["slots"], setup["width"]
-            self._batch = ContinuousBatch(decoder, self.mesh, schedule, *sizes)  # has the programs of all workers
-            self._state_shardings = jax.tree.map(lambda leaf: leaf.sharding, saved(self._batch.state, self.mesh))
-        del self._batch.state  # frees its memory
+            self._batch = ContinuousBatch.of_size(decoder, self.mesh, schedule, *sizes)  # with all workers' programs
+            self._state_shardings = jax.tree.map(lambda leaf: leaf.sharding, saved(self._batch.fresh(), self.mesh))
         self._workers, self._states = SliceWorkers([]), None
 
     def start(self, path: str) -> Any:

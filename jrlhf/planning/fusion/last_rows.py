@@ -20,7 +20,7 @@ from jrlhf.meshes.graph import Call, Graph
 from jrlhf.meshes.plan import Plan, Slice
 from jrlhf.models.config.divisors import divisors
 from jrlhf.models.flops import cache_bytes
-from jrlhf.models.generation.occupancy import LastRows, Occupancy
+from jrlhf.models.generation.occupancy import EMPTY, LastRows, Occupancy, empty, packed, running
 from jrlhf.models.generation.schedule import Schedule
 from jrlhf.planning import moves
 from jrlhf.planning.time import CostModel
@@ -28,8 +28,7 @@ from jrlhf.run.processes import from_main, is_main
 
 RECENT = 4  # number of recent rollouts whose lengths determine the next move
 NO_GAIN = "rollout.last_groups=auto has no effect: no move frees the devices of a model that scores early"
-# Bytes that a process sends for a finished row: two lengths and a flag; of each position a token and its log-prob.
-_ROW, _POSITION = 9, 8
+_TOKEN = 8  # bytes that a process sends for each token of a finished row, up to the limit: with its log-probability
 _COORDINATOR, _MESSAGE = 32e6, 1e-3  # bytes a second through the coordinator (docs/plans.md), and seconds of a message
 Lengths = Int[np.ndarray, "N"]  # numbers of tokens of the responses of one rollout
 
@@ -78,9 +77,9 @@ class Rollouts:
         return self.occupancy().counts[-1]
 
     def occupancy(self) -> Occupancy:
-        """Returns an empty `Occupancy`, as at the start of the engine."""
+        """Returns the engine's rules for these rollouts."""
         sizes = {"groups": self.groups, "tensor": self.tensor, "width": self.width, "limit": self.limit}
-        return Occupancy.empty(self.schedule, self.prompts, self.samples, **sizes)
+        return Occupancy.of_rollout(self.schedule, self.prompts, self.samples, **sizes)
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class Chunk:
     positions before it. end, done: time and finished rows after it.
     """
 
-    running: Sequence[int]
+    running: Int[np.ndarray, "groups"]
     waiting: bool
     positions: int
     end: float
@@ -98,25 +97,33 @@ class Chunk:
 
 def decode(rollouts: Rollouts, lengths: Lengths) -> list[Chunk]:
     """Simulates the chunks of a rollout whose rows stay in their groups."""
-    occupancy, drawn, seconds, chunks = rollouts.occupancy(), np.zeros_like(lengths), 0.0, []
-    tables, most = occupancy.tables, min(rollouts.schedule.chunk, rollouts.limit)
-    of_groups = list(zip(tables, np.split(lengths, len(tables)), np.split(drawn, len(tables)), strict=True))
+    rules, drawn, seconds, chunks = rollouts.occupancy(), np.zeros_like(lengths), 0.0, list[Chunk]()
+    owner, positions = empty(rules.groups, rules.slots), rules.lengths[0]
+    waiting, most = deque(range(rollouts.prompts)), min(rollouts.schedule.chunk, rollouts.limit)
     while True:
-        while (entering := occupancy.admit()) is not None:
-            seconds += rollouts.prefill(entering[0])
-        if not any(occupancy.running):
+        while (counts := rules.entering(owner, len(waiting))).any():
+            wave = rules.wave(counts)
+            for own, count in zip(owner, np.minimum(counts, wave), strict=True):
+                entering = [waiting.popleft() for _ in range(count)]
+                rows = [prompt * rules.samples + n for prompt in entering for n in range(rules.samples)]
+                own[np.flatnonzero(own == EMPTY)[: len(rows)]] = rows
+            seconds += rollouts.prefill(wave)
+        if not running(owner).any():
             return chunks
-        occupancy.shrink()
-        before = occupancy.running, occupancy.waiting, occupancy.length
-        longest = max(own[table.row[table.occupied]].max(initial=0) for table, _, own in of_groups)
-        occupancy.grow(rollouts.width + int(longest) + most)
-        left = max((all_of - own)[table.row[table.occupied]].max(initial=0) for table, all_of, own in of_groups)
-        steps = min(most, int(left))
-        seconds += steps * rollouts.step(len(tables[0].row), occupancy.length)
-        for table, all_of, own in of_groups:
-            own[table.row[table.occupied]] += steps  # in `drawn`, of which it is a view
-            table.release(table.occupied & (own >= all_of)[table.row])
-        chunks.append(Chunk(*before, seconds, occupancy.done))
+        if not waiting:
+            for slots in rules.halvings(owner):
+                owner = np.take_along_axis(owner, packed(owner, slots), axis=1)
+        before, rows = (running(owner), bool(waiting), positions), owner[owner != EMPTY]
+        longer = rules.longer(positions, rollouts.width + int(drawn[rows].max()) + most)
+        positions = max([positions, *longer])
+        steps = min(most, int((lengths - drawn)[rows].max()))
+        seconds += steps * rollouts.step(owner.shape[1], positions)
+        drawn[rows] += steps
+        owner[(owner != EMPTY) & (drawn >= lengths)[owner]] = EMPTY
+        done = np.ones(len(lengths), bool)
+        done[owner[owner != EMPTY]] = False
+        done.reshape(rollouts.prompts, -1)[list(waiting)] = False
+        chunks.append(Chunk(*before, seconds, done))
 
 
 @dataclass(frozen=True)
@@ -142,14 +149,16 @@ def follow(rollouts: Rollouts, chunks: Sequence[Chunk], last: LastRows | None) -
     free = np.zeros(max(one.devices.stop for one in (rollouts, *rollouts.scoring)))
     tiles = np.stack([chunk.done.reshape(-1, rollouts.tile).all(axis=1) for chunk in chunks])
     scored = np.zeros((len(rollouts.scoring), tiles.shape[1]), bool)
-    decoding, delay, now, work = whole, 0.0, 0.0, list[Work]()
+    decoding, delay, now, done, work = whole, 0.0, 0.0, 0, list[Work]()
     since, left = 0.0, [(0.0, len(chunks[0].done))]
     for number, chunk in enumerate(chunks):
-        if last is not None and decoding == whole and last.move(chunk.running, chunk.waiting, slots):
+        if last is not None and decoding == whole and not chunk.waiting and last.move(chunk.running, slots):
             work.append(Work("", decoding, since, now, left))
             decoding = whole.first(last.groups * rollouts.tensor)
             delay += rollouts.move(last.groups, chunk.positions)
             since, left = now, left[-1:]
+        if new := int(np.sum(chunk.done)) - done:
+            delay, done = delay + rollouts.send(new, decoding), done + new
         now, final = chunk.end + delay, number == len(chunks) - 1
         left.append((now, int(np.sum(~chunk.done))))
         readers = [
@@ -157,10 +166,6 @@ def follow(rollouts: Rollouts, chunks: Sequence[Chunk], last: LastRows | None) -
             for call, given in zip(rollouts.scoring, scored, strict=True)
             if (final or not call.devices.overlaps(decoding)) and np.any(tiles[number] & ~given)
         ]
-        if readers and not final:  # between two chunks
-            sent = np.any([tiles[number] & ~given for _, given in readers], axis=0)
-            delay += rollouts.send(int(np.sum(sent)) * rollouts.tile, decoding)
-            now = chunk.end + delay
         for call, given in readers:
             count, own = np.sum(tiles[number] & ~given), free[call.devices.start : call.devices.stop]
             start = max(now, own.max())
@@ -269,9 +274,9 @@ def may_gain(rollouts: Rollouts) -> bool:
     return not all(devices.overlaps(first) for devices in waiting)
 
 
-def sent_bytes(rows: int, positions: int) -> int:
+def sent_bytes(rows: int, limit: int) -> int:
     """Returns the bytes of finished rows that a process without a device that decodes gets through the coordinator."""
-    return rows * (_ROW + _POSITION * positions)
+    return rows * _TOKEN * limit
 
 
 def read_by_rows(config: Config, graph: Graph, drawing: Call) -> list[Call]:
@@ -310,7 +315,7 @@ def _rollouts(config: Config, prices: CostModel, plan: Plan, call: Call) -> Roll
         present = {device // prices.per_process for device in range(decoding.start, decoding.stop)}
         if len(present) == prices.processes:
             return 0.0
-        return _MESSAGE + sent_bytes(rows, workload.prompt + workload.response) / _COORDINATOR
+        return _MESSAGE + sent_bytes(rows, workload.response) / _COORDINATOR
 
     rollouts = Rollouts(
         config.rollout,

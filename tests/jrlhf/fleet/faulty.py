@@ -90,7 +90,7 @@ class Setting:
     def batch(self, config=None, sampling=SAMPLING, dtype=None) -> ContinuousBatch:
         with jax.set_mesh(self.mesh):
             decoder = Decoder(config or self._config, self.mesh, sampling, S, dtype or self.dtype, None, self._lora)
-            return ContinuousBatch(decoder, self.mesh, Schedule(chunk=2), 8, P)
+            return ContinuousBatch.of_size(decoder, self.mesh, Schedule(chunk=2), 8, P)
 
     def published(self, version: int) -> Any:
         return self.version(version), drawing_identity(*self.version(version))

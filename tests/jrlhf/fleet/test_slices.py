@@ -7,15 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jrlhf.data.batches import Batch
 from jrlhf.fleet.fleet import Fleet
 from jrlhf.fleet.identity import drawing_identity
 from jrlhf.fleet.prompts import PromptStream
 from jrlhf.fleet.schedule import Rules
 from jrlhf.fleet.slices import Published, SliceWorkers
+from jrlhf.fleet.state import Collected, Drawn
 from jrlhf.meshes import make_mesh
-from jrlhf.models.generation.chunks import EMPTY, Slots
 from jrlhf.models.generation.continuous import Decoding, RowProgress
 from jrlhf.models.generation.decoding import Rows
+from jrlhf.models.generation.occupancy import EMPTY
+from jrlhf.models.generation.programs import Slots
 from tests.support.fleets import NO_RECOMPUTE
 
 
@@ -28,7 +31,7 @@ def aligned(x: np.ndarray) -> np.ndarray:
     return own
 
 
-class Batch:
+class FourSlots:
     """Stands for the decoding: 4 rows of one token, which change the numbers of the slots as they are drawn."""
 
     room, rows = 4, ()
@@ -36,9 +39,9 @@ class Batch:
     def __init__(self, mesh):
         self.mesh = mesh
         keys = jax.random.split(jax.random.key(0), 4)
-        slots = Slots([], Rows(keys, *[np.zeros(4, np.int32)] * 4))  # type: ignore[arg-type]
-        results: Any = ()
-        self.state = Decoding(slots, results, aligned(np.full(4, EMPTY, np.int32)), aligned(np.zeros(4, np.int32)))
+        drawn: Any = np.zeros((4, 1))
+        slots = Slots([], Rows(keys, *[np.zeros(4, np.int32)] * 4), drawn, drawn)  # type: ignore[arg-type]
+        self.state = Decoding(slots, aligned(np.full(4, EMPTY, np.int32)), aligned(np.zeros(4, np.int32)))
 
     def admit(self, weights, prompts):
         self.rows = tuple(prompt.number for prompt in prompts)
@@ -57,7 +60,7 @@ def prompt(number: int) -> Any:
 def test_a_state_stays_as_it_is_while_the_fleet_goes_on():
     mesh, weights = make_mesh(devices=jax.devices()[:1]), ({"layers": [{"bias": jnp.ones(1)}]}, {})
     with jax.set_mesh(mesh):
-        workers = SliceWorkers([Batch(mesh)])  # type: ignore[list-item]
+        workers = SliceWorkers([FourSlots(mesh)])  # type: ignore[list-item]
         numbers: Any = {"samples": 1, "limit": 1, "recompute": NO_RECOMPUTE}
         fleet: Any = Fleet([workers], mesh, Rules(2, 1, 1), prompt, lambda group: None, **numbers)
         expected = drawing_identity(weights[0])
@@ -72,7 +75,25 @@ def test_a_state_stays_as_it_is_while_the_fleet_goes_on():
         assert not np.array_equal(fleet.state().started.number, before[0].number)
 
 
-def test_the_place_of_a_group_is_that_of_its_rows_in_a_synchronous_batch():
-    """So a reward function draws the same random numbers whether its group was drawn ahead or not."""
-    stream = PromptStream(lambda number: None, None, groups=3, samples=2)  # type: ignore[arg-type]
-    assert [stream.place(number) for number in (0, 2, 3, 7)] == [(0, 0), (0, 4), (1, 0), (2, 2)]
+def test_a_group_is_read_as_its_rows_are_in_a_synchronous_batch():
+    """So a reward function draws the same random numbers, and reads the same texts, whether its group was drawn ahead
+    or not."""
+    texts = [f"row {row}" for row in range(6)]
+
+    def take(number: int) -> Batch:
+        keys = jax.random.split(jax.random.key(number), 6)
+        tokens = np.arange(6, dtype=np.int32).reshape(3, 2) + 10 * number
+        return Batch((tokens, np.array([1, 2, 2], np.int32), keys), texts, texts, number)  # type: ignore[arg-type]
+
+    stream = PromptStream(take, None, groups=3, samples=2, read=lambda tree: tree)  # type: ignore[arg-type]
+    drawn = Drawn.blank(2, limit=2)
+    drawn.tokens[:], drawn.versions[:], drawn.lengths[:] = [[7, 8], [9, 0]], 5, [2, 1]
+    for number, place in ((0, (0, 0)), (2, (0, 4)), (3, (1, 0)), (7, (2, 2))):
+        batch, rows, tile = stream.tile(Collected(np.array([number]), np.array([0]), drawn, 6))
+        assert (batch.step, rows.start, rows.stop) == (*place, place[1] + 2)
+        assert batch.texts[rows] == texts[place[1] : place[1] + 2]
+        prompt = np.arange(2) + place[1] + 10 * place[0]
+        short = number in (0, 3)  # whose prompt has one token
+        expected = [[prompt[0], 7, 8, 0], [prompt[0], 9, 0, 0]] if short else [[*prompt, 7, 8], [*prompt, 9, 0]]
+        np.testing.assert_array_equal(tile.tokens, expected)
+        np.testing.assert_array_equal(tile.versions, 5 * np.isin(tile.tokens, [7, 8, 9]) * (np.arange(4) >= 2 - short))

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,7 +23,7 @@ from jrlhf.ppo import Rollout, RunningMoments
 from jrlhf.ppo.config.score import ScoreConfig
 from jrlhf.ppo.shaping import shape_scores
 from jrlhf.rewards.combine import combine
-from jrlhf.rewards.mixture import Rewards, TextPart
+from jrlhf.rewards.mixture import Rewards, TextPart, join
 from jrlhf.rewards.of_config import open_rewards
 from jrlhf.rewards.types import Kind, Sample, Scored, joined, to_samples, weighted_sum
 from jrlhf.roles.model import Compute
@@ -32,6 +33,7 @@ from jrlhf.run.clock import Clock
 MESH, ROWS = make_mesh(8, 1, 1), 8
 BATCH = Batch(cast(Any, ()), [Example(prompt="p")] * ROWS, ["p"] * ROWS, step=3)
 PLAIN = ScoreConfig()
+TOKENIZER = cast(Any, SimpleNamespace(continuation=lambda _, ids: "x" * len(ids), marks=frozenset()))
 LENGTHS = np.arange(ROWS, dtype=np.int32) % 3 + 1
 
 
@@ -41,18 +43,24 @@ def rollout() -> Rollout:
     return Rollout(*put_rows(own, MESH), version=jnp.zeros((), jnp.int32))
 
 
+def ahead(rewards: Rewards, step: int = 0, first: int = 0, count: int = 1) -> Any:
+    """Starts the functions on some rows of a batch."""
+    rows, drawn = slice(first, first + count), rollout()
+    tile = replace(drawn, **{name: np.asarray(x)[rows] for name, x in vars(drawn).items() if np.ndim(x)})
+    return rewards.read(replace(BATCH, step=step), rows, tile)
+
+
 class Calls:
     """Roles that only note the order of their calls, and rewards of text."""
 
     def __init__(self, shaping: ScoreConfig = PLAIN, kind: Kind = "reward", samples: int = 1, **parts: TextPart):
         self.names: list[str] = []
         self.dispatched = threading.Event()
-        tokenizer = cast(Any, SimpleNamespace(continuation=lambda _, ids: "x" * len(ids), marks=frozenset()))
         own = {"placement": RolePlacement.of(MESH), "compute": Compute(), "clock": Clock(deadline=10.0)}
         own |= {"shaping": shaping, "kind": kind, "trained": None, "samples": samples, "counts": jnp.ones_like}
         self.warnings = list[str]()
         own["warn"] = self.warnings.append
-        self.rewards = Rewards({}, parts, **own, tokenizer=tokenizer, gap=lambda: "", max_response=3)
+        self.rewards = Rewards({}, parts, **own, tokenizer=TOKENIZER, gap=lambda: "", max_response=3)
         self.rewards.start(jax.device_put(RunningMoments.create()))
 
     def score(self, method: str = "score") -> Any:
@@ -113,16 +121,15 @@ def test_the_end_waits_for_the_call_at_work_alone():
 
     steps, started, ends = list[int](), threading.Event(), threading.Event()
     rewards = Calls(function=TextPart(1.0, function, "function")).rewards
-    row = BATCH.examples[:1], BATCH.texts[:1], [Response((5,), "x", True)]
-    ahead: Any = [rewards.ask_ahead(*row, step, 0) for step in range(3)]
+    answers = [ahead(rewards, step) for step in range(3)]
     assert started.wait(10)
     closing = threading.Thread(target=rewards.close)
     closing.start()
-    while not ahead[2].cancelled():
+    while not answers[2].cancelled():
         time.sleep(0.01)
     ends.set()
     closing.join()
-    assert steps == [0] and [answer.cancelled() for answer in ahead] == [False, True, True]
+    assert steps == [0] and [answer.cancelled() for answer in answers] == [False, True, True]
 
 
 def test_groups_that_wait_are_scored_at_the_same_time_and_joined_in_their_order():
@@ -132,9 +139,8 @@ def test_groups_that_wait_are_scored_at_the_same_time_and_joined_in_their_order(
 
     together = threading.Barrier(2)
     rewards = Calls(function=TextPart(1.0, function, "function", calls=2)).rewards
-    row = BATCH.examples[:1], BATCH.texts[:1], [Response((5,), "x", True)]
-    ahead = [rewards.ask_ahead(*row, 0, first) for first in range(4)]
-    assert rewards.join(ahead).result()[1]["function"].scores.tolist() == [0, 1, 2, 3]
+    answers = [ahead(rewards, first=first) for first in range(4)]
+    assert join(answers)[1]["function"].scores.tolist() == [0, 1, 2, 3]
     rewards.close()
 
 
@@ -143,8 +149,8 @@ def test_an_interrupted_run_does_not_wait_for_the_rows_of_a_call_at_work(tmp_pat
     section = {"name": "slow", "function": f"{tmp_path}/slow.py:f", "workers": 1}
     config = build(Config, {"stages": ["grpo"], "rewards": [section]})
     initial: Any = SimpleNamespace(config=config, console=SimpleNamespace(line=print, warn=print), compute=Compute())
-    task: Any = SimpleNamespace(tokenizer=None, prompts=SimpleNamespace(ids=[(1,)]))
-    log, row = tmp_path / "reward-slow.log", (BATCH.examples[:2], BATCH.texts[:2], [Response((5,), "x", True)] * 2)
+    task: Any = SimpleNamespace(tokenizer=TOKENIZER, prompts=SimpleNamespace(ids=[(1,)]))
+    log = tmp_path / "reward-slow.log"
     with (
         pytest.raises(KeyboardInterrupt),
         open_rewards(initial, task, tmp_path, lambda role: RolePlacement.of(MESH), cast(Any, None), None) as (
@@ -152,7 +158,7 @@ def test_an_interrupted_run_does_not_wait_for_the_rows_of_a_call_at_work(tmp_pat
             _,
         ),
     ):
-        answer: Any = rewards.ask_ahead(*row, 0, 0)
+        answer = ahead(rewards, count=2)
         while not log.stat().st_size:
             time.sleep(0.01)
         began = time.monotonic()
@@ -171,9 +177,9 @@ def test_one_thread_asks_a_function_within_iterations_and_outside_of_them():
     threads: set[threading.Thread] = set()
     rewards = Calls(function=TextPart(1.0, function, "function")).rewards
     response = Response((5,), "x", True)
-    ahead = rewards.ask_ahead(BATCH.examples[:1], BATCH.texts[:1], [response], 3, 0)
+    answer = ahead(rewards, 3)
     total, _ = rewards.score_texts(to_samples(BATCH.examples[:1], BATCH.texts[:1], [response]), 4)
-    assert ahead.result()[1]["function"].scores == [3.0] and total.scores == [4.0] and len(threads) == 1
+    assert answer.result()[1]["function"].scores == [3.0] and total.scores == [4.0] and len(threads) == 1
     rewards.close()
 
 

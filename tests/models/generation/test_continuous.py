@@ -38,7 +38,7 @@ class Setting:
         self.prompts = [Prompt(n, self.tokens[n], int(lengths[n]), data[n]) for n in range(U)]
         decoder = Decoder(CONFIG, self.mesh, SAMPLING, S, jnp.float32, None, None)
         with jax.set_mesh(self.mesh):
-            self.batch = ContinuousBatch(decoder, self.mesh, Schedule(chunk=3), 8, P)
+            self.batch = ContinuousBatch.of_size(decoder, self.mesh, Schedule(chunk=3), 8, P)
 
     def draw(self, count=1, *, prefill_again: bool = False):
         """Row -> (tokens, log-probabilities, versions, drew a stop token). Every second chunk has newer weights, of

@@ -28,10 +28,12 @@ from jrlhf.models import (
     to_int8,
 )
 from jrlhf.models.attention import transposes_keys
-from jrlhf.models.generation import chunks, decoding
-from jrlhf.models.generation.chunks import Programs, _Rollout
+from jrlhf.models.generation import decoding, programs
+from jrlhf.models.generation import engine as engines
+from jrlhf.models.generation.continuous import ContinuousBatch
 from jrlhf.models.generation.decoding import Decoder
 from jrlhf.models.generation.occupancy import LastRows
+from jrlhf.models.generation.programs import Programs
 from jrlhf.planning.fusion.last_rows import Rollouts, decode, sent_bytes
 from jrlhf.run import processes
 from tests.models.shared import SHALLOW
@@ -109,7 +111,7 @@ def test_tokens_do_not_depend_on_compaction_and_growing_caches(alone, monkeypatc
 
     for name in ("take", "grow"):
         monkeypatch.setattr(Programs, name, counted(name, getattr(Programs, name)))
-    monkeypatch.setattr(_Rollout, "warm", lambda self: None)
+    monkeypatch.setattr(engines, "warm", lambda *_: None)
     assert_same(setting.scheduled(Schedule(chunk=5, buckets=3, lengths=3, prefill=3)), expected)
     assert done["take"] > 0 and done["grow"] > 0
 
@@ -128,7 +130,7 @@ def test_tokens_do_not_depend_on_compaction_and_growing_caches(alone, monkeypatc
 def test_every_kind_of_model_and_every_mesh_is_scheduled_alike(sizes, changes, monkeypatch):
     """Groups of devices refill and compact together; windows and positions count from a row's own start."""
     setting = Setting(sizes, **changes)
-    monkeypatch.setattr(_Rollout, "warm", lambda self: None)
+    monkeypatch.setattr(engines, "warm", lambda *_: None)
     assert_same(setting.scheduled(Schedule(slots=8, chunk=6, buckets=2, lengths=2)), setting.plain())
 
 
@@ -136,7 +138,7 @@ def test_every_kind_of_model_and_every_mesh_is_scheduled_alike(sizes, changes, m
 def test_tokens_do_not_depend_on_how_keys_are_stored(alone, monkeypatch):
     setting, expected = alone
     assert transposes_keys(setting.mesh)  # on accelerators they are stored as values are
-    for module in (chunks, decoding):
+    for module in (programs, decoding):
         monkeypatch.setattr(module, "transposes_keys", lambda mesh: False)
     schedule = Schedule(slots=4, chunk=5, buckets=2, lengths=2, prefill=2)
     assert_same(setting.scheduled(schedule), expected)
@@ -175,7 +177,7 @@ def test_the_engine_draws_the_tokens_of_one_program_and_compiles_nothing_after_t
     compiled.clear()
     assert_same(setting.call(engine, setting.prompts, setting.keys), expected)
     holding_the_model = {"_run_chunk": 2 * 2, "_prefilled": 2}
-    rows = {"_filled_rows": 2, "_taken_rows": 1, "_all_done": 2, "_assembled": 1}
+    rows = {"_filled_rows": 2, "_taken_rows": 1}
     caches = {"filled_cache": 2 * 2, "_taken": 2, "empty_cache": 2}
     compiled.pop("grown_cache", None)  # one that the engines of a process share
     assert compiled == holding_the_model | rows | caches and prefilled == set(schedule.waves(U, 4, P)) == {1, 4}
@@ -185,7 +187,7 @@ def test_the_engine_draws_the_tokens_of_one_program_and_compiles_nothing_after_t
     looks = []
 
     def watch(done, assemble, mesh):
-        drawn = jax.device_get(assemble())
+        drawn = assemble()
         for name in ("tokens", "response_lengths", "finished"):
             np.testing.assert_array_equal(getattr(drawn, name)[done], getattr(expected, name)[done])
         looks.append(done)
@@ -216,7 +218,7 @@ def test_the_last_rows_move_to_fewer_devices_and_keep_their_bits(sizes, groups, 
     engine, looks = Engine(setting.config, setting.mesh, SAMPLING, settings, **options), []
 
     def watch(done, assemble, mesh):
-        assert all(leaf.sharding.mesh == mesh for leaf in jax.tree.leaves(assemble()))
+        assert not assemble().response_lengths[~done].any()
         looks.append((~done, [*mesh.devices.flat]))
 
     every = [*setting.mesh.devices.flat]
@@ -247,14 +249,15 @@ def test_the_simulator_of_the_last_rows_has_the_looks_of_the_engine(monkeypatch)
     have the same slots and caches."""
     setting, looks, sizes, simulated = Setting((2, 1, 2), samples=2), [], [], []
     schedule = Schedule(16, 2, 2, 2, 2)
-    release = _Rollout._release
+    decoding = ContinuousBatch.decode
 
-    def sized(self, rows):
-        sizes.append((len(self.occupancy.tables[0].row), self.occupancy.length))
-        return release(self, rows)
+    def sized(self, weights):
+        progress = decoding(self, weights)
+        sizes.append((self.owner.shape[1], self.state.slots.caches[0].size))
+        return progress
 
-    monkeypatch.setattr(_Rollout, "warm", lambda self: None)
-    monkeypatch.setattr(_Rollout, "_release", sized)
+    monkeypatch.setattr(engines, "warm", lambda *_: None)
+    monkeypatch.setattr(ContinuousBatch, "decode", sized)
     engine = Engine(CONFIG, setting.mesh, SAMPLING, schedule, samples=2)
     watch = partial(engine, watch=lambda done, *_: looks.append(done))
     lengths = setting.call(watch, setting.prompts, setting.keys).response_lengths
@@ -277,7 +280,8 @@ def test_the_bytes_that_the_simulator_prices_are_those_that_are_sent(monkeypatch
     monkeypatch.setattr(processes.multihost, "get_jax_distributed_client", lambda: client)
     with jax.set_mesh(setting.mesh):
         program = jax.jit(make_generate(CONFIG, setting.mesh, SAMPLING))
-        processes.to_all_hosts(program(*setting.weights, *setting.prompts, setting.keys), np.arange(U) < 5)
+        drawn = program(*setting.weights, *setting.prompts, setting.keys)
+        processes.to_all_hosts((drawn.tokens, drawn.logprobs), np.arange(U) < 5)
     assert [len(data) for data in sent.values()] == [sent_bytes(5, P + R)]
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jrlhf.models import SamplingConfig
-from jrlhf.models.generation.chunks import with_lengths
 from jrlhf.models.generation.decoding import Decoder
-from jrlhf.models.generation.occupancy import EMPTY, SlotTable, fitting
+from jrlhf.models.generation.engine import with_lengths
+from jrlhf.models.generation.occupancy import EMPTY, Occupancy, empty, fitting, packed, running
 from jrlhf.models.generation.schedule import Schedule
 from tests.models.shared import FAMILIES
 
@@ -61,29 +61,51 @@ def test_prompts_are_prefilled_in_waves():
         assert not schedule.is_one_program(rows=64, response=8)
 
 
-def test_every_row_has_a_slot_exactly_once():
-    prompts, generator = 11, np.random.default_rng(0)
-    for samples, slots in ((1, 4), (1, 7), (3, 7)):
-        table, seen = SlotTable(prompts, samples, slots), []
-        while (table.waiting or table.running) and len(seen) <= prompts * samples:
-            admitted, taken = table.admit(most=2)
-            assert len(taken) == samples * len(admitted) <= slots
-            rows = table.row[list(taken)]
-            np.testing.assert_array_equal(rows // samples, np.repeat(admitted, samples))
-            seen += rows.tolist()
-            table.release(generator.random(slots) < 0.3)
-        assert sorted(seen) == list(range(prompts * samples))
+def owners(*groups: list[int]) -> Any:
+    return np.array(groups, np.int32)
 
 
-def test_shrinking_keeps_the_rows_that_run():
-    table = SlotTable(6, 1, 6)
-    table.admit(most=6)
-    table.release(np.array([True, False, True, True, False, True]))
-    indices = table.shrink(3)
-    assert indices.tolist() == [1, 4, 0]
-    assert table.row.tolist() == [1, 4, EMPTY]
+def test_waiting_prompts_go_to_the_groups_with_most_room():
+    rules = Occupancy(Schedule(prefill=2), samples=2, prompts=8, groups=3, tensor=1, slots=8, width=4, limit=4)
+    assert rules.room(empty(3, 8)).tolist() == [4, 4, 4]
+    assert rules.entering(empty(3, 8), 12).tolist() == [4, 4, 4] and rules.entering(empty(3, 8), 4).tolist() == [
+        2,
+        1,
+        1,
+    ]
+    x = EMPTY
+    owner = owners([0, 1, 2, 3, 4, 5, x, x], [6, x, 7, x, x, x, x, 8], [9, 10, 11, 12, 13, 14, 15, x])
+    assert rules.room(owner).tolist() == [1, 2, 0]
+    # All have room: nobody waits. Otherwise a group with room for one waits for room for a wave of two.
+    assert rules.entering(owner, 3).tolist() == [1, 2, 0]
+    assert rules.entering(owner, 4).tolist() == [0, 2, 0]
+    assert rules.entering(owners([x] * 8, [6, 7] * 3 + [x, x], [1] * 8), 99).tolist() == [4, 0, 0]
+    narrow = Occupancy(Schedule(prefill=4), samples=4, prompts=8, groups=2, tensor=1, slots=8, width=4, limit=4)
+    full = owners([x] * 8, [1] * 8)
+    assert narrow.waves == (2,) and narrow.entering(full, 9).tolist() == [2, 0]
+    assert narrow.wave(np.array([1, 0])) == 2  # with padding
+
+
+def test_packing_keeps_the_rows_that_run():
+    x = EMPTY
+    owner = owners([x, 1, x, x, 4, x], [7, x, x, 8, x, 9])
+    places = packed(owner, 3)
+    assert places.tolist() == [[1, 4, 0], [0, 3, 5]] and running(owner).tolist() == [2, 3]
+    assert np.take_along_axis(owner, places, 1).tolist() == [[1, 4, x], [7, 8, 9]]
     with pytest.raises(AssertionError, match="lost"):
-        table.shrink(1)
+        packed(owner, 2)
+
+
+def test_slots_and_caches_change_step_by_step():
+    rules = Occupancy(
+        Schedule(chunk=4, buckets=3), samples=1, prompts=8, groups=1, tensor=1, slots=8, width=6, limit=32
+    )
+    owner = owners([1, 2, *[EMPTY] * 6])
+    assert (
+        rules.halvings(owner) == (4, 2) and rules.halvings(owner[:, :4]) == (2,) and rules.halvings(owner[:, :2]) == ()
+    )
+    assert rules.halvings(owners([1, 2, 3, *[EMPTY] * 5])) == (4,)
+    assert rules.longer(17, 18) == (28,) and rules.longer(17, 99) == (28, 38) and rules.longer(28, 20) == ()
 
 
 def test_numbers_out_of_range_are_refused():
