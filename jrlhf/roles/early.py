@@ -101,7 +101,7 @@ class OpenRollout(Pending[Rollout]):
             for number in ready
             if number not in reader.results and reader.devices.isdisjoint(mesh.devices.flat)
         ]
-        tiles = {number: read(self._tiles[number]) for _, number in wanted}
+        tiles = {number: read(self._tiles[number]) for number in {number for _, number in wanted}}
         for reader, number in wanted:
             reader.results[number] = reader.function(self._tiles[number], tiles[number])
 

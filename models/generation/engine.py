@@ -92,6 +92,7 @@ class Engine:
     number of groups for its last rows, compiles all programs that such calls may need, and calls must be outside jit:
     after every chunk the host gets the rows that are done, by `read`, and calls `watch`. last: where the last rows
     decode; None: by the schedule. shares: whether `watch` may assemble rows in processes without a device of the mesh.
+    Calls need `jax.set_mesh(mesh)`.
 
     Raises ValueError as the function of `make_generate`, for slots that do not divide over the devices or hold no
     prompt with all its samples, and for a number of groups of the last rows that does not divide all groups.
@@ -122,7 +123,8 @@ class Engine:
         last = last or LastRows.of(self._schedule)
         count, width = prompts.shape
         rules, impl, fewer = self._rules(count, width), jax.random.key_impl(keys), self._fewer(last)
-        batch = ContinuousBatch(self._programs, rules, read, impl, shares=shares)
+        # After a move, devices of processes without a row get rows of the result, too.
+        batch = ContinuousBatch(self._programs, rules, read, impl, shares=shares or fewer is not None)
         weights = params, adapter
         self._warm_up(batch, weights, fewer)
         drawn = self._drawn(batch, weights, read((prompts, lengths, jax.random.key_data(keys))), watch, last, fewer)

@@ -49,9 +49,9 @@ def _warm_take(batch: ContinuousBatch, fewer: Programs) -> None:
     for length in lengths:
         with jax.set_mesh(batch.mesh):
             batch.programs.grow(slots, length)
-        moved = Slots([*slots.caches], slots.rows, slots.tokens, slots.logprobs)
-        fewer.take(moved, np.zeros((fewer.groups, count), np.int32))
-        jax.block_until_ready(moved)
+        first_layer = Slots(slots.caches[:1], slots.rows, slots.tokens, slots.logprobs)
+        fewer.take(first_layer, np.zeros((fewer.groups, count), np.int32))
+        jax.block_until_ready(first_layer)
 
 
 def _warm_chunks(batch: ContinuousBatch, programs: Programs, weights: Weights, count: int, fewer: int | None) -> None:
