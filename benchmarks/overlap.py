@@ -50,7 +50,6 @@ def seconds_of_a_step(staleness: int, directory: str) -> list[float]:
     """The seconds from update to update of a run, after the first ones."""
     reward = {"name": "slow", "function": "benchmarks.sleeps:reward", "options": {"seconds": STEP * LENGTH / GROUPS}}
     overrides = [f"run_dir={directory}", f"name=staleness-{staleness}", f"grpo.asynchronous.staleness={staleness}"]
-    overrides += [f"grpo.asynchronous.uncorrected={str(staleness > 1).lower()}"]
     config = load_config("arithmetic-grpo", [*SETTINGS, *overrides, f"rewards=[{reward}]"])
     begins: list[float] = []
     publish = Fleet.publish

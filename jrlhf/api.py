@@ -261,9 +261,9 @@ class Policy:
         """Returns `n` answers to each prompt, those of one prompt next to each other.
 
         prompts: texts or conversations, [{"role": "user", "content": ...}, ...]; or one of them. sampling: fields of
-        `SamplingConfig`: temperature (0: always the most likely token), top_k, top_p, max_new_tokens, ...; by default
-        those of the model's run, else of its generation_config.json, else temperature 1 and 256 tokens. A text depends
-        only on the seed and the prompt's index.
+        `SamplingConfig`: temperature (0: always the most likely token), top_k, top_p, min_p, max_new_tokens, ...; by
+        default those of the model's run, else of its generation_config.json, else temperature 1 and 256 tokens. A text
+        depends only on the seed and the prompt's index.
 
             load("runs/quickstart").generate(["def add(a, b):"], temperature=0.0, max_new_tokens=16)
         """

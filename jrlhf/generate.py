@@ -72,7 +72,7 @@ class Generator:
     def drawn(self) -> str:
         """How answers are drawn, for users."""
         own = self.sampling
-        values = {"temperature": f"{own.temperature:g}", "top_k": own.top_k, "top_p": own.top_p}
+        values = {"temperature": f"{own.temperature:g}", "top_k": own.top_k, "top_p": own.top_p, "min_p": own.min_p}
         words = ", ".join(f"{key} {value}" for key, value in values.items() if value is not None)
         return f"in up to {own.max_new_tokens} tokens, at {words} ({self.source})"
 
@@ -228,7 +228,7 @@ def _own_sampling(described: HFConfig, asked: Asked) -> tuple[SamplingConfig, st
     if "temperature" in asked.sampling:
         return SamplingConfig(**asked.sampling), "the run's sampling"
     settings, file = described.sampling, "generation_config.json"
-    source = file if settings.keys() & {"temperature", "top_k", "top_p"} else "the default"
+    source = file if settings.keys() & {"temperature", "top_k", "top_p", "min_p"} else "the default"
     try:
         own = with_sampling(SamplingConfig(TOKENS), {**settings, **asked.sampling})
     except UserError as error:
@@ -278,6 +278,7 @@ def cli(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--temperature", type=float, help=f"0: always the most likely token; {own} 1")
     parser.add_argument("--top-k", type=int, help=f"draw from the k most likely tokens; {own} from all")
     parser.add_argument("--top-p", type=float, help=f"draw from those of this probability together; {own} from all")
+    parser.add_argument("--min-p", type=float, help=f"draw from those of this share of the largest; {own} from all")
     parser.add_argument("--seed", type=int, default=0, help="default: 0; the same seed gives the same answers")
     parser.add_argument("--batch", type=int, default=8, help="prompts at a time; default: 8")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
@@ -296,7 +297,7 @@ def _run(options: argparse.Namespace) -> None:
         dataset = read_dataset(options.file, columns=ColumnsConfig(prompt=options.column))
         examples, places = (*examples, *dataset.examples), (*["--prompt"] * len(examples), *dataset.places)
         data = replace(dataset, examples=examples, places=places)
-    names = "max_new_tokens", "temperature", "top_k", "top_p"
+    names = "max_new_tokens", "temperature", "top_k", "top_p", "min_p"
     sampling = {name: value for name in names if (value := getattr(options, name)) is not None}
     batch = 1 if interactive else min(options.batch, len(examples) * options.n)
     hardware = {"dtype": options.dtype, "platform": options.platform}

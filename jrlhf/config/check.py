@@ -448,6 +448,7 @@ def _algorithm(config: Config, name: str) -> Iterator[str]:
         elif getattr(algorithm, "divide_by_std", False):
             yield f"{combined} divides by deviations, and {key}.divide_by_std=true divides again: set that to false"
     filters = {"top_k": sampling.top_k, "top_p": None if sampling.top_p == 1 else sampling.top_p}
+    filters["min_p"] = sampling.min_p
     used = [f"sampling.{which}={value}" for which, value in filters.items() if value is not None]
     compared = (*algorithm.corrections, f"old_logprobs={algorithm.old_logprobs}")[0]
     if used and compared != "old_logprobs=recompute":

@@ -3,7 +3,7 @@
 _ITSELF = "jrlhf draws the responses itself, leave it out"
 _STEPS = "steps, of which one epoch has the stage's rows divided by batch"
 _LENGTH = ("iterations, of which one epoch has the prompts times samples divided by rollout_batch", _STEPS)
-_SAMPLING = "sampling has temperature, top_k, top_p and min_new_tokens, leave it out"
+_SAMPLING = "sampling has temperature, top_k, top_p, min_p and min_new_tokens, leave it out"
 _NO_DROPOUT = "jrlhf trains without dropout, leave it out"
 _PER_ITERATION = (
     "rollout_batch, which is per_device_train_batch_size times devices times steps_per_generation (by default "
@@ -60,7 +60,7 @@ PEERS: dict[str, str | tuple[str, ...]] = {
         "surrogate=cispo, and there is no bnpo, luspo, sapo or vespo",
         "loss, which is sigmoid or ipo",
     ),
-    "lr_scheduler_type": "final, the share of the learning rate at the end of a cosine decay",
+    "lr_scheduler_type": "schedule, which is cosine, linear, constant or wsd, and final, the share at its end",
     "mask_truncated_completions": "truncation, write mask",
     "max_completion_length": "data.max_response",
     "max_length": "a prompt with its answer has at most data.max_prompt + data.max_response tokens, set these",
@@ -68,7 +68,7 @@ PEERS: dict[str, str | tuple[str, ...]] = {
     "max_steps": ("iterations, each of which has epochs times minibatches updates", "steps"),
     "mesh.devices": "the mesh has all devices of the run, set device.simulated for more of a CPU",
     "metric_for_best_model": "stop.metric",
-    "min_p": _SAMPLING,
+    "min_p": "sampling.min_p",
     "model.name": "model.path",
     "model_init_kwargs": "a model is loaded as its directory says, leave it out; compute.dtype is the dtype of the run",
     "model_name_or_path": "model.path",

@@ -298,6 +298,8 @@ class SamplingSection(Section):
     top_k: int | None = count(None)  # draw from the k most likely tokens; null: from all
     # Draw from the most likely tokens that have this probability together; null: from all.
     top_p: float | None = checked(None, lambda value: 0 < value <= 1, "above 0 and at most 1")
+    # Draw from tokens with at least this share of the most likely token's probability; null: from all.
+    min_p: float | None = checked(None, lambda value: 0 < value <= 1, "above 0 and at most 1")
     min_new_tokens: int = natural(0)  # tokens before a response may end
     batch: int = count(128)  # responses sampled at a time in a run without reinforcement learning
 

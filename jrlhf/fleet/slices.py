@@ -167,7 +167,8 @@ class SliceWorkers:
         progress = []
         for batch, entering in zip(self._batches, prompts, strict=True):
             if entering:
-                batch.admit(self._weights, entering)
+                left = batch.admit(self._weights, entering)
+                assert not left, "more prompts than slots"
             if len(batch.rows):
                 progress += batch.decode(self._weights)
         return progress

@@ -232,15 +232,16 @@ class Rewards:
         return Pending(scores)
 
     def _begin_texts(self, rollout: Drawn, batch: Batch) -> tuple[Answers, Tiles | None]:
-        """Passes a rollout to the functions or, while it is drawn, each tile of rows to functions and models."""
+        """Passes a rollout to the functions, unless they read it ahead, or each tile of rows, while it is drawn, to
+        functions and models."""
         if isinstance(rollout, Rollout):
             # Gathered here and not in a thread: all devices must get their programs in the same order.
             return self.read(batch, slice(0, None), gathered(rollout)), None
-        parts, models = rollout.each(partial(self.read, batch), reader=self.kind), None
-        if self._models and isinstance(rollout, OpenRollout):
-            devices = self.placement["score"].mesh.devices.flat
-            models = rollout.each(partial(self._begin_models, batch), devices=devices)
-        return Pending(lambda: join(parts.result())), models
+        if isinstance(rollout, DrawnAhead):
+            return Pending(lambda: joined_answers(rollout.results[self.kind])), None
+        parts, devices = rollout.each(partial(self.read, batch)), self.placement["score"].mesh.devices.flat
+        models = rollout.each(partial(self._begin_models, batch), devices=devices) if self._models else None
+        return Pending(lambda: joined_answers(parts.result())), models
 
     def _begin_models(self, batch: Batch, rows: slice, tile: Rollout) -> dict[str, Any]:
         samples = self._samples(batch, rows, tile)
@@ -326,7 +327,7 @@ class Rewards:
             self._metrics[name] = self._metrics[name] + number if counted else number
 
 
-def join(parts: Sequence[Answers]) -> Asked:
+def joined_answers(parts: Sequence[Answers]) -> Asked:
     """Waits for the answers about parts of a batch, and joins them to those about the whole batch."""
     answers = [part.result() for part in parts]
     samples = [sample for own, _ in answers for sample in own]

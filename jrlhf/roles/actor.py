@@ -45,7 +45,7 @@ class Actor(TrainedRole):
         super().__init__(model, site, optimizer)
         self._algorithm, self._to_all_hosts = algorithm, partial(to_all_hosts, seconds=self.clock.deadline)
         temperature, span = sampling.temperature, sampling.max_new_tokens
-        greedy = replace(sampling, temperature=0.0, top_k=None, top_p=None)
+        greedy = replace(sampling, temperature=0.0, top_k=None, top_p=None, min_p=None)
 
         def on_mesh(method: str) -> tuple[Architecture, Mesh, Compute]:
             # The settings of the run, not those of the call's placement: a `Sampler` on this mesh shares the program.

@@ -30,8 +30,8 @@ from jrlhf.roles.placement import Pending
 from jrlhf.run.clock import may_deadlock
 
 T = TypeVar("T")
-# (mask of finished rows, function that returns the rollout on the host with these rows, mesh of the other rows)
-Watch = Callable[[Bool[np.ndarray, "B"], Callable[[], Rollout], Mesh], None]
+ReadRows = Callable[[slice], Rollout]  # returns finished rows on the host
+Watch = Callable[[Bool[np.ndarray, "B"], ReadRows, Mesh], None]  # (mask of finished rows, read, mesh of the other rows)
 OF_ROWS = "tokens", "prompt_lengths", "response_lengths", "logprobs", "finished"  # fields of a rollout
 
 
@@ -66,9 +66,7 @@ class OpenRollout(Pending[Rollout]):
         self._readers.clear()
         return rollout
 
-    def each(
-        self, function: Callable[[slice, Rollout], T], *, reader: str = "", devices: Iterable[Device] = ()
-    ) -> Pending[list[T]]:
+    def each(self, function: Callable[[slice, Rollout], T], *, devices: Iterable[Device] = ()) -> Pending[list[T]]:
         """Returns the pending results of `function(rows, tile)` for all tiles, in order. Tiles are on the host.
 
         Tiles may be passed in any order, and while other rows decode on devices other than `devices`.
@@ -94,7 +92,7 @@ class OpenRollout(Pending[Rollout]):
         joined = Pending(lambda: _join(tiles.result(), mesh))
         return joined if outputs == 1 else tuple(Pending(partial(_part, joined, number)) for number in range(outputs))
 
-    def _hand_out(self, done: Bool[np.ndarray, "B"], read: Callable[[], Rollout], mesh: Mesh) -> None:
+    def _hand_out(self, done: Bool[np.ndarray, "B"], read: ReadRows, mesh: Mesh) -> None:
         """Passes tiles whose rows are all done to the readers that may read them now."""
         ready = [number for number, rows in enumerate(self._tiles) if done[rows].all()]
         wanted = [
@@ -103,35 +101,26 @@ class OpenRollout(Pending[Rollout]):
             for number in ready
             if number not in reader.results and reader.devices.isdisjoint(mesh.devices.flat)
         ]
-        if wanted:
-            whole = read()
-            for reader, number in wanted:
-                self._give(reader, number, whole)
+        tiles = {number: read(self._tiles[number]) for number in {number for _, number in wanted}}
+        for reader, number in wanted:
+            reader.results[number] = reader.function(self._tiles[number], tiles[number])
 
     def _complete(self, reader: _Reader, whole: Rollout) -> None:
-        for number in range(len(self._tiles)):
+        for number, rows in enumerate(self._tiles):
             if number not in reader.results:
-                self._give(reader, number, whole)
-
-    def _give(self, reader: _Reader, number: int, whole: Rollout) -> None:
-        rows = self._tiles[number]
-        tile = replace(whole, **{name: getattr(whole, name)[rows] for name in OF_ROWS})
-        reader.results[number] = reader.function(rows, tile)
+                tile = replace(whole, **{name: getattr(whole, name)[rows] for name in OF_ROWS})
+                reader.results[number] = reader.function(rows, tile)
 
 
 class DrawnAhead(Pending[Rollout]):
-    """A rollout that was drawn before its iteration, and whose groups were read as soon as each was complete.
+    """A rollout that was drawn before its iteration. Readers got each group as a tile, as soon as it was complete.
 
-    results: name of a reader -> its results for all groups, in order.
+    results: kind of a reader -> what it returned for each group, in order.
     """
 
     def __init__(self, rollout: Rollout, results: Mapping[str, Sequence[Any]]):
         super().__init__(lambda: rollout)
-        self._results = results
-
-    def each(self, function: Callable[[slice, Rollout], Any], *, reader: str) -> Pending[Sequence[Any]]:
-        """Returns what the reader of this name, which called `function` for each group, has got."""
-        return Pending(lambda: self._results[reader])
+        self.results = results
 
 
 class EarlyActor(Actor):
@@ -153,14 +142,13 @@ class EarlyActor(Actor):
         version = to_host(self.state.step)  # not in `watch`: its devices may be busy then
 
         def draw(hand_out: Watch) -> Rollout:
-            def watch(done: Bool[np.ndarray, "B"], assemble: Callable[[], Generation], decoding: Mesh) -> None:
+            def watch(done: Bool[np.ndarray, "B"], assemble: Callable[[slice], Generation], decoding: Mesh) -> None:
                 self.clock.watch(done, assemble, decoding)
-
-                hand_out(done, lambda: Rollout(**vars(assemble()), version=version), decoding)
+                hand_out(done, lambda rows: Rollout(**vars(assemble(rows)), version=version), decoding)
 
             last = None if moves is None else moves.before(name, seconds=self.clock.deadline)
             with jax.set_mesh(mesh):
-                rollout = self._sample(method, self._switch(method), prompts, watch=watch, last=last)
+                rollout = self._sample(method, self._switch(method), prompts, watch=watch, last=last, shares=True)
             if moves is not None:
                 moves.after(name, to_host(rollout.response_lengths))
             return rollout

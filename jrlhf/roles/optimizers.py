@@ -12,14 +12,17 @@ from jrlhf.models.params import matrices
 def learning_rate(config: OptimizerConfig, *, updates: int) -> optax.Schedule:
     """Returns the learning rate as a function of the number of finished updates, for a run of `updates` updates.
 
-    It rises linearly over `config.warmup` updates, then falls by a cosine to `config.final` times its maximum.
+    It rises linearly over `config.warmup` updates, then falls as `config.schedule` says to `config.final` times its
+    maximum. wsd (warm-up, stable, decay): Hu et al. 2024, arXiv:2404.06395, section 4, with a linear decay.
     """
-    warmup, fall_updates = config.duration(updates)
-    rise = optax.linear_schedule(config.learning_rate / max(warmup, 1), config.learning_rate, max(warmup - 1, 1))
-    fall = optax.constant_schedule(config.learning_rate)
-    if fall_updates is not None:
-        fall = optax.cosine_decay_schedule(config.learning_rate, fall_updates, alpha=config.final)
-    return optax.join_schedules([rise, fall], [warmup])
+    most, (warmup, begin, fall_updates) = config.learning_rate, config.duration(updates)
+    rise, stable = optax.linear_schedule(most / max(warmup, 1), most, max(warmup - 1, 1)), optax.constant_schedule(most)
+    if fall_updates is None:
+        return optax.join_schedules([rise, stable], [warmup])
+    fall = optax.linear_schedule(most, most * config.final, fall_updates)
+    if config.schedule == "cosine":
+        fall = optax.cosine_decay_schedule(most, fall_updates, alpha=config.final)
+    return optax.join_schedules([rise, stable, fall], [warmup, begin])
 
 
 def learning_rates(config: OptimizerConfig, *, updates: int) -> Float[np.ndarray, "updates"]:

@@ -72,10 +72,10 @@ def call(kind: Kind, *outputs: str, rows: Literal["all", "each", "open"] = "all"
         @functools.wraps(method)
         def run(self, *arguments, **named):
             placement: RolePlacement = self.placement
-            if placement.prefetch is not None:
-                placement.prefetch.before(placement.role, method.__name__)
             if rows == "each" and arguments and isinstance(arguments[0], Pending):
                 return arguments[0].by_rows(partial(run, self), placement[method.__name__].mesh, len(outputs))
+            if placement.prefetch is not None:
+                placement.prefetch.before(placement.role, method.__name__)
             if rows != "open":
                 arguments, named = jax.tree.map(ready, (arguments, named))
             with calling(f"{placement.role}.{method.__name__}"):

@@ -77,14 +77,17 @@ class Decoding:
 class ContinuousBatch:
     """Decode slots on a mesh, which are refilled with new prompts when rows are done.
 
-    Mutable: its user may read and set `state` between two chunks, and `move` changes the mesh. There are no caches
-    before the first prompt.
+    Mutable: its user may read `state` between two chunks, and set it if there is one cache length; `move` changes the
+    mesh. There are no caches before the first prompt.
 
     read: copies arrays of `mesh`, or some of their rows, to the host of every process. impl: of the rows' PRNG keys.
+    shares: whether processes without a device of `mesh` get the tokens of rows that are done; otherwise they get zeros.
     """
 
-    def __init__(self, programs: Programs, rules: Occupancy, read: ToHosts = read_rows, impl: Any = None):
-        self.read, self.rules, self.programs, self.impl = read, rules, programs, impl
+    def __init__(
+        self, programs: Programs, rules: Occupancy, read: ToHosts = read_rows, impl: Any = None, *, shares: bool = True
+    ):
+        self.read, self.rules, self.programs, self.impl, self._shares = read, rules, programs, impl, shares
         self._state: Decoding | None = None  # None: fresh
         self._longest = 0  # tokens of the longest row, at most
         if rules.slots < rules.samples:
@@ -186,7 +189,8 @@ class ContinuousBatch:
         prompts, lengths, finished = self.read((slots.rows.prompt_lengths, slots.rows.lengths, slots.rows.finished))
         is_taken = state.owner != EMPTY
         is_done = is_taken & (finished | (lengths >= self.rules.limit))
-        tokens, logprobs = self.read((slots.tokens, slots.logprobs), is_done) if is_done.any() else (None, None)
+        drawn, sent = (slots.tokens, slots.logprobs), is_done & self._shares
+        tokens, logprobs = self.read(drawn, sent) if is_done.any() else (None, None)
         progress = []
         for slot in np.flatnonzero(is_taken):
             response = None
@@ -213,14 +217,16 @@ class ContinuousBatch:
     def move(self, fewer: Programs) -> None:
         """Moves the rows to fewer groups of devices. Each gets those of equally many neighbours, in a group's slots."""
         count = self.rules.counts[-1]
-        self.programs, self.rules = fewer, replace(self.rules, groups=fewer.groups, slots=count)
-        with jax.set_mesh(self.mesh):
-            self._keep(count)
+        schedule = replace(self.rules.schedule, buckets=1)  # each device's program keeps its shape
+        self.rules = replace(self.rules, schedule=schedule, groups=fewer.groups, slots=count)
+        self.programs = fewer
+        self._keep(count)
 
     def _keep(self, count: int) -> None:
         """Keeps `count` slots of each group, with all rows."""
         places, state = packed(self.owner, count), self.state
-        self.programs.take(state.slots, places)
+        with jax.set_mesh(self.mesh):
+            self.programs.take(state.slots, places)
         owner, drawn = (np.take_along_axis(self._by_group(x), places, 1).ravel() for x in (state.owner, state.drawn))
         self.state = Decoding(state.slots, owner, drawn)
 
@@ -268,7 +274,7 @@ class ContinuousBatch:
         entries = [entry for own in groups for entry in (*own, *[blank] * (size - len(own)))]
         tokens, lengths, data = (np.stack([entry[part] for entry in entries]) for part in range(3))
         slot = np.array([[*own, *[past] * (size * keys - len(own))] for own in slots], np.int32)
-        tokens, lengths, slot = programs.put((tokens, lengths.astype(np.int32), slot.ravel()))
+        tokens, lengths, slot = programs.put((tokens.astype(np.int32), lengths.astype(np.int32), slot.ravel()))
         return Entering(tokens, lengths, programs.keys(data.reshape(-1, *data.shape[2:]), SHARED, self.impl), slot)
 
 

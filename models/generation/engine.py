@@ -25,9 +25,9 @@ from jrlhf.models.generation.warm import warm, warm_move
 from jrlhf.models.lora import LoRAConfig, base_on
 from jrlhf.models.params import Params, split_arguments
 
-# Called after a chunk with the mask of finished rows, a function that assembles all rows on the host, where others are
-# without response, and the mesh on which rows decode.
-Watch = Callable[[Bool[np.ndarray, "N"], Callable[[], Generation], Mesh], None]
+# Called after a chunk with the mask of finished rows, a function that assembles some of these rows on the host, and the
+# mesh on which rows decode.
+Watch = Callable[[Bool[np.ndarray, "N"], Callable[[slice], Generation], Mesh], None]
 
 
 def make_generate(
@@ -91,7 +91,8 @@ class Engine:
     draws until all rows are done, and nothing of it is left then. The first call with a shape, and the first with a
     number of groups for its last rows, compiles all programs that such calls may need, and calls must be outside jit:
     after every chunk the host gets the rows that are done, by `read`, and calls `watch`. last: where the last rows
-    decode; None: by the schedule.
+    decode; None: by the schedule. shares: whether `watch` may assemble rows in processes without a device of the mesh.
+    Calls need `jax.set_mesh(mesh)`.
 
     Raises ValueError as the function of `make_generate`, for slots that do not divide over the devices or hold no
     prompt with all its samples, and for a number of groups of the last rows that does not divide all groups.
@@ -108,7 +109,12 @@ class Engine:
         self._warm: set[tuple[int | str | None, ...]] = set()
 
     def __call__(
-        self, *arguments: Any, watch: Watch | None = None, last: LastRows | None = None, read: ToHosts = read_rows
+        self,
+        *arguments: Any,
+        watch: Watch | None = None,
+        last: LastRows | None = None,
+        read: ToHosts = read_rows,
+        shares: bool = False,
     ) -> Generation:
         if self._schedule.is_one_program(len(arguments[1]) * self._samples, self._limit):
             return self._whole(*arguments)
@@ -116,7 +122,9 @@ class Engine:
         self._programs.decoder.check(params, prompts, keys)
         last = last or LastRows.of(self._schedule)
         count, width = prompts.shape
-        batch, fewer = self._batch(count, width, read, jax.random.key_impl(keys)), self._fewer(last)
+        rules, impl, fewer = self._rules(count, width), jax.random.key_impl(keys), self._fewer(last)
+        # After a move, devices of processes without a row get rows of the result, too.
+        batch = ContinuousBatch(self._programs, rules, read, impl, shares=shares or fewer is not None)
         weights = params, adapter
         self._warm_up(batch, weights, fewer)
         drawn = self._drawn(batch, weights, read((prompts, lengths, jax.random.key_data(keys))), watch, last, fewer)
@@ -137,7 +145,11 @@ class Engine:
         waiting: Sequence[Prompt] = [Prompt(n, tokens[n], int(lengths[n]), own) for n, own in enumerate(keys)]
         repeated = tuple(np.repeat(x, self._samples, axis=0) for x in (tokens, lengths))
         results = no_results(len(tokens) * self._samples, self._limit)
-        assembled = partial(assemble, *repeated, results, xp=np)
+
+        def assembled(rows: slice) -> Generation:
+            own = Results(results.tokens[rows], results.logprobs[rows], results.lengths[rows], results.finished[rows])
+            return assemble(*(x[rows] for x in repeated), own, xp=np)
+
         while waiting or len(batch.rows):
             waiting = batch.admit(weights, waiting)
             if not waiting:
@@ -153,15 +165,15 @@ class Engine:
             done = results.lengths > 0
             if watch is not None and not done.all():
                 watch(done, assembled, batch.mesh)
-        return assembled()
+        return assembled(slice(None))
 
-    def _batch(self, prompts: int, width: int, read: ToHosts, impl: Any) -> ContinuousBatch:
+    def _rules(self, prompts: int, width: int) -> Occupancy:
         programs, rows = self._programs, prompts * self._samples
         check_rows(min(self._schedule.slots or rows, rows), programs.mesh, AXES, "decode slots")
         sizes = {"groups": programs.groups, "tensor": programs.tensor, "width": width, "limit": self._limit}
         rules = Occupancy.of_rollout(self._schedule, prompts, self._samples, **sizes)
         schedule = with_lengths(self._schedule, programs.decoder, rules.slots, width + self._limit, programs.mesh)
-        return ContinuousBatch(programs, replace(rules, schedule=schedule), read, impl)
+        return replace(rules, schedule=schedule)
 
     def _fewer(self, last: LastRows | None) -> Programs | None:
         """Returns the same programs on the groups of devices to which the last rows move; None if they stay."""

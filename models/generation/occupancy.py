@@ -81,7 +81,7 @@ def filled(sizes: Sequence[int], count: int) -> int:
 class Occupancy:
     """The rules for one number of slots.
 
-    samples: rows of a prompt, which enter together. prompts: number of prompts that a group may get at most.
+    samples: rows of a prompt, which enter together. prompts: a group's share of the prompts, if all have room.
     groups: groups of `tensor` devices. slots: of a group, before they are halved.
     width, limit: tokens of a prompt and of a response.
     """

@@ -75,7 +75,7 @@ def shortfall(
 
     It is at most `rounding` if `sample` drew the token from logits that differ from these by at most half of `rounding`
     after division by the temperature. A number by which all logits differ does not count. It is infinite if the token
-    must not be drawn. If `top_k` or `top_p` leaves the token out for all such logits, it is more than `rounding`.
+    must not be drawn. If `top_k`, `top_p` or `min_p` leaves the token out for all such logits, it is more than `rounding`.
     Tokens that only some of them keep are no better ones. The other arguments are those of `sampling.sample`.
     """
     _, possible = drawable(logits, config, vocab_size, may_stop)
@@ -85,7 +85,8 @@ def shortfall(
     sure, missing = possible, jnp.where(jnp.isneginf(own), jnp.inf, -jnp.inf)
     if config.restricted:
         odds = jnp.exp(jnp.minimum(rounding, 20.0))  # more would not be finite
-        fewest, most = (least_kept(possible, config.top_k, config.top_p, odds=one) for one in (1 / odds, odds))
+        limits = config.top_k, config.top_p, config.min_p
+        fewest, most = (least_kept(possible, *limits, odds=one) for one in (1 / odds, odds))
         if fewest is not None and most is not None:
             sure = jnp.where(possible > fewest + rounding, possible, -jnp.inf)
             missing = jnp.maximum(missing, most[:, 0] - own)

@@ -22,6 +22,7 @@ class SamplingConfig:
     temperature: divides the logits; 0 draws the most likely token, with the log-probabilities of temperature 1.
     top_k: only the k most likely tokens are drawn.
     top_p: only the most likely tokens that together have this probability are drawn; after `top_k`, renormalised.
+    min_p: only tokens with at least this share of the most likely token's probability are drawn.
     min_new_tokens: number of tokens before a stop token may be drawn.
     stop_ids: a row is finished once it drew one of these, which is part of its response.
     token_limit: ids from this one on are never drawn: the tokenizer has no tokens for these rows of the model's table.
@@ -33,6 +34,7 @@ class SamplingConfig:
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
     min_new_tokens: int = 0
     stop_ids: tuple[int, ...] = ()
     token_limit: int | None = None
@@ -51,6 +53,8 @@ class SamplingConfig:
             raise ValueError(f"top_k={self.top_k!r} must be an integer of at least 1, or null for no limit")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1, or null for no limit")
+        if self.min_p is not None and not 0 < self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p} must be above 0 and at most 1, or null for no limit")
         if self.token_limit is not None:
             if not is_count(self.token_limit):
                 raise ValueError(f"token_limit={self.token_limit!r} must be an integer of at least 1, or null for none")
@@ -60,8 +64,8 @@ class SamplingConfig:
 
     @property
     def restricted(self) -> bool:
-        """`top_k` or `top_p` leaves tokens out."""
-        return self.temperature > 0 and (self.top_k is not None or self.top_p is not None)
+        """`top_k`, `top_p` or `min_p` leaves tokens out."""
+        return self.temperature > 0 and any(one is not None for one in (self.top_k, self.top_p, self.min_p))
 
 
 def largest(x: Float[Array, "B V"]) -> Int[Array, "B"]:
@@ -84,15 +88,15 @@ def sample(
 ) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
     """Draws one token a row -> (tokens, log-probabilities).
 
-    The log-probability is that of the whole softmax at `temperature`, in float32: `top_k`, `top_p`, `min_new_tokens`
-    and `token_limit` only decide which token is drawn.
+    The log-probability is that of the whole softmax at `temperature`, in float32: `top_k`, `top_p`, `min_p`,
+    `min_new_tokens` and `token_limit` only decide which token is drawn.
 
     logits: before temperature, float32; columns from vocab_size on are padding and are never drawn.
     keys: one key a row. A row's draw depends on its own key and logits only.
     may_stop: whether a row's stop ids may be drawn.
     """
     scaled, possible = drawable(logits, config, vocab_size, may_stop)
-    allowed = restrict(possible, config.top_k, config.top_p) if config.restricted else possible
+    allowed = restrict(possible, config.top_k, config.top_p, config.min_p) if config.restricted else possible
     if config.temperature > 0:
         # The largest of logits plus Gumbel noise is a draw from their softmax, as in jax.random.categorical.
         allowed = allowed + gumbel(keys, logits.shape[-1])

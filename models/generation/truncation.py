@@ -1,4 +1,6 @@
-"""Restricts sampling to the most likely tokens: top-k, and top-p (nucleus sampling)."""
+"""Restricts sampling to the most likely tokens: top-k, top-p (nucleus sampling), and min-p."""
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -6,18 +8,27 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 
-def restrict(logits: Float[Array, "B V"], top_k: int | None, top_p: float | None) -> Float[Array, "B V"]:
+def restrict(
+    logits: Float[Array, "B V"], top_k: int | None, top_p: float | None, min_p: float | None = None
+) -> Float[Array, "B V"]:
     """Sets the logits of tokens that must not be drawn to -inf.
 
     Keeps the `top_k` largest; of these, by falling probability, the fewest that together reach `top_p` (Holtzman et al.
-    2020, section 3.1). The most likely token always stays, and so do tokens that tie with the least likely one kept.
+    2020, section 3.1); of these, tokens with at least `min_p` times the largest probability (Nguyen et al. 2025,
+    arXiv:2407.01082, section 3). The most likely token always stays, and so do tokens that tie with the least likely
+    one kept.
     """
-    least = least_kept(logits, top_k, top_p)
+    least = least_kept(logits, top_k, top_p, min_p)
     return logits if least is None else jnp.where(logits < least, -jnp.inf, logits)
 
 
 def least_kept(
-    logits: Float[Array, "B V"], top_k: int | None, top_p: float | None, *, odds: float | Float[Array, "B 1"] = 1.0
+    logits: Float[Array, "B V"],
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None = None,
+    *,
+    odds: float | Float[Array, "B 1"] = 1.0,
 ) -> Float[Array, "B 1"] | None:
     """Returns the logit from which on `restrict` keeps tokens; None if it keeps all.
 
@@ -28,12 +39,14 @@ def least_kept(
     size = logits.shape[-1]
     count = size if top_k is None else min(top_k, size)
     share = 1.0 if top_p is None else top_p
-    if count == size and share == 1:
+    if count == size and share == 1 and min_p is None:
         return None
     best = lax.top_k(logits, count)[0] if count < size else logits
     least = jnp.min(best, axis=-1, keepdims=True)
     if share < 1:
         least = jnp.maximum(least, _nucleus(best, share * odds / (1 - share + share * odds)))
+    if min_p is not None:  # moves with the largest logit, so by at most d
+        least = jnp.maximum(least, jnp.max(logits, axis=-1, keepdims=True) + math.log(min_p))
     return least
 
 

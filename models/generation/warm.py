@@ -1,7 +1,8 @@
 """Compiles the programs of a rollout before its first row, by running them on finished rows.
 
-One program at a time is run, because some devices cannot run two with collectives concurrently, and at most one layer's
-caches exist in two sizes, because two sets of caches may not fit into memory.
+One program at a time runs, because some devices cannot run two with collectives concurrently. Each function frees its
+slots before the next one has its own, and at most one layer's caches exist in two sizes, because two sets of caches may
+not fit into memory.
 """
 
 import jax
@@ -14,34 +15,43 @@ from jrlhf.models.lora import base_on
 
 def warm(batch: ContinuousBatch, weights: Weights) -> None:
     """Compiles every program that rows may need before they move to fewer groups of devices."""
-    programs, rules = batch.programs, batch.rules
-    for wave in rules.waves:
-        nobody = batch.padding(wave)
-        prefilled, slots = (
-            programs.prefill(*weights, nobody.prompts),
-            programs.empty(rules.slots, rules.lengths[0], batch.impl),
-        )
-        for length in rules.lengths:
-            programs.grow(slots, length)
-            programs.admit(slots, prefilled, nobody)
-        jax.block_until_ready(slots)
-    for count, fewer in zip(rules.counts, (*rules.counts[1:], None), strict=True):
-        _warm_chunks(batch, programs, weights, count, fewer)
+    for wave in batch.rules.waves:
+        _warm_wave(batch, weights, wave)
+    counts = batch.rules.counts
+    for count, fewer in zip(counts, (*counts[1:], None), strict=True):
+        _warm_chunks(batch, batch.programs, weights, count, fewer)
 
 
 def warm_move(batch: ContinuousBatch, weights: Weights, fewer: Programs) -> None:
     """Compiles the move of the last rows to fewer groups of devices, and the chunks after it."""
-    lengths, count = batch.rules.lengths, batch.rules.counts[-1]
-    slots, places = batch.programs.empty(count, lengths[0], batch.impl), np.zeros((fewer.groups, count), np.int32)
-    for length in lengths:
-        batch.programs.grow(slots, length)
-        moved = Slots([*slots.caches], slots.rows, slots.tokens, slots.logprobs)
-        with jax.set_mesh(fewer.mesh):
-            fewer.take(moved, places)
-            jax.block_until_ready(moved)
     with jax.set_mesh(fewer.mesh):
+        _warm_take(batch, fewer)
         on_fewer = base_on(weights[0], fewer.mesh), base_on(weights[1], fewer.mesh)
-        _warm_chunks(batch, fewer, on_fewer, count, None)
+        _warm_chunks(batch, fewer, on_fewer, batch.rules.counts[-1], None)
+
+
+def _warm_wave(batch: ContinuousBatch, weights: Weights, wave: int) -> None:
+    """Compiles the prefill of a wave, and its entry into slots for each cache length."""
+    programs, rules, nobody = batch.programs, batch.rules, batch.padding(wave)
+    prefilled = programs.prefill(*weights, nobody.prompts)
+    slots = programs.empty(rules.slots, rules.lengths[0], batch.impl)
+    for length in rules.lengths:
+        programs.grow(slots, length)
+        programs.admit(slots, prefilled, nobody)
+    jax.block_until_ready(slots)
+
+
+def _warm_take(batch: ContinuousBatch, fewer: Programs) -> None:
+    """Compiles the move of slots to fewer groups of devices for each cache length."""
+    count, lengths = batch.rules.counts[-1], batch.rules.lengths
+    with jax.set_mesh(batch.mesh):
+        slots = batch.programs.empty(count, lengths[0], batch.impl)
+    for length in lengths:
+        with jax.set_mesh(batch.mesh):
+            batch.programs.grow(slots, length)
+        first_layer = Slots(slots.caches[:1], slots.rows, slots.tokens, slots.logprobs)
+        fewer.take(first_layer, np.zeros((fewer.groups, count), np.int32))
+        jax.block_until_ready(first_layer)
 
 
 def _warm_chunks(batch: ContinuousBatch, programs: Programs, weights: Weights, count: int, fewer: int | None) -> None:

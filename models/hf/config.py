@@ -59,7 +59,7 @@ class HFConfig:
         named = {key: value for key in _SAMPLING if (value := self.generation.get(key)) is not None}
         if self.generation.get("do_sample") is False:
             return {key: value for key, value in named.items() if key in _LENGTHS} | {"temperature": 0.0}
-        return {key: value for key, value in named.items() if (key, value) not in (("top_k", 0), ("top_p", 1))}
+        return {key: value for key, value in named.items() if (key, value) not in _NO_LIMITS}
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,8 @@ _GENERATION = (
     "forced_bos_token_id forced_eos_token_id num_return_sequences token_healing"
 ).split()
 _LENGTHS = "max_new_tokens", "min_new_tokens"
-_SAMPLING = (*_LENGTHS, "temperature", "top_k", "top_p")
+_NO_LIMITS = ("top_k", 0), ("top_p", 1), ("min_p", 0)
+_SAMPLING = (*_LENGTHS, "temperature", "top_k", "top_p", "min_p")
 
 
 def drawn_with(generation: Json, sampling: Json) -> Json:

@@ -364,6 +364,7 @@ def test_bad_input_is_one_sentence(ask, tmp_path, user):
         (["-n", "2"], "in a conversation each turn has one"),
         (["--prompt", "a", "--temperature", "-1"], "temperature=-1.0"),
         (["--prompt", "a", "--top-p", "2"], "top_p=2.0"),
+        (["--prompt", "a", "--min-p", "2"], "min_p=2.0"),
         (["--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens=0"),
         (["--prompt", "a", "--max-new-tokens", "128"], "leaves no room for a prompt: the model has 128"),
         (["--prompt", "a " * 200], "and with max_new_tokens="),

@@ -313,7 +313,7 @@ def _rollouts(config: Config, prices: CostModel, plan: Plan, call: Call) -> Roll
 
     def send(rows: int, decoding: Slice) -> float:
         present = {device // prices.per_process for device in range(decoding.start, decoding.stop)}
-        if len(present) == prices.processes:
+        if len(present) == prices.processes or not config.compute.score_rows:  # then nothing reads rows early
             return 0.0
         return _MESSAGE + sent_bytes(rows, workload.response) / _COORDINATOR
 

@@ -47,6 +47,12 @@ sft.batch=12 ; sft.pipeline.stages=2 ; sft.micro_batches=4
     sft.batch=12 does not divide over 2 device(s) x 4 micro-batches: choose a multiple of 8, such as 8 or 16
 sft.pipeline.stages=1
     sft.pipeline.stages=1: it must be at least 2
+sft.decay=0.5
+    sft.decay=0.5 has no effect with sft.schedule=cosine: leave it out
+sft.schedule=constant ; sft.final=0.5
+    sft.final=0.5 has no effect with sft.schedule=constant: leave it out
+ppo.actor.schedule=linear
+    ppo.actor.schedule=linear has no effect with ppo.actor.final=1, below which it falls: leave it out
 sft.pipeline.schedule=gpipe
     sft.pipeline.schedule=gpipe has no effect with sft.pipeline.stages=null: leave it out
 reward_model.pipeline.stages=2 ; reward_model.micro_batch_tokens=64

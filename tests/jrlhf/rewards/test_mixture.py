@@ -23,7 +23,7 @@ from jrlhf.ppo import Rollout, RunningMoments
 from jrlhf.ppo.config.score import ScoreConfig
 from jrlhf.ppo.shaping import shape_scores
 from jrlhf.rewards.combine import combine
-from jrlhf.rewards.mixture import Rewards, TextPart, join
+from jrlhf.rewards.mixture import Rewards, TextPart, joined_answers
 from jrlhf.rewards.of_config import open_rewards
 from jrlhf.rewards.types import Kind, Sample, Scored, joined, to_samples, weighted_sum
 from jrlhf.roles.model import Compute
@@ -140,7 +140,7 @@ def test_groups_that_wait_are_scored_at_the_same_time_and_joined_in_their_order(
     together = threading.Barrier(2)
     rewards = Calls(function=TextPart(1.0, function, "function", calls=2)).rewards
     answers = [ahead(rewards, first=first) for first in range(4)]
-    assert join(answers)[1]["function"].scores.tolist() == [0, 1, 2, 3]
+    assert joined_answers(answers)[1]["function"].scores.tolist() == [0, 1, 2, 3]
     rewards.close()
 
 

@@ -1,4 +1,4 @@
-"""The optimizer: AdamW with warmup, a cosine and clipped gradients."""
+"""The optimizer: AdamW with warm-up, a fall and clipped gradients."""
 
 from dataclasses import replace
 from typing import Any
@@ -34,6 +34,22 @@ def test_the_rate_rises_to_its_peak_and_falls_to_its_final_share():
     cosine = 0.1 * (0.2 + 0.8 * (1 + np.cos(np.pi * np.arange(8) / 8)) / 2)
     np.testing.assert_allclose(schedule[4:], cosine, rtol=1e-4)
     np.testing.assert_allclose(learning_rates(config, updates=12), schedule, rtol=1e-4)
+
+
+def test_the_rate_falls_as_the_schedule_says():
+    config = OptimizerConfig(learning_rate=0.1, warmup=4, final=0.0, weight_decay=0.0, max_grad_norm=None)
+    rise, falls = (
+        [0.025, 0.05, 0.075, 0.1],
+        {
+            "linear": (0.0, 1 - np.arange(8) / 8),  # transformers' linear schedule, from the maximum at update 4
+            "constant": (0.0, np.ones(8)),
+            "wsd": (0.2, [1, 1, 1, 1, 1, 1, 1 - 0.8 / 3, 1 - 1.6 / 3]),  # 3 of 12 updates
+        },
+    )
+    for schedule, (final, fall) in falls.items():
+        own = replace(config, schedule=schedule, final=final, decay=0.25)
+        np.testing.assert_allclose(rates(own, 12), [*rise, *(0.1 * np.array(fall))], rtol=1e-4, atol=1e-9)
+        np.testing.assert_allclose(learning_rates(own, updates=12), rates(own, 12), rtol=1e-4, atol=1e-9)
 
 
 def test_a_warmup_as_long_as_the_run_takes_a_tenth_of_it():

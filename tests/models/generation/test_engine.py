@@ -187,9 +187,9 @@ def test_the_engine_draws_the_tokens_of_one_program_and_compiles_nothing_after_t
     looks = []
 
     def watch(done, assemble, mesh):
-        drawn = assemble()
+        drawn = assemble(slice(2, None))
         for name in ("tokens", "response_lengths", "finished"):
-            np.testing.assert_array_equal(getattr(drawn, name)[done], getattr(expected, name)[done])
+            np.testing.assert_array_equal(getattr(drawn, name)[done[2:]], getattr(expected, name)[2:][done[2:]])
         looks.append(done)
 
     setting.call(partial(engine, watch=watch), setting.prompts, setting.keys)
@@ -202,24 +202,33 @@ def test_the_engine_draws_the_tokens_of_one_program_and_compiles_nothing_after_t
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("sizes", "groups", "rows", "changes"),
+    ("sizes", "groups", "rows", "buckets", "changes"),
     [
-        ((4, 1, 1), 1, 6, {"samples": 2}),
-        pytest.param((2, 2, 2), 2, None, {"lora": LORA}, marks=pytest.mark.proof("families")),
+        ((4, 1, 1), 1, 6, 1, {"samples": 2}),
+        ((4, 1, 1), 2, None, 2, {"samples": 2}),  # slots are halved before the move, and not after it
+        pytest.param((2, 2, 2), 2, None, 1, {"lora": LORA}, marks=pytest.mark.proof("families")),
     ],
 )
-def test_the_last_rows_move_to_fewer_devices_and_keep_their_bits(sizes, groups, rows, changes, compiled):
+def test_the_last_rows_move_to_fewer_devices_and_keep_their_bits(
+    sizes, groups, rows, buckets, changes, compiled, monkeypatch
+):
     """They move at the first look at which few enough are left and fit; a call may say that they stay: then the looks
     are those of the simulator."""
     setting = Setting(sizes, **changes)
-    schedule = Schedule(chunk=1, buckets=1, lengths=1 if setting.lora is None else 2)  # 2: caches grow
+    schedule = Schedule(chunk=1, buckets=buckets, lengths=1 if setting.lora is None else 2)  # 2: caches grow
     options = {"samples": setting.samples, "lora": setting.lora}
     settings = replace(schedule, last_groups=groups, last_rows=rows)
-    engine, looks = Engine(setting.config, setting.mesh, SAMPLING, settings, **options), []
+    engine, looks, counts = Engine(setting.config, setting.mesh, SAMPLING, settings, **options), [], set()
+    decoding = ContinuousBatch.decode
+
+    def counted(self, weights):
+        counts.add((len(self.owner), self.owner.shape[1]))
+        return decoding(self, weights)
 
     def watch(done, assemble, mesh):
-        assert not assemble().response_lengths[~done].any()
         looks.append((~done, [*mesh.devices.flat]))
+
+    monkeypatch.setattr(ContinuousBatch, "decode", counted)
 
     every = [*setting.mesh.devices.flat]
     whole = partial(engine, watch=watch, last=LastRows(len(every) // sizes[2]))  # groups: all of them
@@ -231,7 +240,10 @@ def test_the_last_rows_move_to_fewer_devices_and_keep_their_bits(sizes, groups, 
     moved = setting.call(partial(engine, watch=watch), setting.prompts, setting.keys)
     for name in ("tokens", "logprobs", "response_lengths", "finished"):
         np.testing.assert_array_equal(getattr(moved, name), getattr(stayed, name), err_msg=name)
-    slots, fewer = U * setting.samples // (len(every) // sizes[2]), every[: groups * sizes[2]]
+    slots = schedule.slot_counts(U * setting.samples // (len(every) // sizes[2]), sizes[2])[-1]
+    fewer = every[: groups * sizes[2]]
+    all_groups = len(every) // sizes[2]
+    assert counts == {(all_groups, slots * 2**halving) for halving in range(buckets)} | {(groups, slots)}
     few = [np.sum(left) <= (rows or len(left)) for left, _ in looks]
     fit = [left.reshape(groups, -1).sum(axis=1).max() <= slots for left, _ in looks]
     first = 1 + np.flatnonzero(np.logical_and(few, fit))[0]  # the first chunk that ends elsewhere
@@ -239,8 +251,10 @@ def test_the_last_rows_move_to_fewer_devices_and_keep_their_bits(sizes, groups, 
     assert [devices for _, devices in looks] == [every] * first + [fewer] * (len(looks) - first)
     others = jax.device_put(jax.random.split(jax.random.key(1), U * setting.samples), setting.keys.sharding)
     compiled.clear()
-    setting.call(engine, setting.prompts, others)
+    results = []
+    setting.call(lambda *arguments: results.append(engine(*arguments)) or results[0], setting.prompts, others)
     assert not compiled
+    assert all(leaf.sharding == setting.keys.sharding for leaf in jax.tree.leaves(results[0]))  # on all devices again
 
 
 @pytest.mark.full
@@ -272,17 +286,26 @@ def test_the_simulator_of_the_last_rows_has_the_looks_of_the_engine(monkeypatch)
 
 
 def test_the_bytes_that_the_simulator_prices_are_those_that_are_sent(monkeypatch):
-    """A process without a device that decodes gets five of the drawn rows."""
-    setting, sent = Setting((1, 1, 1)), dict[str, bytes]()
-    client = SimpleNamespace(key_value_set_bytes=sent.__setitem__)
+    """A process without a device that decodes gets each row once, when it is done; or no row, if nothing reads it."""
+    setting, sent, rows = Setting((1, 1, 1)), list[bytes](), list[int]()
+    client = SimpleNamespace(key_value_set_bytes=lambda key, data: sent.append(data))
+    monkeypatch.setattr(engines, "warm", lambda *_: None)
     monkeypatch.setattr(processes, "several", lambda: True)
     monkeypatch.setattr(processes, "absent_processes", lambda mesh: [SimpleNamespace(process_index=1)])
     monkeypatch.setattr(processes.multihost, "get_jax_distributed_client", lambda: client)
-    with jax.set_mesh(setting.mesh):
-        program = jax.jit(make_generate(CONFIG, setting.mesh, SAMPLING))
-        drawn = program(*setting.weights, *setting.prompts, setting.keys)
-        processes.to_all_hosts((drawn.tokens, drawn.logprobs), np.arange(U) < 5)
-    assert [len(data) for data in sent.values()] == [sent_bytes(5, P + R)]
+
+    def read(tree, mask=None):
+        arrays = processes.to_all_hosts(tree, mask)
+        if mask is not None:
+            rows.append(int(mask.sum()))
+            assert len(sent[-1]) == sent_bytes(rows[-1], R)
+        return arrays
+
+    engine = Engine(CONFIG, setting.mesh, SAMPLING, Schedule(slots=8, chunk=6, buckets=1, lengths=1))
+    setting.call(partial(engine, read=read, shares=True), setting.prompts, setting.keys)
+    assert sum(rows) == U and len(rows) > 2
+    setting.call(partial(engine, read=read), setting.prompts, setting.keys)
+    assert sum(rows) == U
 
 
 def test_what_does_not_fit_is_refused():

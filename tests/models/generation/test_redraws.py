@@ -13,7 +13,7 @@ from jrlhf.models.generation.sampling import sample
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"top_k": 5}, {"top_p": 0.7}, {"top_k": 9, "top_p": 0.8}, {"temperature": 0.0}]
+    "settings", [{}, {"top_k": 5}, {"top_p": 0.7}, {"top_k": 9, "top_p": 0.8}, {"min_p": 0.2}, {"temperature": 0.0}]
 )
 def test_a_drawn_token_falls_short_of_nothing_and_another_one_of_much(settings):
     """So it is with logits that are rounded otherwise, too; what must not be drawn is infinitely short."""

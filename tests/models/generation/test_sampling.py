@@ -36,11 +36,12 @@ def softmax(z):
     return weights / weights.sum()
 
 
-def nucleus(p, top_k, top_p):
-    """The allowed tokens: those of falling probability before which there is less than `top_p`."""
+def nucleus(p, top_k, top_p, min_p=0):
+    """The allowed tokens: those of falling probability before which there is less than `top_p`, if likely enough."""
     order = np.argsort(-p)[:top_k]
     shares = p[order] / p[order].sum()
-    return order if top_p is None else order[np.cumsum(shares) - shares < top_p]
+    order = order if top_p is None else order[np.cumsum(shares) - shares < top_p]
+    return order[p[order] >= (min_p or 0) * p.max()]
 
 
 LOGITS = np.random.default_rng(0).normal(size=V) * 1.5
@@ -48,10 +49,12 @@ LOGITS = np.random.default_rng(0).normal(size=V) * 1.5
 
 def test_draws_follow_the_restricted_softmax():
     temperature = 0.5
-    for top_k, top_p in ((None, None), (5, 0.8), (100, 0.95)):
-        tokens, logprobs = draw(LOGITS, SamplingConfig(1, temperature=temperature, top_k=top_k, top_p=top_p))
+    limits = (None, None, None), (5, 0.8, None), (100, 0.95, None), (None, None, 0.2), (4, 0.97, 0.1)
+    for top_k, top_p, min_p in limits:
+        config = SamplingConfig(1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        tokens, logprobs = draw(LOGITS, config)
         p = softmax(LOGITS / temperature)
-        allowed = nucleus(p, top_k, top_p)
+        allowed = nucleus(p, top_k, top_p, min_p)
         share = np.zeros(V)
         share[allowed] = p[allowed] / p[allowed].sum()
         count = np.bincount(tokens, minlength=V)
@@ -137,6 +140,7 @@ def test_numbers_out_of_range_are_refused():
         ({"top_k": 0}, "top_k=0 must be an integer of at least 1"),
         ({"top_p": 0.0}, "top_p=0.0 must be above 0"),
         ({"top_p": 1.5}, "top_p=1.5 must be above 0 and at most 1"),
+        ({"min_p": 0.0}, "min_p=0.0 must be above 0"),
         ({"token_limit": 8.0}, "token_limit=8.0 must be an integer"),
         ({"token_limit": 5, "stop_ids": (2, 5)}, "stop id 5 is never drawn: it must be below token_limit=5"),
     ):

@@ -86,6 +86,33 @@ def test_waiting_prompts_go_to_the_groups_with_most_room():
     assert narrow.wave(np.array([1, 0])) == 2  # with padding
 
 
+def test_every_row_has_a_slot_exactly_once():
+    generator = np.random.default_rng(0)
+    cases = (1, 1, 4, 11, None), (1, 2, 7, 22, 2), (3, 2, 7, 10, 1), (3, 4, 8, 4, 9)
+    for samples, groups, slots, prompts, prefill in cases:
+        schedule = Schedule(prefill=prefill, buckets=3)
+        rules = Occupancy(schedule, samples, prompts // groups, groups, tensor=1, slots=slots, width=4, limit=4)
+        owner, waiting, seen, chunks = empty(groups, slots), list(range(prompts)), list[int](), 0
+        while waiting or running(owner).any():
+            while (counts := rules.entering(owner, len(waiting))).any():
+                wave = rules.wave(counts)
+                assert (counts <= rules.room(owner)).all()
+                for own, count in zip(owner, np.minimum(counts, wave), strict=True):
+                    rows = [prompt * samples + n for prompt in waiting[:count] for n in range(samples)]
+                    own[np.flatnonzero(own == EMPTY)[: len(rows)]] = rows
+                    del waiting[:count]
+            assert running(owner).any()
+            ended = (owner != EMPTY) & (generator.random(owner.shape) < 0.3)
+            seen += owner[ended].tolist()
+            owner[ended] = EMPTY
+            for count in () if waiting else rules.halvings(owner):
+                before = sorted(owner[owner != EMPTY])
+                owner = np.take_along_axis(owner, packed(owner, count), 1)
+                assert sorted(owner[owner != EMPTY]) == before
+            chunks += 1
+        assert sorted(seen) == list(range(prompts * samples)) and chunks > 2
+
+
 def test_packing_keeps_the_rows_that_run():
     x = EMPTY
     owner = owners([x, 1, x, x, 4, x], [7, x, x, 8, x, 9])
@@ -97,13 +124,9 @@ def test_packing_keeps_the_rows_that_run():
 
 
 def test_slots_and_caches_change_step_by_step():
-    rules = Occupancy(
-        Schedule(chunk=4, buckets=3), samples=1, prompts=8, groups=1, tensor=1, slots=8, width=6, limit=32
-    )
-    owner = owners([1, 2, *[EMPTY] * 6])
-    assert (
-        rules.halvings(owner) == (4, 2) and rules.halvings(owner[:, :4]) == (2,) and rules.halvings(owner[:, :2]) == ()
-    )
+    sizes = {"samples": 1, "prompts": 8, "groups": 1, "tensor": 1, "slots": 8, "width": 6, "limit": 32}
+    rules, owner = Occupancy(Schedule(chunk=4, buckets=3), **sizes), owners([1, 2, *[EMPTY] * 6])
+    assert [rules.halvings(owner[:, :slots]) for slots in (8, 4, 2)] == [(4, 2), (2,), ()]
     assert rules.halvings(owners([1, 2, 3, *[EMPTY] * 5])) == (4,)
     assert rules.longer(17, 18) == (28,) and rules.longer(17, 99) == (28, 38) and rules.longer(28, 20) == ()
 

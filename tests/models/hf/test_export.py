@@ -138,14 +138,15 @@ def test_written_settings_of_sampling_are_read_by_us_and_by_transformers_as_they
     for _ in range(50):
         some = {"temperature": draw.uniform(0.1, 2), "top_k": draw.choice([None, 1, 50]), "max_new_tokens": 8}
         some |= {"top_p": draw.choice([None, 0.5]), "min_new_tokens": draw.randint(0, 8)}
+        some |= {"min_p": draw.choice([None, 0.1])}
         written = drawn_with(base, some)
         (out / "generation_config.json").write_text(json.dumps(own | written))
         read = read_config(out)
-        assert {"top_k": None, "top_p": None, **read.sampling} == some
+        assert {"top_k": None, "top_p": None, "min_p": None, **read.sampling} == some
         theirs = peer.from_pretrained(out)
         theirs.validate()
         assert theirs.do_sample and (theirs.top_k or None, theirs.top_p) == (some["top_k"], some["top_p"] or 1.0)
-        for name in ("temperature", "max_new_tokens", "min_new_tokens"):
+        for name in ("temperature", "min_p", "max_new_tokens", "min_new_tokens"):
             assert getattr(theirs, name) == some[name]
         assert theirs.repetition_penalty in (None, 1.0) and theirs.num_beams in (None, 1) and not theirs.use_cache
 
