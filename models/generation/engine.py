@@ -143,12 +143,12 @@ class Engine:
         tokens, lengths, keys = prompts
         keys = keys.reshape(len(tokens), self._samples, *keys.shape[1:])
         waiting: Sequence[Prompt] = [Prompt(n, tokens[n], int(lengths[n]), own) for n, own in enumerate(keys)]
-        repeated = tuple(np.repeat(x, self._samples, axis=0) for x in (tokens, lengths))
+        starts, begun = np.repeat(lengths, self._samples), np.repeat(tokens, self._samples, axis=0)
         results = no_results(len(tokens) * self._samples, self._limit)
 
         def assembled(rows: slice) -> Generation:
             own = Results(results.tokens[rows], results.logprobs[rows], results.lengths[rows], results.finished[rows])
-            return assemble(*(x[rows] for x in repeated), own, xp=np)
+            return assemble(begun[rows], starts[rows], own, np)
 
         while waiting or len(batch.rows):
             waiting = batch.admit(weights, waiting)

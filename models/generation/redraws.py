@@ -75,8 +75,9 @@ def shortfall(
 
     It is at most `rounding` if `sample` drew the token from logits that differ from these by at most half of `rounding`
     after division by the temperature. A number by which all logits differ does not count. It is infinite if the token
-    must not be drawn. If `top_k`, `top_p` or `min_p` leaves the token out for all such logits, it is more than `rounding`.
-    Tokens that only some of them keep are no better ones. The other arguments are those of `sampling.sample`.
+    must not be drawn. If `top_k`, `top_p` or `min_p` leaves the token out for all such logits, it is more than
+    `rounding`. Tokens that only some of them keep are no better ones. The other arguments are those of
+    `sampling.sample`.
     """
     _, possible = drawable(logits, config, vocab_size, may_stop)
     noise = gumbel(keys, logits.shape[-1]) if config.temperature > 0 else jnp.zeros_like(logits)

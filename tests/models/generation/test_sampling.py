@@ -36,7 +36,7 @@ def softmax(z):
     return weights / weights.sum()
 
 
-def nucleus(p, top_k, top_p, min_p=0):
+def nucleus(p, top_k, top_p, min_p=None):
     """The allowed tokens: those of falling probability before which there is less than `top_p`, if likely enough."""
     order = np.argsort(-p)[:top_k]
     shares = p[order] / p[order].sum()
