@@ -28,8 +28,8 @@ from jrlhf.models import (
     to_int8,
 )
 from jrlhf.models.attention import transposes_keys
+from jrlhf.models.generation import chunks as in_chunks
 from jrlhf.models.generation import decoding, programs
-from jrlhf.models.generation import engine as engines
 from jrlhf.models.generation.continuous import ContinuousBatch
 from jrlhf.models.generation.decoding import Decoder
 from jrlhf.models.generation.occupancy import LastRows
@@ -111,7 +111,7 @@ def test_tokens_do_not_depend_on_compaction_and_growing_caches(alone, monkeypatc
 
     for name in ("take", "grow"):
         monkeypatch.setattr(Programs, name, counted(name, getattr(Programs, name)))
-    monkeypatch.setattr(engines, "warm", lambda *_: None)
+    monkeypatch.setattr(in_chunks, "warm", lambda *_: None)
     assert_same(setting.scheduled(Schedule(chunk=5, buckets=3, lengths=3, prefill=3)), expected)
     assert done["take"] > 0 and done["grow"] > 0
 
@@ -130,7 +130,7 @@ def test_tokens_do_not_depend_on_compaction_and_growing_caches(alone, monkeypatc
 def test_every_kind_of_model_and_every_mesh_is_scheduled_alike(sizes, changes, monkeypatch):
     """Groups of devices refill and compact together; windows and positions count from a row's own start."""
     setting = Setting(sizes, **changes)
-    monkeypatch.setattr(engines, "warm", lambda *_: None)
+    monkeypatch.setattr(in_chunks, "warm", lambda *_: None)
     assert_same(setting.scheduled(Schedule(slots=8, chunk=6, buckets=2, lengths=2)), setting.plain())
 
 
@@ -270,7 +270,7 @@ def test_the_simulator_of_the_last_rows_has_the_looks_of_the_engine(monkeypatch)
         sizes.append((self.owner.shape[1], self.state.slots.caches[0].size))
         return progress
 
-    monkeypatch.setattr(engines, "warm", lambda *_: None)
+    monkeypatch.setattr(in_chunks, "warm", lambda *_: None)
     monkeypatch.setattr(ContinuousBatch, "decode", sized)
     engine = Engine(CONFIG, setting.mesh, SAMPLING, schedule, samples=2)
     watch = partial(engine, watch=lambda done, *_: looks.append(done))
@@ -289,7 +289,7 @@ def test_the_bytes_that_the_simulator_prices_are_those_that_are_sent(monkeypatch
     """A process without a device that decodes gets each row once, when it is done; or no row, if nothing reads it."""
     setting, sent, rows = Setting((1, 1, 1)), list[bytes](), list[int]()
     client = SimpleNamespace(key_value_set_bytes=lambda key, data: sent.append(data))
-    monkeypatch.setattr(engines, "warm", lambda *_: None)
+    monkeypatch.setattr(in_chunks, "warm", lambda *_: None)
     monkeypatch.setattr(processes, "several", lambda: True)
     monkeypatch.setattr(processes, "absent_processes", lambda mesh: [SimpleNamespace(process_index=1)])
     monkeypatch.setattr(processes.multihost, "get_jax_distributed_client", lambda: client)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jrlhf.models import SamplingConfig
+from jrlhf.models.generation.chunks import with_lengths
 from jrlhf.models.generation.decoding import Decoder
-from jrlhf.models.generation.engine import with_lengths
 from jrlhf.models.generation.occupancy import EMPTY, Occupancy, empty, fitting, packed, running
 from jrlhf.models.generation.schedule import Schedule
 from tests.models.shared import FAMILIES
