@@ -155,9 +155,9 @@ class ContinuousBatch:
     def admit(self, weights: Weights, waiting: Sequence[Prompt]) -> Sequence[Prompt]:
         """Puts all rows of prompts into free slots, as far as the rules allow. Returns the prompts that still wait."""
         while (counts := self.rules.entering(self.owner, len(waiting))).any():
-            wave = self.rules.wave(counts)
-            ends = np.cumsum(np.minimum(counts, wave))
-            self._enter(weights, [waiting[first:end] for first, end in zip([0, *ends], ends, strict=False)], wave)
+            ends = np.cumsum(counts)
+            entering = [waiting[end - count : end] for count, end in zip(counts, ends, strict=True)]
+            self._enter(weights, entering, self.rules.wave(counts))
             waiting = waiting[ends[-1] :]
         return waiting
 

@@ -123,21 +123,20 @@ class Occupancy:
         return (owner == EMPTY).sum(axis=1) // self.samples
 
     def entering(self, owner: Owner, waiting: int) -> Int[np.ndarray, "groups"]:
-        """Returns how many of the waiting prompts each group takes now; each prompt goes to the one with most room.
+        """Returns how many of the waiting prompts each group takes in the next wave; those with most room take first.
 
-        If not all have room, a group waits until a wave has, except if it would decode nothing meanwhile.
+        If not all prompts have room, a group waits until it has room for a wave, unless it has no row to decode.
         """
-        room = self.room(owner)
+        room, most = self.room(owner), self.waves[-1]
         if waiting > room.sum():
             room[(room < self.waves[0]) & (running(owner) > 0)] = 0
         counts = np.zeros_like(room)
-        for _ in range(min(waiting, room.sum())):
-            group = np.argmax(room - counts)
-            counts[group] += 1
-        return counts
+        for _ in range(min(waiting, np.minimum(room, most).sum())):
+            counts[np.argmax(np.where(counts < most, room - counts, 0))] += 1
+        return np.minimum(counts, self.wave(counts))
 
     def wave(self, counts: Int[np.ndarray, "groups"]) -> int:
-        """Returns how many prompts each group prefills next, with padding: as many as some group can fill."""
+        """Returns how many prompts each group prefills in a wave, with padding: as many as some group can fill."""
         return filled(self.waves, max(counts))
 
     def halvings(self, owner: Owner) -> tuple[int, ...]:

@@ -102,12 +102,11 @@ def decode(rollouts: Rollouts, lengths: Lengths) -> list[Chunk]:
     waiting, most = deque(range(rollouts.prompts)), min(rollouts.schedule.chunk, rollouts.limit)
     while True:
         while (counts := rules.entering(owner, len(waiting))).any():
-            wave = rules.wave(counts)
-            for own, count in zip(owner, np.minimum(counts, wave), strict=True):
+            for own, count in zip(owner, counts, strict=True):
                 entering = [waiting.popleft() for _ in range(count)]
                 rows = [prompt * rules.samples + n for prompt in entering for n in range(rules.samples)]
                 own[np.flatnonzero(own == EMPTY)[: len(rows)]] = rows
-            seconds += rollouts.prefill(wave)
+            seconds += rollouts.prefill(rules.wave(counts))
         if not running(owner).any():
             return chunks
         if not waiting:

@@ -68,18 +68,17 @@ def owners(*groups: list[int]) -> Any:
 def test_waiting_prompts_go_to_the_groups_with_most_room():
     rules = Occupancy(Schedule(prefill=2), samples=2, prompts=8, groups=3, tensor=1, slots=8, width=4, limit=4)
     assert rules.room(empty(3, 8)).tolist() == [4, 4, 4]
-    assert rules.entering(empty(3, 8), 12).tolist() == [4, 4, 4] and rules.entering(empty(3, 8), 4).tolist() == [
-        2,
-        1,
-        1,
-    ]
+    # A wave has two prompts of a group.
+    assert rules.entering(empty(3, 8), 12).tolist() == [2, 2, 2]
+    assert rules.entering(empty(3, 8), 4).tolist() == [2, 1, 1]
     x = EMPTY
     owner = owners([0, 1, 2, 3, 4, 5, x, x], [6, x, 7, x, x, x, x, 8], [9, 10, 11, 12, 13, 14, 15, x])
     assert rules.room(owner).tolist() == [1, 2, 0]
     # All have room: nobody waits. Otherwise a group with room for one waits for room for a wave of two.
     assert rules.entering(owner, 3).tolist() == [1, 2, 0]
     assert rules.entering(owner, 4).tolist() == [0, 2, 0]
-    assert rules.entering(owners([x] * 8, [6, 7] * 3 + [x, x], [1] * 8), 99).tolist() == [4, 0, 0]
+    assert rules.entering(owners([x] * 8, [6, 7] * 3 + [x, x], [1] * 8), 99).tolist() == [2, 0, 0]
+    assert rules.entering(owners([x] * 8, [x] * 4 + [6] * 4, [1] * 8), 4).tolist() == [2, 2, 0]
     narrow = Occupancy(Schedule(prefill=4), samples=4, prompts=8, groups=2, tensor=1, slots=8, width=4, limit=4)
     full = owners([x] * 8, [1] * 8)
     assert narrow.waves == (2,) and narrow.entering(full, 9).tolist() == [2, 0]
@@ -95,9 +94,8 @@ def test_every_row_has_a_slot_exactly_once():
         owner, waiting, seen, chunks = empty(groups, slots), list(range(prompts)), list[int](), 0
         while waiting or running(owner).any():
             while (counts := rules.entering(owner, len(waiting))).any():
-                wave = rules.wave(counts)
-                assert (counts <= rules.room(owner)).all()
-                for own, count in zip(owner, np.minimum(counts, wave), strict=True):
+                assert (counts <= np.minimum(rules.room(owner), rules.wave(counts))).all()
+                for own, count in zip(owner, counts, strict=True):
                     rows = [prompt * samples + n for prompt in waiting[:count] for n in range(samples)]
                     own[np.flatnonzero(own == EMPTY)[: len(rows)]] = rows
                     del waiting[:count]
