@@ -106,15 +106,8 @@ class Setup:
     @property
     def sampling(self) -> SamplingConfig:
         """A run's settings, but for stop tokens, which come with a tokenizer: which they are does not matter here."""
-        sampling = self.config.sampling
-        return SamplingConfig(
-            max_new_tokens=self.config.data.max_response,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_new_tokens=sampling.min_new_tokens,
-            stop_ids=(0,),
-        )
+        drawing = self.config.sampling.drawing
+        return SamplingConfig(max_new_tokens=self.config.data.max_response, **drawing, stop_ids=(0,))
 
     def rows(self, *shape: int, dtype: Any = jnp.int32) -> Shapes:
         """An array with a rollout's rows."""

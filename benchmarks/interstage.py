@@ -119,7 +119,7 @@ class Sleeps:
 
     def patches(self, *, while_decoding: bool) -> Iterator[Any]:
         """Patches of the parts of a run that take time."""
-        sample, decode, update = Actor._sample, ContinuousBatch.decode, TrainedRole._train
+        sample, decode_chunk, update = Actor._sample, ContinuousBatch.decode, TrainedRole._train
         by_rows, join = OpenRollout.by_rows, early._join
 
         def sampled(actor: Actor, *arguments: Any, **options: Any) -> Any:
@@ -131,7 +131,7 @@ class Sleeps:
 
         def decoded(batch: ContinuousBatch, weights: Weights) -> list[RowProgress]:
             if (wanted := self._lengths) is None:  # an evaluation
-                return decode(batch, weights)
+                return decode_chunk(batch, weights)
             if self._begun is None:
                 self._begun = self._chunk_ends = time.monotonic()
             read, owner = batch.read, batch.state.owner
@@ -145,7 +145,7 @@ class Sleeps:
                 return prompts, lengths, (owner != EMPTY) & (lengths >= wanted[owner])
 
             with mock.patch.object(batch, "read", paced):
-                return decode(batch, weights)
+                return decode_chunk(batch, weights)
 
         def on_device(rollout: OpenRollout, read: Callable, *arguments: Any, **options: Any) -> Any:
             def slow(tile: Any) -> Future[Any]:

@@ -14,6 +14,7 @@ whose process died has a `failure`, and the others go on.
 import argparse
 import os
 import shlex
+import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -81,6 +82,26 @@ def measure(task: Task, directory: str, pythons: dict[str, Path], options: argpa
         seconds = [duration for round_ in rounds for duration in round_[name].kept]
         medians[name] = Spread.of(seconds).median if seconds else None
     return record | {"peer": task.peer, "peak_bytes": peaks, "median_seconds": medians, "versions": versions}
+
+
+def row(record: dict[str, Any], rate: float) -> str:
+    """A comparison as a row of docs/results.md, with medians of all repeats. rate: that of our products.
+
+    A ~ marks a comparison with a void round.
+    """
+    names = list(record["rounds"][0])
+    middle = {
+        name: statistics.median(second for round_ in record["rounds"] for second in round_[name]["seconds"])
+        for name in names
+    }
+    fastest = min(names[1:], key=middle.__getitem__)
+    void, share = " ~" * (record["void_rounds"] > 0), record["operations"] / middle[OURS] / rate
+    peaks = "; ".join(f"{record['peak_bytes'][name] / 1e9:.1f}" for name in (OURS, fastest))
+    return (
+        f"| {record['case']} | {record['batch']}, {record['prompt']} + {record['response']} | {middle[OURS]:.1f} s | "
+        f"{record['peer']}, {fastest}: {middle[fastest]:.1f} s | {middle[fastest] / middle[OURS]:.2f}{void} | "
+        f"{share:.0%} | {peaks} |"
+    )
 
 
 def rates(directory: str, pythons: dict[str, Path], shape: Shape) -> dict[str, float]:

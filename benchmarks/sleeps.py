@@ -11,17 +11,17 @@ SECONDS = "JRLHF_SECONDS_OF_A_CHUNK"  # the environment variable
 def main(descriptor: int) -> None:
     """A rollout process, as `jrlhf.fleet.processes.worker.main`."""
     from jrlhf.fleet.processes import worker
-    from jrlhf.models.generation.continuous import ContinuousBatch
+    from jrlhf.fleet.slices import SliceWorkers
 
-    decode, seconds = ContinuousBatch.decode, float(os.environ[SECONDS])
+    decode, seconds = SliceWorkers.decode, float(os.environ[SECONDS])
 
-    def padded(self: ContinuousBatch, weights: Any) -> Any:
+    def padded(self: SliceWorkers, prompts: Sequence[Any]) -> Any:
         end = time.monotonic() + seconds
-        progress = decode(self, weights)
+        progress = decode(self, prompts)
         time.sleep(max(0.0, end - time.monotonic()))
         return progress
 
-    ContinuousBatch.decode = padded
+    SliceWorkers.decode = padded
     worker.main(descriptor)
 
 

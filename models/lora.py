@@ -138,7 +138,7 @@ def with_adapter(params: Params, adapter: Params, lora: LoRAConfig, dtype: Any) 
     return {**params, **adapter, "layers": params["layers"], "adapters": adapters}
 
 
-def base_on(base: Params, mesh: Mesh) -> Params:
+def base_on(base: Any, mesh: Mesh) -> Any:
     """Returns views of weights in the layout GENERATE, such as a base, on `mesh`: a part of their devices with the same
     `tensor` axis. The views share the memory of the weights."""
 

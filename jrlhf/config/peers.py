@@ -60,7 +60,7 @@ PEERS: dict[str, str | tuple[str, ...]] = {
         "surrogate=cispo, and there is no bnpo, luspo, sapo or vespo",
         "loss, which is sigmoid or ipo",
     ),
-    "lr_scheduler_type": "schedule, which is cosine, linear, constant or wsd, and final, the share at its end",
+    "lr_scheduler_type": "schedule, which is cosine, linear, constant or wsd, and falls to final times learning_rate",
     "mask_truncated_completions": "truncation, write mask",
     "max_completion_length": "data.max_response",
     "max_length": "a prompt with its answer has at most data.max_prompt + data.max_response tokens, set these",

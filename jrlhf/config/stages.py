@@ -1,7 +1,7 @@
 """The sections of the stages. Each algorithm of reinforcement learning is a row of the table at the end."""
 
 import re
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, make_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jrlhf.config.parse import Feature
@@ -32,11 +32,6 @@ class StopConfig(Feature):
     threshold: float = non_negative(0.0)  # by how much a better value must exceed the best one
 
 
-_FALLS = only_if(
-    lambda section: section.final < 1 or section.schedule == "constant", "{path}.final=1, below which it falls"
-)
-
-
 @dataclass(frozen=True)
 class OptimizerConfig(Section):
     """AdamW with a clipped global norm. One update is one step of the optimizer."""
@@ -44,14 +39,17 @@ class OptimizerConfig(Section):
     learning_rate: float = non_negative(1e-5)  # after the warm-up
     # Updates over which the learning rate rises linearly from 0. A stage of no more updates takes a tenth of them.
     warmup: int = natural(20)
-    # How the learning rate falls after the warm-up: by a cosine; linearly; not at all (constant); or linearly over the
-    # last updates (wsd: warm-up, stable, decay).
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = field(default="cosine", metadata=_FALLS)
+    # Fall of the learning rate after the warm-up: a cosine; linear; constant (no fall); or wsd (warm-up, stable,
+    # decay), which is constant at first and linear in the last updates.
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     # Share of the learning rate at the end; 1: it does not fall.
     final: float = between(0.1, 0.0, 1.0, **only_if(lambda own: own.schedule != "constant", "{path}.schedule=constant"))
-    # Share of all updates in which wsd falls.
-    decay: float = between(
-        0.2, 0.0, 1.0, **only_if(lambda own: own.schedule == "wsd", "{path}.schedule={section.schedule}")
+    # Share of all updates that the linear part of wsd takes.
+    decay: float = checked(
+        0.2,
+        lambda value: 0 < value <= 1,
+        "above 0 and at most 1",
+        **only_if(lambda own: own.schedule == "wsd", "{path}.schedule={section.schedule}"),
     )
     # As in AdamW, times the learning rate. Matrices and tables decay, norms and biases do not.
     weight_decay: float = non_negative(0.01)
@@ -60,15 +58,18 @@ class OptimizerConfig(Section):
     eps: float = positive(1e-8)  # added to the root of that mean
     max_grad_norm: float | None = positive(1.0)  # global norm to which gradients are clipped; null: not clipped
 
-    def duration(self, updates: int) -> tuple[int, int, int | None]:
-        """Returns over how many updates the learning rate rises, after how many it falls, and over how many (None: it
-        is constant)."""
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.schedule in ("linear", "wsd") and self.final == 1:
+            self.refuse("final", f"below 1 with schedule={self.schedule}, which falls to it")
+
+    def duration(self, updates: int) -> tuple[int, int | None]:
+        """Returns the number of updates of the warm-up, and that of the fall at the end; None: there is no fall."""
         warmup = self.warmup if self.warmup < updates else updates // 10
-        fall = max(updates - warmup, 1)
-        if self.schedule == "wsd":
-            fall = min(fall, max(round(self.decay * updates), 1))
-        is_constant = self.final == 1.0 or self.schedule == "constant"
-        return warmup, max(updates - fall, warmup), None if is_constant else fall
+        if self.final == 1 or self.schedule == "constant":
+            return warmup, None
+        fall = updates - warmup
+        return warmup, max(min(fall, round(self.decay * updates)) if self.schedule == "wsd" else fall, 1)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from jrlhf.data.hub import LOST, causes_of, hub_reason, is_busy
 from jrlhf.errors import UserError, one_line
-from jrlhf.models.hf.files import CARD, is_foreign_card, is_of_export
+from jrlhf.models.hf.directories import CARD, is_foreign_card, is_of_export
 from jrlhf.storage.outward import hub_requests
 
 T = TypeVar("T")

@@ -12,7 +12,8 @@ from tokenizers import AddedToken
 from jrlhf.data.tokenizer import Tokenizer, ask
 from jrlhf.data.tokenizer_classes import CLASSES, class_of, rebuild
 from jrlhf.errors import UserError, user_errors
-from jrlhf.models.hf.files import TEMPLATES, check_file, read_object
+from jrlhf.models.hf.directories import TEMPLATES
+from jrlhf.models.hf.files import check_file, read_object
 from jrlhf.models.hf.values import object_at, refuse_others
 
 SETTINGS = "tokenizer_config.json"

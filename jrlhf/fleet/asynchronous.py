@@ -182,9 +182,10 @@ class AsynchronousRollouts(Closing):
 
     def _hand_out(self, group: Collected) -> None:
         """Starts the reward functions on a complete group."""
-        tile = self._stream.tile(group)
-        readers = [rewards for rewards in self._rewards if rewards.text_parts]
-        self._read[int(group.numbers[0])] = {rewards.kind: rewards.read(*tile) for rewards in readers}
+        results = self._read[int(group.numbers[0])] = dict[str, Any]()
+        if readers := [rewards for rewards in self._rewards if rewards.text_parts]:
+            batch, rows, tile = self._stream.tile(group)
+            results |= {rewards.kind: rewards.read(batch, rows, tile) for rewards in readers}
 
     def _published(self, actor: Actor, trained: TrainState) -> tuple[Weights, Identity, Array]:
         """Returns the weights for decoding programs, the identity that they must have, and the number of updates.

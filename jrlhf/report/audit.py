@@ -55,6 +55,8 @@ def audit(run_dir: Path | str) -> Audit:
     """
     record, path = read_run(run_dir), Path(run_dir) / ROLLOUTS
     logged = {int(metrics["step"]): metrics for metrics in record.iterations}
+    if not (Path(run_dir) / CONFIG).exists():
+        raise UserError(f"{run_dir} has no {CONFIG}, whose settings tell how to recount: bring it back from a backup")
     config = load_config(str(Path(run_dir) / CONFIG))
     if config.asynchronous is None or not logged:
         raise UserError(f"{run_dir} has no iterations of an asynchronous run: there is nothing to recount")
@@ -88,9 +90,8 @@ def _near_bounds(algorithm: PolicyConfig, rows: Sequence[Row]) -> float:
     """
     if not algorithm.corrections:
         return 0.0
-    of_rows = {*algorithm.corrections} - {"importance", "mask_token"} or algorithm.importance == "sequence"
     counts = [row["counted"] for row in rows]
-    return QUARTILES * (max(counts) if of_rows else 2) / max(sum(counts), 1)
+    return QUARTILES * (max(counts) if algorithm.weighs_rows else 2) / max(sum(counts), 1)
 
 
 def _compare(

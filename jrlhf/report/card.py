@@ -18,7 +18,8 @@ from jrlhf.config.keys import classes_of, kinds_of
 from jrlhf.config.parse import config_yaml
 from jrlhf.config.schema import Config, DatasetsData, RewardConfig
 from jrlhf.config.stages import ALGORITHMS
-from jrlhf.models.hf.files import CARD, PLOT, PROMPTING, SIGNATURE, check_file
+from jrlhf.models.hf.directories import CARD, PLOT, PROMPTING, SIGNATURE
+from jrlhf.models.hf.files import check_file
 from jrlhf.models.weights import HeadKind
 from jrlhf.report.charts import Chart, Series
 from jrlhf.report.read import GOLD, SCORE, STAGES, Record, read_run

@@ -232,8 +232,7 @@ class Rewards:
         return Pending(scores)
 
     def _begin_texts(self, rollout: Drawn, batch: Batch) -> tuple[Answers, Tiles | None]:
-        """Passes a rollout to the functions, unless they read it ahead, or each tile of rows, while it is drawn, to
-        functions and models."""
+        """Starts the functions, and the models if the rollout is open. Those of a rollout drawn ahead have begun."""
         if isinstance(rollout, Rollout):
             # Gathered here and not in a thread: all devices must get their programs in the same order.
             return self.read(batch, slice(0, None), gathered(rollout)), None

@@ -71,15 +71,15 @@ class OpenRollout(Pending[Rollout]):
 
         Tiles may be passed in any order, and while other rows decode on devices other than `devices`.
         """
-        own = _Reader(function, frozenset(devices))
+        reader = _Reader(function, frozenset(devices))
         if self._whole is None:
-            self._readers.append(own)
+            self._readers.append(reader)
         else:
-            self._complete(own, self._whole)
+            self._complete(reader, self._whole)
 
         def results() -> list[T]:
             self.result()
-            return [own.results[tile] for tile in range(len(self._tiles))]
+            return [reader.results[tile] for tile in range(len(self._tiles))]
 
         return Pending(results)
 

@@ -15,14 +15,14 @@ def learning_rate(config: OptimizerConfig, *, updates: int) -> optax.Schedule:
     It rises linearly over `config.warmup` updates, then falls as `config.schedule` says to `config.final` times its
     maximum. wsd (warm-up, stable, decay): Hu et al. 2024, arXiv:2404.06395, section 4, with a linear decay.
     """
-    most, (warmup, begin, fall_updates) = config.learning_rate, config.duration(updates)
+    most, (warmup, fall_updates) = config.learning_rate, config.duration(updates)
     rise, stable = optax.linear_schedule(most / max(warmup, 1), most, max(warmup - 1, 1)), optax.constant_schedule(most)
     if fall_updates is None:
         return optax.join_schedules([rise, stable], [warmup])
     fall = optax.linear_schedule(most, most * config.final, fall_updates)
     if config.schedule == "cosine":
         fall = optax.cosine_decay_schedule(most, fall_updates, alpha=config.final)
-    return optax.join_schedules([rise, stable, fall], [warmup, begin])
+    return optax.join_schedules([rise, stable, fall], [warmup, max(updates - fall_updates, warmup)])
 
 
 def learning_rates(config: OptimizerConfig, *, updates: int) -> Float[np.ndarray, "updates"]:

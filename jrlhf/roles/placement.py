@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, Self, TypeVar, overload
 
 import jax
@@ -73,9 +72,15 @@ def call(kind: Kind, *outputs: str, rows: Literal["all", "each", "open"] = "all"
         def run(self, *arguments, **named):
             placement: RolePlacement = self.placement
             if rows == "each" and arguments and isinstance(arguments[0], Pending):
-                return arguments[0].by_rows(partial(run, self), placement[method.__name__].mesh, len(outputs))
-            if placement.prefetch is not None:
-                placement.prefetch.before(placement.role, method.__name__)
+                prefetch = functools.cache(placement.prefetch_after)
+
+                def run_tile(tile):
+                    prefetch(method.__name__)  # with the first tile; cached for the others
+                    with calling(f"{placement.role}.{method.__name__}"):
+                        return placement.run(method, self, (tile,), {})
+
+                return arguments[0].by_rows(run_tile, placement[method.__name__].mesh, len(outputs))
+            placement.prefetch_after(method.__name__)
             if rows != "open":
                 arguments, named = jax.tree.map(ready, (arguments, named))
             with calling(f"{placement.role}.{method.__name__}"):
@@ -166,6 +171,11 @@ class RolePlacement:
 
     def __getitem__(self, method: str) -> CallPlacement:
         return self.calls.get(method, self.home)
+
+    def prefetch_after(self, method: str) -> None:
+        """Starts to copy offloaded weights that the next call in the graph needs."""
+        if self.prefetch is not None:
+            self.prefetch.before(self.role, method)
 
     def run(self, method: Callable, role: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """Runs a role's method on the mesh of its call."""

@@ -22,7 +22,7 @@ from jrlhf.meshes.layout import TRAIN, Layout
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.hf.adapters import load_adapter, read_adapter_config
 from jrlhf.models.hf.config import HFConfig, read_config
-from jrlhf.models.hf.files import CARD
+from jrlhf.models.hf.directories import CARD
 from jrlhf.models.hf.load import check_hf, load_hf
 from jrlhf.models.hf.presets import PRESETS
 from jrlhf.models.init import init_lm

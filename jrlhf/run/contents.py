@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jrlhf.errors import UserError
-from jrlhf.models.hf.files import PROMPTING
+from jrlhf.models.hf.directories import PROMPTING
 
 CONFIG, PLAN, FUSED, ENVIRONMENT, SAMPLES = "config.yaml", "plan.yaml", "fused.json", "environment.txt", "samples.jsonl"
 SUMMARY, TOKENIZER, HUB = "summary.json", "tokenizer.json", "hub.txt"

@@ -20,7 +20,7 @@ from jrlhf.config.parse import config_yaml
 from jrlhf.config.places import expanded, is_address
 from jrlhf.config.schema import Config
 from jrlhf.errors import Preempted, RunFailure, UserError, beside
-from jrlhf.models.hf.files import heal
+from jrlhf.models.hf.directories import heal
 from jrlhf.run.contents import CONFIG, ENVIRONMENT, EXPORTS
 from jrlhf.run.files import Closing, append_jsonl, cache_directory, lock_file, write_atomic, write_error
 from jrlhf.run.processes import from_main, is_main, share

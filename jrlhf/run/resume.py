@@ -200,6 +200,7 @@ def _check_length(path: Path | str, config: Config, key: str, old: Mapping[str, 
     for name, optimizer in _other_rates(config, before, length):
         raise UserError(
             f"{key}={length}: the learning rates of {path} are those of a run of {before} "
-            f"({name}.final={optimizer.final:g}, {name}.warmup={optimizer.warmup}): resume it with {key}={before}, "
+            f"({name}.schedule={optimizer.schedule}, {name}.final={optimizer.final:g}, {name}.warmup="
+            f"{optimizer.warmup}): resume it with {key}={before}, "
             "or give a run of another length another name="
         )

@@ -25,7 +25,7 @@ class Learning:
             optimizer, key = (section, stage) if own else (section.optimizer_of(role), f"{stage}.{role}")
             self._rates[role] = learning_rates(optimizer, updates=section.updates)
             if optimizer.warmup >= section.updates and role != "cost_critic":
-                warmup, *_ = optimizer.duration(section.updates)
+                warmup, _ = optimizer.duration(section.updates)
                 warn(f"{key}.warmup={optimizer.warmup} is not below the {section.updates} updates: it is {warmup} here")
 
     def measure(self, state: Any, metrics: Mapping[str, Any], step: int) -> dict[str, float]:

@@ -31,7 +31,7 @@ from jrlhf.meshes.plan import Plan
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.flash import computes
 from jrlhf.models.generation.occupancy import LastRowsPolicy
-from jrlhf.models.hf.files import PROMPTING
+from jrlhf.models.hf.directories import PROMPTING
 from jrlhf.models.options import ForwardOptions
 from jrlhf.models.weights import HeadKind
 from jrlhf.rewards import builtin

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jrlhf.config.places import StorageConfig
 from jrlhf.errors import UserError
-from jrlhf.models.hf.files import PROMPTING, TEMPLATES
+from jrlhf.models.hf.directories import PROMPTING, TEMPLATES
 from jrlhf.run.files import cache_directory, sha256
 from jrlhf.storage.store import Store, StoreError, refused
 

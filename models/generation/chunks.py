@@ -43,7 +43,8 @@ class ChunkedRollouts:
         last = last or LastRows.of(self._schedule)
         count, width = prompts.shape
         rules, impl, fewer = self._rules(count, width), jax.random.key_impl(keys), self._fewer(last)
-        # After a move, devices of processes without a row get rows of the result, too.
+        # After a move, processes whose devices have no rows any more need all tokens, because they get a part of the
+        # result.
         batch = ContinuousBatch(self._programs, rules, read, impl, shares=shares or fewer is not None)
         weights = params, adapter
         self._warm_up(batch, weights, fewer)
@@ -75,7 +76,7 @@ class ChunkedRollouts:
             if not waiting:
                 batch.shrink()
                 if fewer is not None and last is not None and batch.programs is not fewer and batch.may_move(last):
-                    weights = base_on(weights[0], fewer.mesh), base_on(weights[1], fewer.mesh)
+                    weights = base_on(weights, fewer.mesh)
                     batch.move(fewer)
             for row in batch.decode(weights):
                 if row.response is not None:
@@ -89,7 +90,7 @@ class ChunkedRollouts:
 
     def _rules(self, prompts: int, width: int) -> Occupancy:
         programs, rows = self._programs, prompts * self._samples
-        check_rows(min(self._schedule.slots or rows, rows), programs.mesh, AXES, "decode slots")
+        check_rows(self._schedule.slots_of(rows), programs.mesh, AXES, "decode slots")
         sizes = {"groups": programs.groups, "tensor": programs.tensor, "width": width, "limit": self._limit}
         rules = Occupancy.of_rollout(self._schedule, prompts, self._samples, **sizes)
         schedule = with_lengths(self._schedule, programs.decoder, rules.slots, width + self._limit, programs.mesh)

@@ -8,7 +8,7 @@ token in float32, while near ties do differ in bfloat16. The move to fewer group
 rows, and a device's program keeps its shape.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -21,7 +21,7 @@ from jrlhf.meshes.mesh import AXES
 from jrlhf.meshes.transfers import to_host
 from jrlhf.models.collectives import check_rows
 from jrlhf.models.generation.decoding import SHARED, Decoder
-from jrlhf.models.generation.occupancy import EMPTY, LastRows, Occupancy, Owner, empty, filled, packed, running
+from jrlhf.models.generation.occupancy import EMPTY, LastRows, Occupancy, Owner, empty, entered, filled, packed, running
 from jrlhf.models.generation.programs import Entering, Programs, Slots, no_keys
 from jrlhf.models.generation.schedule import Schedule
 from jrlhf.models.params import Params
@@ -85,7 +85,7 @@ class ContinuousBatch:
     """
 
     def __init__(
-        self, programs: Programs, rules: Occupancy, read: ToHosts = read_rows, impl: Any = None, *, shares: bool = True
+        self, programs: Programs, rules: Occupancy, read: ToHosts = read_rows, impl: Any = None, *, shares: bool
     ):
         self.read, self.rules, self.programs, self.impl, self._shares = read, rules, programs, impl, shares
         self._state: Decoding | None = None  # None: fresh
@@ -110,7 +110,7 @@ class ContinuousBatch:
         check_rows(slots, mesh, AXES, "decode slots")
         room = slots // groups // samples
         rules = Occupancy(one_size, samples, room, groups, programs.tensor, slots // groups, width, limit)
-        return cls(programs, rules, read)
+        return cls(programs, rules, read, shares=True)
 
     def fresh(self) -> Decoding:
         """Returns the state in which all slots are empty."""
@@ -163,11 +163,8 @@ class ContinuousBatch:
 
     def _enter(self, weights: Weights, groups: Sequence[Sequence[Prompt]], wave: int) -> None:
         """Prefills at most `wave` prompts for each group."""
-        programs, samples, owner, taken = self.programs, self.rules.samples, np.array(self.owner), []
-        for own, prompts in zip(owner, groups, strict=True):
-            slots = np.flatnonzero(own == EMPTY)[: len(prompts) * samples]
-            own[slots] = [prompt.number * samples + number for prompt in prompts for number in range(samples)]
-            taken.append(slots)
+        programs, samples = self.programs, self.rules.samples
+        owner, taken = entered(self.owner, [[prompt.number for prompt in own] for own in groups], samples)
         entries = [[(prompt.tokens, prompt.length, prompt.keys) for prompt in own] for own in groups]
         entering = self._put(entries, taken, self.rules.width, wave, samples)
         prefilled = programs.prefill(*weights, entering.prompts)
@@ -224,11 +221,11 @@ class ContinuousBatch:
 
     def _keep(self, count: int) -> None:
         """Keeps `count` slots of each group, with all rows."""
-        places, state = packed(self.owner, count), self.state
+        (owner, places), state = packed(self.owner, count), self.state
         with jax.set_mesh(self.mesh):
             self.programs.take(state.slots, places)
-        owner, drawn = (np.take_along_axis(self._by_group(x), places, 1).ravel() for x in (state.owner, state.drawn))
-        self.state = Decoding(state.slots, owner, drawn)
+        drawn = np.take_along_axis(self._by_group(state.drawn), places, axis=1)
+        self.state = Decoding(state.slots, owner.ravel(), drawn.ravel())
 
     # ---- caches of new weights
 
@@ -237,9 +234,9 @@ class ContinuousBatch:
         programs, state, groups = self.programs, self.state, []
         nobody = np.zeros(state.owner.shape, bool)  # a process without a device of the mesh puts no tokens anywhere
         drawn, tokens = map(self._by_group, (state.drawn, self.read(state.slots.tokens, nobody)))
-        for owner, *own in zip(self.owner, drawn, tokens, strict=True):
+        for owner, counts, own in zip(self.owner, drawn, tokens, strict=True):
             slots = np.flatnonzero(owner != EMPTY)
-            groups.append([(slot, self._whole(prompt_of, owner[slot], *(x[slot] for x in own))) for slot in slots])
+            groups.append([(slot, self._whole(prompt_of, owner[slot], counts[slot], own[slot])) for slot in slots])
         sizes, width = [wave * self.rules.samples for wave in self.rules.waves], self.rules.width + self.rules.limit
         while most := max(map(len, groups)):
             size = filled(sizes, most)
@@ -266,7 +263,7 @@ class ContinuousBatch:
         return array.reshape(self.programs.groups, -1, *array.shape[1:])
 
     def _put(
-        self, groups: Sequence[Sequence["_Entry"]], slots: Sequence[Sequence[int]], width: int, size: int, keys: int
+        self, groups: Sequence[Sequence["_Entry"]], slots: Sequence[Collection[int]], width: int, size: int, keys: int
     ) -> Entering:
         """Puts the entries of each group on its devices, padded to `size` entries with `keys` keys each."""
         programs, past = self.programs, self.rules.slots  # padding is put into a slot past the end

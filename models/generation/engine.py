@@ -79,8 +79,8 @@ class Engine:
 
     A call is engine(params, prompts [U, P], prompt_lengths [U], row_keys [N]) -> Generation of N = U * samples rows;
     with `lora` it is engine(adapter, prompts, prompt_lengths, row_keys, base). The other arguments are those of
-    `make_generate`. If the schedule asks for one program, a call runs that function. Otherwise a `ContinuousBatch`
-    draws until all rows are done, and nothing of it is left then. The first call with a shape, and the first with a
+    `make_generate`. If the schedule asks for one program, a call runs that function. Otherwise a new
+    `ContinuousBatch` draws them. The first call with a shape, and the first with a
     number of groups for its last rows, compiles all programs that such calls may need, and calls must be outside jit:
     after every chunk the host gets the rows that are done, by `read`, and calls `watch`. last: where the last rows
     decode; None: by the schedule. shares: whether `watch` may assemble rows in processes without a device of the mesh.

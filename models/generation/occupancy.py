@@ -1,4 +1,4 @@
-"""`Occupancy`: the rules by which the rows of a rollout take decode slots, leave them and move. It is on the host.
+"""`Occupancy`: the rules by which the rows of a rollout take decode slots, leave them and move, computed on the host.
 
 The engine follows these rules with arrays on devices; a simulator follows them with lengths only.
 """
@@ -61,10 +61,21 @@ def running(owner: Owner) -> Int[np.ndarray, "groups"]:
     return (owner != EMPTY).sum(axis=1)
 
 
-def packed(owner: Owner, slots: int) -> Int[np.ndarray, "groups slots"]:
-    """Returns the indices of the slots that each group keeps if it has only `slots`: all taken ones, and free ones."""
+def entered(owner: Owner, prompts: Sequence[Sequence[int]], samples: int) -> tuple[Owner, list[Int[np.ndarray, "_"]]]:
+    """Returns the owners after all rows of these prompts entered, and their slots. prompts: numbers, of each group."""
+    owner, taken = owner.copy(), []
+    for own, numbers in zip(owner, prompts, strict=True):
+        rows = [number * samples + sample for number in numbers for sample in range(samples)]
+        taken.append(np.flatnonzero(own == EMPTY)[: len(rows)])
+        own[taken[-1]] = rows
+    return owner, taken
+
+
+def packed(owner: Owner, slots: int) -> tuple[Owner, Int[np.ndarray, "groups slots"]]:
+    """Returns the owners if each group has only `slots`, and which slots it keeps: all taken ones, and free ones."""
     assert running(owner).max() <= slots, "a row would be lost"
-    return np.argsort(owner == EMPTY, axis=1, kind="stable")[:, :slots].astype(np.int32)
+    places = np.argsort(owner == EMPTY, axis=1, kind="stable")[:, :slots].astype(np.int32)
+    return np.take_along_axis(owner, places, axis=1), places
 
 
 def fitting(sizes: Sequence[int], needed: int) -> int:
@@ -100,7 +111,7 @@ class Occupancy:
         cls, schedule: Schedule, prompts: int, samples: int, *, groups: int, tensor: int, width: int, limit: int
     ) -> Self:
         """Returns the rules of a rollout of `prompts` prompts."""
-        slots = min(schedule.slots or prompts * samples, prompts * samples) // groups
+        slots = schedule.slots_of(prompts * samples) // groups
         return cls(schedule, samples, prompts // groups, groups, tensor, slots, width, limit)
 
     @cached_property

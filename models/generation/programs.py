@@ -21,7 +21,7 @@ from jrlhf.meshes.layout import GENERATE
 from jrlhf.meshes.transfers import to_devices, transfer
 from jrlhf.models.attention import LayerCache, grown_cache, transposes_keys
 from jrlhf.models.collectives import TENSOR, all_rows, own_rows
-from jrlhf.models.generation.decoding import OWN, SHARED, Decoder, Rows, first_rows
+from jrlhf.models.generation.decoding import OWN, SHARED, Decoder, Rows, first_rows, no_results
 from jrlhf.models.params import Params
 
 CACHE = P(GENERATE.batch, TENSOR)  # rows are divided over the groups, heads over the devices of a group
@@ -120,8 +120,8 @@ class Programs:
         """
         config, count, limit = self.decoder.config, slots * self.groups, self.decoder.sampling.max_new_tokens
         shape = count, max(config.kv_heads, self.tensor), length, config.head_dim
-        zeros, tokens = np.zeros(count, np.int32), np.zeros((count, limit), np.int32)
-        state = zeros + 1, zeros, zeros, zeros == 0, tokens, tokens.astype(np.float32)
+        zeros, blank = np.zeros(count, np.int32), no_results(count, limit)
+        state = zeros + 1, zeros, zeros, zeros == 0, blank.tokens, blank.logprobs
         prompt_lengths, lengths, last, finished, *drawn = self.put(state, OWN)
         rows = Rows(self.keys(no_keys(count, impl=impl), OWN, impl), prompt_lengths, lengths, last, finished)
         return Slots([self._empty(*shape) for _ in range(config.layers)], rows, *drawn)

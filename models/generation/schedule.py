@@ -50,6 +50,10 @@ class Schedule:
         """True if all rows share one prefill and one chunk, and so one program."""
         return (self.slots is None or self.slots >= rows) and response <= self.chunk and self.prefill is None
 
+    def slots_of(self, rows: int) -> int:
+        """Returns the number of decode slots of a rollout, on all devices together."""
+        return min(self.slots or rows, rows)
+
     def waves(self, prompts: int, room: int, width: int) -> tuple[int, ...]:
         """The numbers of prompts of `width` tokens that a group with this room may prefill at a time, ascending."""
         few = min(self.prefill or max(1, room // 8), room)

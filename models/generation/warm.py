@@ -5,6 +5,8 @@ slots before the next one has its own, and at most one layer's caches exist in t
 not fit into memory.
 """
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 
@@ -18,16 +20,15 @@ def warm(batch: ContinuousBatch, weights: Weights) -> None:
     for wave in batch.rules.waves:
         _warm_wave(batch, weights, wave)
     counts = batch.rules.counts
-    for count, fewer in zip(counts, (*counts[1:], None), strict=True):
-        _warm_chunks(batch, batch.programs, weights, count, fewer)
+    for count, next_count in zip(counts, (*counts[1:], None), strict=True):
+        _warm_chunks(batch, batch.programs, weights, count, next_count)
 
 
 def warm_move(batch: ContinuousBatch, weights: Weights, fewer: Programs) -> None:
     """Compiles the move of the last rows to fewer groups of devices, and the chunks after it."""
+    _warm_moved_slots(batch, fewer)
     with jax.set_mesh(fewer.mesh):
-        _warm_take(batch, fewer)
-        on_fewer = base_on(weights[0], fewer.mesh), base_on(weights[1], fewer.mesh)
-        _warm_chunks(batch, fewer, on_fewer, batch.rules.counts[-1], None)
+        _warm_chunks(batch, fewer, base_on(weights, fewer.mesh), batch.rules.counts[-1], None)
 
 
 def _warm_wave(batch: ContinuousBatch, weights: Weights, wave: int) -> None:
@@ -41,27 +42,31 @@ def _warm_wave(batch: ContinuousBatch, weights: Weights, wave: int) -> None:
     jax.block_until_ready(slots)
 
 
-def _warm_take(batch: ContinuousBatch, fewer: Programs) -> None:
+def _warm_moved_slots(batch: ContinuousBatch, fewer: Programs) -> None:
     """Compiles the move of slots to fewer groups of devices for each cache length."""
     count, lengths = batch.rules.counts[-1], batch.rules.lengths
-    with jax.set_mesh(batch.mesh):
-        slots = batch.programs.empty(count, lengths[0], batch.impl)
+    slots = batch.programs.empty(count, lengths[0], batch.impl)
     for length in lengths:
-        with jax.set_mesh(batch.mesh):
-            batch.programs.grow(slots, length)
-        first_layer = Slots(slots.caches[:1], slots.rows, slots.tokens, slots.logprobs)
-        fewer.take(first_layer, np.zeros((fewer.groups, count), np.int32))
-        jax.block_until_ready(first_layer)
+        batch.programs.grow(slots, length)
+        with jax.set_mesh(fewer.mesh):
+            _warm_take(fewer, slots, count)
 
 
-def _warm_chunks(batch: ContinuousBatch, programs: Programs, weights: Weights, count: int, fewer: int | None) -> None:
-    """Compiles chunks of `count` slots for each cache length, and the move into `fewer` slots."""
+def _warm_chunks(
+    batch: ContinuousBatch, programs: Programs, weights: Weights, count: int, next_count: int | None
+) -> None:
+    """Compiles chunks of `count` slots for each cache length, and the move into `next_count` slots."""
     slots = programs.empty(count, batch.rules.lengths[0], batch.impl)
     for length in batch.rules.lengths:
         programs.grow(slots, length)
         slots = programs.chunk(*weights, slots)
-        if fewer is not None:
-            first_layer = Slots(slots.caches[:1], slots.rows, slots.tokens, slots.logprobs)
-            programs.take(first_layer, np.zeros((programs.groups, fewer), np.int32))
-            jax.block_until_ready(first_layer)
+        if next_count is not None:
+            _warm_take(programs, slots, next_count)
         jax.block_until_ready(slots)
+
+
+def _warm_take(programs: Programs, slots: Slots, count: int) -> None:
+    """Compiles the choice of `count` slots of each group, with the caches of one layer: all layers are alike."""
+    first_layer = replace(slots, caches=slots.caches[:1])
+    programs.take(first_layer, np.zeros((programs.groups, count), np.int32))
+    jax.block_until_ready(first_layer)

@@ -18,20 +18,8 @@ from safetensors.numpy import save_file
 
 from jrlhf.meshes.transfers import to_devices
 from jrlhf.models.config.decoder import ModelConfig
-from jrlhf.models.hf.files import (
-    ADAPTER_FILES,
-    CARD,
-    DTYPES,
-    NOT_FINITE,
-    PLOT,
-    Tensor,
-    on_host,
-    previous_export,
-    read_header,
-    read_object,
-    replace_directory,
-    write_json,
-)
+from jrlhf.models.hf.directories import ADAPTER_FILES, CARD, PLOT, previous_export, replace_directory
+from jrlhf.models.hf.files import DTYPES, NOT_FINITE, Tensor, on_host, read_header, read_object, write_json
 from jrlhf.models.hf.values import is_one_of
 from jrlhf.models.lora import LoRAConfig, adapted, lora_shardings
 from jrlhf.models.params import Params, leaf_at, nested

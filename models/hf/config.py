@@ -121,7 +121,7 @@ def drawn_with(generation: Json, sampling: Json) -> Json:
     """Returns the settings of a generation_config.json with which transformers draws as `sampling` says.
 
     generation: settings of which those that say nothing on drawing are kept. sampling: fields of `SamplingConfig`; null
-    is no limit. All limits are written, because transformers has defaults of its own, such as top_k 50.
+    is no limit. top_k and top_p are always written, because transformers has defaults of its own, such as top_k 50.
     """
     others = {key: value for key, value in generation.items() if key not in _GENERATION}
     limits = {"top_k": 0, "top_p": 1.0} | {key: value for key, value in sampling.items() if value is not None}

@@ -16,17 +16,8 @@ from jax.typing import DTypeLike
 
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.hf.config import hf_config
-from jrlhf.models.hf.files import (
-    TEMPLATES,
-    TOKENIZER_FILES,
-    PlannedTensor,
-    is_model_file,
-    on_host,
-    previous_export,
-    replace_directory,
-    write_json,
-    write_tensors,
-)
+from jrlhf.models.hf.directories import TEMPLATES, TOKENIZER_FILES, is_model_file, previous_export, replace_directory
+from jrlhf.models.hf.files import PlannedTensor, on_host, write_json, write_tensors
 from jrlhf.models.hf.names import TensorView, weight_table
 from jrlhf.models.lora import LoRAConfig, headed, merge_layers
 from jrlhf.models.modules import has_int8, is_int8

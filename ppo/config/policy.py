@@ -166,8 +166,13 @@ class PolicyConfig(Section):
     @property
     def couples_tokens(self) -> bool:
         """The loss of a token depends on the other tokens of its response."""
-        rows = self.importance == "sequence" or {"mask_sequence", "mask_sequence_mean", "mask_k3"} & {*self.corrections}
-        return self.ratio != "token" or (self.old_logprobs == "interpolate" and bool(rows))
+        return self.ratio != "token" or (self.old_logprobs == "interpolate" and self.weighs_rows)
+
+    @property
+    def weighs_rows(self) -> bool:
+        """The weight of a token depends on the other tokens of its response."""
+        of_rows = {"mask_sequence", "mask_sequence_mean", "mask_k3"}
+        return self.importance == "sequence" or not of_rows.isdisjoint(self.corrections)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -20,7 +20,7 @@ from jrlhf.meshes.graph import Call, Graph
 from jrlhf.meshes.plan import Plan, Slice
 from jrlhf.models.config.divisors import divisors
 from jrlhf.models.flops import cache_bytes
-from jrlhf.models.generation.occupancy import EMPTY, LastRows, Occupancy, empty, packed, running
+from jrlhf.models.generation.occupancy import EMPTY, LastRows, Occupancy, empty, entered, packed, running
 from jrlhf.models.generation.schedule import Schedule
 from jrlhf.planning import moves
 from jrlhf.planning.time import CostModel
@@ -102,16 +102,14 @@ def decode(rollouts: Rollouts, lengths: Lengths) -> list[Chunk]:
     waiting, most = deque(range(rollouts.prompts)), min(rollouts.schedule.chunk, rollouts.limit)
     while True:
         while (counts := rules.entering(owner, len(waiting))).any():
-            for own, count in zip(owner, counts, strict=True):
-                entering = [waiting.popleft() for _ in range(count)]
-                rows = [prompt * rules.samples + n for prompt in entering for n in range(rules.samples)]
-                own[np.flatnonzero(own == EMPTY)[: len(rows)]] = rows
+            entering = [[waiting.popleft() for _ in range(count)] for count in counts]
+            owner, _ = entered(owner, entering, rules.samples)
             seconds += rollouts.prefill(rules.wave(counts))
         if not running(owner).any():
             return chunks
         if not waiting:
             for slots in rules.halvings(owner):
-                owner = np.take_along_axis(owner, packed(owner, slots), axis=1)
+                owner, _ = packed(owner, slots)
         before, rows = (running(owner), bool(waiting), positions), owner[owner != EMPTY]
         longer = rules.longer(positions, rollouts.width + int(drawn[rows].max()) + most)
         positions = max([positions, *longer])

@@ -52,7 +52,7 @@ sft.decay=0.5
 sft.schedule=constant ; sft.final=0.5
     sft.final=0.5 has no effect with sft.schedule=constant: leave it out
 ppo.actor.schedule=linear
-    ppo.actor.schedule=linear has no effect with ppo.actor.final=1, below which it falls: leave it out
+    ppo.actor.final=1.0: it must be below 1 with schedule=linear, which falls to it
 sft.pipeline.schedule=gpipe
     sft.pipeline.schedule=gpipe has no effect with sft.pipeline.stages=null: leave it out
 reward_model.pipeline.stages=2 ; reward_model.micro_batch_tokens=64

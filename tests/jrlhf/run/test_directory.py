@@ -206,9 +206,21 @@ def test_an_asynchronous_run_goes_on_with_the_slots_and_chunks_that_its_schedule
 
 def test_a_run_that_cannot_become_so_long_says_why(make):
     cases = (
-        ("[sft,ppo]", "ppo.iterations", 40, 2, "a run of 40 (ppo.actor.final=1, ppo.actor.warmup=10): resume it with"),
+        (
+            "[sft,ppo]",
+            "ppo.iterations",
+            40,
+            2,
+            "a run of 40 (ppo.actor.schedule=cosine, ppo.actor.final=1, ppo.actor.warmup=10): resume it with",
+        ),
         ("[sft,ppo]", "ppo.iterations", 40, 19, "{path} has done 20 already, set it to 20 or more"),
-        ("[sft]", "sft.steps", 500, 600, "those of a run of 500 (sft.final=0.1, sft.warmup=20): resume it"),
+        (
+            "[sft]",
+            "sft.steps",
+            500,
+            600,
+            "those of a run of 500 (sft.schedule=cosine, sft.final=0.1, sft.warmup=20): resume it",
+        ),
         ("[sft,ppo]", "sft.steps", 500, 600, "(sft.steps: 500 there, 600 here)"),
     )
     for number, (stages, key, there, here, message) in enumerate(cases):

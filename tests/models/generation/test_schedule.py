@@ -11,7 +11,7 @@ import pytest
 from jrlhf.models import SamplingConfig
 from jrlhf.models.generation.chunks import with_lengths
 from jrlhf.models.generation.decoding import Decoder
-from jrlhf.models.generation.occupancy import EMPTY, Occupancy, empty, fitting, packed, running
+from jrlhf.models.generation.occupancy import EMPTY, Occupancy, empty, entered, fitting, packed, running
 from jrlhf.models.generation.schedule import Schedule
 from tests.models.shared import FAMILIES
 
@@ -95,28 +95,33 @@ def test_every_row_has_a_slot_exactly_once():
         while waiting or running(owner).any():
             while (counts := rules.entering(owner, len(waiting))).any():
                 assert (counts <= np.minimum(rules.room(owner), rules.wave(counts))).all()
-                for own, count in zip(owner, counts, strict=True):
-                    rows = [prompt * samples + n for prompt in waiting[:count] for n in range(samples)]
-                    own[np.flatnonzero(own == EMPTY)[: len(rows)]] = rows
-                    del waiting[:count]
+                owner, _ = entered(owner, [[waiting.pop(0) for _ in range(count)] for count in counts], samples)
             assert running(owner).any()
             ended = (owner != EMPTY) & (generator.random(owner.shape) < 0.3)
             seen += owner[ended].tolist()
             owner[ended] = EMPTY
             for count in () if waiting else rules.halvings(owner):
                 before = sorted(owner[owner != EMPTY])
-                owner = np.take_along_axis(owner, packed(owner, count), 1)
+                owner, _ = packed(owner, count)
                 assert sorted(owner[owner != EMPTY]) == before
             chunks += 1
         assert sorted(seen) == list(range(prompts * samples)) and chunks > 2
 
 
+def test_rows_of_a_prompt_enter_the_first_free_slots():
+    x = EMPTY
+    owner = owners([x, 1, x, x, 5, x], [x, x, x, 7, 8, 9])
+    after, slots = entered(owner, [[6, 4], []], samples=2)
+    assert after.tolist() == [[12, 1, 13, 8, 5, 9], [x, x, x, 7, 8, 9]]
+    assert [own.tolist() for own in slots] == [[0, 2, 3, 5], []] and owner[0, 0] == x
+
+
 def test_packing_keeps_the_rows_that_run():
     x = EMPTY
     owner = owners([x, 1, x, x, 4, x], [7, x, x, 8, x, 9])
-    places = packed(owner, 3)
+    fewer, places = packed(owner, 3)
     assert places.tolist() == [[1, 4, 0], [0, 3, 5]] and running(owner).tolist() == [2, 3]
-    assert np.take_along_axis(owner, places, 1).tolist() == [[1, 4, x], [7, 8, 9]]
+    assert fewer.tolist() == [[1, 4, x], [7, 8, 9]]
     with pytest.raises(AssertionError, match="lost"):
         packed(owner, 2)
 

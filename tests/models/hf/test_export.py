@@ -17,9 +17,9 @@ from safetensors.numpy import load_file
 
 from jrlhf.meshes import GENERATE, TRAIN, make_mesh, reshard
 from jrlhf.models import LoRAConfig, ModelConfig, export_hf, init_lora, lora_shardings, merge, param_shardings, to_int8
-from jrlhf.models.hf import drawn_with, export, files, hf_config, read_config
+from jrlhf.models.hf import directories, drawn_with, export, hf_config, read_config
 from jrlhf.models.hf.config import _GENERATION
-from jrlhf.models.hf.files import TEMPLATES
+from jrlhf.models.hf.directories import TEMPLATES
 from tests.support.live import live_bytes
 
 LLAMA = ModelConfig(
@@ -205,7 +205,7 @@ def test_an_export_is_all_or_nothing(reference, tmp_path, monkeypatch):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from jrlhf.models.hf import files
+from jrlhf.models.hf import directories
 
 directory, moment, remaining = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 
@@ -216,10 +216,10 @@ def killed(*_, **__):
         os.kill(os.getpid(), signal.SIGKILL)
     return method(*_, **__)
 
-owner = files.shutil if moment == "rmtree" else files.Path if moment == "rename" else files
+owner = directories.shutil if moment == "rmtree" else directories.Path if moment == "rename" else directories
 method = getattr(owner, moment)
 setattr(owner, moment, killed)
-with files._replacing(directory) as folder:
+with directories._replacing(directory) as folder:
     (folder / "config.json").write_text("second")
 """
 
@@ -237,14 +237,14 @@ def test_the_next_export_heals_one_that_was_killed(tmp_path, moment, before, who
     model, others = tmp_path / "model", [".model-mine", ".model-base-abcd1234.partial"]
     for other in others:
         (tmp_path / other / "previous").mkdir(parents=True)
-    with files._replacing(model) as folder:
+    with directories._replacing(model) as folder:
         (folder / "config.json").write_text("first")
     killed = subprocess.run([sys.executable, "-c", KILLED, str(model), moment, str(before)], timeout=120)
     assert killed.returncode == -signal.SIGKILL
     assert len(list(tmp_path.glob(".model-*.partial"))) == 2
-    with files._replacing(model) as folder:
+    with directories._replacing(model) as folder:
         assert (model / "config.json").read_text() == whole
-        with files._replacing(model) as later:  # at the same time: its folder is left alone
+        with directories._replacing(model) as later:  # at the same time: its folder is left alone
             (later / "config.json").write_text("later")
         (folder / "config.json").write_text("last")
     assert (model / "config.json").read_text() == "last"
