@@ -18,13 +18,13 @@ import jax
 
 from benchmarks.records import RESULTS, hardware, provenance, write
 from jrlhf.config import load_config
-from jrlhf.fleet import asynchronous, slices
-from jrlhf.fleet.fleet import Fleet
-from jrlhf.fleet.identity import Identity
-from jrlhf.fleet.prompts import PromptStream
-from jrlhf.fleet.recompute import Recompute
-from jrlhf.fleet.slices import SliceWorkers
 from jrlhf.models.generation.continuous import ContinuousBatch, Prompt, Weights
+from jrlhf.rollouts import asynchronous, slices
+from jrlhf.rollouts.fleet import Fleet
+from jrlhf.rollouts.identity import Identity
+from jrlhf.rollouts.prompts import PromptStream
+from jrlhf.rollouts.recompute import Recompute
+from jrlhf.rollouts.slices import SliceWorkers
 from jrlhf.train import main as train
 
 ROWS = 128, 256  # of a batch

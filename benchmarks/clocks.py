@@ -15,10 +15,10 @@ import jax
 import numpy as np
 
 from benchmarks.records import hardware, output_path, provenance, write
-from jrlhf.fleet.fleet import Fleet
-from jrlhf.fleet.schedule import Clock, Rules
 from jrlhf.meshes import make_mesh
 from jrlhf.models.generation.continuous import Prompt, RowProgress
+from jrlhf.rollouts.fleet import Fleet
+from jrlhf.rollouts.schedule import Clock, Rules
 from tests.support.fleets import NO_RECOMPUTE
 
 STEP = 0.02  # seconds of a decode step

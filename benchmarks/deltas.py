@@ -5,7 +5,7 @@
 writes `results/deltas.json`. The largest matrix of a layer of Qwen3-1.7B, 2048 x 6144, normally distributed, stands for
 all matrices of the model, and the norm of a layer for all norms. AdamW moves both in float32, with gradients of noise.
 For some updates: the share of the weights that changed in bfloat16, the same by the formula, the bytes of what
-`jrlhf.fleet.processes.shared.delta` returns over those of all weights of the model, and its seconds for the matrix.
+`jrlhf.rollouts.processes.shared.delta` returns over those of all weights of the model, and its seconds for the matrix.
 
 formula: a weight w of bfloat16 changes with the probability min(1, |dw| / ulp(w)), where ulp(w) = 2**(floor(log2 |w|)
 - 7), since its float32 original may be anywhere between two numbers of bfloat16.
@@ -19,9 +19,9 @@ import numpy as np
 from jaxtyping import Float32
 
 from benchmarks.records import RESULTS, hardware, provenance, write
-from jrlhf.fleet.processes.shared import delta, patched
 from jrlhf.models.hf.presets import PRESETS
 from jrlhf.models.weights import weights
+from jrlhf.rollouts.processes.shared import delta, patched
 
 MODEL, RATE, BETAS, SIGMAS = "Qwen/Qwen3-1.7B", 1e-6, (0.9, 0.95), (0.02, 0.05)
 UPDATES = 1, 2, 3, 6, 12, 20

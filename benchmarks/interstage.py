@@ -32,9 +32,9 @@ from jrlhf.models.generation.continuous import ContinuousBatch, RowProgress, Wei
 from jrlhf.models.generation.occupancy import EMPTY, LastRows
 from jrlhf.planning.fusion import choices
 from jrlhf.planning.fusion.last_rows import Rollouts, Scoring, decode, finish
-from jrlhf.roles import early
+from jrlhf.roles import open_rollout
 from jrlhf.roles.actor import Actor
-from jrlhf.roles.early import OpenRollout
+from jrlhf.roles.open_rollout import OpenRollout
 from jrlhf.roles.role import TrainedRole
 from jrlhf.train import main as train
 
@@ -120,7 +120,7 @@ class Sleeps:
     def patches(self, *, while_decoding: bool) -> Iterator[Any]:
         """Patches of the parts of a run that take time."""
         sample, decode_chunk, update = Actor._sample, ContinuousBatch.decode, TrainedRole._train
-        by_rows, join = OpenRollout.by_rows, early._join
+        by_rows, join = OpenRollout.by_rows, open_rollout._join
 
         def sampled(actor: Actor, *arguments: Any, **options: Any) -> Any:
             self._lengths = lengths_of(len(self.seconds))
@@ -166,7 +166,7 @@ class Sleeps:
         yield mock.patch.object(Actor, "_sample", sampled)
         yield mock.patch.object(ContinuousBatch, "decode", decoded)
         yield mock.patch.object(OpenRollout, "by_rows", on_device)
-        yield mock.patch.object(early, "_join", joined)
+        yield mock.patch.object(open_rollout, "_join", joined)
         yield mock.patch.object(TrainedRole, "_train", updated)
         yield mock.patch.object(choices, "prices_here", lambda *_: None)
         yield mock.patch.object(choices, "rollouts_of", lambda *_: {"actor.generate": ROLLOUTS})

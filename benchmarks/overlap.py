@@ -20,12 +20,12 @@ import numpy as np
 from benchmarks import sleeps
 from benchmarks.records import hardware, output_path, provenance, write
 from jrlhf.config import load_config
-from jrlhf.fleet.fleet import Fleet
-from jrlhf.fleet.processes import workers
-from jrlhf.fleet.processes.process import LocalWorker
-from jrlhf.fleet.schedule import Rules
 from jrlhf.planning.predict_async import costs
 from jrlhf.planning.simulate_async import Scenario, measured
+from jrlhf.rollouts.fleet import Fleet
+from jrlhf.rollouts.processes import workers
+from jrlhf.rollouts.processes.process import LocalWorker
+from jrlhf.rollouts.schedule import Rules
 from jrlhf.train import main as train
 
 STEP = 0.1  # seconds of a decode step

@@ -20,9 +20,9 @@ import numpy as np
 
 from benchmarks.records import hardware, output_path, provenance, write
 from jrlhf.config import load_config
-from jrlhf.fleet.fleet import Fleet
-from jrlhf.fleet.state import Collected
 from jrlhf.plan import Search, make_plan
+from jrlhf.rollouts.fleet import Fleet
+from jrlhf.rollouts.state import Collected
 from jrlhf.run.metrics import read_metrics
 from jrlhf.train import main as train
 

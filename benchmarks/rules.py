@@ -1,6 +1,6 @@
 """Simulates asynchronous training by rules of other systems, and measures what each rule costs.
 
-A run uses the rules of `jrlhf.fleet.schedule` only; these are for comparison.
+A run uses the rules of `jrlhf.rollouts.schedule` only; these are for comparison.
 """
 
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ from typing import Literal
 
 import numpy as np
 
-from jrlhf.fleet.schedule import first_batch, fresh, may_start
 from jrlhf.planning import simulate_async as run
 from jrlhf.planning.predict_async import pace, token_versions
 from jrlhf.planning.simulate_async import WAITING, Trace
+from jrlhf.rollouts.schedule import first_batch, fresh, may_start
 
 Rule = Literal["token_bound", "completed_first", "capacity", "in_order", "drop_oldest", "discard_stale"]
 DROPPED = -2  # in `Trace.trained`: groups that were dropped

@@ -9,9 +9,9 @@ SECONDS = "JRLHF_SECONDS_OF_A_CHUNK"  # the environment variable
 
 
 def main(descriptor: int) -> None:
-    """A rollout process, as `jrlhf.fleet.processes.worker.main`."""
-    from jrlhf.fleet.processes import worker
-    from jrlhf.fleet.slices import SliceWorkers
+    """A rollout process, as `jrlhf.rollouts.processes.worker.main`."""
+    from jrlhf.rollouts.processes import worker
+    from jrlhf.rollouts.slices import SliceWorkers
 
     decode, seconds = SliceWorkers.decode, float(os.environ[SECONDS])
 

@@ -25,9 +25,9 @@ import numpy as np
 
 from benchmarks.records import RESULTS, provenance, write
 from benchmarks.rules import Cost, Scenario, cost, simulate
-from jrlhf.fleet.schedule import OnNewWeights, Rules
 from jrlhf.planning.predict_async import token_versions
 from jrlhf.planning.simulate_async import lognormal
+from jrlhf.rollouts.schedule import OnNewWeights, Rules
 
 VERSIONS = 1000
 BOUNDS = (0, 1, 2, 4, 8, 16)

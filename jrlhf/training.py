@@ -1,6 +1,6 @@
 """A run from its config to its report: opens it, builds its models and roles, runs its stages, and ends it."""
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Literal
 
@@ -11,12 +11,12 @@ from jrlhf.algorithms.registry import dataflow_identity, dataflow_of, graph_of
 from jrlhf.algorithms.roles import Roles
 from jrlhf.config.places import is_address
 from jrlhf.config.schema import Config
-from jrlhf.fleet.synchronous import RolloutSource, SynchronousRollouts
 from jrlhf.planning.resolve import resolve
 from jrlhf.rewards.mixture import Rewards
 from jrlhf.rewards.of_config import open_rewards
 from jrlhf.roles.initial import InitialModels
 from jrlhf.roles.model import Model
+from jrlhf.rollouts.synchronous import RolloutSource, SynchronousRollouts
 from jrlhf.run.processes import from_main
 from jrlhf.stages.context import Context
 from jrlhf.stages.dpo import train_dpo
@@ -72,9 +72,7 @@ def assemble(
     policy: the actor that the stages before have trained. rewards, costs: as `open_rewards` yields them.
     """
     config, algorithm, graph = context.config, algorithm_of(context.config), graph_of(context.config)
-    factory = RoleFactory(
-        config, algorithm, context.compute, context.sampling, context.placement, rewards.clock, context.moves
-    )
+    factory = RoleFactory(config, algorithm, context.compute, context.sampling, context.placement, rewards.clock)
     models, identities = factory.models(initial, policy, rewards, graph)
     identities |= dataflow_identity(config)
     for scoring in (rewards, costs):
@@ -92,10 +90,13 @@ def assemble(
 
 
 def _open_rollouts(context: Context, roles: Roles, take: Take) -> AbstractContextManager[RolloutSource]:
-    """Opens what gives the iterations their batches: prompts that `take` draws, or rollouts that workers draw ahead."""
+    """Opens what gives the iterations the prompts that `take` draws, and their rollouts."""
     if context.config.asynchronous is None:
-        return SynchronousRollouts(partial(take, roles.actor.placement["generate"].mesh))
-    from jrlhf.fleet.asynchronous import AsynchronousRollouts
+        rows = context.config.compute.score_rows
+        assert rows != "auto", "a run has chosen its tiles"
+        mesh = roles.actor.placement["generate"].mesh
+        return nullcontext(SynchronousRollouts(partial(take, mesh), rows, context.moves))
+    from jrlhf.rollouts.asynchronous import AsynchronousRollouts
 
     settings, scoring = (context.config, roles.actor, context.sampling), (roles.reward, roles.cost)
     return AsynchronousRollouts(*settings, take, scoring, context.console.warn)

@@ -25,7 +25,7 @@ ORDER = (
     ("stages",),
     ("tasks",),
     ("algorithms",),
-    ("fleet",),
+    ("rollouts",),
     ("rewards",),
     ("roles",),
     ("data",),
@@ -275,7 +275,7 @@ def test_a_run_loads_only_what_its_config_asks_for(tmp_path):
     assert "MODULES 0 " in done.stdout, done.stderr
     _, _, *names = next(line for line in done.stdout.splitlines() if line.startswith("MODULES")).split()
     assert lines_of(names) <= MOST_IN_A_RUN
-    absent = "fleet.fleet", "planning.search", "planning.time", "models.pipeline", "storage.mirror"
+    absent = "rollouts.fleet", "planning.search", "planning.time", "models.pipeline", "storage.mirror"
     assert not {f"jrlhf.{name}" for name in absent} & {*names}
 
 

@@ -8,7 +8,6 @@ from jrlhf.algorithms.dynamic_sampling import DynamicSampler
 from jrlhf.algorithms.roles import Roles
 from jrlhf.config.schema import Config, SleepConfig
 from jrlhf.meshes.graph import Graph
-from jrlhf.models.generation.occupancy import LastRowsPolicy
 from jrlhf.models.generation.sampling import SamplingConfig
 from jrlhf.ppo.config.algorithms import DAPOConfig, SafeRLHFConfig
 from jrlhf.ppo.config.policy import PolicyConfig
@@ -47,7 +46,7 @@ def offloader_of(role: str, config: SleepConfig, clock: Clock) -> Offloader:
 class RoleFactory:
     """Builds the roles of a run from its settings.
 
-    algorithm: as `algorithm_of` returns it. placement: of each role, by name. moves: of the last rows.
+    algorithm: as `algorithm_of` returns it. placement: of each role, by name.
     """
 
     config: Config
@@ -56,7 +55,6 @@ class RoleFactory:
     sampling: SamplingConfig
     placement: Callable[[str], RolePlacement]
     clock: Clock
-    moves: LastRowsPolicy | None = None
 
     def models(
         self, initial: InitialModels, policy: Model, rewards: Rewards, graph: Graph
@@ -84,12 +82,7 @@ class RoleFactory:
         section, algorithm, placement, clock = self.config.rl, self.algorithm, self.placement, self.clock
         lengths: Any = {"temperature": self.sampling.temperature, "responses": self.sampling.max_new_tokens}
         rollouts = {"sampling": self.sampling, "samples": section.samples, "schedule": self.config.rollout}
-        if (rows := self.config.compute.score_rows) is None:
-            actor = self._trained(Actor, "actor", models["actor"], **rollouts)
-        else:
-            from jrlhf.roles.early import EarlyActor
-
-            actor = self._trained(EarlyActor, "actor", models["actor"], **rollouts, rows=rows, moves=self.moves)
+        actor = self._trained(Actor, "actor", models["actor"], **rollouts)
         optional: dict[str, Any] = {"cost": costs}
         if "reference" in models:
             optional["reference"] = Reference(models["reference"], self._site("reference"), **lengths)

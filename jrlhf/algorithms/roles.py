@@ -12,7 +12,7 @@ from jrlhf.ppo.safe import MultiplierState
 from jrlhf.ppo.shaping import RunningMoments
 from jrlhf.ppo.types import SFTBatch, TrainState
 from jrlhf.rewards.mixture import Rewards
-from jrlhf.roles.actor import Actor, Reference
+from jrlhf.roles.actor import Actor, Draw, Reference
 from jrlhf.roles.critic import Constraint, CostCritic, Critic, FusedUpdate
 from jrlhf.roles.experience import ExperienceMaker
 
@@ -51,7 +51,8 @@ class Roles:
         self,
         states: Mapping[str, TrainState],
         draws: int,
-        draw: Callable[[int], Batch],
+        take: Callable[[int], Batch],
+        draw: Draw,
         *,
         moments: RunningMoments,
         multiplier: MultiplierState | None,
@@ -59,16 +60,16 @@ class Roles:
     ) -> "Roles":
         """Returns the roles of one iteration, which starts from these states.
 
-        draws: number of batches drawn before it. draw: number of a batch -> its prompts. texts: imitated in addition
-            (ptx).
+        draws: number of batches drawn before it. take: number of a batch -> its prompts. draw: where the actor's
+            rollouts come from. texts: imitated in addition (ptx).
         """
         self.reward.start(moments)
         if self.cost is not None:
             self.cost.start(RunningMoments.create())  # costs are not normalised
         if self.pool is not None:
-            self.pool.start(draws, draw)
+            self.pool.start(draws, take)
         bound: dict[str, Any] = {name: role.bind(states[name]) for name, role in self.trained.items()}
-        bound["actor"] = self.actor.bind(states["actor"], texts)
+        bound["actor"] = self.actor.bind(states["actor"], texts, draw)
         if self.learner is not None:
             bound["learner"] = self.learner.bind(states)
         if self.constraint is not None:

@@ -3,7 +3,6 @@
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
@@ -22,7 +21,6 @@ class Batch:
     """The prompts of an iteration: U prompts with `samples` rows each, B = U * samples; a prompt's rows are neighbours.
 
     examples, texts: the examples and their rendered texts, one for each row.
-    rollout: responses that were drawn ahead (`DrawnAhead`). None: the actor draws them when it is called.
     origins: number of each row's group, and of the logical worker that drew it, where they were drawn ahead.
     """
 
@@ -30,7 +28,6 @@ class Batch:
     examples: Sequence[Example]
     texts: Sequence[str]
     step: int
-    rollout: Any = None
     origins: Sequence[tuple[int, int]] = ()
 
 

@@ -14,7 +14,6 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from jrlhf.config.schema import Config
-from jrlhf.fleet.schedule import Rules, fresh
 from jrlhf.planning import auto
 from jrlhf.planning.fusion.last_rows import RECENT
 from jrlhf.planning.plans import check_slots, shares_slots
@@ -24,6 +23,7 @@ from jrlhf.planning.simulate_async import WAITING, Scenario, Trace, lognormal, s
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import Workload
 from jrlhf.roles.graph import home_of
+from jrlhf.rollouts.schedule import Rules, fresh
 
 VERSIONS = 60  # updates of a config's simulated run, which takes about a second for batches of a thousand rows
 BOUNDS = 0, 1, 2, 4, 8  # bounds on the age of tokens to compare

@@ -69,7 +69,7 @@ def select_resources(config: Config, *, resume: bool = False) -> tuple[Mesh, dic
     if config.algorithm is not None:
         plan = select_plan(config, models, list(mesh.devices.flat), resume=resume)
         if config.fleet is not None:
-            from jrlhf.fleet.processes.places import asked_places
+            from jrlhf.rollouts.processes.places import asked_places
 
             asked_places(config, mesh.devices.flat[0].platform, plan["actor.generate"].devices.count)
     graphs = [stage_graph(config, stage) for stage in config.stages]

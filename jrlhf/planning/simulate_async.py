@@ -1,6 +1,6 @@
 """Simulates an asynchronous run: decode slots, groups, the queue of complete groups and the trainer, in virtual time.
 
-It is an event simulation that calls the same rules as a run (`jrlhf.fleet.schedule`). Rows are modelled by their
+It is an event simulation that calls the same rules as a run (`jrlhf.rollouts.schedule`). Rows are modelled by their
 lengths only. All times are in decode steps.
 """
 
@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 import numpy as np
 from jaxtyping import Float, Int
 
-from jrlhf.fleet.schedule import Rules, first_batch, may_start, may_swap
+from jrlhf.rollouts.schedule import Rules, first_batch, may_start, may_swap
 
 Lengths = Callable[[np.random.Generator, tuple[int, int]], Int[np.ndarray, "G S"]]
 WAITING = -1  # in `Trace.trained`: groups that no update has used

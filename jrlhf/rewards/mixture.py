@@ -25,8 +25,8 @@ from jrlhf.ppo.types import Rollout
 from jrlhf.rewards.combine import Combined, combine, named
 from jrlhf.rewards.types import Kind, Sample, Scored, joined, to_samples, weighted_sum
 from jrlhf.roles.critic import Reward
-from jrlhf.roles.early import DrawnAhead, OpenRollout
 from jrlhf.roles.model import Compute, Model
+from jrlhf.roles.open_rollout import DrawnAhead, OpenRollout
 from jrlhf.roles.placement import Pending, RolePlacement, call, ready
 from jrlhf.roles.role import Site
 from jrlhf.run.clock import Clock

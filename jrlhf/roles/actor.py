@@ -1,5 +1,6 @@
 """The roles of the policy: the actor, which is trained, and the frozen reference, to which a KL penalty ties it."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self
@@ -10,6 +11,7 @@ from jaxtyping import Array, Float
 
 from jrlhf.data.batches import Batch
 from jrlhf.meshes.transfers import transfer
+from jrlhf.models.generation.chunks import Watch
 from jrlhf.models.generation.sampling import SamplingConfig
 from jrlhf.models.generation.schedule import Schedule
 from jrlhf.models.params import Params
@@ -17,10 +19,13 @@ from jrlhf.ppo.config.policy import PolicyConfig
 from jrlhf.ppo.types import Experience, Rollout, SFTBatch, TrainState
 from jrlhf.roles.generating import engine_of
 from jrlhf.roles.model import Architecture, Compute, Model, generation_weights
-from jrlhf.roles.placement import call
+from jrlhf.roles.placement import Pending, call
 from jrlhf.roles.role import Role, Site, TrainedRole
 from jrlhf.run.clock import timed
 from jrlhf.run.processes import to_all_hosts
+
+# (bound actor, method, prompts) -> their rollout, which may be `Pending`
+Draw = Callable[["Actor", str, Batch], Any]
 
 
 class Actor(TrainedRole):
@@ -30,6 +35,8 @@ class Actor(TrainedRole):
     """
 
     texts: SFTBatch | None = None  # the batch that the next update imitates in addition, with ptx_coef
+    _draw: Draw  # set by `bind`
+    _open: list[Pending[Rollout]]  # rollouts of the iteration that may not be drawn yet
 
     def __init__(
         self,
@@ -59,20 +66,37 @@ class Actor(TrainedRole):
             self._logprobs_with_base = both.score_logprobs_with_base(temperature=temperature, span=span)
         self._update = self.compiled("update").actor_step(optimizer, algorithm, temperature=temperature, responses=span)
 
-    def bind(self, state: TrainState, texts: SFTBatch | None = None) -> Self:
+    def bind(self, state: TrainState, texts: SFTBatch | None = None, draw: Draw | None = None) -> Self:
+        """See `TrainedRole`. draw: where its rollouts come from; None: `sample` draws each one when it is asked for."""
         bound = super().bind(state)
-        bound.texts = texts
+        bound.texts, bound._draw, bound._open = texts, draw or Actor.sample, []
         return bound
 
     @call("generate", "rollout")
     def generate(self, prompts: Batch) -> Rollout:
-        """Samples responses to every prompt; those of one prompt are neighbours. Returns a given rollout unchanged."""
-        return self._draw("generate", prompts) if prompts.rollout is None else prompts.rollout
+        """Samples responses to every prompt; those of one prompt are neighbours."""
+        return self._drawn("generate", prompts)
 
     @call("generate", "greedy")
     def generate_greedy(self, prompts: Batch) -> Rollout:
         """The most likely response to every prompt, token by token."""
-        return self._draw("generate_greedy", prompts)
+        return self._drawn("generate_greedy", prompts)
+
+    def _drawn(self, method: str, prompts: Batch) -> Any:
+        rollout = self._draw(self, method, prompts)
+        if isinstance(rollout, Pending):
+            self._open.append(rollout)
+        return rollout
+
+    def sample(self, method: str, prompts: Batch, watch: Watch | None = None, **options: Any) -> Rollout:
+        """Draws a rollout on the devices of a call, with the present weights. The others are options of `Engine`."""
+        weights = self._switch(method)
+        return self.clock.run("gen", self._sample, method, weights, prompts, watch=watch or self.clock.watch, **options)
+
+    def _sample(self, method: str, weights: Params, prompts: Batch, **options: Any) -> Rollout:
+        version, arrays = transfer((self.state.step, prompts.arrays), self.placement[method].mesh)
+        generation = self._engines[method](weights, *arrays, *self._frozen(method), read=self._to_all_hosts, **options)
+        return Rollout.of(generation, version)
 
     def drawing_weights(self) -> tuple[Params, Params]:
         """Returns (weights, adapter) for decoding programs; {}: no adapter. An update may free the adapter."""
@@ -86,15 +110,6 @@ class Actor(TrainedRole):
         """Returns the weights in the layout GENERATE. Frees the onloaded copy of offloaded weights on the way."""
         params = self.offloader.onload(stored)
         return generation_weights(self._model.holding(params), mesh, self.compute, donate=params is not stored)
-
-    def _draw(self, method: str, prompts: Batch) -> Any:  # returns a Rollout; subclasses may return an open one
-        return self._sample(method, self._switch(method), prompts, watch=self.clock.watch)
-
-    @timed("gen")
-    def _sample(self, method: str, weights: Params, prompts: Batch, **watching: Any) -> Rollout:
-        version, arrays = transfer((self.state.step, prompts.arrays), self.placement[method].mesh)
-        generation = self._engines[method](weights, *arrays, *self._frozen(method), read=self._to_all_hosts, **watching)
-        return Rollout.of(generation, version)
 
     def recomputes(self) -> bool:
         """True if the ratio's denominator is computed by `logprobs`, and not taken from the rollout."""
@@ -119,6 +134,13 @@ class Actor(TrainedRole):
         """Trains on one batch of experience."""
         texts = () if self.texts is None else (self.texts,)
         return self._train("update_actor", self._update, experience, *texts)
+
+    def _train(self, *arguments: Any) -> dict[str, Any]:
+        """Draws rollouts that are still open with the weights before the update."""
+        for rollout in self._open:
+            rollout.result()
+        self._open.clear()
+        return super()._train(*arguments)
 
 
 class Reference(Role):

@@ -27,7 +27,6 @@ from jrlhf.data.batches import (
 )
 from jrlhf.data.order import UNSOLVED, Order, Solved
 from jrlhf.data.types import Prompts
-from jrlhf.fleet.synchronous import RolloutSource
 from jrlhf.meshes.transfers import to_devices, to_host
 from jrlhf.ppo.config.algorithms import SafeRLHFConfig
 from jrlhf.ppo.config.policy import PolicyConfig
@@ -38,6 +37,7 @@ from jrlhf.ppo.types import Experience, KLState, SFTBatch, TrainState
 from jrlhf.rewards.types import scores_of
 from jrlhf.roles.model import Model
 from jrlhf.roles.placement import RolePlacement, ready
+from jrlhf.rollouts.synchronous import RolloutsAhead, RolloutSource
 from jrlhf.run.clock import Clock, calling
 from jrlhf.run.metrics import verl_figures
 from jrlhf.run.processes import is_main
@@ -99,7 +99,8 @@ def train_rl(
     """Runs the stage, or its remaining iterations, and returns the trained actor. The arrays of the models that it
     trains are freed.
 
-    open_rollouts: opens what gives the iterations their batches, from the roles and the function that takes prompts.
+    open_rollouts: opens what gives the iterations batches and rollouts, from the roles and the function that takes
+    prompts.
     """
     section, name, prompts = context.config.rl, context.config.algorithm, context.task.prompts
     assert name is not None and prompts is not None
@@ -114,8 +115,8 @@ def train_rl(
             measure=jax.jit(partial(_measure, assembly.algorithm, section.rollout_batch, section.samples)),
         )
         announced = [*(["validation"] if context.config.validation else []), *assembly.calls]
-        init, meta = iterations.init, assembly.identities
-        state = run_stage(context, name, init, iterations.advance, meta=meta, announced=announced, saved=rollouts.saved)
+        options: Any = {"meta": assembly.identities, "announced": announced, "saved": iterations.saved}
+        state = run_stage(context, name, iterations.init, iterations.advance, **options)
     trained = assembly.models["actor"].holding(state.trained["actor"].params)
     return RolePlacement.of(context.mesh).store(trained)
 
@@ -138,7 +139,8 @@ class Iterations:
         """Returns the state before the first iteration."""
         models, algorithm = self.assembly.models, self.assembly.algorithm
         trained = {name: role.create(models[name].params) for name, role in self.roles.trained.items()}
-        fleet = self.rollouts.fresh(self.roles.actor.bind(trained["actor"]), trained["actor"])
+        actor = self.roles.actor.bind(trained["actor"])
+        fleet = None if self.ahead is None else self.ahead.fresh(actor, trained["actor"])
         kl = KLState(jnp.asarray(algorithm.kl_coef, jnp.float32))
         multiplier = MultiplierState.create(algorithm) if isinstance(algorithm, SafeRLHFConfig) else None
         solved = None if self.context.config.rl.solved_score is None else np.full(self.order.count, UNSOLVED, np.int32)
@@ -150,20 +152,22 @@ class Iterations:
         """Runs the dataflow once. Returns the next state, and the metrics and samples of the iteration."""
         self._clock.start()
         draws, solved, texts = int(to_host(state.draws)), to_host(state.solved), self._texts(step)
-        draw = partial(self.rollouts.collect, solved=solved)
+        take = partial(self.rollouts.collect, solved=solved)
         start = {"moments": state.moments, "multiplier": state.multiplier, "texts": texts}
-        roles = self.roles.bind(state.trained, draws, draw, **start)
+        roles = self.roles.bind(state.trained, draws, take, self.rollouts.draw, **start)
         validated, validation_samples = self._validate(roles.actor.model, step)
-        with calling("actor.generate"):
-            self.rollouts.start(state.fleet, roles.actor, state.trained["actor"])
-        experience, metrics, drawn = self._run_dataflow(roles, draws, draw, state.kl.coef)
+        if self.ahead is not None:
+            with calling("actor.generate"):
+                self.ahead.start(state.fleet, roles.actor, state.trained["actor"])
+        experience, metrics, drawn = self._run_dataflow(roles, draws, take, state.kl.coef)
         trained = roles.states
-        self.rollouts.publish(roles.actor, trained["actor"], metrics.get("actor/grad_norm", 0.0))
+        if self.ahead is not None:
+            self.ahead.publish(roles.actor, trained["actor"], metrics.get("actor/grad_norm", 0.0))
         with jax.set_mesh(self.home):
             measured, kl, learned = self.measure(experience, state.kl)
             measured |= {} if roles.constraint is None else roles.constraint.metrics()
             weighed = {} if experience.versions is None else weigh(experience, step, algorithm=self.assembly.algorithm)
-        fleet = self.rollouts.state()
+        fleet = None if self.ahead is None else self.ahead.state()
 
         metrics = self._gather(roles, metrics | measured)
         metrics["training/epoch"] = self.order.epochs(draws, solved)[0]
@@ -190,9 +194,17 @@ class Iterations:
         multiplier = None if roles.constraint is None else roles.constraint.state
         return RLState(trained, kl, roles.reward.moments, draws, multiplier, fleet, solved), metrics
 
+    def saved(self, state: RLState) -> RLState:
+        """Returns what a checkpoint holds of a state."""
+        return state if self.ahead is None else self.ahead.saved(state)
+
     @property
     def roles(self) -> Roles:
         return self.assembly.roles
+
+    @property
+    def ahead(self) -> RolloutsAhead | None:
+        return self.rollouts.ahead
 
     @property
     def _clock(self) -> Clock:
@@ -217,7 +229,7 @@ class Iterations:
             return validate(self.context, policy, self.roles.reward, step, self._clock)
 
     def _run_dataflow(
-        self, roles: Roles, draws: int, draw: Callable[[int], Batch], kl_coef: Array
+        self, roles: Roles, draws: int, take: Callable[[int], Batch], kl_coef: Array
     ) -> tuple[Experience, dict[str, Any], IterationRows]:
         """Returns the experience of an iteration, the metrics of its updates, and its rows."""
         dataflow, pool = self.assembly.dataflow, roles.pool
@@ -225,14 +237,14 @@ class Iterations:
         if pool is not None:
             experience, metrics = map(ready, dataflow(**inputs))
             return experience, metrics, IterationRows(pool.prompts, pool.raw, pool.parts, pool.draws)
-        with calling("actor.generate"):  # asynchronous rollouts come with the prompts
-            batch = draw(draws)
+        with calling("actor.generate"):  # of rollouts that are drawn ahead, it waits for a batch
+            batch = take(draws)
         experience, metrics = map(ready, dataflow(**inputs, prompts=batch))
         return experience, metrics, IterationRows(batch, roles.reward.raw[draws], roles.reward.parts[draws], draws + 1)
 
     def _gather(self, roles: Roles, metrics: dict[str, Any]) -> dict[str, Any]:
         """Returns these metrics and those of the roles, on the host. Raises RewardFailure for scores that failed."""
-        for part in (roles.reward, roles.pool, roles.cost, self.rollouts):
+        for part in (roles.reward, roles.pool, roles.cost, self.ahead):
             metrics = metrics | ({} if part is None else part.metrics())
         metrics = to_host(metrics)
         for scored in (roles.reward, roles.cost):

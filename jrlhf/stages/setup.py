@@ -138,7 +138,7 @@ def open_context(
             console.line(line)
         placements = resources.placements()
         if config.fleet is not None and config.fleet.engine == "ray":
-            from jrlhf.fleet.processes.ray_worker import joined
+            from jrlhf.rollouts.processes.ray_worker import joined
 
             stack.enter_context(joined())
         # Templates write the day on which the run began, also after a resume and in every process.

@@ -9,7 +9,6 @@ import pytest
 from jrlhf.algorithms.registry import planned_graph
 from jrlhf.config import load_config
 from jrlhf.errors import UserError
-from jrlhf.fleet.schedule import Rules
 from jrlhf.meshes.hardware import cluster
 from jrlhf.planning import simulate_async as rollouts
 from jrlhf.planning.auto import Setting
@@ -28,6 +27,7 @@ from jrlhf.planning.profile import Profile, default_path, save, wanted_curves
 from jrlhf.planning.resolve import select_plan
 from jrlhf.planning.simulate import Simulation, simulate
 from jrlhf.planning.simulate_async import lognormal, measured
+from jrlhf.rollouts.schedule import Rules
 from jrlhf.run.files import seal
 from jrlhf.stages.setup import PLAN, architectures
 from tests.jrlhf.planning.test_auto import Device

@@ -12,11 +12,11 @@ import pytest
 from benchmarks import rules
 from benchmarks.rules import DROPPED, cost
 from benchmarks.staleness import PUBLISHED
-from jrlhf.fleet.schedule import Rules, first_batch, fresh
 from jrlhf.planning.predict_async import costs, summarise, token_versions
 from jrlhf.planning.simulate_async import Scenario, lognormal, measured, simulate
 from jrlhf.ppo import Experience, PolicyConfig
 from jrlhf.ppo.off_policy import without_older
+from jrlhf.rollouts.schedule import Rules, first_batch, fresh
 
 BOUNDS = (0, 2, 8)
 # 16 groups of 8 rows, as many slots as rows, and an update that takes as long as decoding a batch in full slots.

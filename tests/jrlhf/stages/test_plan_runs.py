@@ -25,7 +25,7 @@ from jrlhf.planning.plans import read_plan
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import workload_of
 from jrlhf.rewards.mixture import TRAINED
-from jrlhf.roles.early import OpenRollout
+from jrlhf.roles.open_rollout import OpenRollout
 from jrlhf.run.fingerprints import fingerprint_of
 from jrlhf.run.metrics import read_metrics
 from jrlhf.run.resume import saved_tile

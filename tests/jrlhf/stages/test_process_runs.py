@@ -19,7 +19,7 @@ from tests.support.runs import timeless
 EARLY = """
 import json, sys
 from dataclasses import replace
-from jrlhf.roles.early import OpenRollout
+from jrlhf.roles.open_rollout import OpenRollout
 from jrlhf.stages.context import Context
 from jrlhf.train import cli
 

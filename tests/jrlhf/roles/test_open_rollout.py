@@ -19,9 +19,9 @@ from jrlhf.meshes import make_mesh, to_devices
 from jrlhf.ppo import Rollout
 from jrlhf.rewards.text_model import TextReward
 from jrlhf.rewards.types import Sample
-from jrlhf.roles.early import OpenRollout
 from jrlhf.roles.initial import InitialModels
 from jrlhf.roles.model import Compute
+from jrlhf.roles.open_rollout import OpenRollout
 from jrlhf.roles.placement import RolePlacement
 from jrlhf.run.console import Console
 

@@ -10,7 +10,7 @@ from jrlhf.errors import UserError
 from jrlhf.planning import resolve
 from jrlhf.planning.resolve import select_resources
 from jrlhf.run.files import read_jsonl
-from tests.jrlhf.fleet.test_runs import ADAPTER, ALGORITHMS, REWARD, SECTION, SETTINGS, config
+from tests.jrlhf.rollouts.test_runs import ADAPTER, ALGORITHMS, REWARD, SECTION, SETTINGS, config
 from tests.jrlhf.stages.test_process_runs import assert_same_run, kill_second
 from tests.support.launched import LAYOUTS, Launched, train
 from tests.support.runs import timeless

@@ -8,17 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrlhf.data.batches import Batch
-from jrlhf.fleet.fleet import Fleet
-from jrlhf.fleet.identity import drawing_identity
-from jrlhf.fleet.prompts import PromptStream
-from jrlhf.fleet.schedule import Rules
-from jrlhf.fleet.slices import Published, SliceWorkers
-from jrlhf.fleet.state import Collected, Drawn
 from jrlhf.meshes import make_mesh
 from jrlhf.models.generation.continuous import Decoding, RowProgress
 from jrlhf.models.generation.decoding import Rows
 from jrlhf.models.generation.occupancy import EMPTY
 from jrlhf.models.generation.programs import Slots
+from jrlhf.rollouts.fleet import Fleet
+from jrlhf.rollouts.identity import drawing_identity
+from jrlhf.rollouts.prompts import PromptStream
+from jrlhf.rollouts.schedule import Rules
+from jrlhf.rollouts.slices import Published, SliceWorkers
+from jrlhf.rollouts.state import Collected, Drawn
 from tests.support.fleets import NO_RECOMPUTE
 
 

@@ -13,14 +13,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jrlhf.errors import RunFailure
-from jrlhf.fleet.recompute import NONE, Compared, Row
 from jrlhf.meshes import GENERATE, to_devices
 from jrlhf.models import ForwardOptions
 from jrlhf.models.generation.mixture import make_mixture
 from jrlhf.models.generation.redraws import Redraws
 from jrlhf.models.generation.sampling import SamplingConfig, sample
 from jrlhf.models.lora import LoRAConfig
-from tests.jrlhf.fleet.faulty import (
+from jrlhf.rollouts.recompute import NONE, Compared, Row
+from tests.jrlhf.rollouts.faulty import (
     ADAPTERS,
     AGAIN,
     BFLOAT,

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from jrlhf.errors import RunFailure
-from jrlhf.fleet.fleet import Fleet
-from jrlhf.fleet.identity import adapter_identity, differences, drawing_identity, trained_identity
-from jrlhf.fleet.schedule import Rules
-from jrlhf.fleet.slices import Published, SliceWorkers
 from jrlhf.meshes import GENERATE, TRAIN, make_mesh, reshard
 from jrlhf.models import LoRAConfig, ModelConfig, init_lm, init_lora, lora_shardings, param_shardings
 from jrlhf.models.generation.continuous import Prompt, RowProgress
+from jrlhf.rollouts.fleet import Fleet
+from jrlhf.rollouts.identity import adapter_identity, differences, drawing_identity, trained_identity
+from jrlhf.rollouts.schedule import Rules
+from jrlhf.rollouts.slices import Published, SliceWorkers
 from tests.support.fleets import NO_RECOMPUTE
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -14,11 +14,11 @@ import pytest
 from jrlhf.config import load_config
 from jrlhf.config.check import uncorrected
 from jrlhf.errors import RunFailure, UserError
-from jrlhf.fleet.asynchronous import masks_much
-from jrlhf.fleet.state import Collected, Drawn
 from jrlhf.models.generation.continuous import ContinuousBatch
 from jrlhf.planning.resolve import select_resources
 from jrlhf.report.audit import audit
+from jrlhf.rollouts.asynchronous import masks_much
+from jrlhf.rollouts.state import Collected, Drawn
 from jrlhf.run.files import read_jsonl
 from jrlhf.run.metrics import read_metrics
 from jrlhf.stages import rl
@@ -133,7 +133,7 @@ def test_a_validation_is_that_of_the_trainers_weights_outside_of_an_asynchronous
         return validate(context, policy.holding(jax.tree.map(place, next(policies), policy.params)), *others)
 
     monkeypatch.setattr(rl, "validate", recorded)
-    monkeypatch.setattr("jrlhf.fleet.asynchronous.MUCH", -1.0)
+    monkeypatch.setattr("jrlhf.rollouts.asynchronous.MUCH", -1.0)
     settings = "validation.every=1", "validation.k=2", "grpo.iterations=3"
     path = run(config(tmp_path, "asynchronous", "grpo", settings, staleness=1, update_steps=3))
     assert capsys.readouterr().out.count("grpo.asynchronous.staleness=1 gives weight 0 to") == 1

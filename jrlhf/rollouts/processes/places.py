@@ -8,8 +8,8 @@ from jrlhf.config.parse import build, parse_yaml
 from jrlhf.config.schema import Config
 from jrlhf.config.stages import FleetSection
 from jrlhf.errors import UserError
-from jrlhf.fleet.processes.ray_worker import check_package
-from jrlhf.fleet.processes.shared import AVAILABLE
+from jrlhf.rollouts.processes.ray_worker import check_package
+from jrlhf.rollouts.processes.shared import AVAILABLE
 from jrlhf.run.contents import FLEET
 from jrlhf.run.directory import run_path
 from jrlhf.run.processes import several

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from jrlhf.errors import RunFailure, UserError, one_line
-from jrlhf.fleet.processes.shared import SharedArrays
+from jrlhf.rollouts.processes.shared import SharedArrays
 from jrlhf.run.child import Worker
 from jrlhf.run.files import decode, encode
 
@@ -192,7 +192,7 @@ class _Host:
 
     def __init__(self, environment: Mapping[str, str]):
         self._output = bytearray()
-        self._worker = _Worker("jrlhf.fleet.processes.worker", {**os.environ, **environment}, self._output.extend)
+        self._worker = _Worker("jrlhf.rollouts.processes.worker", {**os.environ, **environment}, self._output.extend)
 
     def request(
         self, body: bytes, seconds: float, path: str = "", content: np.ndarray | None = None

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +16,6 @@ from jaxtyping import Array
 from jrlhf.config.schema import Config
 from jrlhf.data.batches import Batch
 from jrlhf.data.order import Solved
-from jrlhf.fleet.fleet import Fleet
-from jrlhf.fleet.identity import Identity, adapter_identity, drawing_identity, trained_identity
-from jrlhf.fleet.processes.places import asked_places
-from jrlhf.fleet.processes.worker import describe
-from jrlhf.fleet.processes.workers import ProcessWorkers
-from jrlhf.fleet.prompts import PromptStream
-from jrlhf.fleet.recompute import Recompute
-from jrlhf.fleet.schedule import Rules, fresh
-from jrlhf.fleet.slices import SliceWorkers, Workers
-from jrlhf.fleet.state import Collected, FleetState
 from jrlhf.models.generation.continuous import ContinuousBatch, ToHosts, Weights
 from jrlhf.models.generation.sampling import SamplingConfig
 from jrlhf.models.lora import base_on
@@ -34,7 +24,18 @@ from jrlhf.rewards.mixture import Rewards
 from jrlhf.roles.actor import Actor
 from jrlhf.roles.derived import copied
 from jrlhf.roles.generating import decoder_of
+from jrlhf.roles.open_rollout import DrawnAhead
 from jrlhf.roles.optimizers import learning_rates
+from jrlhf.rollouts.fleet import Fleet
+from jrlhf.rollouts.identity import Identity, adapter_identity, drawing_identity, trained_identity
+from jrlhf.rollouts.processes.places import asked_places
+from jrlhf.rollouts.processes.worker import describe
+from jrlhf.rollouts.processes.workers import ProcessWorkers
+from jrlhf.rollouts.prompts import PromptStream
+from jrlhf.rollouts.recompute import Recompute
+from jrlhf.rollouts.schedule import Rules, fresh
+from jrlhf.rollouts.slices import SliceWorkers, Workers
+from jrlhf.rollouts.state import Collected, FleetState
 from jrlhf.run.directory import run_path
 from jrlhf.run.files import Closing
 from jrlhf.run.processes import several, to_all_hosts, to_main
@@ -87,6 +88,7 @@ class AsynchronousRollouts(Closing):
         self._rewards = [own for own in rewards if own is not None]
         self._base: Identity = {}  # identity of the frozen weights under an adapter; empty: not computed yet
         self._read = dict[int, dict[str, Any]]()  # number of a group -> name of a reader -> its result
+        self._rollouts = dict[int, DrawnAhead]()  # number of a batch that the actor has not asked for yet
         groups = config.rl.rollout_batch // config.samples
         read = partial(to_all_hosts, seconds=self._clock.deadline)
         self._stream = PromptStream(partial(take, self._mesh), self._mesh, groups, config.samples, read)
@@ -108,6 +110,10 @@ class AsynchronousRollouts(Closing):
                 on_chunk=self._clock.add_chunk,
                 read=read,
             )
+
+    @property
+    def ahead(self) -> Self:
+        return self
 
     def close(self) -> None:
         """Ends the fleet's processes."""
@@ -143,18 +149,21 @@ class AsynchronousRollouts(Closing):
                 for leaf in jax.tree.leaves(state.times):  # deleted, so that nobody saves the outdated state
                     leaf.delete()
 
-    def collect(self, step: int, solved: Solved | None = None) -> Batch:
-        """Returns the next batch, with its rollout, which the reward functions read group by group.
-
-        solved: always None, because asynchronous runs leave out no prompts.
-        """
+    def collect(self, number: int, solved: Solved | None = None) -> Batch:
+        """Returns the next batch. solved: always None, because asynchronous runs leave out no prompts."""
         with jax.set_mesh(self._mesh):
             collected = self._clock.run("gen", self._fleet.collect)
             if self._tell and (sentence := self._masks_much(collected)):
                 self._tell(sentence)
                 self._tell = None
             read = [self._read.pop(int(number)) for number in collected.numbers]
-            return self._stream.batch(collected, step, {name: [own[name] for own in read] for name in read[0]})
+            batch, rollout = self._stream.batch(collected, number)
+            self._rollouts[number] = DrawnAhead(rollout, {name: [own[name] for own in read] for name in read[0]})
+            return batch
+
+    def draw(self, actor: Actor, method: str, prompts: Batch) -> DrawnAhead:
+        """Returns the rollout of a batch, which the reward functions have read group by group."""
+        return self._rollouts.pop(prompts.step)
 
     def publish(self, actor: Actor, trained: TrainState, grad_norm: Array | float) -> None:
         """Publishes the actor's new weights to the fleet.

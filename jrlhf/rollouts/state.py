@@ -10,10 +10,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
-from jrlhf.fleet.recompute import Row, Tracked
 from jrlhf.meshes.transfers import to_devices, to_host
 from jrlhf.models.generation.continuous import Decoding, Prompt, ToHosts
 from jrlhf.models.generation.occupancy import EMPTY
+from jrlhf.rollouts.recompute import Row, Tracked
 
 FREE = -1  # marks a place in `Started` without a group
 NEVER = np.iinfo(np.int32).max  # completion time of a group that is not complete

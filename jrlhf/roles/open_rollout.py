@@ -1,4 +1,4 @@
-"""Early scores: rows are scored while other rows of the same rollout still decode.
+"""`OpenRollout`: rows of a rollout are scored while its other rows still decode.
 
 An open rollout is drawn when a call first needs all of its rows. Before that, calls that treat rows independently, such
 as those of reference, critic and rewards, only register a function of a tile: a fixed number of neighbouring rows,
@@ -11,7 +11,7 @@ A call runs the same program on the same tiles in both cases, so its results do 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,10 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Bool
 
-from jrlhf.data.batches import Batch, put_rows
+from jrlhf.data.batches import put_rows
 from jrlhf.meshes.mesh import Device
 from jrlhf.meshes.transfers import to_host
-from jrlhf.models.generation.decoding import Generation
-from jrlhf.models.generation.occupancy import LastRowsPolicy
-from jrlhf.ppo.types import Rollout, TrainState
-from jrlhf.roles.actor import Actor
+from jrlhf.ppo.types import Rollout
 from jrlhf.roles.placement import Pending
 from jrlhf.run.clock import may_deadlock
 
@@ -121,48 +118,6 @@ class DrawnAhead(Pending[Rollout]):
     def __init__(self, rollout: Rollout, results: Mapping[str, Sequence[Any]]):
         super().__init__(lambda: rollout)
         self.results = results
-
-
-class EarlyActor(Actor):
-    """An actor whose rollouts are open. rows: per tile. moves: chooses where the last rows decode; None: they stay."""
-
-    _open: list[OpenRollout]  # set by `bind`
-
-    def __init__(self, *arguments: Any, rows: int, moves: LastRowsPolicy | None = None, **options: Any):
-        super().__init__(*arguments, **options)
-        self._rows, self._moves = rows, moves
-
-    def bind(self, state: TrainState, texts: Any = None) -> Self:
-        bound = super().bind(state, texts)
-        bound._open = []
-        return bound
-
-    def _draw(self, method: str, prompts: Batch) -> OpenRollout:
-        mesh, moves, name = self.placement[method].mesh, self._moves, f"actor.{method}"
-        version = to_host(self.state.step)  # not in `watch`: its devices may be busy then
-
-        def draw(hand_out: Watch) -> Rollout:
-            def watch(done: Bool[np.ndarray, "B"], assemble: Callable[[slice], Generation], decoding: Mesh) -> None:
-                self.clock.watch(done, assemble, decoding)
-                hand_out(done, lambda rows: Rollout(**vars(assemble(rows)), version=version), decoding)
-
-            last = None if moves is None else moves.before(name, seconds=self.clock.deadline)
-            with jax.set_mesh(mesh):
-                rollout = self._sample(method, self._switch(method), prompts, watch=watch, last=last, shares=True)
-            if moves is not None:
-                moves.after(name, to_host(rollout.response_lengths))
-            return rollout
-
-        rollout = OpenRollout(draw, len(prompts.examples), self._rows)
-        self._open.append(rollout)
-        return rollout
-
-    def _train(self, *arguments: Any) -> dict[str, Any]:
-        """Draws rollouts that are still open with the weights before the update."""
-        for rollout in self._open:
-            rollout.result()
-        self._open.clear()
-        return super()._train(*arguments)
 
 
 def _join(tiles: Sequence[Any], mesh: Mesh) -> Any:

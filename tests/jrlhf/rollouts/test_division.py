@@ -12,12 +12,12 @@ import pytest
 
 from jrlhf.config.stages import FleetSection
 from jrlhf.errors import RunFailure, UserError
-from jrlhf.fleet.processes.places import Place, asked_places
-from jrlhf.fleet.processes.process import NoRoom, Process
-from jrlhf.fleet.processes.workers import ProcessWorkers
 from jrlhf.planning.resolve import select_resources
+from jrlhf.rollouts.processes.places import Place, asked_places
+from jrlhf.rollouts.processes.process import NoRoom, Process
+from jrlhf.rollouts.processes.workers import ProcessWorkers
 from jrlhf.run.contents import FLEET
-from tests.jrlhf.fleet.test_runs import ADAPTER, config, run
+from tests.jrlhf.rollouts.test_runs import ADAPTER, config, run
 from tests.support.runs import assert_same_run
 
 NOT_GIVEN = "must have the key workers, .* and no others$"
@@ -64,7 +64,7 @@ def test_a_file_that_asks_for_processes_precedes_the_config_at_a_start(tmp_path,
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / FLEET).write_text("workers: 3")
 
-    monkeypatch.setattr("jrlhf.fleet.processes.places.check_package", lambda: None)
+    monkeypatch.setattr("jrlhf.rollouts.processes.places.check_package", lambda: None)
     select_resources(whole)
     assert len(asked_places(whole, "cpu", 1)) == 3
     (tmp_path / "run" / FLEET).write_text("workers: 4")
@@ -157,10 +157,10 @@ def test_processes_that_do_not_start_leave_the_present_ones_as_they_are(division
 def test_processes_of_a_ray_cluster_start_where_there_is_room(division, monkeypatch):
     """The others go on. Ray's places are alike, so nobody ends because another number is asked for."""
     free, all_places, later = [0], [1], [0.0]
-    monkeypatch.setattr("jrlhf.fleet.processes.workers.free_places", lambda gpus: free[0])
-    monkeypatch.setattr("jrlhf.fleet.processes.workers.total_places", lambda gpus: all_places[0])
+    monkeypatch.setattr("jrlhf.rollouts.processes.workers.free_places", lambda gpus: free[0])
+    monkeypatch.setattr("jrlhf.rollouts.processes.workers.total_places", lambda gpus: all_places[0])
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + later[0])
-    monkeypatch.setattr("jrlhf.fleet.processes.workers.time", clock)
+    monkeypatch.setattr("jrlhf.rollouts.processes.workers.time", clock)
     own, events = division([(1, "")], engine="ray")
     own.asked = [(number, "") for number in range(3)]
 
@@ -236,7 +236,7 @@ def test_the_run_waits_for_a_machine_if_no_process_is_left(comes, monkeypatch):
     """For three deadlines since the wait began, however long the command took before."""
     clock, sentences = [0.0], list[str]()
     own: Any = object.__new__(ProcessWorkers)
-    monkeypatch.setattr("jrlhf.fleet.processes.workers.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("jrlhf.rollouts.processes.workers.time", SimpleNamespace(monotonic=lambda: clock[0]))
 
     def ask(command: object, shared: object) -> str:
         clock[0] += 100 if clock[0] == 0 else 5

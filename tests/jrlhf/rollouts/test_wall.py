@@ -17,16 +17,16 @@ import pytest
 
 from jrlhf.config import config_yaml
 from jrlhf.errors import UserError
-from jrlhf.fleet.fleet import Fleet
-from jrlhf.fleet.processes.workers import ProcessWorkers
-from jrlhf.fleet.schedule import Rules
-from jrlhf.fleet.state import Collected
 from jrlhf.meshes import make_mesh
 from jrlhf.models.generation.continuous import Prompt, RowProgress
 from jrlhf.planning.resolve import select_resources
+from jrlhf.rollouts.fleet import Fleet
+from jrlhf.rollouts.processes.workers import ProcessWorkers
+from jrlhf.rollouts.schedule import Rules
+from jrlhf.rollouts.state import Collected
 from jrlhf.train import main
-from tests.jrlhf.fleet.test_faults import pids, signal_to
-from tests.jrlhf.fleet.test_runs import ADAPTER, config, run
+from tests.jrlhf.rollouts.test_faults import pids, signal_to
+from tests.jrlhf.rollouts.test_runs import ADAPTER, config, run
 from tests.support.fleets import NO_RECOMPUTE
 from tests.support.processes import children, eventually, gone
 from tests.support.runs import ROOT, Training, resumed, stage_of
@@ -266,7 +266,7 @@ def test_on_a_ray_cluster_nobody_waits_for_a_stopped_process_and_lost_ones_are_r
         return decode(self, prompts)
 
     monkeypatch.setattr(ProcessWorkers, "decode", disturbed)
-    monkeypatch.setattr("jrlhf.fleet.processes.process.LEAST", 300.0)  # the process that is stopped is not lost
+    monkeypatch.setattr("jrlhf.rollouts.processes.process.LEAST", 300.0)  # the process that is stopped is not lost
     waited, own = list[bool](), ("fleet.engine=ray", "grpo.iterations=8", "grpo.save_every=4")
     whole = config(tmp_path, "wall", "grpo", [*PROCESSES, *own], **OPTIONS)
     path = run(whole)
@@ -281,7 +281,7 @@ def test_on_a_ray_cluster_nobody_waits_for_a_stopped_process_and_lost_ones_are_r
 # `jrlhf.train` that appends each batch to the file BATCHES, before anything learns from it.
 RECORDER = """
 import os, pickle, sys
-from jrlhf.fleet.fleet import Fleet
+from jrlhf.rollouts.fleet import Fleet
 from jrlhf.train import cli
 collect = Fleet.collect
 

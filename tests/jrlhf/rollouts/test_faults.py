@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 
-from jrlhf.fleet.processes.process import LocalWorker, Process
-from jrlhf.fleet.processes.ray_worker import RayWorker
-from jrlhf.fleet.processes.workers import ProcessWorkers
+from jrlhf.rollouts.processes.process import LocalWorker, Process
+from jrlhf.rollouts.processes.ray_worker import RayWorker
+from jrlhf.rollouts.processes.workers import ProcessWorkers
 from jrlhf.run.contents import FLEET
 from jrlhf.run.files import write_atomic
 from jrlhf.train import main
-from tests.jrlhf.fleet.conftest import lose
-from tests.jrlhf.fleet.test_processes import DELTA, SLOWLY
-from tests.jrlhf.fleet.test_runs import ADAPTER, config, run
+from tests.jrlhf.rollouts.conftest import lose
+from tests.jrlhf.rollouts.test_processes import DELTA, SLOWLY
+from tests.jrlhf.rollouts.test_runs import ADAPTER, config, run
 from tests.support.processes import gone
 from tests.support.runs import assert_same_run, stage_of
 
@@ -164,7 +164,7 @@ def test_bits_do_not_depend_on_faults_stops_workers_nor_transfers(
         request.getfixturevalue("cluster")
     faults, rng = Faults(f"{SEED} {engine} {on_new_weights}", tmp_path / "run"), random.Random(SEED)
     handler = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr("jrlhf.fleet.processes.process.ATTEMPTS", FAULTS)  # a successor is befallen, too
+    monkeypatch.setattr("jrlhf.rollouts.processes.process.ATTEMPTS", FAULTS)  # a successor is befallen, too
     monkeypatch.setattr(Process, "_send", lambda process, *asked: faults.send(process, *asked))
     monkeypatch.setattr(Process, "ask", lambda process, *asked: faults.ask(process, *asked))
     counts, options = list[int](), {**OPTIONS, "on_new_weights": on_new_weights}

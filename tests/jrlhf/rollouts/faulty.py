@@ -10,18 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrlhf.fleet.fleet import Fleet
-from jrlhf.fleet.identity import drawing_identity
-from jrlhf.fleet.recompute import Compared, Recompute
-from jrlhf.fleet.schedule import Rules
-from jrlhf.fleet.slices import SliceWorkers
-from jrlhf.fleet.state import Collected, FleetState
 from jrlhf.meshes import GENERATE, make_mesh
 from jrlhf.models import ForwardOptions, ModelConfig, SamplingConfig, Schedule, param_shardings
 from jrlhf.models.generation.continuous import ContinuousBatch, Prompt
 from jrlhf.models.generation.decoding import Decoder
 from jrlhf.models.lora import LoRAConfig, init_lora, lora_shardings
-from tests.jrlhf.fleet.test_identity import FAULTS as WEIGHTS
+from jrlhf.rollouts.fleet import Fleet
+from jrlhf.rollouts.identity import drawing_identity
+from jrlhf.rollouts.recompute import Compared, Recompute
+from jrlhf.rollouts.schedule import Rules
+from jrlhf.rollouts.slices import SliceWorkers
+from jrlhf.rollouts.state import Collected, FleetState
+from tests.jrlhf.rollouts.test_identity import FAULTS as WEIGHTS
 from tests.models.conftest import random_params
 from tests.models.shared import unstacked
 

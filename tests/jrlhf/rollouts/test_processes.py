@@ -19,15 +19,15 @@ import pytest
 from jrlhf.config import config_yaml
 from jrlhf.config.stages import FleetSection
 from jrlhf.errors import RunFailure, UserError
-from jrlhf.fleet.processes import worker
-from jrlhf.fleet.processes.places import check_processes
-from jrlhf.fleet.processes.process import RECENT, LocalWorker, Process
-from jrlhf.fleet.processes.ray_worker import free_places, joined, total_places
-from jrlhf.fleet.processes.shared import SharedArrays, WeightUpdate, delta, patched, read
-from jrlhf.fleet.processes.workers import ProcessWorkers
+from jrlhf.rollouts.processes import worker
+from jrlhf.rollouts.processes.places import check_processes
+from jrlhf.rollouts.processes.process import RECENT, LocalWorker, Process
+from jrlhf.rollouts.processes.ray_worker import free_places, joined, total_places
+from jrlhf.rollouts.processes.shared import SharedArrays, WeightUpdate, delta, patched, read
+from jrlhf.rollouts.processes.workers import ProcessWorkers
 from jrlhf.run.child import Worker
 from jrlhf.run.files import decode, encode
-from tests.jrlhf.fleet.test_runs import ADAPTER, config, run
+from tests.jrlhf.rollouts.test_runs import ADAPTER, config, run
 from tests.support.processes import alive, children, gone
 from tests.support.runs import Training, timeless
 
@@ -71,7 +71,7 @@ def integers(arrays):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float32, np.int8])
 def test_200_updates_by_their_changes_have_the_same_bits(dtype, monkeypatch):
     """Also where NaNs change their payload and zeros their sign, and over gaps that no byte and no short can count."""
-    monkeypatch.setattr("jrlhf.fleet.processes.shared.BLOCK", 2**17)
+    monkeypatch.setattr("jrlhf.rollouts.processes.shared.BLOCK", 2**17)
     rng, size = np.random.default_rng(0), np.dtype(dtype).itemsize
     shapes = (3, 70_001), (7,), (), (0, 2)
     trained = [rng.integers(0, 256, (*shape, size), np.uint8).view(dtype)[..., 0] for shape in shapes]
@@ -157,7 +157,7 @@ def process(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
 def test_a_lost_process_is_replaced_and_its_successor_repeats_what_was_done(fault, process, tmp_path, monkeypatch):
-    monkeypatch.setattr("jrlhf.fleet.processes.process.LEAST", 1.0)
+    monkeypatch.setattr("jrlhf.rollouts.processes.process.LEAST", 1.0)
     make, sentences = process
     own, nothing = make(deadline=600.0), {"once": "", "fault": ""}
     assert [own.ask(nothing), own.ask(nothing)] == [1, 2]
@@ -196,7 +196,7 @@ def test_a_process_has_time_by_its_own_pace(deadline, tmp_path, monkeypatch):
         late = {"failure": "hang", "detail": f"no answer within {seconds:g} s"}
         return late if needed > seconds else {"answer": encode({"program": worker.program()})}
 
-    monkeypatch.setattr("jrlhf.fleet.processes.process.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("jrlhf.rollouts.processes.process.time", SimpleNamespace(monotonic=lambda: clock[0]))
     start: Any = lambda write: SimpleNamespace(request=request)  # noqa: E731
     own, prompts = (
         Process((1, ""), {"deadline": deadline}, start, tmp_path / "log", sentences.append),
@@ -368,7 +368,7 @@ def test_a_run_leaves_the_cluster_that_it_has_joined(before, monkeypatch, tmp_pa
 
 
 def test_a_missing_ray_is_refused_before_anything_starts(monkeypatch):
-    monkeypatch.setattr("jrlhf.fleet.processes.ray_worker.find_spec", lambda name: None)
+    monkeypatch.setattr("jrlhf.rollouts.processes.ray_worker.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"needs the package ray: pip install 'jrlhf\[ray\]'"):
         check_processes(FleetSection(workers=1, engine="ray"), "cpu", 1)
 

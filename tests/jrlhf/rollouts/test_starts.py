@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.jrlhf.fleet.test_runs import REWARD
+from tests.jrlhf.rollouts.test_runs import REWARD
 from tests.support.runs import ROOT, Training, stage_of
 
 STARTS, ITERATIONS, SECONDS = 10, 2, 300  # of a kind; of a run; after which a start has hanged
@@ -55,7 +55,7 @@ PIPELINE = {
 # A step that waits for ever, as a device does whose peers have gone.
 HANGS = """
 import ctypes, sys
-from jrlhf.fleet.fleet import Fleet
+from jrlhf.rollouts.fleet import Fleet
 from jrlhf.train import cli
 
 def waits(self, *arguments):

@@ -5,10 +5,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from jrlhf.fleet.identity import Identity, drawing_identity
-from jrlhf.fleet.recompute import Row, Tracked
-from jrlhf.fleet.state import DrawnRows, drawn_rows, restored, saved
 from jrlhf.models.generation.continuous import ContinuousBatch, Decoding, Prompt, RowProgress, Weights
+from jrlhf.rollouts.identity import Identity, drawing_identity
+from jrlhf.rollouts.recompute import Row, Tracked
+from jrlhf.rollouts.state import DrawnRows, drawn_rows, restored, saved
 
 
 class Workers(Protocol):

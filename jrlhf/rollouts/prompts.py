@@ -1,9 +1,9 @@
 """`PromptStream`: gives prompts by the number of their group, and makes batches of groups that were drawn ahead."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jrlhf.data.batches import Batch, put_prompts, put_rows
-from jrlhf.fleet.state import Collected
 from jrlhf.meshes.transfers import to_devices, to_host
 from jrlhf.models.generation.continuous import Prompt, ToHosts
 from jrlhf.models.generation.decoding import Results, after_prompts, assemble
 from jrlhf.ppo.types import Rollout
-from jrlhf.roles.early import DrawnAhead
+from jrlhf.rollouts.state import Collected
 
 
 class _Group(NamedTuple):
@@ -49,8 +48,8 @@ class PromptStream:
         (group,) = self._groups_of(collected)
         return group.batch, group.rows, self._rollout([group.prompt], collected)
 
-    def batch(self, collected: Collected, step: int, results: Mapping[str, Sequence[Any]]) -> Batch:
-        """Returns the batch of groups that were drawn ahead, with their rollout. results: what its readers have got."""
+    def batch(self, collected: Collected, step: int) -> tuple[Batch, Rollout]:
+        """Returns the batch of groups that were drawn ahead, and their rollout."""
         groups = self._groups_of(collected)
         for number in collected.numbers.tolist():
             del self._started[number]
@@ -61,12 +60,12 @@ class PromptStream:
         drawn = self._rollout(prompts, collected)
         version = to_devices(drawn.version, NamedSharding(self._mesh, P()))
         rows = {name: array for name, array in vars(drawn).items() if name != "version"}
-        rollout = DrawnAhead(Rollout(**put_rows(rows, self._mesh), version=version), results)
+        rollout = Rollout(**put_rows(rows, self._mesh), version=version)
         origins = zip(collected.numbers.tolist(), collected.workers.tolist(), strict=True)
         own = [(group.batch.examples[group.rows], group.batch.texts[group.rows]) for group in groups]
         examples, texts = ([row for rows in both for row in rows] for both in zip(*own, strict=True))
         by_row = [origin for origin in origins for _ in range(self._samples)]
-        return Batch((tokens, lengths, keys), examples, texts, step, rollout, by_row)
+        return Batch((tokens, lengths, keys), examples, texts, step, by_row), rollout
 
     def _groups_of(self, collected: Collected) -> list[_Group]:
         return [self._group(number) for number in collected.numbers.tolist()]

@@ -32,9 +32,6 @@ from jax.sharding import Mesh
 import jrlhf
 from jrlhf.config.parse import build
 from jrlhf.config.schema import DeviceConfig
-from jrlhf.fleet.processes.shared import SharedArrays, patched, read
-from jrlhf.fleet.slices import SliceWorkers
-from jrlhf.fleet.state import saved
 from jrlhf.meshes.layout import GENERATE
 from jrlhf.meshes.mesh import make_mesh
 from jrlhf.meshes.transfers import to_devices, to_host
@@ -48,6 +45,9 @@ from jrlhf.models.params import Params, param_shardings
 from jrlhf.models.quantize import int8_shardings
 from jrlhf.roles.generating import decoder_of
 from jrlhf.roles.model import Architecture, Compute
+from jrlhf.rollouts.processes.shared import SharedArrays, patched, read
+from jrlhf.rollouts.slices import SliceWorkers
+from jrlhf.rollouts.state import saved
 from jrlhf.run.child import channel_to_parent, receive, send
 from jrlhf.run.devices import select
 from jrlhf.run.files import decode, encode

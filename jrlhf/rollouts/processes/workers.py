@@ -20,14 +20,14 @@ import numpy as np
 
 from jrlhf.config.stages import FleetSection
 from jrlhf.errors import RunFailure, UserError
-from jrlhf.fleet.identity import Identity
-from jrlhf.fleet.processes.places import Place, gpus_of
-from jrlhf.fleet.processes.process import ATTEMPTS, LocalWorker, NoRoom, Process, differs
-from jrlhf.fleet.processes.ray_worker import RayWorker, free_places, total_places
-from jrlhf.fleet.processes.shared import SharedArrays, WeightUpdate, read
-from jrlhf.fleet.state import DrawnRows, drawn_rows, saved
 from jrlhf.meshes.transfers import to_devices, to_host
 from jrlhf.models.generation.continuous import ContinuousBatch, Decoding, Prompt, RowProgress, Weights
+from jrlhf.rollouts.identity import Identity
+from jrlhf.rollouts.processes.places import Place, gpus_of
+from jrlhf.rollouts.processes.process import ATTEMPTS, LocalWorker, NoRoom, Process, differs
+from jrlhf.rollouts.processes.ray_worker import RayWorker, free_places, total_places
+from jrlhf.rollouts.processes.shared import SharedArrays, WeightUpdate, read
+from jrlhf.rollouts.state import DrawnRows, drawn_rows, saved
 from jrlhf.run.contents import FLEET
 from jrlhf.run.files import decode, encode
 
@@ -217,7 +217,7 @@ class ProcessWorkers:
     def _process(self, place: Place) -> Process:
         """Returns a process, which starts at its first command."""
         number, devices = place
-        environment, start = dict(os.environ), partial(LocalWorker, "jrlhf.fleet.processes.worker")
+        environment, start = dict(os.environ), partial(LocalWorker, "jrlhf.rollouts.processes.worker")
         if self._section.engine == "ray":
             # Programs depend on XLA's flags; everything else is as the cluster sets it.
             environment = {name: value for name, value in os.environ.items() if name == "XLA_FLAGS"}

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from jrlhf.errors import RunFailure, UserError
-from jrlhf.fleet.processes.places import Place
-from jrlhf.fleet.processes.ray_worker import NO_ROOM, RayWorker
-from jrlhf.fleet.processes.shared import SharedArrays
-from jrlhf.fleet.processes.worker import program
+from jrlhf.rollouts.processes.places import Place
+from jrlhf.rollouts.processes.ray_worker import NO_ROOM, RayWorker
+from jrlhf.rollouts.processes.shared import SharedArrays
+from jrlhf.rollouts.processes.worker import program
 from jrlhf.run.child import Worker
 from jrlhf.run.files import decode, encode
 

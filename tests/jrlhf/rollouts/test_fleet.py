@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from jrlhf.errors import RunFailure
-from jrlhf.fleet.fleet import Fleet
-from jrlhf.fleet.schedule import Rules
-from jrlhf.fleet.slices import Published
-from jrlhf.fleet.state import FREE, NEVER
 from jrlhf.meshes import make_mesh, to_host
 from jrlhf.models.generation.continuous import Prompt, RowProgress
 from jrlhf.planning.predict_async import token_versions
 from jrlhf.planning.simulate_async import Scenario, measured, simulate
+from jrlhf.rollouts.fleet import Fleet
+from jrlhf.rollouts.schedule import Rules
+from jrlhf.rollouts.slices import Published
+from jrlhf.rollouts.state import FREE, NEVER
 from tests.support.fleets import NO_RECOMPUTE
 
 VERSIONS = 14
@@ -181,7 +181,7 @@ def test_a_decode_step_takes_the_seconds_of_the_chunks_divided_by_their_steps(mo
         return progress
 
     monkeypatch.setattr(rows, "decode", decoded)
-    monkeypatch.setattr("jrlhf.fleet.fleet.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("jrlhf.rollouts.fleet.time.monotonic", lambda: clock[0])
     fleet = fleet_of(rows)
     for _ in range(3):
         fleet.collect()
@@ -211,7 +211,7 @@ def test_waiting_is_time_without_an_update_to_compute_and_time_between_two_chunk
         def block_until_ready(self) -> None:
             clock[0] = max(clock[0], self.end)
 
-    monkeypatch.setattr("jrlhf.fleet.fleet.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("jrlhf.rollouts.fleet.time.monotonic", lambda: clock[0])
     for update, waits in ((4.0, (4.0, 0.0)), (6.0, (2.0, 0.0)), (9.0, (2.0, 3.0))):
         scenario = Scenario(Rules(2, 1, 6.0), slots=2, samples=1, lengths=measured([8]), chunk=2)
         rows = Rows(scenario, np.full(80, 8))

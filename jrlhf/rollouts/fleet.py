@@ -21,11 +21,13 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Float
 
 from jrlhf.errors import RunFailure
-from jrlhf.fleet.identity import Identity, differences
-from jrlhf.fleet.recompute import Compared, Recompute, Row, Tracked
-from jrlhf.fleet.schedule import Clock, Rules, first_batch, may_start, may_swap
-from jrlhf.fleet.slices import Lane, Published, Workers
-from jrlhf.fleet.state import (
+from jrlhf.meshes.transfers import to_devices, to_host
+from jrlhf.models.generation.continuous import Decoding, Prompt, RowProgress, ToHosts, Weights
+from jrlhf.rollouts.identity import Identity, differences
+from jrlhf.rollouts.recompute import Compared, Recompute, Row, Tracked
+from jrlhf.rollouts.schedule import Clock, Rules, first_batch, may_start, may_swap
+from jrlhf.rollouts.slices import Lane, Published, Workers
+from jrlhf.rollouts.state import (
     Collected,
     Drawn,
     DrawnRows,
@@ -38,8 +40,6 @@ from jrlhf.fleet.state import (
     rows_of,
     unpack,
 )
-from jrlhf.meshes.transfers import to_devices, to_host
-from jrlhf.models.generation.continuous import Decoding, Prompt, RowProgress, ToHosts, Weights
 from jrlhf.run.clock import TrainerWait
 from jrlhf.run.processes import several
 
