@@ -7,7 +7,7 @@ section of that config: at its learning rate, and at a third of it with twice th
 a rate differ in `asynchronous` and the correction alone; the synchronous run is staleness 0, which has its bits.
 Rollouts have a device of their own. An update takes so long on the virtual clock that rollouts are always ahead as far
 as the bound admits: the tokens that are learned from are as old as they may be. Writes results/learning.json and
-results/learning.svg, and prints the table of docs/asynchronous.md. With --work a call that was interrupted goes on:
+results/learning.svg, and prints the table of docs/staleness.md. With --work a call that was interrupted goes on:
 runs whose results are in the directory are not done again.
 """
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.staleness
 
-writes `results/staleness.json`, which holds everything that docs/asynchronous.md states, and two charts.
+writes `results/staleness.json`, which holds everything that docs/staleness.md states, and two charts.
 
 closed_form: the simulator against the formula of Applied Compute for the mean staleness, at the parameters of its six
     runs ("Staleness in fully asynchronous RL", 2026, figures from a third party's notes).
@@ -236,7 +236,7 @@ def verl() -> dict[str, Any]:
 
 
 def tables(record: Mapping[str, Any]) -> dict[str, str]:
-    """The tables of docs/asynchronous.md, in Markdown."""
+    """The tables of docs/staleness.md, in Markdown."""
     published = [
         (row["slots"], row["rows"], row["queue"], f"{row['rho']:.2f}", f"{row['ratio']:.2f}", f"{row['measured']:.2f}")
         + (f"{row['formula']:.2f}", f"{row['simulated']:.2f}")

@@ -53,10 +53,10 @@ ROOT_PAGES = ("index.md", "changelog.md", "contributing.md", "security.md")  # o
 EXAMPLES = {  # page with Python code -> the tests that run it; tests/jrlhf/test_tutorials.py runs all tutorials
     "README.md": "tests/test_docs.py",
     "docs/algorithms.md": "tests/test_notebooks.py",
-    "docs/asynchronous.md": "tests/benchmarks/test_staleness.py",
     "docs/layouts.md": "tests/benchmarks/test_figures.py",
     "docs/plans.md": "tests/jrlhf/planning/test_fusion.py",
     "docs/python.md": "tests/jrlhf/test_api.py",
+    "docs/staleness.md": "tests/benchmarks/test_staleness.py",
     **{f"docs/reference/{name}.md": "tests/test_docs.py" for name in ("kernels", "meshes", "models", "ppo")},
 }
 README, ALGORITHMS, METRICS, RESULTS = (

@@ -1,4 +1,4 @@
-"""What clocks and processes let wait, and what is learnt: docs/asynchronous.md states the results, as in theory."""
+"""What clocks and processes let wait, and what is learnt: the docs state the results, as in theory."""
 
 import json
 import math
@@ -14,7 +14,8 @@ from benchmarks.records import RESULTS
 from jrlhf.planning.predict_async import costs
 
 CLOCKS, OVERLAP, LEARNING = (json.loads((RESULTS / f"{x}.json").read_text()) for x in ("clocks", "overlap", "learning"))
-DOCUMENT = (Path(__file__).parents[2] / "docs" / "asynchronous.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+DOCUMENT = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("asynchronous.md", "staleness.md"))
 
 
 def test_the_document_states_the_results():
