@@ -46,9 +46,10 @@ from jrlhf.models.flops import (
 from jrlhf.models.options import ForwardOptions
 from jrlhf.models.remat import Remat
 from jrlhf.ppo import PPOConfig, TrainState
-from jrlhf.roles.actor import Actor, Reference
+from jrlhf.roles.actor import Actor
 from jrlhf.roles.critic import Critic, Reward
 from jrlhf.roles.experience import ExperienceMaker
+from jrlhf.roles.frozen import Reference
 from jrlhf.roles.model import Architecture, Compute, Model
 from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.role import Site

@@ -71,6 +71,16 @@ def group_spread(
     return jnp.where(equal, 0, std), equal
 
 
+def best_of_group(scores: Float[Array, "B"], samples: int, mask: Bool[Array, "B"] | None = None) -> Bool[Array, "B"]:
+    """Marks the row with the highest score of each group, the first one of equals; a group without any row in `mask`,
+    or without a finite score, has none."""
+    grouped, counted = _groups(scores, samples, mask)
+    counted &= jnp.isfinite(grouped)
+    best = jnp.argmax(jnp.where(counted, grouped, -jnp.inf), axis=1)
+    chosen = counted & (jnp.arange(samples)[None, :] == best[:, None])
+    return chosen.reshape(-1) & (scores == scores)  # divided over devices as the scores are; a NaN is never chosen
+
+
 def group_sums(x: Float[Array, "B"], samples: int) -> Float[Array, "B"]:
     """The sum of `x` over all rows of each row's group."""
     grouped, _ = _groups(x, samples, None)

@@ -36,15 +36,17 @@ whitening would carry its NaN to every other row.
 """
 
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
 from jrlhf.meshes.rows import divided_like
-from jrlhf.ppo.advantages import group_advantages, group_spread
+from jrlhf.ppo.advantages import best_of_group, group_advantages, group_spread
 from jrlhf.ppo.config.algorithms import GRPOConfig
 from jrlhf.ppo.config.policy import PolicyConfig
 from jrlhf.ppo.losses import kl_estimate
@@ -86,6 +88,32 @@ def make_group_experience(
         mask=jnp.any(mask, axis=1),
     )
     return with_advantages(experience, jnp.where(mask, advantages[:, None], 0), config)
+
+
+@partial(jax.jit, static_argnames="config")
+def bare_experience(rollout: Rollout, scores: Scores | None = None, *, config: PolicyConfig) -> Experience:
+    """The experience of a rollout for losses that need no advantages, which are 0. scores: None: 0, too.
+
+    The old log-probs are the rollout's. Raises ValueError if the config has a KL to a reference.
+    """
+    if config.needs_reference:
+        raise ValueError(
+            f"kl_coef={config.kl_coef:g} needs log-probs of a reference, which a rollout alone has not: set it to 0, "
+            "or make experience"
+        )
+    scores = 0.0 * rollout.prompt_lengths if scores is None else scores  # divided over devices as the rows are
+    return rewarded(rollout, scores, rollout.logprobs, None, 0.0, config)
+
+
+def make_best_experience(rollout: Rollout, scores: Scores, *, config: GRPOConfig) -> Experience:
+    """The experience of the response with the highest score to each prompt: only its tokens are learned from.
+
+    For losses that need no advantages, such as `token_losses.imitation` (RAFT); otherwise as `bare_experience`.
+    """
+    check_class("config", config, GRPOConfig)
+    experience = bare_experience(rollout, scores, config=config)
+    best = best_of_group(experience.scores, config.samples, jnp.any(experience.response_mask, axis=1))
+    return replace(experience, response_mask=experience.response_mask & best[:, None])
 
 
 def sequence_kl(experience: Experience) -> Float[Array, ""]:

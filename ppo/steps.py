@@ -25,7 +25,7 @@ from jrlhf.meshes.rows import interleave
 from jrlhf.ppo.advantages import group_sums
 from jrlhf.ppo.config.algorithms import GRPOConfig
 from jrlhf.ppo.config.policy import PolicyConfig
-from jrlhf.ppo.losses import LOG_RATIO_LIMIT, cispo_loss, kl_estimate, loss_weights, policy_loss
+from jrlhf.ppo.losses import LOG_RATIO_LIMIT, PolicyLoss, cispo_loss, kl_estimate, loss_weights, policy_loss
 from jrlhf.ppo.masked import token_count
 from jrlhf.ppo.off_policy import (
     WEIGHT_MEANS,
@@ -36,7 +36,8 @@ from jrlhf.ppo.off_policy import (
     weight_terms,
     without_older,
 )
-from jrlhf.ppo.types import Experience, SFTBatch, TrainState, check_class
+from jrlhf.ppo.token_losses import NO_LOGPROB, LossTokens, TokenLoss, checked_loss
+from jrlhf.ppo.types import Experience, SFTBatch, Targets, TrainState, check_class
 from jrlhf.ppo.updates import (
     LossFn,
     Metrics,
@@ -55,7 +56,8 @@ Terms = Callable[[Array, Array, Any], tuple[Array, dict[str, Array]]]
 LogprobFn = Callable[..., tuple[Float[Array, "B T"], Float[Array, "B T"]]]
 """(params, tokens [B, T], *frozen) -> log-probabilities and entropies, `[:, t]` of token t given those before it."""
 SumsFn = Callable[..., tuple[Float[Array, ""], Metrics]]
-"""(params, tokens [B, T], data, terms[, frozen]) -> sums of `terms` over the tokens.
+"""(params, tokens [B, T], data, terms[, frozen]) -> sums of `terms` over the tokens. With `ids=` [B, T, K] `terms` gets
+log-probabilities [..., 1 + K]: the token's own first, then those of the ids in its place.
 
 `data` has [B, T] arrays: a `TokenRows`, or the mask of tokens to imitate. terms(logprobs, entropy, data) -> (loss,
 {name: metric}) is elementwise in log-probabilities, entropies and data of any tokens, in any shape. The sums are over
@@ -71,6 +73,7 @@ class TokenRows(NamedTuple):
     advantages: Float[Array, "B T"]
     ref_logprobs: Float[Array, "B T"] | None  # None: no KL in the loss
     ages: Int[Array, "B T"] | None  # tokens' ages in versions, if old log-probs are interpolated
+    targets: Targets | None = None
     # `_with_weights` adds the following ones, which depend on the whole minibatch.
     weights: Float[Array, "B T"] | None = None  # weight of a token's loss in the minibatch's loss
     pg_weights: Float[Array, "B T"] | None = None  # weights times importance
@@ -90,6 +93,7 @@ def make_actor_step(
     *,
     sums_fn: SumsFn | None = None,
     pipeline: Pipeline | None = None,
+    loss: TokenLoss | None = None,
 ) -> Step[TrainState, Experience]:
     """A jitted step that trains the actor on one batch of experience: epochs x minibatches updates. Donates the state.
 
@@ -110,6 +114,10 @@ def make_actor_step(
     loss without `logprob_fn`, except for ratios of responses, which are not elementwise. With a `pipeline` both are
     functions of its last stage, and the step is not jitted as a whole: it returns what the pipeline does.
 
+    `loss` replaces importance * policy_loss by importance * loss(tokens), such as one of `token_losses`. It has no
+    ratio, so clips and `config.ratio` have no effect. The metric actor/loss is then in the place of actor/pg_loss and
+    the shares of clipped ratios. An experience with `targets` needs a `sums_fn` that takes `ids`.
+
     With `config.ptx_coef` a step is called as (state, experience, texts) or (state, experience, texts, frozen).
     `texts` is an `SFTBatch` with the experience's shape; a minibatch has the same rows of both.
 
@@ -125,25 +133,31 @@ def make_actor_step(
     Raises ValueError when first called with rows that do not divide into minibatches x micro_batches, with texts of
     another shape, or with an experience that was made with another config.
     """
-    return make_step(actor_updates(logprob_fn, optimizer, config, sums_fn), pipeline)
+    return make_step(actor_updates(logprob_fn, optimizer, config, sums_fn, loss), pipeline)
 
 
 def actor_updates(
-    logprob_fn: LogprobFn, optimizer: optax.GradientTransformation, config: PolicyConfig, sums_fn: SumsFn | None
+    logprob_fn: LogprobFn,
+    optimizer: optax.GradientTransformation,
+    config: PolicyConfig,
+    sums_fn: SumsFn | None,
+    loss: TokenLoss | None = None,
 ) -> Callable[..., Updates]:
     """(state, experience, *frozen) -> the actor's updates; with `ptx_coef`, texts come third."""
     if config.aggregation == "constant" and config.aggregation_divisor is None:
         raise ValueError("aggregation_divisor=None: aggregation='constant' needs it, usually the response limit")
-    loss_fn, with_weights = _loss_fn(logprob_fn, sums_fn, config), partial(_with_weights, config)
+    loss_fn, with_weights = _loss_fn(logprob_fn, sums_fn, config, loss), partial(_with_weights, config)
     target_kl = config.target_kl
     veto = None if target_kl is None else lambda metrics: metrics["approx_kl"] > target_kl
-    objective = Objective(loss_fn, optimizer, _metric_names(config), veto)
+    objective = Objective(loss_fn, optimizer, _metric_names(config, loss), veto)
 
     def update(state: TrainState, experience: Experience, *others: PyTree) -> Updates:
         check_class("state", state, TrainState)
         check_class("experience", experience, Experience)
         texts, *frozen = others if config.ptx_coef else (None, *others)
         _check_match(config, experience, texts)
+        if experience.targets is not None and sums_fn is None:
+            raise ValueError("targets need a sums_fn, which this model has not: see compute.fused_loss")
         ages = experience.ages(state.step)
         if config.staleness is not None:
             experience = without_older(experience, ages, config)
@@ -154,6 +168,7 @@ def actor_updates(
             advantages=experience.advantages,
             ref_logprobs=experience.ref_logprobs if config.kl_in_loss else None,
             ages=ages if config.old_logprobs == "interpolate" else None,
+            targets=experience.targets,
         )
         batch = rows, experience.importance, _group_tokens(config, experience), texts
         prepare, end = Partial(with_weights, experience.kl_coef), partial(_actor_metrics, config, experience, ages)
@@ -194,24 +209,31 @@ def sums_of(logprob_fn: LogprobFn) -> SumsFn:
     return sums
 
 
-def _loss_fn(logprob_fn: LogprobFn, sums_fn: SumsFn | None, config: PolicyConfig) -> LossFn:
+def _loss_fn(logprob_fn: LogprobFn, sums_fn: SumsFn | None, config: PolicyConfig, loss: TokenLoss | None) -> LossFn:
     """(params, rows, count, *frozen) -> (loss, metrics), for `TokenRows` of a minibatch that has `count` tokens."""
-    sums = sums_of(logprob_fn) if sums_fn is None or config.couples_tokens else sums_fn
-    terms = partial(_policy_terms, config)
+    couples = config.couples_tokens and loss is None
+    sums = sums_of(logprob_fn) if sums_fn is None or couples else sums_fn
+    terms = partial(_policy_terms, config, loss)
 
     def loss_fn(params: PyTree, rows: TokenRows, count: Array, *frozen: PyTree) -> tuple[Array, Metrics]:
-        loss, metrics = sums(params, rows.tokens, rows, terms, *frozen)
-        return loss, {name: x if name in _WEIGHTED else x / count for name, x in metrics.items()}
+        ids = {} if rows.targets is None else {"ids": rows.targets.ids}
+        total, metrics = sums(params, rows.tokens, rows, terms, *frozen, **ids)
+        return total, {name: x if name in _WEIGHTED else x / count for name, x in metrics.items()}
 
     return loss_fn
 
 
-_WEIGHTED = "pg_loss", "ptx_loss"  # their weights contain their denominators; the other metrics are means over tokens
+_WEIGHTED = (
+    "pg_loss",
+    "loss",
+    "ptx_loss",
+)  # their weights contain their denominators; the other metrics are means over tokens
 
 
-def _metric_names(config: PolicyConfig) -> tuple[str, ...]:
+def _metric_names(config: PolicyConfig, loss: TokenLoss | None) -> tuple[str, ...]:
     """The names of the metrics that `_policy_terms` returns."""
-    names = ["pg_loss", "entropy", "ppo_kl", "approx_kl", "ratio", "ratio_gap", "pg_clipfrac", "pg_clipfrac_lower"]
+    names = ["entropy", "ppo_kl", "approx_kl", "ratio", "ratio_gap"]
+    names += ["loss"] if loss is not None else ["pg_loss", "pg_clipfrac", "pg_clipfrac_lower"]
     names += ["kl_loss"] if config.kl_in_loss else []
     names += ["ptx_loss"] if config.ptx_coef else []
     names += WEIGHT_MEANS if config.weighs_in_loss else ()
@@ -270,10 +292,11 @@ def _with_weights(
 
 @jax.named_scope("policy_loss")
 def _policy_terms(
-    config: PolicyConfig, logprobs: Array, entropy: Array, rows: TokenRows
+    config: PolicyConfig, loss: TokenLoss | None, logprobs: Array, entropy: Array, rows: TokenRows
 ) -> tuple[Array, dict[str, Array]]:
     """Every token's loss and metrics; 0 outside the masks. Elementwise if ratios are of tokens."""
     assert rows.weights is not None and rows.pg_weights is not None
+    of_targets, logprobs = (None, logprobs) if rows.targets is None else (logprobs[..., 1:], logprobs[..., 0])
     # Selected before the mathematics, not after: a NaN in the padding would return through the gradient.
     text_logprobs, logprobs = logprobs, jnp.where(rows.mask, logprobs, 0)
     old_logprobs, pg_weights, corrected = jnp.where(rows.mask, rows.old_logprobs, 0), rows.pg_weights, {}
@@ -284,6 +307,39 @@ def _policy_terms(
             gap = jnp.where(fresh, old_logprobs - rollout_logprobs, 0)
             weights = importance_weights(gap, fresh, config)
             pg_weights, corrected = pg_weights * weights, weight_terms(weights, gap, config)
+    log_ratio = jnp.clip(logprobs - old_logprobs, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    metrics = {"entropy": entropy, "ppo_kl": -log_ratio, "approx_kl": jnp.expm1(log_ratio) - log_ratio}
+    if loss is None:
+        parts, main = _surrogate(config, logprobs, old_logprobs, pg_weights, rows), "pg_loss"
+        metrics |= {
+            "pg_loss": pg_weights * parts.loss,
+            "ratio": parts.ratio,
+            "pg_clipfrac": parts.clipped.astype(jnp.float32),
+            "pg_clipfrac_lower": parts.clipped_lower.astype(jnp.float32),
+        }
+    else:
+        tokens, main = _loss_tokens(logprobs, entropy, old_logprobs, of_targets, rows), "loss"
+        metrics |= {"loss": pg_weights * checked_loss(loss, tokens), "ratio": jnp.exp(log_ratio)}
+    metrics["ratio_gap"] = jnp.abs(metrics["ratio"] - 1)
+    if rows.ref_logprobs is not None:
+        ref_logprobs = jnp.where(rows.mask, rows.ref_logprobs, 0)
+        metrics["kl_loss"] = kl_estimate(logprobs, ref_logprobs, config.kl_estimator)
+    metrics = {name: jnp.where(rows.mask, x, 0) for name, x in (metrics | corrected).items()}
+    total = metrics[main]
+    if config.entropy_coef:  # otherwise the entropy's gradient is not computed
+        total -= config.entropy_coef * (rows.weights * metrics["entropy"])
+    if rows.kl_weights is not None:
+        total += rows.kl_weights * metrics["kl_loss"]
+    if rows.text_weights is not None:
+        metrics["ptx_loss"] = rows.text_weights * -jnp.where(rows.text_weights > 0, text_logprobs, 0)
+        total += config.ptx_coef * metrics["ptx_loss"]
+    return total, metrics
+
+
+def _surrogate(
+    config: PolicyConfig, logprobs: Array, old_logprobs: Array, pg_weights: Array, rows: TokenRows
+) -> PolicyLoss:
+    """The config's policy loss of each token, with the ratio of the token or of its response."""
     action = log_ratio = logprobs - old_logprobs
     if config.ratio != "token":
         counted = pg_weights > 0
@@ -295,30 +351,23 @@ def _policy_terms(
     advantages = jnp.where(rows.mask, rows.advantages, 0)
     clips = {"clip_low": config.clip_low, "clip_high": config.clip_high}
     if config.surrogate == "cispo":
-        parts = cispo_loss(logprobs, action, advantages, **clips)
-    else:
-        parts = policy_loss(action, jnp.zeros_like(action), advantages, **clips, dual_clip=config.dual_clip)
-    log_ratio = jnp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    metrics = {
-        "pg_loss": pg_weights * parts.loss,
-        "entropy": entropy,
-        "ppo_kl": -log_ratio,
-        "approx_kl": jnp.expm1(log_ratio) - log_ratio,
-        "ratio": parts.ratio,
-        "ratio_gap": jnp.abs(parts.ratio - 1),
-        "pg_clipfrac": parts.clipped.astype(jnp.float32),
-        "pg_clipfrac_lower": parts.clipped_lower.astype(jnp.float32),
-    }
-    if rows.ref_logprobs is not None:
-        ref_logprobs = jnp.where(rows.mask, rows.ref_logprobs, 0)
-        metrics["kl_loss"] = kl_estimate(logprobs, ref_logprobs, config.kl_estimator)
-    metrics = {name: jnp.where(rows.mask, x, 0) for name, x in (metrics | corrected).items()}
-    loss = metrics["pg_loss"]
-    if config.entropy_coef:  # otherwise the entropy's gradient is not computed
-        loss -= config.entropy_coef * (rows.weights * metrics["entropy"])
-    if rows.kl_weights is not None:
-        loss += rows.kl_weights * metrics["kl_loss"]
-    if rows.text_weights is not None:
-        metrics["ptx_loss"] = rows.text_weights * -jnp.where(rows.text_weights > 0, text_logprobs, 0)
-        loss += config.ptx_coef * metrics["ptx_loss"]
-    return loss, metrics
+        return cispo_loss(logprobs, action, advantages, **clips)
+    return policy_loss(action, jnp.zeros_like(action), advantages, **clips, dual_clip=config.dual_clip)
+
+
+def _loss_tokens(
+    logprobs: Array, entropy: Array, old_logprobs: Array, of_targets: Array | None, rows: TokenRows
+) -> LossTokens:
+    """What a loss of tokens reads, with harmless numbers outside the mask.
+
+    An id that the student's or the teacher's vocabulary lacks has probability 0 for both.
+    """
+    ref_logprobs = None if rows.ref_logprobs is None else jnp.where(rows.mask, rows.ref_logprobs, 0)
+    advantages, targets = jnp.where(rows.mask, rows.advantages, 0), rows.targets
+    student = given = None
+    if of_targets is not None and targets is not None:
+        known = jnp.isfinite(of_targets) & jnp.isfinite(targets.logprobs)
+        student, given = (jnp.where(known, x, NO_LOGPROB) for x in (of_targets, targets.logprobs))
+        student, given = (jnp.where(rows.mask[..., None], x, 0) for x in (student, given))
+    entropy = jnp.where(rows.mask, entropy, 0)
+    return LossTokens(logprobs, entropy, old_logprobs, ref_logprobs, advantages, student, given)

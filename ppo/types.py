@@ -64,6 +64,15 @@ class Rollout:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class Targets:
+    """K tokens for each position, with the log-probabilities that a teacher gives them there: `[:, t]` of token t."""
+
+    ids: Int[Array, "B T K"]
+    logprobs: Float[Array, "B T K"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Experience(Rollout):
     """A rollout with everything that an update needs. The `[B, T]` arrays added here are zero outside `response_mask`.
 
@@ -81,6 +90,7 @@ class Experience(Rollout):
     returns: Float[Array, "B T"] | None  # the critic's targets: unwhitened advantages + values
     importance: Float[Array, "B T"] | None = None  # weights of the policy loss: see `off_policy.importance_weights`
     kl_coef: Float[Array, ""] | None = None  # beta of the KL in the loss
+    targets: Targets | None = None  # of a loss that compares with a teacher; read at response tokens only
 
 
 @jax.tree_util.register_dataclass

@@ -38,9 +38,10 @@ from jrlhf.ppo import (
     experience_metrics,
     make_sft_step,
 )
-from jrlhf.roles.actor import Actor, Reference
+from jrlhf.roles.actor import Actor
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.critic import Critic, FusedUpdate, Reward
+from jrlhf.roles.frozen import Reference
 from jrlhf.roles.generating import engine_of
 from jrlhf.roles.model import Architecture, Compute, Model, generation_weights
 from jrlhf.roles.optimizers import adamw

@@ -10,11 +10,12 @@ from typing import Any, Protocol
 from jaxtyping import Array, Float
 
 from jrlhf.data.batches import Batch
-from jrlhf.ppo.types import Experience, Rollout
+from jrlhf.ppo.token_losses import TokenLoss
+from jrlhf.ppo.types import Experience, Rollout, Targets
 
 Number = float | Array
 Metrics = dict[str, Array]
-Result = tuple[Experience, Metrics]  # a dataflow's result: the experience, and the metrics of its updates
+Result = tuple[Rollout, Metrics]  # a dataflow's result: the experience, or the rollout, and the metrics of its updates
 Scores = Float[Array, "B"] | Float[Array, "B R"]  # of rows, or of the tokens of responses
 OfTokens = Float[Array, "B T"]
 Values = tuple[OfTokens, Float[Array, "B"]]  # V before every token, and V after each row's last token
@@ -28,13 +29,19 @@ class ActorCalls(Protocol):
     def recomputes(self) -> bool: ...
     def logprobs(self, rollout: Rollout) -> OfTokens: ...
     def logprobs_with_base(self, rollout: Rollout) -> tuple[OfTokens, OfTokens]: ...
-    def update(self, experience: Experience) -> Metrics: ...
+    def update(self, data: Rollout, loss: TokenLoss | None = None, targets: Targets | None = None) -> Metrics: ...
 
 
-class ReferenceCalls(Protocol):
-    """The frozen policy to which the KL penalty ties the actor."""
+class FrozenPolicyCalls(Protocol):
+    """A frozen policy that the config names, such as a teacher."""
 
     def logprobs(self, rollout: Rollout) -> OfTokens: ...
+    def top_logprobs(self, rollout: Rollout, k: int) -> Targets: ...
+
+
+class ReferenceCalls(FrozenPolicyCalls, Protocol):
+    """The frozen policy to which the KL penalty ties the actor."""
+
     def is_base_of(self, actor: Any) -> bool: ...
 
 
@@ -69,6 +76,8 @@ class EstimatorCalls(Protocol):
     def group_experience(
         self, rollout: Rollout, scores: Scores, old: OfTokens | None, ref: OfTokens | None, kl_coef: Number
     ) -> Experience: ...
+
+    def best_of_group(self, rollout: Rollout, scores: Scores) -> Experience: ...
 
     def return_experience(
         self,

@@ -6,6 +6,7 @@ Its parameters are some of those of the shipped dataflow. `estimator.custom_expe
 import functools
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,12 +14,13 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from jrlhf.algorithms.factory import algorithm_of
-from jrlhf.algorithms.roles import ROLES, known_facts
+from jrlhf.algorithms.roles import known_facts, roles_of
 from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
 from jrlhf.meshes.graph import Graph
 from jrlhf.meshes.mesh import AXES
 from jrlhf.ppo.token_advantages import make_custom_experience
+from jrlhf.ppo.token_losses import LossTokens, checked_loss
 from jrlhf.ppo.types import Experience, Rollout
 from jrlhf.rewards.user_code import UserCode, explain, load, resolve
 from jrlhf.roles.graph import Value, trace
@@ -29,7 +31,7 @@ def custom_dataflow(config: Config, shipped: Callable) -> UserCode:
     key, spec = _key(config), config.rl.dataflow
     assert spec is not None
     code = load(resolve(spec, key), key)
-    served = inspect.signature(shipped).parameters
+    served = [*inspect.signature(shipped).parameters, *config.roles.frozen]
     for name, parameter in inspect.signature(code.function).parameters.items():
         if name not in served or parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise UserError(
@@ -42,10 +44,14 @@ def custom_dataflow(config: Config, shipped: Callable) -> UserCode:
 def custom_graph(config: Config, dataflow: Callable, shipped: Callable) -> Graph:
     """Traces a user's dataflow, and checks that it makes the calls on which the stage relies."""
     experiences: list[tuple] = []
+    updates: list[tuple] = []
     try:
-        watched = {"estimator.custom_experience": lambda *arguments: experiences.append(arguments)}
+        watched = {
+            "estimator.custom_experience": lambda *arguments: experiences.append(arguments),
+            "actor.update": lambda *arguments: updates.append(arguments),
+        }
         facts = known_facts(config)
-        graph = trace(_returning_a_pair(dataflow), ROLES, facts, name=config.algorithm, watched=watched)
+        graph = trace(_returning_a_pair(dataflow), roles_of(config), facts, name=config.algorithm, watched=watched)
     except Exception as error:
         raise UserError(
             f"{_key(config)} cannot be traced ({explain(error)}): let it only make calls of its roles and hand on what "
@@ -54,6 +60,8 @@ def custom_graph(config: Config, dataflow: Callable, shipped: Callable) -> Graph
     _check_calls(config, graph, shipped)
     for arguments in experiences:
         _check_advantages(config, *arguments)
+    for _, loss, targets in (arguments for arguments in updates if len(arguments) == 3):
+        _check_loss(config, loss, has_targets=targets is not None)
     return graph
 
 
@@ -66,7 +74,7 @@ def _returning_a_pair(dataflow: Callable) -> Callable:
     def checked(**arguments):
         returned = dataflow(**arguments)
         if not (isinstance(returned, tuple) and [type(value) for value in returned] == [Value, Value]):
-            raise TypeError("it must return the experience and the metrics of the updates")
+            raise TypeError("it must return the experience, or the rollout, and the metrics of the updates")
 
     return checked
 
@@ -100,6 +108,21 @@ def _check_advantages(config: Config, advantages: Callable, *arguments: Any) -> 
         ) from error
 
 
+def _check_loss(config: Config, loss: Any, *, has_targets: bool) -> None:
+    """Refuses a loss that fails, or does not return one number for each token."""
+    if loss is None:
+        return
+    if not callable(loss):
+        raise UserError(f"{_key(config)}: actor.update gets the loss {loss!r}: it must be a function of LossTokens")
+    number, several = jnp.zeros(2), jnp.zeros((2, 3)) if has_targets else None
+    reference = number if config.rl.algorithm.kl_in_loss else None
+    tokens = LossTokens(number, number, number, reference, number, several, several)
+    try:
+        jax.eval_shape(partial(checked_loss, loss), tokens)
+    except Exception as error:
+        raise UserError(f"{_key(config)}: the loss that actor.update gets fails ({explain(error)})") from error
+
+
 def _check_calls(config: Config, graph: Graph, shipped: Callable) -> None:
     """Refuses a graph that lacks a call on which the stage relies, or that makes the same call of a model twice."""
     key, calls, parameters = _key(config), [call.name for call in graph], inspect.signature(shipped).parameters
@@ -114,9 +137,12 @@ def _check_calls(config: Config, graph: Graph, shipped: Callable) -> None:
             f"{key} does not call reference.logprobs, and {graph.name}.algorithm.kl_coef="
             f"{config.rl.algorithm.kl_coef:g}: call it, or set that to 0"
         )
+    for name in config.roles.frozen:
+        if name not in graph.roles:
+            raise UserError(f"{key} does not call roles.{name}: give it the parameter {name}, or leave the role out")
     for call in graph:
         method = call.name.partition(".")[2]
-        if call.kind != "compute" and not hasattr(ROLES[call.role], method):
+        if call.kind != "compute" and not hasattr(roles_of(config)[call.role], method):
             raise UserError(
                 f"{key} calls {call.role}.{method.rpartition('_')[0]} more than once: a plan has one place for each"
             )

@@ -12,10 +12,11 @@ from jrlhf.models.generation.sampling import SamplingConfig
 from jrlhf.ppo.config.algorithms import DAPOConfig, SafeRLHFConfig
 from jrlhf.ppo.config.policy import PolicyConfig
 from jrlhf.rewards.mixture import Rewards
-from jrlhf.roles.actor import Actor, Reference
+from jrlhf.roles.actor import Actor
 from jrlhf.roles.critic import Constraint, CostCritic, Critic, FusedUpdate
 from jrlhf.roles.derived import scalar_model
 from jrlhf.roles.experience import ExperienceMaker
+from jrlhf.roles.frozen import FrozenPolicy, Reference
 from jrlhf.roles.initial import InitialModels
 from jrlhf.roles.model import Compute, Model
 from jrlhf.roles.optimizers import adamw
@@ -74,6 +75,9 @@ class RoleFactory:
             models["critic"] = home("critic").store(initial.critic(policy, rewards.trained))
             if "cost_critic" in graph.roles:
                 models["cost_critic"] = home("cost_critic").store(scalar_model(policy))
+        for name, role in self.config.roles.frozen.items():
+            models[name] = home(name).store(initial.frozen(role.path, f"roles.{name}.path"))
+            identities[name] = models[name].fingerprint()
         rewards.free_original()
         return {"actor": home("actor").store(policy)} | models, identities
 
@@ -96,6 +100,8 @@ class RoleFactory:
             optional["constraint"] = Constraint(algorithm, clock, placement("constraint"))
         if isinstance(algorithm, DAPOConfig):
             optional["pool"] = DynamicSampler(placement("pool"), algorithm, clock, rewards)
+        own = self.config.roles.frozen
+        optional["frozen"] = {name: FrozenPolicy(models[name], self._site(name), **lengths) for name in own}
         return Roles(actor, rewards, ExperienceMaker(algorithm, clock, placement("estimator")), **optional)
 
     def _site(self, role: str, offloader: Offloader | None = None) -> Site:

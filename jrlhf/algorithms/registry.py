@@ -6,7 +6,7 @@ from importlib import import_module
 from jrlhf.algorithms.custom import custom_dataflow, custom_graph
 from jrlhf.algorithms.on_policy import on_policy
 from jrlhf.algorithms.pair_actor import PairActor, PairReference
-from jrlhf.algorithms.roles import ROLES, known_facts
+from jrlhf.algorithms.roles import known_facts, roles_of
 from jrlhf.config.schema import Config
 from jrlhf.config.stages import FILES
 from jrlhf.errors import UserError
@@ -60,7 +60,7 @@ def graph_of(config: Config) -> Graph:
     assert config.algorithm is not None
     if config.rl.dataflow is not None:
         return custom_graph(config, dataflow_of(config), shipped_dataflow(config.algorithm))
-    return trace(dataflow_of(config), ROLES, known_facts(config), name=config.algorithm)
+    return trace(dataflow_of(config), roles_of(config), known_facts(config), name=config.algorithm)
 
 
 def stage_graph(config: Config, stage: str) -> Graph:

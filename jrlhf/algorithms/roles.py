@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args, get_type_hints
 
 from jrlhf.algorithms.dynamic_sampling import DynamicSampler
@@ -12,9 +12,10 @@ from jrlhf.ppo.safe import MultiplierState
 from jrlhf.ppo.shaping import RunningMoments
 from jrlhf.ppo.types import SFTBatch, TrainState
 from jrlhf.rewards.mixture import Rewards
-from jrlhf.roles.actor import Actor, Draw, Reference
+from jrlhf.roles.actor import Actor, Draw
 from jrlhf.roles.critic import Constraint, CostCritic, Critic, FusedUpdate
 from jrlhf.roles.experience import ExperienceMaker
+from jrlhf.roles.frozen import FrozenPolicy, Reference
 
 
 def known_facts(config: Config) -> dict[str, Any]:
@@ -41,6 +42,13 @@ class Roles:
     learner: FusedUpdate | None = None
     pool: DynamicSampler | None = None
     constraint: Constraint | None = None
+    frozen: Mapping[str, FrozenPolicy] = field(default_factory=dict)  # those that the config names
+
+    @property
+    def by_name(self) -> dict[str, Any]:
+        """All roles, by the name of a dataflow's parameter."""
+        own = dict(vars(self))
+        return own.pop("frozen") | own
 
     @property
     def trained(self) -> dict[str, Actor | Critic]:
@@ -77,12 +85,12 @@ class Roles:
             bound["constraint"] = self.constraint.bind(multiplier)
         roles = replace(self, **bound)
         if (prefetch := self.actor.placement.prefetch) is not None:
-            prefetch.bind(vars(roles))
+            prefetch.bind(roles.by_name)
         return roles
 
     def arguments(self, dataflow: Callable) -> dict[str, Any]:
         """The roles that are parameters of a dataflow."""
-        roles = vars(self)
+        roles = self.by_name
         return {name: roles[name] for name in inspect.signature(dataflow).parameters if name in roles}
 
     @property
@@ -93,4 +101,11 @@ class Roles:
 
 
 # Name of a role -> its class. An optional role's field has the type `X | None`, whose first argument is X.
-ROLES: dict[str, type] = {name: (*get_args(kind), kind)[0] for name, kind in get_type_hints(Roles).items()}
+ROLES: dict[str, type] = {
+    name: (*get_args(kind), kind)[0] for name, kind in get_type_hints(Roles).items() if name != "frozen"
+}
+
+
+def roles_of(config: Config) -> dict[str, type]:
+    """Returns the class of each role that a dataflow of the config may call, by the name of its parameter."""
+    return ROLES | dict.fromkeys(config.roles.frozen, FrozenPolicy)

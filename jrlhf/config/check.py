@@ -1,5 +1,6 @@
 """Checks of a config as a whole: sections against each other, the models and the devices."""
 
+import keyword
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -20,6 +21,12 @@ from jrlhf.errors import UserError
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.config.divisors import divisors, indivisible
 from jrlhf.ppo.fields import default_of, without_effect
+
+# What a dataflow's parameters mean besides the frozen policies that a config names; see `jrlhf.algorithms.roles`.
+OTHER_PARAMETERS = (
+    *("actor", "reward", "estimator", "reference", "critic", "cost_critic", "cost", "learner", "pool", "constraint"),
+    *("arithmetic", "prompts", "kl_coef"),
+)
 
 
 def mesh_sizes(mesh: MeshConfig, device_count: int, *, simulates: bool = True) -> tuple[int, int, int]:
@@ -95,6 +102,7 @@ def _violations(config: Config, device_count: int, models: Mapping[str, ModelCon
     yield from _pipelines(config, fsdp)
     yield from _batches(config, data * fsdp * tensor, data * fsdp)
     yield from fleet_violations(config, config.fleet)
+    yield from _frozen_roles(config)
     if config.algorithm is not None:
         yield from _algorithm(config, config.algorithm)
         if config.compute.shared_passes:
@@ -259,6 +267,17 @@ def fleet_violations(config: Config, fleet: FleetSection | None) -> Iterator[str
     gpus = [gpu.strip() for entry in fleet.devices for gpu in entry.split(",") if gpu.strip()]
     if repeated := [gpu for gpu in gpus if gpus.count(gpu) > 1]:
         yield f"fleet.devices names the GPU {repeated[0]} twice: give each process GPUs of its own"
+
+
+def _frozen_roles(config: Config) -> Iterator[str]:
+    for name, role in config.roles.frozen.items():
+        if not name.isidentifier() or keyword.iskeyword(name):
+            yield f"roles.{name} names a parameter of a dataflow: use letters, digits and _"
+        elif name in OTHER_PARAMETERS:
+            yield f"roles.{name} has the name of another parameter of dataflows: choose another name"
+        elif config.algorithm is None or config.rl.dataflow is None:
+            section = config.algorithm or "an algorithm"
+            yield f"roles.{name}={role.path} is for a dataflow of your own: set {section}.dataflow, or leave it out"
 
 
 def _validation(config: Config, validation: ValidationConfig) -> Iterator[str]:

@@ -11,10 +11,11 @@ def classes_of(kind: Any) -> list[Any]:
 
 
 def kinds_of(cls: Any) -> dict[str, Any]:
-    """Returns key -> type for the keys of a config, without fields that are filled `from` other settings."""
+    """Returns key -> type for the keys of a config, without fields that are filled `from` other settings, or with keys
+    that the user names."""
     kinds, hints = {}, get_type_hints(cls)
     for item in fields(cls):
-        if "from" not in item.metadata:
+        if not {"from", "named"} & item.metadata.keys():
             kinds |= item.metadata.get("table") or {item.name: hints[item.name]}
     return kinds
 

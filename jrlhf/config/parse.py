@@ -142,6 +142,7 @@ def config_yaml(config: object, *, off: bool = False, defaults: bool = True) -> 
             return [plain(item) for item in value] if isinstance(value, tuple) else value
         own = {item.name: getattr(value, item.name) for item in fields(value)}
         tables = [own[item.name] for item in fields(value) if "table" in item.metadata]  # key -> section
+        named = [own[item.name] for item in fields(value) if "named" in item.metadata]
         values, mapping = {key: section for part in (own, *tables) for key, section in part.items()}, {}
         for name, kind in kinds_of(type(value)).items():
             is_tag = get_origin(kind) is Literal and len(get_args(kind)) == 1
@@ -150,7 +151,7 @@ def config_yaml(config: object, *, off: bool = False, defaults: bool = True) -> 
             absent = classes_of(kind) and values.get(name) is None
             if name in values and (off or not absent):
                 mapping[name] = plain(classes_of(kind)[0]() if absent else values[name])
-        return mapping
+        return mapping | {name: plain(section) for part in named for name, section in part.items()}
 
     return yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True, width=1000)
 
@@ -176,7 +177,12 @@ def _build(cls: type[T], mapping: object, path: str) -> T:
         raise UserError(f"{path}={_shown(mapping)}: it is a section, write {written} for one of {keys}")
     values: dict[str, Any] = {}
     tables = {key for item in fields(cls) for key in item.metadata.get("table", ())}  # pyright: ignore
+    named = next((item for item in fields(cls) if "named" in item.metadata), None)  # pyright: ignore
     for key, value in mapping.items():
+        if named is not None and key not in kinds and isinstance(section := parsed(value, str(key)), Mapping):
+            own = values.setdefault(named.name, {})
+            own[str(key)] = _build(named.metadata["named"], section, joined(path, key))
+            continue
         if key not in kinds:
             if "." in (parts := str(key)) and parts in paths_of(cls):
                 nested = reduce(lambda inner, part: {part: inner}, reversed(parts.split(".")), value)

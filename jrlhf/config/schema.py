@@ -63,11 +63,29 @@ class ModelSection(Section):
 
 
 @dataclass(frozen=True)
+class FrozenRole(Section):
+    """A frozen policy of a dataflow of your own, under the name of the dataflow's parameter, such as a teacher."""
+
+    path: str = address("")  # its model directory
+
+
+@dataclass(frozen=True)
 class RolesConfig(Section):
-    """Model directories of the roles that do not start from the actor. Their tokenizer must be the actor's."""
+    """Model directories of the roles that do not start from the actor. Their tokenizer must be the actor's.
+
+    Any other key names a frozen policy for a dataflow of your own: `teacher: {path: Qwen/Qwen3-8B}`.
+    """
 
     critic: str | None = address()  # null: the reward model that this run trained, else the actor with a new head
     reference: str | None = address()  # null: the actor as it is before reinforcement learning
+    frozen: Mapping[str, FrozenRole] = field(default_factory=dict, metadata={"named": FrozenRole})
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """The model directory of each role that has one of its own."""
+        given = {"critic": self.critic, "reference": self.reference}
+        own = {name: role.path for name, role in self.frozen.items()}
+        return {name: path for name, path in given.items() if path is not None} | own
 
 
 LoRATarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

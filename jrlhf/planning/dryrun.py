@@ -89,8 +89,8 @@ class _DryRun:
     def sources(self) -> list[str]:
         """The data's description; or the models and datasets that are not on this machine."""
         config, reasons = self.config, list[str]()
-        paths = {"model.path": config.model.path, "roles.critic": config.roles.critic}
-        paths |= {"roles.reference": config.roles.reference}
+        paths = {"model.path": config.model.path}
+        paths |= {f"roles.{role}": path for role, path in config.roles.paths.items()}
         paths |= {f"{key}.model": part.model for key, _, part in config.rewards_and_costs}
         if isinstance(config.data, DatasetsData):
             datasets = {part: getattr(config.data, part) for part in ("sft", "preferences", "prompts", "heldout")}

@@ -1,7 +1,7 @@
 """`Workload`: each role's models and the sizes of one iteration, from which memory and time are predicted."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -237,11 +237,12 @@ def _models_of_roles(
         return RoleModel(models[role], head, trained, adapter, is_base=adapter is None, int8=int8)
 
     # Role, head, whether it is trained, and whether it has its own model instead of starting from the policy.
-    policies: tuple[tuple[str, HeadKind, bool, bool], ...] = (
+    policies: Sequence[tuple[str, HeadKind, bool, bool]] = (
         ("actor", "lm", True, False),
         ("critic", "scalar", True, config.roles.critic is not None or (section is not None and not section.critic)),
         ("cost_critic", "scalar", True, False),
         ("reference", "lm", False, config.roles.reference is not None),
+        *((name, "lm", False, True) for name in config.roles.frozen),
     )
     for role, head, trained, own in policies:
         if role == "reference" and role in models and config.reference_is_base:

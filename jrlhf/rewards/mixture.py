@@ -97,6 +97,7 @@ class Rewards:
 
     moments: RunningMoments  # running mean and variance of all scores so far
     raw: dict[int, Array]  # number of each batch scored in the iteration -> its rows' sums before they were shaped
+    _begun: list[Pending]  # scores of the iteration that may not be read yet
     parts: dict[int, dict[str, Any]]  # number of each batch -> each reward's scores of its rows, NaN if it judges none
 
     def __init__(
@@ -155,7 +156,7 @@ class Rewards:
 
     def start(self, moments: RunningMoments) -> None:
         """Begins an iteration: forgets the scores and metrics of the one before."""
-        self.moments, self.raw, self.parts, self._metrics = moments, {}, {}, {}
+        self.moments, self.raw, self.parts, self._metrics, self._begun = moments, {}, {}, {}, []
 
     @call("infer", "scores", rows="open")
     def score(self, rollout: Rollout, prompts: Batch) -> Pending:
@@ -165,7 +166,14 @@ class Rewards:
         normalised, clipped and penalised as configured; [B, R], with the first response token first, if a reward scores
         tokens.
         """
-        return self._begin("score", rollout, prompts)
+        self._begun.append(scores := self._begin("score", rollout, prompts))
+        return scores
+
+    def finish(self) -> None:
+        """Waits for scores that nobody has read."""
+        for scores in self._begun:
+            scores.result()
+        self._begun.clear()
 
     @call("infer", "baselines", rows="open")
     def score_baseline(self, rollout: Rollout, prompts: Batch) -> Pending:

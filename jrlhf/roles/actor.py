@@ -1,8 +1,8 @@
-"""The roles of the policy: the actor, which is trained, and the frozen reference, to which a KL penalty ties it."""
+"""`Actor`: the policy in training."""
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Self
 
 import optax
@@ -16,11 +16,14 @@ from jrlhf.models.generation.sampling import SamplingConfig
 from jrlhf.models.generation.schedule import Schedule
 from jrlhf.models.params import Params
 from jrlhf.ppo.config.policy import PolicyConfig
-from jrlhf.ppo.types import Experience, Rollout, SFTBatch, TrainState
+from jrlhf.ppo.experience import bare_experience
+from jrlhf.ppo.token_losses import TokenLoss
+from jrlhf.ppo.types import Experience, Rollout, SFTBatch, Targets, TrainState
+from jrlhf.roles.frozen import responses
 from jrlhf.roles.generating import engine_of
 from jrlhf.roles.model import Architecture, Compute, Model, generation_weights
 from jrlhf.roles.placement import Pending, call
-from jrlhf.roles.role import Role, Site, TrainedRole
+from jrlhf.roles.role import Site, TrainedRole
 from jrlhf.run.clock import timed
 from jrlhf.run.processes import to_all_hosts
 
@@ -64,7 +67,8 @@ class Actor(TrainedRole):
         if self.architecture.lora is not None:
             both = self.compiled("logprobs_with_base")
             self._logprobs_with_base = both.score_logprobs_with_base(temperature=temperature, span=span)
-        self._update = self.compiled("update").actor_step(optimizer, algorithm, temperature=temperature, responses=span)
+        step = partial(self.compiled("update").actor_step, optimizer, algorithm)
+        self._updates = cache(partial(step, temperature, span))  # by loss
 
     def bind(self, state: TrainState, texts: SFTBatch | None = None, draw: Draw | None = None) -> Self:
         """See `TrainedRole`. draw: where its rollouts come from; None: `sample` draws each one when it is asked for."""
@@ -119,21 +123,33 @@ class Actor(TrainedRole):
     @timed("old_log_prob")
     def logprobs(self, rollout: Rollout) -> Float[Array, "B T"]:
         """Log-probs of response tokens under the present weights; undefined at other positions."""
-        return self._infer("logprobs", self._logprobs, *_responses(rollout))[0]
+        return self._infer("logprobs", self._logprobs, *responses(rollout))[0]
 
     @call("infer", "old", "ref", rows="each")
     @timed("old_log_prob")
     def logprobs_with_base(self, rollout: Rollout) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
         """An adapter's `logprobs`, and those of the base under it, in one pass."""
         params = self.offloader.onload(self.state.params)
-        logprobs, _, base = self._logprobs_with_base(params, *_responses(rollout), *self._frozen("logprobs_with_base"))
+        logprobs, _, base = self._logprobs_with_base(params, *responses(rollout), *self._frozen("logprobs_with_base"))
         return logprobs, base
 
     @call("train", "actor_metrics")
-    def update(self, experience: Experience) -> dict[str, Array]:
-        """Trains on one batch of experience."""
+    def update(self, data: Rollout, loss: TokenLoss | None = None, targets: Targets | None = None) -> dict[str, Array]:
+        """Trains on one batch of experience; or of a rollout, if a loss is given that needs no more.
+
+        loss: replaces the algorithm's policy loss, as in `make_actor_step`; pass the same object in every iteration,
+            else the update compiles again. targets: what the loss compares with.
+        """
         texts = () if self.texts is None else (self.texts,)
-        return self._train("update_actor", self._update, experience, *texts)
+        if loss is None and not isinstance(data, Experience):
+            raise TypeError("actor.update needs experience, from a call of the estimator, or a loss")
+        experience = self.experience(data, targets)
+        return self._train("update_actor", self._updates(loss), experience, *texts)
+
+    def experience(self, data: Rollout, targets: Targets | None = None) -> Experience:
+        """Returns experience as it is, and of a rollout an experience without scores and advantages."""
+        experience = data if isinstance(data, Experience) else bare_experience(data, config=self._algorithm)
+        return experience if targets is None else replace(experience, targets=targets)
 
     def _train(self, *arguments: Any) -> dict[str, Any]:
         """Draws rollouts that are still open with the weights before the update."""
@@ -141,26 +157,3 @@ class Actor(TrainedRole):
             rollout.result()
         self._open.clear()
         return super()._train(*arguments)
-
-
-class Reference(Role):
-    """The frozen policy to which the KL penalty ties the actor. responses: maximum response length."""
-
-    def __init__(self, model: Model, site: Site, *, temperature: float, responses: int):
-        super().__init__(model, site)
-        self._logprobs = self.compiled("logprobs").score_logprobs(temperature=temperature, span=responses)
-
-    @call("infer", "ref", rows="each")
-    @timed("ref")
-    def logprobs(self, rollout: Rollout) -> Float[Array, "B T"]:
-        """Log-probs of response tokens; undefined at other positions."""
-        return self._infer("logprobs", self._logprobs, *_responses(rollout))[0]
-
-    def is_base_of(self, actor: Actor) -> bool:
-        """True if the actor is an adapter on this very model, which then needs no separate pass."""
-        return self.model.params is actor.model.base
-
-
-def _responses(rollout: Rollout) -> tuple[Array, Array, Array]:
-    """The tokens of a rollout, its rows' lengths, and where the responses begin."""
-    return rollout.tokens, rollout.lengths, rollout.prompt_lengths

@@ -16,12 +16,13 @@ from optax import GradientTransformation
 from jrlhf.meshes.by_length import ByLength, map_by_length
 from jrlhf.meshes.layout import Layout
 from jrlhf.meshes.rows import map_parts
-from jrlhf.models.forward import make_logprobs, make_logprobs_with_base, make_token_sums
+from jrlhf.models.forward import make_logprobs, make_logprobs_with_base, make_token_sums, make_top_logprobs
 from jrlhf.models.scalars import make_scores, make_values
 from jrlhf.ppo.config.algorithms import PPOConfig
 from jrlhf.ppo.config.policy import PolicyConfig
 from jrlhf.ppo.critic import make_critic_step
 from jrlhf.ppo.steps import make_actor_step
+from jrlhf.ppo.token_losses import TokenLoss
 from jrlhf.ppo.updates import Pipeline
 from jrlhf.roles.model import Architecture, Compute
 
@@ -65,7 +66,12 @@ class CompiledModel:
         return self._make(make_scores, self.compute.train_layout)
 
     def actor_step(
-        self, optimizer: GradientTransformation, algorithm: PolicyConfig, temperature: float, responses: int | None
+        self,
+        optimizer: GradientTransformation,
+        algorithm: PolicyConfig,
+        temperature: float,
+        responses: int | None,
+        loss: TokenLoss | None = None,
     ) -> Function:
         """(state, experience) -> (state, metrics), jitted: the actor's updates. responses: maximum response length."""
         # Texts that are imitated in addition are trained on from their first token.
@@ -73,13 +79,13 @@ class CompiledModel:
         options = {"temperature": temperature, "span": span, "entropy_gradient": algorithm.entropy_coef != 0}
         sums = self.train_sums(**options)
 
-        def of_responses(params, tokens, data, *others):
+        def of_responses(params, tokens, data, *others, **ids):
             assert sums is not None
-            return sums(params, tokens, data, *others, starts=jnp.argmax(data.computed, axis=1))
+            return sums(params, tokens, data, *others, starts=jnp.argmax(data.computed, axis=1), **ids)
 
         sums_fn = sums if span is None or sums is None else of_responses
         logprobs = self.train_logprobs(temperature=temperature)
-        return make_actor_step(logprobs, optimizer, algorithm, sums_fn=sums_fn, pipeline=self.runs)
+        return make_actor_step(logprobs, optimizer, algorithm, sums_fn=sums_fn, pipeline=self.runs, loss=loss)
 
     def critic_step(self, optimizer: GradientTransformation, ppo: PPOConfig) -> Function:
         """(state, experience) -> (state, metrics), jitted: all of the critic's updates on a batch."""
@@ -93,6 +99,12 @@ class CompiledModel:
         """
         logprobs = self._make(make_logprobs, self.compute.score_layout, temperature=temperature, span=span)
         return self._scoring(logprobs, arrays=0 if span is None else 1)
+
+    @_shared
+    def score_top_logprobs(self, *, k: int, temperature: float, span: int) -> Function:
+        """(params, tokens, lengths, starts) -> (ids, logprobs) [B, T, k], of the most likely tokens in each place."""
+        options = {"k": k, "temperature": temperature, "span": span}
+        return self._scoring(self._make(make_top_logprobs, self.compute.score_layout, **options), arrays=1)
 
     @_shared
     def score_logprobs_with_base(self, *, temperature: float, span: int) -> Function:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jrlhf.ppo.config.policy import PolicyConfig
-from jrlhf.ppo.experience import make_group_experience
+from jrlhf.ppo.experience import make_best_experience, make_group_experience
 from jrlhf.ppo.safe import make_safe_experience
 from jrlhf.ppo.shaping import align_scores
 from jrlhf.ppo.token_advantages import make_custom_experience, make_experience, make_return_experience
@@ -36,6 +36,12 @@ class ExperienceMaker:
     def group_experience(self, rollout: Rollout, scores, old, ref, kl_coef) -> Experience:
         """Advantages among the responses to one prompt."""
         return self._call(make_group_experience, rollout, scores, old, ref, kl_coef=kl_coef)
+
+    @call("compute", "experience")
+    @timed("adv")
+    def best_of_group(self, rollout: Rollout, scores) -> Experience:
+        """The response with the highest score to each prompt, for losses that need no advantages."""
+        return self._call(make_best_experience, rollout, scores)
 
     @call("compute", "experience")
     @timed("adv")

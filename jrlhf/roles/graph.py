@@ -121,6 +121,7 @@ class _StandIn:
 
         def record(*arguments: Any, **named: Any) -> Any:
             given = inspect.signature(function).bind(self, *arguments, **named)  # raises where they do not fit
+            given.apply_defaults()
             self._recorder.watched.get(f"{self._name}.{method}", lambda *_: None)(*given.args[1:])
             return self._recorder.record(self._name, method, kind, outputs, [*given.args[1:], *given.kwargs.values()])
 

@@ -65,6 +65,10 @@ class InitialModels:
         params = copied(policy.params) if is_adapter else frozen_copy(policy.params, self.compute.dtype)
         return stored(policy.holding(params), place)
 
+    def frozen(self, path: str, key: str) -> Model:
+        """A frozen policy from its directory."""
+        return self._load(path, key, dtype=self.compute.dtype)
+
     def critic(self, policy: Model, reward: Model | None) -> Model:
         """The critic: `roles.critic`, else the reward model that the run trained, else the policy with a new head."""
         config, path = self.config, self.config.roles.critic

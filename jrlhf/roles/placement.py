@@ -77,7 +77,7 @@ def call(kind: Kind, *outputs: str, rows: Literal["all", "each", "open"] = "all"
                 def run_tile(tile):
                     prefetch(method.__name__)  # with the first tile; cached for the others
                     with calling(f"{placement.role}.{method.__name__}"):
-                        return placement.run(method, self, (tile,), {})
+                        return placement.run(method, self, (tile, *arguments[1:]), named)
 
                 return arguments[0].by_rows(run_tile, placement[method.__name__].mesh, len(outputs))
             placement.prefetch_after(method.__name__)

@@ -113,7 +113,7 @@ def is_here(path: str, key: str = "") -> bool:
 
 def hub_names(config: Config) -> list[str]:
     """Returns the settings that name a model or a dataset of the hub, as seen from the current directory."""
-    models = [config.model.path, config.roles.critic, config.roles.reference]
+    models = [config.model.path, *config.roles.paths.values()]
     models += [part.model for part in (*config.rewards, *config.costs)]
     names = [path for path in models if path is not None and is_model_name(path) and not is_here(path)]
     if isinstance(config.data, DatasetsData):

@@ -239,7 +239,9 @@ class Iterations:
             return experience, metrics, IterationRows(pool.prompts, pool.raw, pool.parts, pool.draws)
         with calling("actor.generate"):  # of rollouts that are drawn ahead, it waits for a batch
             batch = take(draws)
-        experience, metrics = map(ready, dataflow(**inputs, prompts=batch))
+        data, metrics = map(ready, dataflow(**inputs, prompts=batch))
+        roles.reward.finish()
+        experience = roles.actor.experience(data)
         return experience, metrics, IterationRows(batch, roles.reward.raw[draws], roles.reward.parts[draws], draws + 1)
 
     def _gather(self, roles: Roles, metrics: dict[str, Any]) -> dict[str, Any]:

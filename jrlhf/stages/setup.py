@@ -342,9 +342,8 @@ def actor_tokenizer(config: Config, actor: ModelConfig) -> Tokenizer:
 
     assert config.model.path is not None and isinstance(config.data, DatasetsData)
     tokenizer = own_tokenizer(config.model.path, "model.path", config.data, actor.vocab_size)
-    for role in ("critic", "reference"):
-        path = getattr(config.roles, role)
-        if path is not None and not same_tokens(load_tokenizer(locate(path, f"roles.{role}")), tokenizer):
+    for role, path in config.roles.paths.items():
+        if not same_tokens(load_tokenizer(locate(path, f"roles.{role}")), tokenizer):
             raise UserError(
                 f"roles.{role}={path} has another tokenizer than model.path={config.model.path}: the {role} reads "
                 "the actor's tokens, choose one of the same family"
@@ -386,6 +385,7 @@ def architectures(config: Config) -> dict[str, ModelConfig]:
         return models
     if config.algorithm == "safe_rlhf":
         models["cost_critic"] = actor
+    models |= {name: architecture(role.path, f"roles.{name}.path") for name, role in config.roles.frozen.items()}
     for key, kind, part in config.rewards_and_costs:
         if part.model is not None:
             models[f"{kind} {part.name}"] = architecture(part.model, f"{key}.model")
@@ -449,6 +449,8 @@ def check_sources(config: Config, task: Task, actor: ModelConfig, mesh: Mesh) ->
         _check_reader("critic", config.roles.critic, task.tokenizer, head="scalar")
     if config.roles.reference is not None and (config.algorithm is not None or "dpo" in config.stages):
         _check_reader("reference", config.roles.reference, task.tokenizer)
+    for name, role in config.roles.frozen.items():
+        _check_reader(name, role.path, task.tokenizer)
     for key, kind, part in config.rewards_and_costs if config.algorithm is not None else ():
         if part.model is not None:
             words[f"{kind} {part.name} tokenizer"] = _check_reward_model(part.model, f"{key}.model")
@@ -463,10 +465,11 @@ def check_sources(config: Config, task: Task, actor: ModelConfig, mesh: Mesh) ->
 def _check_numbers(config: Config) -> None:
     """Refuses weights with NaN that only a later stage loads, before the first one trains."""
     paths = {f"{key}.model": part.model for key, _, part in config.rewards_and_costs}
-    paths |= {"roles.critic": config.roles.critic, "roles.reference": config.roles.reference}
+    paths |= {f"roles.{role}": path for role, path in config.roles.paths.items()}
     for key, path in paths.items():
         if path is not None:
-            check_weights(path, key, head="lm" if key == "roles.reference" else "scalar", numbers=True)
+            is_policy = key.startswith("roles.") and key != "roles.critic"
+            check_weights(path, key, head="lm" if is_policy else "scalar", numbers=True)
 
 
 def _check_reader(role: str, path: str, tokenizer: Tokenizer, *, head: HeadKind = "lm") -> None:

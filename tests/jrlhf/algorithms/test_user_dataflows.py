@@ -84,7 +84,19 @@ REFUSED = [
     (OWN.replace("(experience)", "(experience) | actor.update(experience)"), {}, "calls actor.update more than once"),
     (OWN.replace("old, ref = policy_logprobs(actor, reference, rollout)", "old = ref = actor.logprobs(rollout)"),)
     + ({}, "does not call reference.logprobs, and grpo.algorithm.kl_coef=0.04: call it, or set that to 0"),
-    (OWN.replace("update(experience)", "update(experience, loss=3)"), {}, "unexpected keyword argument 'loss'"),
+    (OWN.replace("update(experience)", "update(experience, clip=3)"), {}, "unexpected keyword argument 'clip'"),
+    (OWN.replace("update(experience)", "update(experience, loss=3)"), {}, "gets the loss 3: it must be a function of"),
+    (
+        OWN.replace("update(experience)", "update(experience, lambda tokens: tokens.logprobs.sum())"),
+        {},
+        r"fails \(ValueError: <lambda> returned shape \(\), but must return one number for each token, \(2,\)",
+    ),
+    (
+        OWN.replace("update(experience)", "update(experience, lambda tokens: tokens.target_logprobs.sum(-1))"),
+        {},
+        r"the loss that actor.update gets fails \(AttributeError: 'NoneType' .* at .*mine.py:16\)$",
+    ),
+    (OWN, {"roles": {"teacher": {"path": "t"}}}, "does not call roles.teacher: give it the parameter teacher"),
     (OWN.replace("generate(prompts)", "generate()"), {}, r"missing a required argument: 'prompts'"),
     (OWN.replace(".reshape(-1)\n", ".sum(0)\n"), {}, r"custom_experience gets fails .*advantages has shape \(8,\)"),
     (OWN.replace("return (sco", "return 1 / (ros"), {}, r"tokens \(NameError: .*'rosres'.* at .*mine.py:7\)$"),

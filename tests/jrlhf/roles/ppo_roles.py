@@ -15,10 +15,11 @@ from jrlhf.config.schema import SleepConfig
 from jrlhf.data.batches import Batch, key_for, put_rows, row_keys
 from jrlhf.models import ModelConfig, SamplingConfig, init_sharded
 from jrlhf.ppo import PPOConfig
-from jrlhf.roles.actor import Actor, Reference
+from jrlhf.roles.actor import Actor
 from jrlhf.roles.critic import Critic, Reward
 from jrlhf.roles.derived import stored
 from jrlhf.roles.experience import ExperienceMaker
+from jrlhf.roles.frozen import Reference
 from jrlhf.roles.model import Architecture, Compute, Model
 from jrlhf.roles.placement import CallPlacement, Pending, RolePlacement, call
 from jrlhf.roles.planned_placement import Prefetch

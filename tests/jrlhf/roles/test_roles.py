@@ -32,9 +32,10 @@ from jrlhf.models import (
 )
 from jrlhf.planning.memory import residency
 from jrlhf.ppo import Rollout, TrainState, experience_metrics
-from jrlhf.roles.actor import Actor, Reference
+from jrlhf.roles.actor import Actor
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.critic import CostCritic, Critic
+from jrlhf.roles.frozen import Reference
 from jrlhf.roles.graph import trace
 from jrlhf.roles.model import Architecture, Compute, Model, generation_weights
 from jrlhf.roles.placement import RolePlacement

@@ -1,0 +1,54 @@
+"""Policies that are not trained: the reference, to which a KL penalty ties the actor, and those that a config names."""
+
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from jrlhf.ppo.types import Rollout, Targets
+from jrlhf.roles.model import Model
+from jrlhf.roles.placement import call
+from jrlhf.roles.role import Role, Site
+
+
+class FrozenPolicy(Role):
+    """A policy that judges the actor's tokens, such as a teacher. Its calls are timed under the role's name.
+
+    temperature: that of the rollouts, which divides its logits, too. responses: maximum response length.
+    """
+
+    def __init__(self, model: Model, site: Site, *, temperature: float, responses: int):
+        super().__init__(model, site)
+        self._options: dict[str, Any] = {"temperature": temperature, "span": responses}
+
+    @call("infer", "{role}_logprobs", rows="each")
+    def logprobs(self, rollout: Rollout) -> Float[Array, "B T"]:
+        """Log-probs of response tokens; undefined at other positions."""
+        return self._scored(self.placement.role, "logprobs", rollout)
+
+    @call("infer", "{role}_targets", rows="each")
+    def top_logprobs(self, rollout: Rollout, k: int) -> Targets:
+        """The k most likely tokens in the place of each response token, and their log-probs; undefined elsewhere."""
+        function = self.compiled("top_logprobs").score_top_logprobs(k=k, **self._options)
+        return Targets(*self.clock.run(self.placement.role, self._infer, "top_logprobs", function, *responses(rollout)))
+
+    def _scored(self, name: str, method: str, rollout: Rollout) -> Float[Array, "B T"]:
+        function = self.compiled(method).score_logprobs(**self._options)
+        return self.clock.run(name, self._infer, method, function, *responses(rollout))[0]
+
+
+class Reference(FrozenPolicy):
+    """The frozen policy to which the KL penalty ties the actor."""
+
+    @call("infer", "ref", rows="each")
+    def logprobs(self, rollout: Rollout) -> Float[Array, "B T"]:
+        """Log-probs of response tokens; undefined at other positions."""
+        return self._scored("ref", "logprobs", rollout)
+
+    def is_base_of(self, actor: Role) -> bool:
+        """True if the actor is an adapter on this very model, which then needs no separate pass."""
+        return self.model.params is actor.model.base
+
+
+def responses(rollout: Rollout) -> tuple[Array, Array, Array]:
+    """What functions that score responses read: tokens, lengths of the rows, and where responses begin."""
+    return rollout.tokens, rollout.lengths, rollout.prompt_lengths
