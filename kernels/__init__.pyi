@@ -1,2 +1,3 @@
 from jrlhf.kernels.logprob.api import token_logprobs as token_logprobs
 from jrlhf.kernels.logprob.api import token_sums as token_sums
+from jrlhf.kernels.logprob.likeliest import top_logprobs as top_logprobs

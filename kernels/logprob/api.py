@@ -1,4 +1,4 @@
-"""The two public functions of the log-prob op. They check the arguments and choose an implementation."""
+"""Log-probabilities of given tokens, and sums of losses. They check the arguments and choose an implementation."""
 
 from typing import Any, get_args
 
@@ -21,7 +21,7 @@ DEFAULT: Implementation = "xla"
 def token_logprobs(
     hidden: Float[Array, "*N D"],
     unembedding: Float[Array, "V D"],
-    targets: Int[Array, "*N"],
+    targets: Int[Array, "*N"] | Int[Array, "*N K"],
     *,
     temperature: float | Float[Array | np.ndarray, "..."] = 1.0,
     softcap: float | None = None,
@@ -29,8 +29,8 @@ def token_logprobs(
     axis_name: str | None = None,
     tile: int | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "*N"], Float[Array, "*N"]]:
-    """Log-probabilities of `targets` and the entropy of the whole distribution, one pair a token, in nats.
+) -> tuple[Float[Array, "*N"] | Float[Array, "*N K"], Float[Array, "*N"]]:
+    """Log-probabilities of `targets`, in their shape, and the entropy of the whole distribution [*N], in nats.
 
         z = softcap·tanh(hidden·unembeddingᵀ / softcap) / temperature   (no softcap: hidden·unembeddingᵀ / temperature)
         logprob = z_target − log Σ_v e^{z_v}        entropy = −Σ_v p_v log p_v,  p = softmax(z)
@@ -49,7 +49,8 @@ def token_logprobs(
     Args:
         hidden: final hidden states, floating, such as [N, D] or [B, T, D].
         unembedding: one row per token, in the dtype of `hidden`.
-        targets: token ids. One outside [0, vocab_size) has log-probability −inf and no gradient.
+        targets: token ids; K of each token for `xla` and `reference` only. One outside [0, vocab_size) has
+            log-probability −inf and no gradient.
         temperature: divides the logits after the softcap; an array, even if traced, divides `hidden`, without softcap:
             one number, or one for each token [*N, 1]. The quotient is rounded to the dtype of `hidden`.
         softcap: bound of the logits before temperature; None for none.
@@ -59,26 +60,27 @@ def token_logprobs(
             accelerators; on CPU as many as make 8 MiB of float32 logits, but at least 256.
         implementation: None for the platform's default. A named one that cannot run raises, it never falls back.
     """
-    _check_arrays(hidden, unembedding, targets)
+    check_arrays(hidden, unembedding, targets)
+    tokens, of_token = hidden.shape[:-1], targets.shape[hidden.ndim - 1 :]
     if isinstance(temperature, Array | np.ndarray):
-        sizes = zip(reversed(temperature.shape), (1, *reversed(targets.shape)), strict=False)
+        sizes = zip(reversed(temperature.shape), (1, *reversed(tokens)), strict=False)
         if temperature.ndim > hidden.ndim or any(size not in (1, whole) for size, whole in sizes):
             raise ValueError(f"temperature must be one number, or one for each token, got shape {temperature.shape}")
         if softcap is not None:
             raise ValueError(f"softcap={softcap} needs a temperature that is a Python number, got an array")
         hidden, temperature = (hidden.astype(jax.numpy.float32) / temperature).astype(hidden.dtype), 1.0
-    shape = targets.shape
-    if len(shape) != 1:
-        hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    head = _head(unembedding, temperature, softcap, vocab_size, axis_name)
+    if len(tokens) != 1:
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+        targets = targets.reshape(len(hidden), *of_token)
+    head = head_of(unembedding, temperature, softcap, vocab_size, axis_name)
     logprobs, entropy = _logprobs(hidden, unembedding, targets, head, tile, implementation)
-    return logprobs.reshape(shape), entropy.reshape(shape)
+    return logprobs.reshape(*tokens, *of_token), entropy.reshape(tokens)
 
 
 def token_sums(
     hidden: Float[Array, "N D"],
     unembedding: Float[Array, "V D"],
-    targets: Int[Array, "N"],
+    targets: Int[Array, "N"] | Int[Array, "N K"],
     data: Any,
     terms: Terms,
     *,
@@ -90,7 +92,7 @@ def token_sums(
     implementation: Implementation | None = None,
     entropy_gradient: bool = True,
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-    """Sums over tokens of a loss and of metrics that are elementwise in log-probability and entropy, float32.
+    """Sums over tokens of a loss and of metrics that are functions of each token's results, float32.
 
         loss = Σ_n terms(logprobs, entropy, data)[0]_n        metrics[name] = Σ_n terms(…)[1][name]_n
 
@@ -106,21 +108,21 @@ def token_sums(
 
     Args:
         data: a pytree of arrays [N, ...], one entry a token.
-        terms: (logprobs [n], entropy [n], data of these n tokens) -> (loss [n], {name: metric [n]}). It is called on
-            one tile at a time, must treat each token by itself, and may close over no traced array: these are `data`.
+        terms: (logprobs [n] or [n, K], entropy [n], data of these tokens) -> (loss [n], {name: metric [n]}). Called on
+            one tile at a time, it must treat each token by itself and may close over no traced array: these are `data`.
         entropy_gradient: False where the loss does not depend on the entropy, which it then sees as a constant.
 
     Raises ValueError for tokens in more than one dimension, and for data of another length.
     """
-    _check_arrays(hidden, unembedding, targets)
-    head = _head(unembedding, temperature, softcap, vocab_size, axis_name)
-    if targets.ndim != 1:
-        raise ValueError(f"token_sums takes tokens in one dimension, got targets {targets.shape}")
+    check_arrays(hidden, unembedding, targets)
+    head = head_of(unembedding, temperature, softcap, vocab_size, axis_name)
+    if hidden.ndim != 2:
+        raise ValueError(f"token_sums takes tokens in one dimension, got hidden {hidden.shape}")
     for x in jax.tree.leaves(data):
-        if x.shape[:1] != targets.shape:
+        if x.shape[:1] != targets.shape[:1]:
             raise ValueError(f"data must have one entry for each of {targets.shape[0]} tokens, got shape {x.shape}")
     if _implementation(implementation) == "xla":
-        tile = _tile(unembedding, tile)
+        tile = tile_of(unembedding, tile)
         return xla.token_sums(
             hidden, unembedding, targets, data, terms, head, tile=tile, entropy_gradient=entropy_gradient
         )
@@ -138,8 +140,10 @@ def _logprobs(
     tile: int | None,
     implementation: Implementation | None,
 ) -> tuple[Array, Array]:
-    tile = _tile(unembedding, tile)
-    match _implementation(implementation):
+    tile, implementation = tile_of(unembedding, tile), _implementation(implementation)
+    if targets.ndim > 1 and implementation not in ("reference", "xla"):
+        raise ValueError(f"implementation={implementation!r} takes one target a token, got targets {targets.shape}")
+    match implementation:
         case "reference":
             return reference.token_logprobs(hidden, unembedding, targets, head)
         case "xla":
@@ -154,10 +158,10 @@ def _logprobs(
             return pallas_gpu.token_logprobs(hidden, unembedding, targets, head, tile=tile)
 
 
-def _head(
+def head_of(
     unembedding: Array, temperature: float, softcap: float | None, vocab_size: int | None, axis_name: str | None
 ) -> Head:
-    """Checks the arguments and returns the numbers that implementations take."""
+    """Returns the numbers that implementations take. Raises ValueError for arguments that are out of range."""
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
     if softcap is not None and not softcap > 0:
@@ -174,7 +178,8 @@ def _head(
     return Head(float(temperature), None if softcap is None else float(softcap), vocab_size, axis_name)
 
 
-def _tile(unembedding: Array, tile: int | None) -> int:
+def tile_of(unembedding: Array, tile: int | None) -> int:
+    """The maximum number of tokens of a tile. Raises ValueError unless it is positive."""
     if tile is None:
         return max(256, 2**21 // unembedding.shape[0]) if target_platform() == "cpu" else 1024
     if tile < 1:
@@ -190,10 +195,11 @@ def _implementation(implementation: Implementation | None) -> Implementation:
     return implementation
 
 
-def _check_arrays(hidden: Array, unembedding: Array, targets: Array) -> None:
+def check_arrays(hidden: Array, unembedding: Array, targets: Array) -> None:
+    """Raises ValueError for arrays whose shapes, dtypes or shardings do not fit."""
     shapes = f"hidden {hidden.shape}, unembedding {unembedding.shape}, targets {targets.shape}"
-    if (hidden.shape[-1:], hidden.shape[:-1]) != (unembedding.shape[1:], targets.shape):
-        raise ValueError(f"expected hidden [*N, D], unembedding [V, D], targets [*N] of one *N and D, got {shapes}")
+    if hidden.shape[-1:] != unembedding.shape[1:] or hidden.shape[:-1] not in (targets.shape, targets.shape[:-1]):
+        raise ValueError(f"expected hidden [*N, D], unembedding [V, D], targets [*N, K?] of one *N and D, got {shapes}")
     if hidden.dtype != unembedding.dtype or not jax.numpy.issubdtype(hidden.dtype, jax.numpy.floating):
         raise ValueError(
             f"hidden and unembedding must have one floating dtype, got {hidden.dtype} and {unembedding.dtype}"

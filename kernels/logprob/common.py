@@ -28,7 +28,7 @@ MASKED = -1e30
 
 
 Terms = Callable[[Array, Array, Any], tuple[Array, dict[str, Array]]]
-"""(logprobs [n], entropy [n], data of these tokens) -> (loss [n], {name: [n]}), elementwise: see `token_sums`."""
+"""(logprobs [n] or [n, K], entropy [n], data of these tokens) -> (loss [n], {name: [n]}): see `token_sums`."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Statistics(NamedTuple):
     maximum: Float[Array, "N"]
     total: Float[Array, "N"]
     weighted: Float[Array, "N"]
-    label: Float[Array, "N"]
+    label: Float[Array, "N"] | Float[Array, "N K"]  # like the targets
 
 
 def cap(products: Float[Array, "..."], head: Head) -> Float[Array, "..."]:
@@ -95,16 +95,17 @@ class Normaliser(NamedTuple):
         return (logits - self.maximum) - self.log_total
 
 
-def finish(statistics: Statistics) -> tuple[Float[Array, "N"], Float[Array, "N"], Normaliser]:
+def finish(statistics: Statistics) -> tuple[Float[Array, "N *K"], Float[Array, "N"], Normaliser]:
     """Merged statistics -> (log-probabilities, entropies, normalisers)."""
     normaliser = Normaliser(statistics.maximum, jnp.log(statistics.total))
     entropy = normaliser.log_total - statistics.weighted / statistics.total
-    return normaliser.log_probs(statistics.label), entropy, normaliser
+    of_token = normaliser if statistics.label.ndim == 1 else jax.tree.map(lambda x: x[:, None], normaliser)
+    return of_token.log_probs(statistics.label), entropy, normaliser
 
 
 def gradient_of_products(
     capped: Float[Array, "..."],
-    hit: Bool[Array, "..."],
+    d_label: Float[Array, "..."],
     exists: Bool[Array, "..."] | None,
     normaliser: Normaliser,
     entropy: Float[Array, "..."],
@@ -118,15 +119,16 @@ def gradient_of_products(
 
         dL/dz_v = g (1[v = y] − p_v) − e p_v (log p_v + H)
 
-    capped: the logits before temperature. hit: True where the vocabulary's row is the token's target. exists: False for
-    rows of padding; None: all exist. d_entropy: None for e = 0.
+    capped: the logits before temperature. d_label: g where the vocabulary's row is the token's target, else 0. exists:
+    False for rows of padding; None: all exist. d_logprob: g. d_entropy: None for e = 0. For several targets of a token
+    d_label and d_logprob are sums over them.
     """
     log_p = normaliser.log_probs(capped / head.temperature)
     p = jnp.exp(log_p)
     if exists is not None:
         p = jnp.where(exists, p, 0.0)
     factor = d_logprob if d_entropy is None else d_logprob + d_entropy * (log_p + entropy)
-    d_products = (jnp.where(hit, d_logprob, 0.0) - p * factor) / head.temperature
+    d_products = (d_label - p * factor) / head.temperature
     if head.softcap is not None:
         d_products = d_products * (1.0 - jnp.square(capped / head.softcap))
     return d_products
@@ -136,8 +138,8 @@ def evaluate(terms: Terms, logprobs: Array, entropy: Array, data: Any) -> tuple[
     """Evaluates `terms` for some tokens, in float32; its metrics have no gradient."""
     loss, metrics = terms(logprobs, entropy, data)
     for name, x in [("the loss", loss), *metrics.items()]:
-        if x.shape != logprobs.shape:
-            raise ValueError(f"terms returned {name} of shape {x.shape} for log-probabilities of {logprobs.shape}")
+        if x.shape != entropy.shape:
+            raise ValueError(f"terms returned {name} of shape {x.shape} for tokens of shape {entropy.shape}")
     metrics = {name: lax.stop_gradient(x.astype(jnp.float32)) for name, x in metrics.items()}
     return loss.astype(jnp.float32), metrics
 
@@ -149,6 +151,6 @@ def once(x: Array, axis_name: str | None) -> Array:
     return lax.psum(jnp.where(lax.axis_index(axis_name) == 0, x, 0.0), axis_name)
 
 
-def in_vocabulary(targets: Int[Array, "N"], head: Head) -> Bool[Array, "N"]:
+def in_vocabulary(targets: Int[Array, "N *K"], head: Head) -> Bool[Array, "N *K"]:
     """True for targets that exist. The others have probability 0, and no gradient."""
     return (targets >= 0) & (targets < head.vocab_size)

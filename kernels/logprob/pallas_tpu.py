@@ -222,8 +222,9 @@ def _gradient_kernel(
     index = [row + lax.broadcasted_iota(jnp.int32, products.shape, axis) for axis, row in enumerate(rows)]
     token = index[0 if over_tokens else 1]
     normaliser = Normaliser(maximum, log_total)
+    d_label = jnp.where(token == target, d_logprob, 0.0)
     d_products = gradient_of_products(
-        cap(products, head), token == target, None, normaliser, entropy, d_logprob, d_entropy, head
+        cap(products, head), d_label, None, normaliser, entropy, d_logprob, d_entropy, head
     )
     # Beyond an array the last block may contain anything, even NaN, so both factors of the product are masked. Garbage
     # beyond `outer` stays in rows that are not written.

@@ -41,7 +41,7 @@ class Residuals(NamedTuple):
 
     hidden: Float[Array, "N D"]
     unembedding: Float[Array, "V D"]
-    targets: Int[Array, "N"]
+    targets: Int[Array, "N *K"]
     normaliser: Normaliser
     entropy: Float[Array, "N"]
 
@@ -53,8 +53,8 @@ Backward = Callable[[Residuals, Array, Array, Head], tuple[Array, Array]]
 
 
 def token_logprobs(
-    hidden: Float[Array, "N D"], unembedding: Float[Array, "V D"], targets: Int[Array, "N"], head: Head, *, tile: int
-) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
+    hidden: Float[Array, "N D"], unembedding: Float[Array, "V D"], targets: Int[Array, "N *K"], head: Head, *, tile: int
+) -> tuple[Float[Array, "N *K"], Float[Array, "N"]]:
     """Log-probabilities of `targets` and entropies; at most `tile` tokens' logits exist at a time."""
     forward, backward = partial(tiled_statistics, tile=tile), partial(tiled_gradients, tile=tile)
     return differentiable(forward, backward, head, hidden, unembedding, targets)
@@ -97,7 +97,7 @@ _fused.defvjp(_fused_forward, _fused_backward)
 def token_sums(
     hidden: Float[Array, "N D"],
     unembedding: Float[Array, "V D"],
-    targets: Int[Array, "N"],
+    targets: Int[Array, "N *K"],
     data: Any,
     terms: Terms,
     head: Head,
@@ -155,7 +155,7 @@ class _Rows(NamedTuple):
     """Tokens that are evaluated together."""
 
     hidden: Float[Array, "n D"]
-    targets: Int[Array, "n"]
+    targets: Int[Array, "n *K"]
     counts: Bool[Array, "n"]  # False: fills up a tile
     data: Any
 
@@ -167,8 +167,8 @@ def _rows(hidden: Array, targets: Array, data: PyTree) -> _Rows:
 def _evaluated(static: _Static, unembedding: Array, rows: _Rows) -> tuple[Sums, Float[Array, "n V"]]:
     """One tile's (sum of the loss, sums of the metrics), and dL/d(h·w)."""
     terms, head, _, entropy_gradient = static
-    logits = _logits(rows.hidden, unembedding, head)
-    logprobs, entropy, normaliser = _finish(_statistics(logits, rows.targets, head), rows.targets, head)
+    logits = logits_of(rows.hidden, unembedding, head)
+    logprobs, entropy, normaliser = _finish(statistics_of(logits, rows.targets, head), rows.targets, head)
     # After merging they are the same on all devices of the axis. They must vary again before `terms` combines them with
     # data that vary: the transpose of an implicit cast would sum one gradient over the axis.
     logprobs, entropy, *normaliser, _ = varying(logprobs, entropy, *normaliser, rows.hidden)
@@ -178,7 +178,8 @@ def _evaluated(static: _Static, unembedding: Array, rows: _Rows) -> tuple[Sums, 
 
     losses, pull, metrics = jax.vjp(loss, logprobs, entropy, has_aux=True)
     d_logprob, d_entropy = pull(jnp.ones_like(losses))
-    d_logprob = jnp.where(rows.counts & in_vocabulary(rows.targets, head), d_logprob, 0.0)
+    exists = in_vocabulary(rows.targets, head)
+    d_logprob = jnp.where((rows.counts if exists.ndim == 1 else rows.counts[:, None]) & exists, d_logprob, 0.0)
     d_entropy = jnp.where(rows.counts, d_entropy, 0.0) if entropy_gradient else None
     d_products = _d_products(logits, rows.targets, Normaliser(*normaliser), entropy, d_logprob, d_entropy, head)
     sums = jax.tree.map(lambda x: jnp.sum(jnp.where(rows.counts, x, 0.0)), (losses, metrics))
@@ -191,30 +192,35 @@ def _summed(sums: Sums, head: Head) -> Sums:
 
 
 def tiled_statistics(
-    hidden: Float[Array, "N D"], unembedding: Float[Array, "V D"], targets: Int[Array, "N"], head: Head, *, tile: int
+    hidden: Float[Array, "N D"], unembedding: Float[Array, "V D"], targets: Int[Array, "N *K"], head: Head, *, tile: int
 ) -> Statistics:
     """This vocabulary slice's statistics, tile by tile."""
 
     def statistics(rows: tuple[Array, Array]) -> Statistics:
         hidden, targets = rows
-        return _statistics(_logits(hidden, unembedding, head), targets, head)
+        return statistics_of(logits_of(hidden, unembedding, head), targets, head)
 
-    tiles = _split((hidden, targets), tile)
+    return by_tile(statistics, (hidden, targets), tile)
+
+
+def by_tile(function: Callable[[Any], Any], rows: Any, tile: int) -> Any:
+    """`function` of arrays [N, ...] and with such results, at most `tile` tokens at a time. rows[0] is an array."""
+    tiles = _split(rows, tile)
     if tiles is None:
-        return statistics((hidden, targets))
-    _, results = lax.scan(lambda _, rows: (None, statistics(rows)), None, tiles)
-    return jax.tree.map(partial(_join, count=hidden.shape[0]), results)
+        return function(rows)
+    _, results = lax.scan(lambda _, rows: (None, function(rows)), None, tiles)
+    return jax.tree.map(partial(_join, count=rows[0].shape[0]), results)
 
 
 def tiled_gradients(
-    residuals: Residuals, d_logprobs: Float[Array, "N"], d_entropy: Float[Array, "N"], head: Head, *, tile: int
+    residuals: Residuals, d_logprobs: Float[Array, "N *K"], d_entropy: Float[Array, "N"], head: Head, *, tile: int
 ) -> tuple[Float[Array, "N D"], Float[Array, "V D"]]:
     """This vocabulary slice's *partial* dX and its dW, tile by tile; dW is accumulated in float32."""
     hidden, unembedding, targets, normaliser, entropy = residuals
 
     def recomputed(rows: tuple[Any, ...]) -> tuple[None, Array]:
         hidden, targets, normaliser, entropy, d_logprob, d_entropy = rows
-        logits = _logits(hidden, unembedding, head)
+        logits = logits_of(hidden, unembedding, head)
         d_products = _d_products(logits, targets, normaliser, entropy, d_logprob, d_entropy, head)
         return None, d_products.astype(hidden.dtype)
 
@@ -254,7 +260,7 @@ def _matmul(a: Array, b: Array, contracting: tuple[tuple[int], tuple[int]]) -> A
     return lax.dot_general(a, b, (contracting, ((), ())), preferred_element_type=jnp.float32)
 
 
-class _Logits(NamedTuple):
+class Logits(NamedTuple):
     """One tile's logits over this device's slice of the vocabulary."""
 
     capped: Float[Array, "n V"]  # before temperature
@@ -262,13 +268,13 @@ class _Logits(NamedTuple):
     exists: Bool[Array, "1 V"] | None  # which columns are not padding; None: all
 
 
-def _logits(hidden: Array, unembedding: Array, head: Head) -> _Logits:
+def logits_of(hidden: Array, unembedding: Array, head: Head) -> Logits:
     token = head.offset(unembedding) + lax.broadcasted_iota(jnp.int32, (1, unembedding.shape[0]), 1)
     exists = token < head.vocab_size if head.padded(unembedding) else None
-    return _Logits(cap(_matmul(hidden, unembedding, ((1,), (1,))), head), token, exists)
+    return Logits(cap(_matmul(hidden, unembedding, ((1,), (1,))), head), token, exists)
 
 
-def _statistics(tile: _Logits, targets: Array, head: Head) -> Statistics:
+def statistics_of(tile: Logits, targets: Array, head: Head) -> Statistics:
     logits = tile.capped / head.temperature
     if tile.exists is not None:
         logits = jnp.where(tile.exists, logits, MASKED)
@@ -279,7 +285,9 @@ def _statistics(tile: _Logits, targets: Array, head: Head) -> Statistics:
         maximum=maximum,
         total=jnp.sum(weights, axis=-1),
         weighted=jnp.sum(weights * shifted, axis=-1),
-        label=jnp.sum(jnp.where(tile.token == targets[:, None], logits, 0.0), axis=-1),
+        label=jnp.sum(jnp.where(tile.token == targets[:, None], logits, 0.0), axis=-1)
+        if targets.ndim == 1
+        else jnp.take_along_axis(logits, _columns(tile, targets), axis=1, mode="fill", fill_value=0.0),
     )
 
 
@@ -291,7 +299,7 @@ def _finish(statistics: Statistics, targets: Array, head: Head) -> tuple[Array, 
 
 
 def _d_products(
-    tile: _Logits,
+    tile: Logits,
     targets: Array,
     normaliser: Normaliser,
     entropy: Array,
@@ -300,11 +308,23 @@ def _d_products(
     head: Head,
 ) -> Float[Array, "n V"]:
     """dL/d(h·w) of one tile [n, V], float32."""
+    if targets.ndim == 1:
+        d_label = jnp.where(tile.token == targets[:, None], d_logprob[:, None], 0.0)
+    else:
+        place = jnp.arange(targets.shape[0])[:, None], _columns(tile, targets)
+        d_label = jnp.zeros_like(tile.capped).at[place].add(d_logprob, mode="drop")
+        d_logprob = jnp.sum(d_logprob, axis=1)
     normaliser, entropy, d_logprob, d_entropy = jax.tree.map(
         lambda x: x[:, None], (normaliser, entropy, d_logprob, d_entropy)
     )
-    hit = tile.token == targets[:, None]
-    return gradient_of_products(tile.capped, hit, tile.exists, normaliser, entropy, d_logprob, d_entropy, head)
+    return gradient_of_products(tile.capped, d_label, tile.exists, normaliser, entropy, d_logprob, d_entropy, head)
+
+
+def _columns(tile: Logits, targets: Int[Array, "n K"]) -> Int[Array, "n K"]:
+    """The columns of the targets in this slice; those of other slices are past its end, where nothing is."""
+    size = tile.token.shape[1]
+    columns = targets.astype(jnp.int32) - tile.token[:, :1]
+    return jnp.where((columns >= 0) & (columns < size), columns, size)
 
 
 def _split(rows: Any, tile: int) -> Any:
