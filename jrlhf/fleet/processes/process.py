@@ -25,21 +25,20 @@ T = TypeVar("T")
 
 
 class LocalWorker(Worker):
-    """A rollout process of this machine. It reads shared arrays from the file that a request names."""
+    """A rollout process of this machine. If it answers with a path, `request` returns {"shared": the arrays there}."""
 
     longest = math.inf  # an answer has the tokens of all rows that end in a chunk
 
     def request(self, body: bytes, seconds: float, shared: SharedArrays | None = None) -> Mapping[str, Any]:
         answer = super().request(body, seconds)
-        named = decode(answer.get("answer", "null"))
-        if not isinstance(named, str):
+        path = decode(answer.get("answer", "null"))
+        if not isinstance(path, str):
             return answer
         try:
-            self._shared = SharedArrays.opened(named)
+            return {"shared": SharedArrays.opened(path)}
         except OSError:
             self.kill()
             return {"failure": "crash", "detail": "ended before its arrays were read"}
-        return {"answer": encode(self._shared.path)}
 
 
 class Process:
@@ -140,7 +139,7 @@ class Process:
             self._seconds[kind].append(seconds)
         else:
             self._first[kind] = seconds
-        return decode(answer["answer"])
+        return answer["shared"] if "shared" in answer else decode(answer["answer"])
 
     def _allowance(self, kind: tuple) -> float:
         """Returns how many seconds the process has for a command of this kind."""

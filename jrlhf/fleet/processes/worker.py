@@ -103,6 +103,7 @@ def main(descriptor: int) -> None:
             send(channel, encode({"answer": encode(answer)}).encode())
             ((command, argument),) = decode(receive(channel)).items()
             faulthandler.dump_traceback_later(setup["deadline"], exit=True)
+            process.file = None  # the parent opened it before it asked again
             with jax.set_mesh(process.mesh):
                 answer = getattr(process, command)(argument)
     except ConnectionError:  # the parent is gone
@@ -131,7 +132,7 @@ class _Process:
             sizes = setup["slots"], setup["width"]
             self._batch = ContinuousBatch.of_size(decoder, self.mesh, schedule, *sizes)  # with all workers' programs
             self._state_shardings = jax.tree.map(lambda leaf: leaf.sharding, saved(self._batch.fresh(), self.mesh))
-        self._workers, self._states = SliceWorkers([]), None
+        self._workers, self.file = SliceWorkers([]), None  # file: the states that the last answer names
 
     def start(self, path: str) -> Any:
         arrays, (shardings, treedef) = read(path), jax.tree.flatten(self._state_shardings)
@@ -165,8 +166,8 @@ class _Process:
         return self._answers(self._workers.decode_each([[Prompt(*row) for row in own] for own in prompts]))
 
     def states(self, argument: None) -> str:
-        self._states = SharedArrays.of(to_host(jax.tree.leaves(self._workers.states())))
-        return self._states.path
+        self.file = SharedArrays.of(to_host(jax.tree.leaves(self._workers.states())))
+        return self.file.path
 
     def _answers(self, progress: Sequence[Sequence[RowProgress]]) -> list[dict[str, Any]]:
         return [

@@ -100,8 +100,8 @@ class ProcessWorkers:
 
     def _recorded(self) -> list[list[np.ndarray]]:
         """Returns the leaves of each worker's state. Processes will repeat what happens from these states on."""
-        files, count = [SharedArrays.opened(path) for path in self._ask(Event("states"))], len(self._shardings)
-        leaves = [leaf for shared in files for leaf in read(shared.path)]
+        leaves = [leaf for shared in self._ask(Event("states")) for leaf in read(shared.path)]
+        count = len(self._shardings)
         states = [leaves[first : first + count] for first in range(0, len(leaves), count)]
         self._record.begin_from(states)
         return states

@@ -242,7 +242,7 @@ def test_a_process_has_time_by_its_own_pace(deadline, tmp_path, monkeypatch):
 def test_a_process_that_ends_between_its_answer_and_its_reading_is_replaced(process, tmp_path):
     make, sentences = process
     own, shared = make(), SharedArrays.of([np.arange(3)])
-    opened = SharedArrays.opened(own.ask({"once": str(tmp_path / "failed"), "arrays": shared.path}))
+    opened = own.ask({"once": str(tmp_path / "failed"), "arrays": shared.path})
     np.testing.assert_array_equal(read(opened.path), [np.arange(3)])
     (sentence,) = sentences
     assert sentence.startswith("rollout process 1 was lost (ended before its arrays were read)")

@@ -205,7 +205,7 @@ class Started:
         answer = self._machine.ask(command, shared) if begun else {"program": worker.program()}
         if kind == "after":
             return {"failure": "hang", "detail": "after it did it"}
-        return {"answer": encode(answer)}
+        return {"shared": SharedArrays.opened(answer)} if isinstance(answer, str) else {"answer": encode(answer)}
 
     def kill(self) -> None:
         pass
