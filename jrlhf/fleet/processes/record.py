@@ -56,6 +56,7 @@ class EventRecord:
 
     def begin_from(self, states: Sequence[Sequence[np.ndarray]]) -> None:
         """Makes repeats begin with these states of all workers, and with the present weights."""
+        assert self.present is not None, "states without weights"
         bases = [event for event, _ in self._events if event.name == "base"]
         events = *bases, Event("start", states), Event("take", (self.present, None))
         self._events = [(event, []) for event in events]
