@@ -3,7 +3,7 @@
 import random
 import weakref
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,8 @@ class Machine:
     """Stands for a process. What its workers draw depends on all that they did, on weights, and on its `kind`."""
 
     def __init__(self, kind: int = 0):
-        self.kind, self.commands, self.changed = kind, list[str](), list[int | None]()
+        self.kind, self.commands = kind, list[str]()
+        self.changed: list[int | None] = []  # updates whose changes were sent; None: whole weights were
         self.workers, self.base_weights, self.number, self.weights = list[int](), 0, -1, list[np.ndarray]()
 
     def ask(self, command: Mapping[str, Any], shared: SharedArrays | None = None) -> Any:
@@ -86,7 +87,7 @@ def _hash(content: bytes) -> int:
     return zlib.crc32(content)
 
 
-def updates(rng: random.Random, *, adapter: bool):
+def updates(rng: random.Random, *, adapter: bool) -> Iterator[WeightUpdate]:
     """Yields updates. Now and then one is skipped, so that the next one travels whole."""
     arrays, base = np.zeros(SIZE, np.float32), SharedArrays.of([np.ones(3)]) if adapter else None
     update: WeightUpdate | None = None
@@ -94,6 +95,7 @@ def updates(rng: random.Random, *, adapter: bool):
         for _ in range(rng.choice([1, 1, 2])):
             arrays[rng.randrange(SIZE)] += 1
             update = WeightUpdate.after(update, [arrays], 4, base)
+        assert update is not None
         yield update
 
 
@@ -129,7 +131,7 @@ class History:
         return answers
 
     def record_states(self) -> None:
-        self.record.begin_from([[np.uint32(state)] for state in self.process.workers])
+        self.record.begin_from([[np.array(state, np.uint32)] for state in self.process.workers])
         self.process.changed = [None]  # who repeats this gets whole weights first, and then what was sent before
 
     def shares(self) -> list[list[int]]:
