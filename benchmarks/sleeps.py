@@ -13,7 +13,7 @@ def main(descriptor: int) -> None:
     from jrlhf.rollouts.processes import worker
     from jrlhf.rollouts.slices import SliceWorkers
 
-    decode, seconds = SliceWorkers.decode, float(os.environ[SECONDS])
+    decode, seconds = SliceWorkers.decode_each, float(os.environ[SECONDS])
 
     def padded(self: SliceWorkers, prompts: Sequence[Any]) -> Any:
         end = time.monotonic() + seconds
@@ -21,7 +21,7 @@ def main(descriptor: int) -> None:
         time.sleep(max(0.0, end - time.monotonic()))
         return progress
 
-    SliceWorkers.decode = padded
+    SliceWorkers.decode_each = padded
     worker.main(descriptor)
 
 

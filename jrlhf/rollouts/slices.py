@@ -121,27 +121,27 @@ class SliceWorkers:
     own_devices = False
 
     def __init__(self, batches: Sequence[ContinuousBatch]):
-        self._batches, self._weights = batches, None
+        self.batches, self._weights = batches, None
 
     @property
     def rooms(self) -> list[int]:
-        return [batch.room for batch in self._batches]
+        return [batch.room for batch in self.batches]
 
     @property
     def running(self) -> int:
-        return sum(len(batch.rows) for batch in self._batches)
+        return sum(len(batch.rows) for batch in self.batches)
 
     def fresh(self) -> list[Decoding]:
-        return [saved(batch.fresh(), batch.mesh) for batch in self._batches]
+        return [saved(batch.fresh(), batch.mesh) for batch in self.batches]
 
     def states(self) -> list[Decoding]:
-        return [saved(batch.state, batch.mesh) for batch in self._batches]
+        return [saved(batch.state, batch.mesh) for batch in self.batches]
 
     def drawn(self) -> DrawnRows:
-        return drawn_rows([batch.state for batch in self._batches], self._batches[0].read)
+        return drawn_rows([batch.state for batch in self.batches], self.batches[0].read)
 
     def start(self, states: Sequence[Decoding]) -> None:
-        for batch, state in zip(self._batches, states, strict=True):
+        for batch, state in zip(self.batches, states, strict=True):
             batch.state = restored(state, batch.read)
 
     def put(self, weights: Weights) -> Weights:
@@ -154,7 +154,7 @@ class SliceWorkers:
         old = None if self._weights is None else drawing_identity(*self._weights)
         self._weights = weights
         if again is not None:
-            for batch in self._batches:
+            for batch in self.batches:
                 batch.prefill_again(weights, again.__getitem__)
         return [(old, drawing_identity(*weights))]
 
@@ -163,14 +163,17 @@ class SliceWorkers:
         return [drawing_identity(*self._weights)]
 
     def decode(self, prompts: Sequence[Sequence[Prompt]]) -> list[RowProgress]:
+        return [row for rows in self.decode_each(prompts) for row in rows]
+
+    def decode_each(self, prompts: Sequence[Sequence[Prompt]]) -> list[list[RowProgress]]:
+        """Does what `decode` does; returns the progress of each worker."""
         assert self._weights is not None
         progress = []
-        for batch, entering in zip(self._batches, prompts, strict=True):
+        for batch, entering in zip(self.batches, prompts, strict=True):
             if entering:
                 left = batch.admit(self._weights, entering)
                 assert not left, "more prompts than slots"
-            if len(batch.rows):
-                progress += batch.decode(self._weights)
+            progress.append(batch.decode(self._weights) if len(batch.rows) else [])
         return progress
 
     def metrics(self) -> dict[str, float]:

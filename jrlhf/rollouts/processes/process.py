@@ -1,13 +1,13 @@
-"""A rollout process, whose successor repeats what it did if it is lost."""
+"""A rollout process, which is replaced if it is lost."""
 
 import contextlib
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from jrlhf.errors import RunFailure, UserError
 from jrlhf.rollouts.processes.places import Place
@@ -25,25 +25,27 @@ T = TypeVar("T")
 
 
 class LocalWorker(Worker):
-    """A rollout process of this machine. It reads shared arrays from the file that a request names."""
+    """A rollout process of this machine. If it answers with a path, `request` returns {"shared": the arrays there}."""
 
     longest = math.inf  # an answer has the tokens of all rows that end in a chunk
 
     def request(self, body: bytes, seconds: float, shared: SharedArrays | None = None) -> Mapping[str, Any]:
         answer = super().request(body, seconds)
-        named = decode(answer.get("answer", "null"))
-        if not isinstance(named, str):
+        path = decode(answer.get("answer", "null"))
+        if not isinstance(path, str):
             return answer
         try:
-            self._shared = SharedArrays.opened(named)
+            return {"shared": SharedArrays.opened(path)}
         except OSError:
             self.kill()
             return {"failure": "crash", "detail": "ended before its arrays were read"}
-        return {"answer": encode(self._shared.path)}
 
 
 class Process:
-    """A process that is replaced if it ends or hangs. Its successor repeats the commands since the last state.
+    """A process that is replaced if it ends or hangs.
+
+    repeat: is called before the first command, also after a loss and after `forget`. It brings the process to the
+    present by means of its argument, which does what `ask` does; returns False if an answer is not that of before.
 
     A process hangs if it does not answer in time. For its first command of a kind, which compiles, it has
     `fleet.deadline`. Later it has 10 times the longest of the last commands of that kind, at least `LEAST` and at most
@@ -58,24 +60,21 @@ class Process:
         start: Callable[[Callable[[bytes], None]], LocalWorker | RayWorker],
         log: Path,
         tell: Callable[[str], None],
+        repeat: Callable[[Callable[..., Any]], bool],
     ):
         self.place, self._number = place, place[0]
         self._deadline, self._start, self._log = setup["deadline"], start, log
         self._tell, self._worker, self._closed = tell, None, False
-        self._setup = encode(setup)
+        self._setup, self._repeat, self._is_present = setup, repeat, False
         self._patience = 1.0
         # Seconds of the present process's first command of each kind; of the others, of all processes.
         self._first = dict[tuple, float]()
         self._seconds = defaultdict[tuple, deque[float]](partial(deque, maxlen=RECENT))
-        self.commands: list[_Command] = []  # which a successor repeats
         program()  # takes the digest of the program's files now, before anybody edits them
 
     def ask(self, command: Mapping[str, Any], shared: SharedArrays | None = None) -> Any:
         """Returns the answer to a command. shared: the arrays whose path it contains."""
-        sent = _Command.of(command, shared)
-        answer = self._tried(lambda: self._send(self._started(), sent))
-        self.commands.append(sent._replace(answer=answer))
-        return decode(answer)
+        return self._tried(lambda: self._send(self._started(), command, shared))
 
     def begin(self) -> None:
         """Starts the process now, before its first command."""
@@ -95,13 +94,9 @@ class Process:
             f"{ATTEMPTS} times in a row rollout process {self._number} was lost ({reason}): see {self._log}"
         )
 
-    def repeat_from(self, commands: Sequence[tuple[Mapping[str, Any], SharedArrays]]) -> None:
-        """Makes a successor begin with these commands instead of all commands so far."""
-        self.commands = [_Command.of(command, shared) for command, shared in commands]
-
     def forget(self) -> None:
         """Forgets all commands and their times, because the process draws for other logical workers from now on."""
-        self.repeat_from([])
+        self._is_present = False
         self._first.clear()
         self._seconds.clear()
 
@@ -113,25 +108,27 @@ class Process:
 
     def _started(self) -> LocalWorker | RayWorker:
         if self._worker is None:
-            self._worker, self._first = self._start(self._write), {}
+            self._worker, self._first, self._is_present = self._start(self._write), {}, False
             if self._closed:  # closed while the process started
                 self._worker.kill()
-            facts = decode(self._send(self._worker, _Command(self._setup, ("setup",))))
+            facts = self._send(self._worker, self._setup)
             if facts["program"] != program():
                 raise UserError(
                     f"rollout process {self._number} runs another version of jrlhf or JAX than the trainer, or their "
                     "files were changed since the trainer started: install one version everywhere and resume the run"
                 )
-            for command in self.commands:
-                if self._send(self._worker, command) != command.answer and command.answer is not None:
-                    raise differs(
-                        f"rollout process {self._number} was replaced and does not repeat what the one before it drew"
-                    )
-        return self._worker
+        worker = self._worker
+        if not self._is_present and not self._repeat(partial(self._send, worker)):
+            raise RunFailure(
+                f"rollout process {self._number} does not repeat what the one before it drew: nothing was learned "
+                "from it; see that all processes run on devices of one kind"
+            )
+        self._is_present = True
+        return worker
 
-    def _send(self, worker: LocalWorker | RayWorker, command: "_Command") -> str:
-        kind, begin = command.kind, time.monotonic()
-        answer = worker.request(command.text.encode(), self._allowance(kind), command.shared)
+    def _send(self, worker: LocalWorker | RayWorker, command: Mapping[str, Any], shared: Any = None) -> Any:
+        kind, begin = _kind(command), time.monotonic()
+        answer = worker.request(encode(command).encode(), self._allowance(kind), shared)
         if "failure" in answer:
             self._worker = None
             if self._closed:
@@ -142,7 +139,7 @@ class Process:
             self._seconds[kind].append(seconds)
         else:
             self._first[kind] = seconds
-        return answer["answer"]
+        return answer["shared"] if "shared" in answer else decode(answer["answer"])
 
     def _allowance(self, kind: tuple) -> float:
         """Returns how many seconds the process has for a command of this kind."""
@@ -156,22 +153,11 @@ class Process:
             log.write(output)
 
 
-class _Command(NamedTuple):
-    """A command to a process. kind: what decides which programs it runs: its name, and how many prompts each worker
-    prefills, because waves of prompts have a few sizes, each with its own program, which is compiled when it is needed.
-    answer: None if it is not to be checked. shared: the file that the command names.
-    """
-
-    text: str
-    kind: tuple
-    answer: str | None = None
-    shared: SharedArrays | None = None
-
-    @classmethod
-    def of(cls, command: Mapping[str, Any], shared: SharedArrays | None) -> "_Command":
-        again = command.get("take", {}).get("again") or []
-        kind = *command, *(len(prompts) for prompts in command.get("decode") or [again])
-        return cls(encode(command), kind, shared=shared)
+def _kind(command: Mapping[str, Any]) -> tuple:
+    """Returns what decides which programs a command runs: its name, and how many prompts each worker prefills, because
+    waves of prompts have a few sizes, each with its own program, which is compiled when it is needed."""
+    again = command.get("take", {}).get("again") or []
+    return *command, *(len(prompts) for prompts in command.get("decode") or [again])
 
 
 class _Lost(Exception):
@@ -180,7 +166,3 @@ class _Lost(Exception):
 
 class NoRoom(Exception):
     """No machine has room for a process; the argument says for what."""
-
-
-def differs(what: str) -> RunFailure:
-    return RunFailure(f"{what}: nothing was learned from it; see that all processes run on devices of one kind")

@@ -132,7 +132,6 @@ class RayWorker:
         except RayError as error:
             raise RunFailure(f"the Ray cluster does not answer ({one_line(error)})") from error
         self._gpus, self._log, self._reserved = gpus, log, False
-        self._arrays: SharedArrays | None = None
 
     def _reserve(self) -> bool:
         """True as soon as a machine has room for the process; False if none has, or if it was ended meanwhile."""
@@ -143,7 +142,7 @@ class RayWorker:
         return self._reserved
 
     def request(self, body: bytes, seconds: float, shared: SharedArrays | None = None) -> Mapping[str, Any]:
-        """Returns the answer to a request, as `Worker.request` does. shared: arrays that it names by their path."""
+        """Does what `LocalWorker.request` does. shared: arrays that the request names by their path."""
         import ray
         from ray.exceptions import GetTimeoutError, RayError
 
@@ -166,10 +165,7 @@ class RayWorker:
         self._log(output)
         if "failure" in answer:
             self.kill()
-        if content is None:
-            return answer
-        self._arrays = SharedArrays.copied(content.data)
-        return {"answer": encode(self._arrays.path)}
+        return answer if content is None else {"shared": SharedArrays.copied(content.data)}
 
     def interrupt(self) -> None:
         """Ends the process; a request that waits for it ends at once."""
@@ -183,16 +179,13 @@ class RayWorker:
     kill = interrupt
 
 
-class _Worker(Worker):
-    longest = math.inf  # no limit, as for a process of this machine
-
-
 class _Host:
     """The Ray actor: owns a process of its machine, and copies of the arrays that requests and answers name."""
 
     def __init__(self, environment: Mapping[str, str]):
         self._output = bytearray()
-        self._worker = _Worker("jrlhf.rollouts.processes.worker", {**os.environ, **environment}, self._output.extend)
+        self._worker = Worker("jrlhf.rollouts.processes.worker", {**os.environ, **environment}, self._output.extend)
+        self._worker.longest = math.inf  # no limit, as for a process of this machine
 
     def request(
         self, body: bytes, seconds: float, path: str = "", content: np.ndarray | None = None

@@ -6,8 +6,8 @@ encode and apply only the changed elements of arrays.
 
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, UInt
 
-from jrlhf.models.generation.continuous import Prompt
 from jrlhf.run.files import decode, encode
 
 AVAILABLE = hasattr(os, "memfd_create")  # only Linux has it
@@ -157,12 +156,8 @@ class WeightUpdate:
             changes = SharedArrays.of(delta(read(last.whole.path), arrays))
         return cls(number, whole, changes if changes and changes.size < whole.size else None, base)
 
-    def command(
-        self, present: "WeightUpdate | None", again: Mapping[int, Prompt] | None = None
-    ) -> tuple[dict[str, Any], SharedArrays]:
-        """Returns the command to replace the update `present` by this one, and the file that it names."""
-        sent, base = self.whole, None
+    def since(self, present: "WeightUpdate | None") -> tuple[SharedArrays, int | None]:
+        """Returns what to send to where `present` draws, and the number of the update that it changes, if any."""
         if self.changes is not None and present is not None and present.number + 1 == self.number:
-            sent, base = self.changes, present.number
-        prompts = None if again is None else [astuple(prompt) for prompt in again.values()]
-        return {"take": {"path": sent.path, "number": self.number, "base": base, "again": prompts}}, sent
+            return self.changes, present.number
+        return self.whole, None

@@ -3,11 +3,11 @@
 The channel is a socket whose other end only the parent has. Messages are JSON; large arrays are in `SharedArrays`.
 
     parent: the description of `describe`          process: {program}
-    parent: {start: path of workers' states}       process: {rooms, running}; `take` must follow
-    parent: {base: path of weights}                process: null; with an adapter, which then are the weights of `take`
-    parent: {take: path, number, base, again}      process: [identities before, identities after]
+    parent: {start: path of workers' states}       process: as to `decode`, without progress; `take` must follow
+    parent: {base: path of weights}                process: []; with an adapter, which then are the weights of `take`
+    parent: {take: path, number, base, again}      process: for each worker [identities before, identities after]
     parent: {identities: null}                     process: [identities of the weights that draw]
-    parent: {decode: prompts of each worker}       process: {progress, rooms, running}
+    parent: {decode: prompts of each worker}       process: for each worker {progress, room, running}
     parent: {states: null}                         process: path of states
 
 The file of `take` has the weights of the update with that number, or their changes since the update `base`.
@@ -16,7 +16,7 @@ The file of `take` has the weights of the update with that number, or their chan
 import faulthandler
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, astuple
 from functools import cache
@@ -36,7 +36,7 @@ from jrlhf.meshes.layout import GENERATE
 from jrlhf.meshes.mesh import make_mesh
 from jrlhf.meshes.transfers import to_devices, to_host
 from jrlhf.models.config.decoder import ModelConfig
-from jrlhf.models.generation.continuous import ContinuousBatch, Prompt
+from jrlhf.models.generation.continuous import ContinuousBatch, Prompt, RowProgress
 from jrlhf.models.generation.sampling import SamplingConfig
 from jrlhf.models.generation.schedule import Schedule
 from jrlhf.models.lora import LoRAConfig, lora_shardings
@@ -103,6 +103,7 @@ def main(descriptor: int) -> None:
             send(channel, encode({"answer": encode(answer)}).encode())
             ((command, argument),) = decode(receive(channel)).items()
             faulthandler.dump_traceback_later(setup["deadline"], exit=True)
+            process.file = None  # the parent opened it before it asked again
             with jax.set_mesh(process.mesh):
                 answer = getattr(process, command)(argument)
     except ConnectionError:  # the parent is gone
@@ -131,18 +132,19 @@ class _Process:
             sizes = setup["slots"], setup["width"]
             self._batch = ContinuousBatch.of_size(decoder, self.mesh, schedule, *sizes)  # with all workers' programs
             self._state_shardings = jax.tree.map(lambda leaf: leaf.sharding, saved(self._batch.fresh(), self.mesh))
-        self._workers, self._states = SliceWorkers([]), None
+        self._workers, self.file = SliceWorkers([]), None  # file: the states that the last answer names
 
     def start(self, path: str) -> Any:
         arrays, (shardings, treedef) = read(path), jax.tree.flatten(self._state_shardings)
         shares = [arrays[first : first + len(shardings)] for first in range(0, len(arrays), len(shardings))]
         self._workers = SliceWorkers([copy(self._batch) for _ in shares])  # frees the states of former workers
         self._workers.start([treedef.unflatten(to_devices(own, shardings)) for own in shares])
-        return self._room()
+        return self._answers([[] for _ in shares])
 
-    def base(self, path: str) -> None:
+    def base(self, path: str) -> list:
         self._base = {}  # frees the memory of weights that a former command brought
         self._base = _placed(path, self._shardings)
+        return []
 
     def take(self, argument: Mapping[str, Any]) -> Any:
         number, present = self._present
@@ -155,21 +157,23 @@ class _Process:
         self._present = argument["number"], own
         weights = (own, {}) if self._adapter_shardings is None else (self._base, own)
         again = None if argument["again"] is None else {row[0]: Prompt(*row) for row in argument["again"]}
-        return to_host(self._workers.take(weights, again))[0]
+        return to_host(self._workers.take(weights, again)) * len(self._workers.batches)
 
     def identities(self, argument: None) -> Any:
         return to_host(self._workers.identities())
 
     def decode(self, prompts: Any) -> Any:
-        progress = self._workers.decode([[Prompt(*row) for row in own] for own in prompts])
-        return self._room() | {"progress": [astuple(row) for row in progress]}
+        return self._answers(self._workers.decode_each([[Prompt(*row) for row in own] for own in prompts]))
 
     def states(self, argument: None) -> str:
-        self._states = SharedArrays.of(to_host(jax.tree.leaves(self._workers.states())))
-        return self._states.path
+        self.file = SharedArrays.of(to_host(jax.tree.leaves(self._workers.states())))
+        return self.file.path
 
-    def _room(self) -> dict[str, Any]:
-        return {"rooms": self._workers.rooms, "running": self._workers.running}
+    def _answers(self, progress: Sequence[Sequence[RowProgress]]) -> list[dict[str, Any]]:
+        return [
+            {"progress": [astuple(row) for row in rows], "room": batch.room, "running": len(batch.rows)}
+            for batch, rows in zip(self._workers.batches, progress, strict=True)
+        ]
 
 
 def _placed(path: str, shardings: Any) -> Any:

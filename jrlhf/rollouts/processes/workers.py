@@ -1,16 +1,15 @@
 """Logical workers in processes of this machine or of a Ray cluster, each with its own devices.
 
 The parent decides what is drawn and when; a process only executes commands. If a process ends or hangs, a successor
-repeats the commands since the last recorded state and continues, with the same results; if no machine has room for it,
-the other processes do so. Where states are recorded, the number of processes may change, because a file of the run's
-directory asks for another one, or because a Ray cluster has room for more of those that are asked for.
+repeats the record of what happened since the last recorded state, with the same results; if no machine has room for it,
+the other processes do so for larger shares. Where states are recorded, the number of processes may change, because a
+file of the run's directory asks for another one, or because a Ray cluster has room for more of those asked for.
 """
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,12 +23,13 @@ from jrlhf.meshes.transfers import to_devices, to_host
 from jrlhf.models.generation.continuous import ContinuousBatch, Decoding, Prompt, RowProgress, Weights
 from jrlhf.rollouts.identity import Identity
 from jrlhf.rollouts.processes.places import Place, gpus_of
-from jrlhf.rollouts.processes.process import ATTEMPTS, LocalWorker, NoRoom, Process, differs
+from jrlhf.rollouts.processes.process import ATTEMPTS, LocalWorker, NoRoom, Process
 from jrlhf.rollouts.processes.ray_worker import RayWorker, free_places, total_places
+from jrlhf.rollouts.processes.record import Event, EventRecord
 from jrlhf.rollouts.processes.shared import SharedArrays, WeightUpdate, read
 from jrlhf.rollouts.state import DrawnRows, drawn_rows, saved
 from jrlhf.run.contents import FLEET
-from jrlhf.run.files import decode, encode
+from jrlhf.run.files import encode
 
 PAUSE = 600.0  # minimum seconds until processes that did not start are tried again; or ten times what the try took
 
@@ -69,6 +69,7 @@ class ProcessWorkers:
         self._gpus = template.mesh.size if description["platform"] == "gpu" else 0
         leaves, self._treedef = jax.tree.flatten(saved(template.fresh(), template.mesh))
         self._shardings = [leaf.sharding for leaf in leaves]
+        self._record = EventRecord()
         self._processes = [self._process(place) for place in asked()]
         self._wish: Sequence[Place] = ()  # what `asked` returned last
         self._pause: _Pause | None = None  # after a process that did not start
@@ -76,7 +77,6 @@ class ProcessWorkers:
         self._threads = ThreadPoolExecutor(count, "workers")
         self._anchor_every = section.anchor_every if section.transfer == "delta" else 1
         self._newest: WeightUpdate | None = None
-        self._present: WeightUpdate | None = None  # the update with which all processes draw
         self._transfers: list[tuple[int, float]] = []  # (bytes, seconds) of `put` and `take`, in several threads
         self._base: tuple[Any, SharedArrays] | None = None  # the frozen weights under an adapter, and their file
         self.rooms, self.running = [0] * self._count, 0
@@ -85,40 +85,34 @@ class ProcessWorkers:
         return [saved(self._template.fresh(), self._template.mesh) for _ in range(self._count)]
 
     def start(self, states: Sequence[Decoding]) -> None:
-        self._note_room(self._ask("start", [to_host(jax.tree.leaves(state)) for state in states]))
+        self._note_room(self._happens("start", [to_host(jax.tree.leaves(state)) for state in states]))
 
     def states(self) -> list[Decoding]:
-        states = [self._treedef.unflatten(to_devices(arrays, self._shardings)) for arrays in self._arrays()]
-        refusal = self._adjust(states)
+        states = [self._treedef.unflatten(to_devices(arrays, self._shardings)) for arrays in self._recorded()]
+        refusal = self._adjust()
         if refusal and refusal != self._refusal:
             self._tell(f"{refusal}; {len(self._processes)} rollout process(es) go on")
         self._refusal = refusal
         return states
 
     def drawn(self) -> DrawnRows:
-        return drawn_rows([self._treedef.unflatten(arrays) for arrays in self._arrays()])
+        return drawn_rows([self._treedef.unflatten(arrays) for arrays in self._recorded()])
 
-    def _arrays(self) -> Iterator[list[np.ndarray]]:
-        """Yields the leaves of each worker's state. Successors of processes will start from these states."""
-        assert self._present is not None
-        base, take = self._present.base, self._present.command(None)
-        bases = [] if base is None else [({"base": base.path}, base)]
-        files = [SharedArrays.opened(path) for path in self._ask("states")]
-        for process, shared in zip(self._processes, files, strict=True):
-            yield from self._leaves(shared)
-            process.repeat_from([*bases, ({"start": shared.path}, shared), take])
-
-    def _leaves(self, shared: SharedArrays) -> Iterator[list[np.ndarray]]:
-        """Yields the leaves of each worker's state in a file."""
-        arrays, count = read(shared.path), len(self._shardings)
-        yield from (arrays[first : first + count] for first in range(0, len(arrays), count))
+    def _recorded(self) -> list[list[np.ndarray]]:
+        """Returns the leaves of each worker's state. Processes will repeat what happens from these states on."""
+        leaves = [leaf for shared in self._ask(Event("states")) for leaf in read(shared.path)]
+        count = len(self._shardings)
+        states = [leaves[first : first + count] for first in range(0, len(leaves), count)]
+        self._record.begin_from(states)
+        return states
 
     @property
-    def _shares(self) -> list[np.ndarray]:
+    def _shares(self) -> dict[Place, list[int]]:
         """The logical workers of each process."""
-        return np.array_split(range(self._count), len(self._processes))
+        parts = np.array_split(range(self._count), len(self._processes))
+        return {process.place: part.tolist() for process, part in zip(self._processes, parts, strict=True)}
 
-    def _adjust(self, states: Sequence[Decoding]) -> str:
+    def _adjust(self) -> str:
         """Divides the logical workers over the asked processes, where they start; returns why some are absent, or "".
 
         Present ones stay if they are asked for. Nobody ends for others that do not start, unless it has their GPUs.
@@ -141,16 +135,17 @@ class ProcessWorkers:
         if not new and not leaving:
             return refusal
         _close(leaving)
-        there, update = present | new, self._present
+        there = present | new
         try:
-            self._draw_with([there[place] for place in asked if place in there], states, update)
+            self._divide([there[place] for place in asked if place in there])
+            self.identities()  # now all repeat what was recorded
         except (UserError, RunFailure) as error:
             if not (staying := [process for process in self._processes if process.place in present]):
                 asked_by = f"{self._folder / FLEET} or fleet.workers asked for {len(asked)} rollout process(es)"
                 raise type(error)(f"{error}; {asked_by}") from error
             _close(new.values())
             refusal = str(error)
-            self._draw_with(staying, states, update)
+            self._divide(staying)
         if lost := [place for place, process in new.items() if process not in self._processes]:
             refusal = self._hold(refusal or f"rollout process {lost[0][0]} was lost at its first states", begin)
         if self._processes != list(present.values()):
@@ -204,15 +199,11 @@ class ProcessWorkers:
         self._pause = _Pause(reason, now + max(PAUSE, 10 * (now - begin)), self._size)
         return reason
 
-    def _draw_with(self, processes: list[Process], states: Sequence[Decoding], update: WeightUpdate | None) -> None:
-        """Divides the logical workers in these states over these processes, which get these weights."""
-        assert update is not None
+    def _divide(self, processes: list[Process]) -> None:
+        """Divides the logical workers over these processes. Each repeats the record before its next command."""
         self._processes = processes
         for process in processes:
             process.forget()
-        self._present = None  # new processes have no weights
-        self.start(states)
-        self.take(update, None)
 
     def _process(self, place: Place) -> Process:
         """Returns a process, which starts at its first command."""
@@ -225,7 +216,8 @@ class ProcessWorkers:
         if devices:
             environment["CUDA_VISIBLE_DEVICES"] = devices
         log = self._folder / f"worker-{number}.log"
-        return Process(place, self._setup, partial(start, environment), log, self._tell)
+        repeat = lambda ask: self._record.repeat(self._shares.get(place, ()), ask)  # noqa: E731
+        return Process(place, self._setup, partial(start, environment), log, self._tell, repeat)
 
     def put(self, weights: Weights) -> WeightUpdate:
         begin = time.monotonic()
@@ -248,20 +240,18 @@ class ProcessWorkers:
 
     def take(self, weights: WeightUpdate, again: Mapping[int, Prompt] | None) -> list[tuple[Identity | None, Identity]]:
         begin = time.monotonic()
-        if self._present is None and weights.base is not None:
-            self._ask("base", weights.base.path, weights.base)
-        command, sent = weights.command(self._present, again)
-        identities = self._ask("take", command["take"], sent)
-        self._present = weights
+        if self._record.present is None and weights.base is not None:
+            self._happens("base", weights.base)
+        sent, _ = weights.since(self._record.present)
+        identities = self._happens("take", (weights, again))
         self._transfers.append((sent.size, time.monotonic() - begin))
-        return identities
+        return list({encode(own): own for own in identities}.values())  # those of all workers are equal
 
     def identities(self) -> list[Identity]:
-        return [own for answer in self._ask("identities") for own in answer]
+        return [own for answer in self._ask(Event("identities")) for own in answer]
 
     def decode(self, prompts: Sequence[Sequence[Prompt]]) -> list[RowProgress]:
-        answers = self._ask("decode", [[astuple(prompt) for prompt in own] for own in prompts])
-        self._note_room(answers)
+        self._note_room(answers := self._happens("decode", prompts))
         return [RowProgress(*row) for answer in answers for row in answer["progress"]]
 
     def metrics(self) -> dict[str, float]:
@@ -273,14 +263,18 @@ class ProcessWorkers:
         _close(self._processes)
         self._threads.shutdown()
 
-    def _ask(self, name: str, argument: Any = None, shared: SharedArrays | None = None) -> list:
-        """Sends a command to all processes at the same time; returns their answers in the order of the processes.
+    def _happens(self, name: str, argument: Any) -> list:
+        """Lets all logical workers do something, and records it when all have; returns their answers. See `Event`."""
+        event = Event(name, argument)
+        answers = [own for answer in self._ask(event) for own in answer]
+        self._record.add(event, answers)
+        return answers
 
-        argument: of "start" and "decode" a list with a part for each logical worker. shared: the file that it names.
-        """
+    def _ask(self, event: Event) -> list:
+        """Sends a command to all processes at the same time; returns their answers in the order of the processes."""
         wait_began: float | None = None
         while True:
-            parts = [self._part(name, argument, shared, share) for share in self._shares]
+            parts = [event.command(share, self._record.present) for share in self._shares.values()]
             asked = [self._threads.submit(own.ask, *part) for own, part in zip(self._processes, parts, strict=True)]
             errors = [answer.exception() for answer in asked]
             for error in errors:
@@ -295,49 +289,20 @@ class ProcessWorkers:
             reason = f"{next(filter(None, errors))} for rollout process(es) {numbers}"
             if len(without) < len(self._processes):
                 wait_began = None
-                self._go_on_without(without, reason)
+                others = [own for own in self._processes if own not in without]
+                self._tell(f"{reason}; {len(others)} rollout process(es) go on in place of {len(self._processes)}")
+                self._divide(others)
             elif wait_began is None:
                 wait_began = time.monotonic()
                 self._tell(f"{reason}: they wait for one")
             elif time.monotonic() - wait_began > ATTEMPTS * self._section.deadline:
                 raise RunFailure(f"{reason}, for {time.monotonic() - wait_began:.0f} s: add one and resume the run")
 
-    @staticmethod
-    def _part(
-        name: str, argument: Any, shared: SharedArrays | None, share: np.ndarray
-    ) -> tuple[Mapping[str, Any], SharedArrays | None]:
-        """Returns the command to a process with this share of the logical workers, and the file that it names."""
-        if name == "start":
-            shared = SharedArrays.of([leaf for worker in share for leaf in argument[worker]])
-            return {name: shared.path}, shared
-        return {name: [argument[worker] for worker in share] if name == "decode" else argument}, shared
-
-    def _go_on_without(self, without: Sequence[Process], reason: str) -> None:
-        """Divides the logical workers over the other processes, which repeat the commands before the present one."""
-        commands = list(zip(*(own.commands for own in self._processes), strict=False))
-        count, self._processes = len(self._processes), [own for own in self._processes if own not in without]
-        self._tell(f"{reason}; {len(self._processes)} rollout process(es) go on in place of {count}")
-        for process in self._processes:
-            process.forget()
-        for parts in commands:
-            ((name, argument),) = decode(parts[0].text).items()
-            if name == "start":
-                argument = [leaves for part in parts for leaves in self._leaves(part.shared)]
-            elif name == "decode":
-                argument = [prompts for part in parts for prompts in decode(part.text)[name]]
-            answers = self._ask(name, argument, parts[0].shared)
-            if name == "decode" and _drawn(answers) != _drawn(decode(part.answer) for part in parts):
-                raise differs("the rollout processes that go on do not repeat what was drawn before")
-
     def _note_room(self, answers: Sequence[Mapping[str, Any]]) -> None:
-        self.rooms = [room for answer in answers for room in answer["rooms"]]
+        self.rooms = [answer["room"] for answer in answers]
         self.running = sum(answer["running"] for answer in answers)
 
 
 def _close(processes: Iterable[Process]) -> None:
     for process in processes:
         process.close()
-
-
-def _drawn(answers: Iterable[Mapping[str, Any]]) -> str:
-    return encode([row for answer in answers for row in answer["progress"]])

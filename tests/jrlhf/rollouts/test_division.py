@@ -15,6 +15,7 @@ from jrlhf.errors import RunFailure, UserError
 from jrlhf.planning.resolve import select_resources
 from jrlhf.rollouts.processes.places import Place, asked_places
 from jrlhf.rollouts.processes.process import NoRoom, Process
+from jrlhf.rollouts.processes.record import Event, EventRecord
 from jrlhf.rollouts.processes.workers import ProcessWorkers
 from jrlhf.run.contents import FLEET
 from tests.jrlhf.rollouts.test_runs import ADAPTER, config, run
@@ -91,23 +92,15 @@ def division(tmp_path):
             note = lambda event: lambda: events.append(f"{event} {place[0]} {place[1]}")  # noqa: E731
             return SimpleNamespace(place=place, close=note("close"), begin=begin, forget=note("forget"))
 
-        def take(weights: Any, again: object) -> None:
-            events.append((own._present, weights))
-            own._present = weights
-
         own._processes, own._process = [process(place) for place in places], process
         own._threads = ThreadPoolExecutor(1)
-        own._wish, own._pause, own._refusal, own._present = (), None, "", "weights"
+        own._wish, own._pause, own._refusal = (), None, ""
         own._section, own._gpus, own._folder, own._tell = FleetSection(**settings), 0, tmp_path, events.append
-        own._arrays, own._asked, own.without = lambda: [], lambda: own.asked, ()
-        own.start = lambda states: events.append("start")
-        own.take = take
+        own._recorded, own._asked, own.without = lambda: [], lambda: own.asked, ()
+        own.identities = lambda: events.append("asked")  # so that all repeat what is recorded
         return own, events
 
     return make
-
-
-TAKEN = "start", (None, "weights")  # all weights, not their changes
 
 
 MORE, FEWER, OTHERS = [(0, "4"), (1, "7"), (2, "6")], [(0, "4")], [(0, "5"), (1, "6")]
@@ -130,7 +123,7 @@ def test_another_number_of_processes_starts_and_ends_only_those_that_change(plac
     line = sentence.replace("#", "rollout process(es) go on").replace("*", "with fleet.devices=")
     for _ in range(2):
         ProcessWorkers.states(own)
-        assert events == [*acts, *TAKEN, line] and [process.place for process in own._processes] == places
+        assert events == [*acts, "asked", line] and [process.place for process in own._processes] == places
     assert all(present.get(process.place, process) is process for process in own._processes)
 
 
@@ -139,7 +132,7 @@ def test_processes_that_do_not_start_leave_the_present_ones_as_they_are(division
     before, failure = list(own._processes), "no such GPU; 1 rollout process(es) go on"
     for own.asked in ([(0, "4"), (1, "9")],) * 2:  # it is not tried again
         ProcessWorkers.states(own)
-        assert events == ["begin 1 9", "close 1 9", failure] and own._processes == before and own._present == "weights"
+        assert events == ["begin 1 9", "close 1 9", failure] and own._processes == before
     for own.asked in ([(0, "4")], [(0, "4"), (1, "9")]):
         ProcessWorkers.states(own)
     assert events.count(failure) == 2
@@ -148,7 +141,7 @@ def test_processes_that_do_not_start_leave_the_present_ones_as_they_are(division
     for _ in range(2):
         ProcessWorkers.states(own)
         assert events == ["begin 1 9", "begin 2 6", "close 1 9", "close 2 6"] and own._processes == before
-    own.start = lambda states: own._processes[0].begin()  # only now, because the GPU was not free before
+    own.identities = lambda: own._processes[0].begin()  # only now, because the GPU was not free before
     own._processes[0].place, own.asked = (0, "9"), [(1, "9")]
     with pytest.raises(RunFailure, match=f"^no such GPU; .*{FLEET} or fleet.workers asked for 1 rollout process"):
         ProcessWorkers.states(own)
@@ -168,7 +161,7 @@ def test_processes_of_a_ray_cluster_start_where_there_is_room(division, monkeypa
         events.clear()
         free[0], own.without = room, [(number, "") for number in without]
         ProcessWorkers.states(own)
-        return [event for event in events if event not in TAKEN]
+        return [event for event in events if event != "asked"]
 
     go_on = "{} rollout process(es) go on"
     lacking = "the Ray cluster has no room for {} more rollout process(es); " + go_on
@@ -194,11 +187,11 @@ def test_processes_of_a_ray_cluster_start_where_there_is_room(division, monkeypa
 
 
 FIRST_STATES = [  # the present processes, the asked ones, what happens if the new one fails at its first states
-    ([(0, "")], [(0, ""), (1, "")], ["begin 1 ", "forget 0 ", "forget 1 ", "start", "close 1 ", "forget 0 "], []),
+    ([(0, "")], [(0, ""), (1, "")], ["begin 1 ", "forget 0 ", "forget 1 ", "close 1 ", "forget 0 "], []),
     (
         [(0, "4"), (1, "5")],
         [(0, "4"), (1, "6")],
-        ["begin 1 6", "close 1 5", "forget 0 4", "forget 1 6", "start", "close 1 6", "forget 0 4"],
+        ["begin 1 6", "close 1 5", "forget 0 4", "forget 1 6", "close 1 6", "forget 0 4"],
         ["1 rollout process(es) go on in place of 2 with fleet.devices=[4]"],
     ),
 ]
@@ -209,26 +202,24 @@ def test_a_new_process_that_fails_at_its_first_states_does_not_end_the_run(prese
     own, events = division(present)
     own.asked, failures, first = asked, [RunFailure("out of memory")], own._processes[:1]
 
-    def start(states: object) -> None:
-        events.append("start")
-        if failures:
-            raise failures.pop()
+    def identities() -> None:
+        raise failures.pop()
 
-    own.start = start
+    own.identities = identities
     for _ in range(2):
         ProcessWorkers.states(own)
-        assert events == [*acts, *TAKEN, *lines, "out of memory; 1 rollout process(es) go on"]
-        assert own._processes == first and own._present == "weights"
+        assert events == [*acts, *lines, "out of memory; 1 rollout process(es) go on"]
+        assert own._processes == first
 
 
 def test_a_new_process_that_is_lost_at_its_first_states_is_not_tried_again_at_once(division):
     own, events = division([(0, "")])
     own.asked = [(0, ""), (1, "")]
-    own.start = lambda states: own._processes.pop()
+    own.identities = lambda: own._processes.pop()
     for _ in range(2):
         ProcessWorkers.states(own)
         lost = "rollout process 1 was lost at its first states; 1 rollout process(es) go on"
-        assert events == ["begin 1 ", "forget 0 ", "forget 1 ", TAKEN[1], lost]
+        assert events == ["begin 1 ", "forget 0 ", "forget 1 ", lost]
 
 
 @pytest.mark.parametrize("comes", [True, False])
@@ -244,25 +235,26 @@ def test_the_run_waits_for_a_machine_if_no_process_is_left(comes, monkeypatch):
             return "answer"
         raise NoRoom("no machine has room")
 
-    own._processes, own._count = [SimpleNamespace(ask=ask, place=(3, ""))], 1
+    own._processes, own._count, own._record = [SimpleNamespace(ask=ask, place=(3, ""))], 1, EventRecord()
     own._threads, own._section, own._tell = ThreadPoolExecutor(1), FleetSection(deadline=10.0), sentences.append
     if comes:
-        assert own._ask("states") == ["answer"]
+        assert own._ask(Event("states")) == ["answer"]
     else:
         with pytest.raises(
             RunFailure, match=r"^no machine has room for rollout process\(es\) 3, for 35 s: add one and"
         ):
-            own._ask("states")
+            own._ask(Event("states"))
     waits = "no machine has room for rollout process(es) 3: they wait for one"
     assert sentences == [waits, *["1 rollout process(es) go on"] * comes]
 
 
 FOR_EVER = 1000
-LOSSES = {  # the settings, and (command, how often it was sent) -> process -> for how many starts it finds no machine
+# The settings, and (command or "repeat", how often it was sent) -> process -> for how many starts it finds no machine.
+LOSSES = {
     "between two chunks, while others repeat, then a new machine": (
         "keep_cache",
         (),
-        {("decode", 4): {1: FOR_EVER}, ("start", 2): {2: FOR_EVER}, ("states", 5): {1: 0, 2: 0}},
+        {("decode", 4): {1: FOR_EVER}, ("repeat", 1): {2: FOR_EVER}, ("states", 5): {1: 0, 2: 0}},
         [3, 2, 1, 3],
     ),
     "two at once, with new weights and an adapter, then the last one": (
@@ -286,20 +278,30 @@ def test_the_others_repeat_the_commands_if_no_machine_has_room_for_a_successor(n
     options: dict[str, Any] = {"staleness": 2, "uncorrected": True, "update_steps": 3, "logical_workers": 3}
     settings = [*settings, "rollout.slots=24", "grpo.iterations=6"]
     expected = run(config(tmp_path, "one", "grpo", settings, **options, on_new_weights=on_new_weights))
-    ask, send, sent = ProcessWorkers._ask, Process._send, Counter[str]()
-    without, counts = dict[int, int](), list[int]()
+    ask, divide, repeat = ProcessWorkers._ask, ProcessWorkers._divide, EventRecord.repeat
+    send, sent, without, counts = Process._send, Counter[str](), dict[int, int](), [3]
 
-    def asked(self, name: str, *rest: Any):
+    def count(name: str) -> None:
         sent[name] += 1
         without.update(losses.get((name, sent[name]), {}))
-        if counts[-1:] != [len(self._processes)]:
-            counts.append(len(self._processes))
-        return ask(self, name, *rest)
 
-    def refusing(self, worker, command):
+    def asked(self, event):
+        count(event.name)
+        return ask(self, event)
+
+    def divided(self, processes):
+        counts.append(len(processes))
+        divide(self, processes)
+
+    def repeated(self, share, ask):
+        if self.present:
+            count("repeat")
+        return repeat(self, share, ask)
+
+    def refusing(self, worker, *command):
         number = self.place[0]
         if without.get(number, 0) == 0:
-            return send(self, worker, command)
+            return send(self, worker, *command)
         without[number] -= 1
         worker.kill()
         self._worker = None
@@ -307,6 +309,8 @@ def test_the_others_repeat_the_commands_if_no_machine_has_room_for_a_successor(n
 
     monkeypatch.setattr(ProcessWorkers, "_hold", lambda self, reason, begin: reason)  # they are tried again at once
     monkeypatch.setattr(ProcessWorkers, "_ask", asked)
+    monkeypatch.setattr(ProcessWorkers, "_divide", divided)
+    monkeypatch.setattr(EventRecord, "repeat", repeated)
     monkeypatch.setattr(Process, "_send", refusing)
     path = run(
         config(tmp_path, "run", "grpo", [*settings, "fleet.workers=3"], **options, on_new_weights=on_new_weights)

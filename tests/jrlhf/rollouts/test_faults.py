@@ -88,11 +88,11 @@ class Faults:
                 return "none", 0, 0
             return kind, self._rng.choice([0, draw() * 0.05]), draw()
 
-    def send(self, process: Any, worker: LocalWorker | RayWorker, command: Any) -> str:
+    def send(self, process: Any, worker: LocalWorker | RayWorker, *command: Any) -> Any:
         """Does what `Process._send` does, with a fault before, while or after the process is at work."""
         kind, delay, number = self.draw()
         if kind == "none" or not (processes := pids(worker)):
-            return SEND(process, worker, command)
+            return SEND(process, worker, *command)
         pid, deadline = processes[int(number * len(processes))], process._deadline
 
         def befall() -> None:
@@ -110,7 +110,7 @@ class Faults:
         process._deadline = 1.0 if kind == "stop" else deadline
         fault.start()
         try:
-            answer = SEND(process, worker, command)
+            answer = SEND(process, worker, *command)
             fault.join()
             signal_to(pid, signal.SIGCONT)  # what stopped after it had answered
             return answer

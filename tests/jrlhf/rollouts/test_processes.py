@@ -23,6 +23,7 @@ from jrlhf.rollouts.processes import worker
 from jrlhf.rollouts.processes.places import check_processes
 from jrlhf.rollouts.processes.process import RECENT, LocalWorker, Process
 from jrlhf.rollouts.processes.ray_worker import free_places, joined, total_places
+from jrlhf.rollouts.processes.record import Event
 from jrlhf.rollouts.processes.shared import SharedArrays, WeightUpdate, delta, patched, read
 from jrlhf.rollouts.processes.workers import ProcessWorkers
 from jrlhf.run.child import Worker
@@ -101,14 +102,14 @@ def test_a_process_gets_changes_only_of_what_it_holds():
         np.testing.assert_array_equal(read(updates[-1].whole.path)[0], weights)
     assert [update.changes is not None for update in updates] == [False, True, True, False, True, True, False, False]
     for present, newest in [(None, 4), (2, 4), (4, 4), (5, 4), (2, 3), (3, 4)]:
-        command, sent = updates[newest].command(None if present is None else updates[present])
         update, changes = updates[newest], (present, newest) == (3, 4)
+        command, sent = Event("take", (update, None)).command([], None if present is None else updates[present])
         assert sent is (update.changes if changes else update.whole)
         expected = {"path": sent.path, "number": newest, "base": 3 if changes else None, "again": None}
         assert command == {"take": expected}
     stale: Any = SimpleNamespace(_present=(2, {}))
     with pytest.raises(ValueError, match="changes of update 3, and update 2 is here"):
-        worker._Process.take(stale, updates[4].command(updates[3])[0]["take"])
+        worker._Process.take(stale, Event("take", (updates[4], None)).command([], updates[3])[0]["take"])
 
 
 # Stands for the process of a logical worker: answers with the number of commands so far, and fails as it is sentences.
@@ -144,13 +145,13 @@ def process(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     sentences: list[str] = []
 
-    def make(**setup):
+    def make(repeat=lambda ask: True, **setup):
         setup = {"deadline": 20.0, "program": worker.program()} | setup
         start = partial(LocalWorker, "stand_in", os.environ)
-        return Process((1, ""), setup, start, tmp_path / "worker.log", sentences.append)
+        return Process((1, ""), setup, start, tmp_path / "worker.log", sentences.append, repeat)
 
     processes = []
-    yield lambda **setup: processes.append(make(**setup)) or processes[-1], sentences
+    yield lambda *repeat, **setup: processes.append(make(*repeat, **setup)) or processes[-1], sentences
     for own in processes:
         own.close()
 
@@ -159,20 +160,26 @@ def process(tmp_path, monkeypatch):
 def test_a_lost_process_is_replaced_and_its_successor_repeats_what_was_done(fault, process, tmp_path, monkeypatch):
     monkeypatch.setattr("jrlhf.rollouts.processes.process.LEAST", 1.0)
     make, sentences = process
-    own, nothing = make(deadline=600.0), {"once": "", "fault": ""}
-    assert [own.ask(nothing), own.ask(nothing)] == [1, 2]
+    nothing, done = {"once": "", "fault": ""}, list[int]()  # done: the answers that a successor repeats
+    own = make(lambda ask: [ask(nothing) for _ in done] == done, deadline=600.0)
+    done += [own.ask(nothing)]
+    done += [own.ask(nothing)]
     assert own.ask({"once": str(tmp_path / "failed"), "fault": fault}) == 3
-    assert own.ask({}) == 4
+    assert done == [1, 2] and own.ask({}) == 4  # nothing is repeated without a loss
     reason = "ended by SIGKILL" if fault == "SIGKILL" else "no answer within 1 s"
     assert (
         len(sentences) == 1
         and sentences[0].startswith(f"rollout process 1 was lost ({reason}")
         and "takes its place" in sentences[0]
     )
-    own.repeat_from([({}, SharedArrays.of([]))])
+    del done[1:]
     os.kill(own._worker.pid, signal.SIGKILL)
-    assert own.ask({}) == 2  # after the one command that a successor repeats from here
+    assert own.ask({}) == 2
     pid = own._worker.pid
+    own.forget()
+    with pytest.raises(RunFailure, match="does not repeat"):  # the same process does so, which has done two already
+        own.ask({})
+    assert own._worker.pid == pid
     assert alive(pid)
     own.close()
     assert gone(pid)
@@ -181,7 +188,7 @@ def test_a_lost_process_is_replaced_and_its_successor_repeats_what_was_done(faul
 def test_on_a_full_disk_a_process_loses_its_log_alone():
     """Also in a Ray cluster, where the output comes with the answers."""
     start: Any = None
-    Process((1, ""), {"deadline": 1.0}, start, Path("/dev/full"), print)._write(b"a line")
+    Process((1, ""), {"deadline": 1.0}, start, Path("/dev/full"), print, bool)._write(b"a line")
 
 
 @pytest.mark.parametrize("deadline", [600.0, 10.0])
@@ -198,10 +205,9 @@ def test_a_process_has_time_by_its_own_pace(deadline, tmp_path, monkeypatch):
 
     monkeypatch.setattr("jrlhf.rollouts.processes.process.time", SimpleNamespace(monotonic=lambda: clock[0]))
     start: Any = lambda write: SimpleNamespace(request=request)  # noqa: E731
-    own, prompts = (
-        Process((1, ""), {"deadline": deadline}, start, tmp_path / "log", sentences.append),
-        [[(0, [5], 1, [[7]])]],
-    )
+    done, repeat = list[Any](), lambda ask: all(ask(command) for command in done)
+    own = Process((1, ""), {"deadline": deadline}, start, tmp_path / "log", sentences.append, repeat)
+    prompts = [[(0, [5], 1, [[7]])]]
     commands = [
         ([[]], 0.25 * deadline, [600]),  # the first one compiles
         ([[]], 0.5, [600]),
@@ -224,9 +230,11 @@ def test_a_process_has_time_by_its_own_pace(deadline, tmp_path, monkeypatch):
         asked[:] = [[] for _ in range(number + 1)]
         if argument == "forget":
             own.forget()
-            assert not own.commands
+            done.clear()
             continue
-        own.ask({"decode": argument, "number": number, "seconds": seconds})
+        command = {"decode": argument, "number": number, "seconds": seconds}
+        own.ask(command)
+        done.append(command)
         assert asked[number] == [min(deadline, allowance) for allowance in allowances], number
     assert len(sentences) == (4 if deadline > 30 else 0)
 
@@ -234,7 +242,7 @@ def test_a_process_has_time_by_its_own_pace(deadline, tmp_path, monkeypatch):
 def test_a_process_that_ends_between_its_answer_and_its_reading_is_replaced(process, tmp_path):
     make, sentences = process
     own, shared = make(), SharedArrays.of([np.arange(3)])
-    opened = SharedArrays.opened(own.ask({"once": str(tmp_path / "failed"), "arrays": shared.path}))
+    opened = own.ask({"once": str(tmp_path / "failed"), "arrays": shared.path})
     np.testing.assert_array_equal(read(opened.path), [np.arange(3)])
     (sentence,) = sentences
     assert sentence.startswith("rollout process 1 was lost (ended before its arrays were read)")
@@ -247,10 +255,11 @@ def test_what_no_successor_mends_is_one_sentence(process):
     assert len(sentences) == 3
     with pytest.raises(UserError, match="another version of jrlhf or JAX than the trainer, .*: install one version"):
         make(program="of yesterday").ask({})
-    other = make()
-    other.ask({"draws": True})
+    pids = list[int]()
+    other = make(lambda ask: all(ask({"draws": True}) == pid for pid in pids))
+    pids.append(other.ask({"draws": True}))
     other._worker.kill()
-    with pytest.raises(RunFailure, match="does not repeat what the one before it drew"):
+    with pytest.raises(RunFailure, match="process 1 does not repeat what the one before it drew: nothing was learned"):
         other.ask({})
 
 
