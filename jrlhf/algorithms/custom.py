@@ -114,6 +114,8 @@ def _check_loss(config: Config, loss: Any, *, has_targets: bool) -> None:
         return
     if not callable(loss):
         raise UserError(f"{_key(config)}: actor.update gets the loss {loss!r}: it must be a function of LossTokens")
+    if has_targets and not config.compute.fused_loss:
+        raise UserError(f"{_key(config)}: targets need compute.fused_loss, which is false: leave it out")
     number, several = jnp.zeros(2), jnp.zeros((2, 3)) if has_targets else None
     reference = number if config.rl.algorithm.kl_in_loss else None
     tokens = LossTokens(number, number, number, reference, number, several, several)

@@ -68,6 +68,11 @@ class FrozenRole(Section):
 
     path: str = address("")  # its model directory
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.path:
+            raise ValueError("path is missing: name a model directory")
+
 
 @dataclass(frozen=True)
 class RolesConfig(Section):

@@ -16,8 +16,9 @@ from optax import GradientTransformation
 from jrlhf.meshes.by_length import ByLength, map_by_length
 from jrlhf.meshes.layout import Layout
 from jrlhf.meshes.rows import map_parts
-from jrlhf.models.forward import make_logprobs, make_logprobs_with_base, make_token_sums, make_top_logprobs
+from jrlhf.models.forward import make_logprobs, make_logprobs_with_base, make_token_sums
 from jrlhf.models.scalars import make_scores, make_values
+from jrlhf.models.top_tokens import make_top_logprobs
 from jrlhf.ppo.config.algorithms import PPOConfig
 from jrlhf.ppo.config.policy import PolicyConfig
 from jrlhf.ppo.critic import make_critic_step

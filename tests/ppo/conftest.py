@@ -73,7 +73,7 @@ def _experience(rows=16, time=9, seed=0, ratio_noise=0.4):
         advantages=noise(),
         returns=noise(),
     )
-    return Experience(**{name: jnp.asarray(x) for name, x in arrays.items()})
+    return Experience(**{name: jnp.asarray(x) for name, x in arrays.items()})  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="package")

@@ -19,7 +19,7 @@ ROWS, TIME, VOCAB, K = 8, 7, 11, 3
 CONFIG = GRPOConfig(samples=4, kl_coef=0.0, epochs=1, aggregation="token-mean")
 RECORDER = optax.GradientTransformation(  # its state: the gradients
     lambda params: jax.tree.map(jnp.zeros_like, params),
-    lambda grads, *_: (jax.tree.map(jnp.zeros_like, grads), grads),
+    lambda updates, state, params=None: (jax.tree.map(jnp.zeros_like, updates), updates),
 )
 rng = np.random.default_rng(0)
 

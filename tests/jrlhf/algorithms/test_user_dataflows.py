@@ -79,7 +79,11 @@ REFUSED = [
     (OWN.replace("reward.score(", "reward.scores("), {}, "reward has no call scores: its calls are score, score_"),
     (OWN.replace("scores, old", "scores / 2, old"), {}, r"cannot be traced \(TypeError: .* at .*mine.py:12\): let"),
     (OWN.replace("(rollout, p", "(rollout.tokens, p"), {}, "AttributeError: rollout has no tokens while the algor"),
-    (OWN.replace("return experience, ", "return "), {}, "it must return the experience and the metrics"),
+    (
+        OWN.replace("return experience, ", "return "),
+        {},
+        "it must return the experience, or the rollout, and the metrics",
+    ),
     (OWN.replace(", actor.update(experience)", ", scores"), {}, "does not call actor.update, which stage grpo needs"),
     (OWN.replace("(experience)", "(experience) | actor.update(experience)"), {}, "calls actor.update more than once"),
     (OWN.replace("old, ref = policy_logprobs(actor, reference, rollout)", "old = ref = actor.logprobs(rollout)"),)
@@ -94,7 +98,7 @@ REFUSED = [
     (
         OWN.replace("update(experience)", "update(experience, lambda tokens: tokens.target_logprobs.sum(-1))"),
         {},
-        r"the loss that actor.update gets fails \(AttributeError: 'NoneType' .* at .*mine.py:16\)$",
+        r"the loss that actor.update gets fails \(AttributeError: 'NoneType' .* at .*mine.py:13\)$",
     ),
     (OWN, {"roles": {"teacher": {"path": "t"}}}, "does not call roles.teacher: give it the parameter teacher"),
     (OWN.replace("generate(prompts)", "generate()"), {}, r"missing a required argument: 'prompts'"),

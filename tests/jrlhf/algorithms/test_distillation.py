@@ -1,0 +1,114 @@
+"""Losses and teachers of a dataflow of one's own: the examples of docs/algorithms.md train, on any devices, and resume."""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jrlhf.algorithms.registry import graph_of
+from jrlhf.algorithms.roles import ROLES
+from jrlhf.config import load_config
+from jrlhf.config.check import OTHER_PARAMETERS
+from jrlhf.errors import UserError
+from jrlhf.models import ModelConfig, export_hf, init_lm
+from jrlhf.ppo import LossTokens
+from jrlhf.train import main
+from tests.support.runs import stage_of
+
+DOCUMENT = (Path(__file__).resolve().parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+_, EXAMPLES, JENSEN_SHANNON = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+SIZES = ["sft.steps=2", "sft.batch=32", "sft.save_every=2", "sft.eval_every=2", "evaluation.prompts=16"]
+SIZES += ["data.heldout_rows=16", "grpo.iterations=3", "grpo.rollout_batch=32", "grpo.save_every=1"]
+SIZES += ["device.simulated=8", "mesh.fsdp=2", "mesh.tensor=4"]
+SIZES += ["grpo.algorithm={samples: 4, kl_coef: 0}", "grpo.actor={learning_rate: 1.0e-2, warmup: 0}"]
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of the student's vocabulary, with other sizes and clear opinions."""
+    config = ModelConfig(14, 32, 1, 2, 2, 16, mlp=64, max_positions=16)
+    params = init_lm(config, jax.random.key(5))
+    params = {**params, "embedding": 20 * params["embedding"]}
+    return export_hf(params, config, tmp_path_factory.mktemp("teacher") / "model", eos_ids=(1,), pad_id=0)
+
+
+def config_of(folder: Path, function: str, *settings: str) -> Any:
+    (folder / "distill.py").write_text(EXAMPLES)
+    own = [f"grpo.dataflow={folder}/distill.py:{function}", f"run_dir={folder}", *settings]
+    return load_config("arithmetic-grpo", [*SIZES, *own])
+
+
+def test_the_graph_has_the_calls_of_a_teacher(teacher: Path, tmp_path: Path):
+    graph = graph_of(config_of(tmp_path, "distill", f"roles.teacher.path={teacher}"))
+    assert [call.name for call in graph] == "actor.generate reward.score teacher.top_logprobs actor.update".split()
+    call = graph["teacher.top_logprobs"]
+    assert (call.role, call.kind, call.inputs, call.outputs) == ("teacher", "infer", ("rollout",), ("teacher_targets",))
+    assert graph["actor.update"].inputs == ("rollout", "teacher_targets")
+    assert [call.name for call in graph_of(config_of(tmp_path, "raft"))][2:] == [
+        "estimator.best_of_group", "actor.update"
+    ]  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("quick_compilation")
+def test_a_student_comes_nearer_to_its_teacher_and_resumes_to_the_same_bits(teacher: Path, tmp_path: Path):
+    losses = []
+    for name, plan in (("one", "colocate"), ("two", "split")):
+        config = config_of(tmp_path, "distill", f"roles.teacher.path={teacher}", f"name={name}", f"plan={plan}")
+        main(config)
+        records = stage_of(tmp_path / name, "grpo")
+        losses.append([record["actor/loss"] for record in records])
+        assert all(record["timing_s/teacher"] > 0 and "critic/score/mean" in record for record in records)
+        assert "actor/pg_loss" not in records[0] and "timing_s/ref" not in records[0]
+    assert losses[0][0] > 0.1 and losses[0][2] < 0.8 * losses[0][0]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-3)
+    model = (tmp_path / "two" / "model" / "model.safetensors").read_bytes()
+    shutil.rmtree(tmp_path / "two" / "checkpoints" / "grpo" / "3")
+    shutil.rmtree(tmp_path / "two" / "model")
+    main(config, resume=True)
+    assert (tmp_path / "two" / "model" / "model.safetensors").read_bytes() == model
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("quick_compilation")
+def test_raft_learns_from_the_best_response_of_each_group(tmp_path: Path):
+    main(config_of(tmp_path, "raft", "name=raft"))
+    records = stage_of(tmp_path / "raft", "grpo")
+    assert all(np.isfinite(record["actor/loss"]) and record["actor/grad_norm"] > 0 for record in records)
+    assert [record["critic/advantages/max"] for record in records] == [0, 0, 0]
+
+
+def test_roles_that_cannot_be_are_refused(teacher: Path, tmp_path: Path):
+    for settings, message in (
+        ([f"roles.actor.path={teacher}"], "roles.actor has the name of another parameter of dataflows: choose another"),
+        ([f"roles.a-b.path={teacher}"], "roles.a-b names a parameter of a dataflow: use letters, digits and _"),
+        ([f"roles.teacher.path={teacher}", "grpo.dataflow=null"], "is for a dataflow of your own: set grpo.dataflow"),
+        (["roles.teacher={}"], "roles.teacher.path is missing: name a model directory"),
+        (["roles.teacher={path: t, depth: 3}"], "roles.teacher.depth is not a known key"),
+        (["roles.teecher=t"], "roles.teecher is not a known key"),
+        ([f"roles.teacher.path={teacher}", "compute.fused_loss=false"], "targets need compute.fused_loss"),
+        ([f"roles.teacher.path={tmp_path}/none"], "roles.teacher"),
+    ):
+        with pytest.raises(UserError, match=message):
+            main(config_of(tmp_path, "distill", *settings))
+    assert not (tmp_path / "arithmetic-grpo").exists()
+
+
+def test_no_frozen_role_can_have_the_name_of_another_parameter():
+    assert {*OTHER_PARAMETERS} == {*ROLES, "arithmetic", "prompts", "kl_coef"}
+
+
+def test_the_documented_divergence_is_that_of_jensen_and_shannon():
+    scope: dict[str, Any] = {}
+    exec(JENSEN_SHANNON, scope)
+    p, q = (np.random.default_rng(seed).dirichlet(np.ones(9), size=5) for seed in (0, 1))
+    none = jnp.zeros(5)
+    tokens = LossTokens(none, none, none, None, none, jnp.log(p), jnp.log(q))
+    mean = (p + q) / 2
+    expected = (np.sum(p * np.log(p / mean), -1) + np.sum(q * np.log(q / mean), -1)) / 2
+    np.testing.assert_allclose(scope["jensen_shannon"](tokens), expected, atol=1e-5)
