@@ -31,3 +31,4 @@ from jrlhf.models.quantize import int8_shardings as int8_shardings
 from jrlhf.models.quantize import to_int8 as to_int8
 from jrlhf.models.scalars import make_scores as make_scores
 from jrlhf.models.scalars import make_values as make_values
+from jrlhf.models.top_tokens import make_top_logprobs as make_top_logprobs

@@ -204,22 +204,22 @@ class ShardedForward:
     def predictions(
         self, params: Params, hidden: Float[Array, "B T D"], of_tokens: Any, starts: Int[Array, "B"] | None
     ) -> tuple[Float[Array, "n D"], Float[Array, "V D"], Any]:
-        """Returns (hidden states [n, D], this device's slice of the unembedding, arrays of `of_tokens` [n]) for the n
-        predicted tokens of all rows that share that slice."""
+        """Returns (hidden states [n, D], this device's slice of the unembedding, arrays of `of_tokens` [n, ...]) for
+        the n predicted tokens of all rows that share that slice."""
         # Arguments are gathered before they are cut, so that these gathers depend on nothing. Otherwise they would run
         # amid the layers' collectives, and simulated devices could wait for each other forever.
         name = "embedding" if self.config.tie_embeddings else "unembedding"
         unembedding = self.load(params[name], self.axes[name])
         hidden = self.sharing(self.predicted(hidden, starts, ahead=1))
         of_tokens, starts = jax.tree.map(self.sharing, (of_tokens, starts))
-        of_tokens = jax.tree.map(lambda x: self.predicted(x, starts).reshape(-1), of_tokens)
+        of_tokens = jax.tree.map(lambda x: lax.collapse(self.predicted(x, starts), 0, 2), of_tokens)
         return hidden.reshape(-1, hidden.shape[-1]), unembedding, of_tokens
 
     def by_row(self, x: Array, tokens: Int[Array, "B T"], starts: Int[Array, "B"] | None) -> Array:
-        """Returns this device's rows [B, T] of `x`, which has the predicted tokens of all rows that share a slice."""
-        x = (x if self.layout.tensor_parallel else own_rows(x)).reshape(tokens.shape[0], -1)
+        """This device's rows [B, T, ...] of `x` [n, ...]: the predicted tokens of all rows that share a slice."""
+        x = (x if self.layout.tensor_parallel else own_rows(x)).reshape(tokens.shape[0], -1, *x.shape[1:])
         if starts is None:
-            return jnp.pad(x, ((0, 0), (1, 0)))  # index 0 is predicted from nothing
+            return jnp.pad(x, ((0, 0), (1, 0), *[(0, 0)] * (x.ndim - 2)))  # index 0 is predicted from nothing
         return _at(x, jnp.arange(tokens.shape[1])[None, :] - jnp.maximum(starts, 1)[:, None])
 
     def predicted(self, x: Array, starts: Int[Array, "B"] | None, *, ahead: int = 0) -> Array:
@@ -285,9 +285,11 @@ def make_token_sums(
     exist, with three quarters of the head's operations. Differentiable by the parameters, through the loss only. The
     rest is as in `make_logprobs`.
 
-    data: a pytree of arrays [B, T], one entry for each token.
-    terms: (logprobs [n], entropy [n], data [n]) -> (loss [n], {name: metric [n]}), elementwise over any n tokens. It
-        may close over no traced array.
+    data: a pytree of arrays [B, T, ...], one entry for each token.
+    terms: (logprobs [n], entropy [n], data [n, ...]) -> (loss [n], {name: metric [n]}), elementwise over any n tokens.
+        It may close over no traced array.
+    ids: f takes `ids=` [B, T, K] as well: K candidates for each token, given the same tokens before it. `terms` then
+        gets logprobs [n, 1 + K], the token's own first. Raises ValueError for another shape.
     entropy_gradient: False where the loss does not depend on the entropy.
     span: f takes `starts=` [B] as well, and sums over at most this number of tokens of a row, from starts[b] on.
     lora: builds f(adapter, tokens, data, terms, base).
@@ -295,17 +297,21 @@ def make_token_sums(
     forward = ShardedForward(config, mesh, layout, "lm", replace(options, **keywords))
 
     def sums(
-        params: Params, tokens: Array, data: Any, terms: Terms, *frozen: Params, starts: Array | None = None
+        params: Params, tokens: Array, data: Any, terms: Terms, *frozen: Params, starts: Any = None, ids: Any = None
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-        def local(params, tokens, data, starts):
+        if ids is not None and ids.shape[:-1] != tokens.shape:
+            raise ValueError(f"ids must be [B, T, K] for tokens {tokens.shape}, got shape {ids.shape}")
+
+        def local(params, tokens, data, starts, ids):
             hidden = forward.hidden(params, tokens)
             with jax.named_scope("head"):
-                hidden, unembedding, (targets, data) = forward.predictions(params, hidden, (tokens, data), starts)
+                targets = tokens if ids is None else jnp.concatenate([tokens[..., None], ids], axis=-1)
+                hidden, unembedding, (targets, data) = forward.predictions(params, hidden, (targets, data), starts)
                 op = {**forward.logits, "entropy_gradient": entropy_gradient}
                 sums = token_sums(hidden, unembedding, targets, data, terms, **op)
             return lax.psum(sums, tuple(axis for axis in layout.batch if axis != TENSOR))
 
-        return forward.shard(local, sums=True)(params, tokens, data, starts, *frozen)
+        return forward.shard(local, sums=True)(params, tokens, data, starts, ids, *frozen)
 
     return sums
 
