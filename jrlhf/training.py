@@ -16,7 +16,8 @@ from jrlhf.rewards.mixture import Rewards
 from jrlhf.rewards.of_config import open_rewards
 from jrlhf.roles.initial import InitialModels
 from jrlhf.roles.model import Model
-from jrlhf.rollouts.synchronous import RolloutSource, SynchronousRollouts
+from jrlhf.rollouts.source import RolloutSource
+from jrlhf.rollouts.synchronous import SynchronousRollouts
 from jrlhf.run.processes import from_main
 from jrlhf.stages.context import Context
 from jrlhf.stages.dpo import train_dpo

@@ -49,6 +49,7 @@ class OptimizerConfig(Section):
         0.2,
         lambda value: 0 < value <= 1,
         "above 0 and at most 1",
+        bounds={"exclusiveMinimum": 0, "maximum": 1},
         **only_if(lambda own: own.schedule == "wsd", "{path}.schedule={section.schedule}"),
     )
     # As in AdamW, times the learning rate. Matrices and tables decay, norms and biases do not.

@@ -39,7 +39,7 @@ class Actor(TrainedRole):
 
     texts: SFTBatch | None = None  # the batch that the next update imitates in addition, with ptx_coef
     _draw: Draw  # set by `bind`
-    _open: list[Pending[Rollout]]  # rollouts of the iteration that may not be drawn yet
+    _open: list[Pending[Rollout]]  # rollouts of the iteration that were not drawn when they were asked for
 
     def __init__(
         self,
@@ -79,16 +79,16 @@ class Actor(TrainedRole):
     @call("generate", "rollout")
     def generate(self, prompts: Batch) -> Rollout:
         """Samples responses to every prompt; those of one prompt are neighbours."""
-        return self._drawn("generate", prompts)
+        return self._rollout("generate", prompts)
 
     @call("generate", "greedy")
     def generate_greedy(self, prompts: Batch) -> Rollout:
         """The most likely response to every prompt, token by token."""
-        return self._drawn("generate_greedy", prompts)
+        return self._rollout("generate_greedy", prompts)
 
-    def _drawn(self, method: str, prompts: Batch) -> Any:
+    def _rollout(self, method: str, prompts: Batch) -> Any:
         rollout = self._draw(self, method, prompts)
-        if isinstance(rollout, Pending):
+        if isinstance(rollout, Pending) and rollout.waits:
             self._open.append(rollout)
         return rollout
 

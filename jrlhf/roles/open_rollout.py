@@ -28,7 +28,9 @@ from jrlhf.run.clock import may_deadlock
 
 T = TypeVar("T")
 ReadRows = Callable[[slice], Rollout]  # returns finished rows on the host
-Watch = Callable[[Bool[np.ndarray, "B"], ReadRows, Mesh], None]  # (mask of finished rows, read, mesh of the other rows)
+HandOut = Callable[
+    [Bool[np.ndarray, "B"], ReadRows, Mesh], None
+]  # (mask of finished rows, read, mesh of the other rows)
 OF_ROWS = "tokens", "prompt_lengths", "response_lengths", "logprobs", "finished"  # fields of a rollout
 
 
@@ -48,13 +50,13 @@ class OpenRollout(Pending[Rollout]):
     rows: number of rows of a tile.
     """
 
-    def __init__(self, draw: Callable[[Watch], Rollout], count: int, rows: int):
+    def __init__(self, draw: Callable[[HandOut], Rollout], count: int, rows: int):
         super().__init__(partial(self._drawn, draw))
         self._readers = list[_Reader]()
         self._tiles = [slice(first, first + rows) for first in range(0, count, rows)]
         self._whole: Rollout | None = None  # on the host, once it is drawn
 
-    def _drawn(self, draw: Callable[[Watch], Rollout]) -> Rollout:
+    def _drawn(self, draw: Callable[[HandOut], Rollout]) -> Rollout:
         """Draws the whole rollout, and passes all tiles to all readers."""
         rollout = draw(self._hand_out)
         whole = self._whole = to_host(rollout)
@@ -117,6 +119,7 @@ class DrawnAhead(Pending[Rollout]):
 
     def __init__(self, rollout: Rollout, results: Mapping[str, Sequence[Any]]):
         super().__init__(lambda: rollout)
+        self.result()  # there is nothing to wait for
         self.results = results
 
 

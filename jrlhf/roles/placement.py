@@ -37,6 +37,11 @@ class Pending(Generic[T]):
     def __init__(self, wait: Callable[[], T]):
         self._wait, self._outcome, self._call = [wait], Future[T](), present_call()
 
+    @property
+    def waits(self) -> bool:
+        """True until `result` is called."""
+        return bool(self._wait)
+
     def result(self) -> T:
         """The value, or the error; waits for it the first time."""
         if self._wait:

@@ -38,8 +38,9 @@ class Offloader:
         self._prefetched: tuple[Any, Any] | None = None  # an offloaded tree, and its copy on the devices
 
     def prefetch(self, tree: Any) -> None:
-        """Starts bringing an offloaded `tree` to the devices for the role's next call. Does not wait; is not timed."""
-        if is_on_host(tree):
+        """Starts bringing an offloaded `tree` to the devices for the role's next call, unless this has begun, as in a
+        loop of the dataflow. Does not wait; is not timed."""
+        if is_on_host(tree) and (self._prefetched is None or self._prefetched[0] is not tree):
             self._prefetched = tree, onload(tree)
 
     def onload(self, tree: Any) -> Any:

@@ -1,67 +1,20 @@
-"""What gives a run its batches of prompts and their rollouts; and `SynchronousRollouts`, which draws nothing ahead."""
+"""`SynchronousRollouts`: draws a rollout when the actor is called. It draws nothing ahead."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool
+from jaxtyping import Bool
 
 from jrlhf.data.batches import Batch
 from jrlhf.data.order import Solved
 from jrlhf.meshes.transfers import to_host
 from jrlhf.models.generation.decoding import Generation
 from jrlhf.models.generation.occupancy import LastRowsPolicy
-from jrlhf.ppo.types import Rollout, TrainState
+from jrlhf.ppo.types import Rollout
 from jrlhf.roles.actor import Actor
-from jrlhf.roles.open_rollout import OpenRollout, Watch
-
-
-class RolloutSource(Protocol):
-    """Gives the iterations of a run their batches of prompts, and the actor the rollouts of these batches."""
-
-    @property
-    def ahead(self) -> "RolloutsAhead | None":
-        """What is drawn before its iteration; None: the actor's present weights draw when it is called."""
-        ...
-
-    def collect(self, number: int, solved: Solved | None = None) -> Batch:
-        """Returns the prompts of a batch. solved: the prompts to leave out."""
-        ...
-
-    def draw(self, actor: Actor, method: str, prompts: Batch) -> Any:
-        """Returns the rollout of a call of the bound actor, which may be `Pending`."""
-        ...
-
-
-class RolloutsAhead(Protocol):
-    """RolloutSource that are drawn ahead. They have a state between iterations, a pytree.
-
-    An iteration calls `start`, `RolloutSource.collect` for each batch, `publish` after its updates, and `state`.
-    """
-
-    def fresh(self, actor: Actor, trained: TrainState) -> Any:
-        """Returns the state before the first iteration."""
-        ...
-
-    def start(self, state: Any, actor: Actor, trained: TrainState) -> None:
-        """Begins an iteration with the state of the one before."""
-        ...
-
-    def publish(self, actor: Actor, trained: TrainState, grad_norm: Array | float) -> None:
-        """Takes the weights after the updates."""
-        ...
-
-    def state(self) -> Any:
-        """Returns the present state."""
-        ...
-
-    def saved(self, state: Any) -> Any:
-        """Returns what a checkpoint holds of an iteration's state."""
-        ...
-
-    def metrics(self) -> dict[str, float]: ...
+from jrlhf.roles.open_rollout import HandOut, OpenRollout
 
 
 class SynchronousRollouts:
@@ -90,7 +43,7 @@ class SynchronousRollouts:
         version = to_host(actor.state.step)  # not in `watch`: its devices may be busy then
         clock, moves, name = actor.clock, self._moves, f"actor.{method}"
 
-        def drawn(hand_out: Watch) -> Rollout:
+        def drawn(hand_out: HandOut) -> Rollout:
             def watch(done: Bool[np.ndarray, "B"], assemble: Callable[[slice], Generation], decoding: Mesh) -> None:
                 clock.watch(done, assemble, decoding)
                 hand_out(done, lambda rows: Rollout(**vars(assemble(rows)), version=version), decoding)

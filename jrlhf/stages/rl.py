@@ -37,7 +37,7 @@ from jrlhf.ppo.types import Experience, KLState, SFTBatch, TrainState
 from jrlhf.rewards.types import scores_of
 from jrlhf.roles.model import Model
 from jrlhf.roles.placement import RolePlacement, ready
-from jrlhf.rollouts.synchronous import RolloutsAhead, RolloutSource
+from jrlhf.rollouts.source import RolloutsAhead, RolloutSource
 from jrlhf.run.clock import Clock, calling
 from jrlhf.run.metrics import verl_figures
 from jrlhf.run.processes import is_main

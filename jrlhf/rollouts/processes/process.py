@@ -95,7 +95,7 @@ class Process:
         )
 
     def forget(self) -> None:
-        """Forgets all commands and their times, because the process draws for other logical workers from now on."""
+        """Lets the process repeat before its next command, for other logical workers, and forgets former times."""
         self._is_present = False
         self._first.clear()
         self._seconds.clear()
@@ -156,6 +156,8 @@ class Process:
 def _kind(command: Mapping[str, Any]) -> tuple:
     """Returns what decides which programs a command runs: its name, and how many prompts each worker prefills, because
     waves of prompts have a few sizes, each with its own program, which is compiled when it is needed."""
+    if len(command) > 1:
+        return ("setup",)
     again = command.get("take", {}).get("again") or []
     return *command, *(len(prompts) for prompts in command.get("decode") or [again])
 

@@ -1,6 +1,6 @@
 """What the logical workers of a lane did since their last recorded state, for any processes that repeat it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any, NamedTuple
 
@@ -13,9 +13,9 @@ from jrlhf.run.files import encode
 class Event(NamedTuple):
     """A command to all processes, in terms of logical workers.
 
-    argument: of `start` the leaves of each worker's state, as arrays on the host; of `base` the file of weights; of
-    `take` the update, and the prompts of the rows whose caches are computed again, or None; of `decode` the prompts
-    that enter each worker. Other commands only read, and are not recorded.
+    argument: of `start` the leaves of each worker's state on the host, read whenever the command is made; of `base` the
+    file of weights; of `take` the update, and the prompts of the rows whose caches are computed again, or None; of
+    `decode` the prompts that enter each worker. Other commands only read, and are not recorded.
     """
 
     name: str
@@ -54,11 +54,12 @@ class EventRecord:
         self._events.append((event, [encode(answer) for answer in answers]))
         self.present = event.argument[0] if event.name == "take" else self.present
 
-    def begin_from(self, states: Sequence[Sequence[np.ndarray]]) -> None:
-        """Makes repeats begin with these states of all workers, and with the present weights."""
+    def begin_from(self, states: Sequence[Iterable[np.ndarray]]) -> None:
+        """Makes repeats begin with these states of all workers, and with the present weights. states: see `Event`."""
         assert self.present is not None, "states without weights"
         bases = [event for event, _ in self._events if event.name == "base"]
-        events = *bases, Event("start", states), Event("take", (self.present, None))
+        # The base comes after the states: then a process that goes on has freed its former weights.
+        events = Event("start", states), *bases, Event("take", (self.present, None))
         self._events = [(event, []) for event in events]
 
     def repeat(self, share: Sequence[int], ask: Callable[..., Any]) -> bool:

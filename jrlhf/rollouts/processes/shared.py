@@ -57,6 +57,18 @@ class SharedArrays:
         return cls(os.open(path, os.O_RDONLY))
 
 
+@dataclass(frozen=True)
+class SharedPart:
+    """`count` arrays of a file from the array `first` on. Iterating reads them, so that the file is the only copy."""
+
+    file: SharedArrays
+    first: int
+    count: int
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return iter(read(self.file.path)[self.first : self.first + self.count])
+
+
 def read(path: str) -> list[np.ndarray]:
     """Returns the arrays of a file. Raises ValueError if the checksum does not match."""
     with Path(path).open("rb") as file:

@@ -26,7 +26,7 @@ from jrlhf.rollouts.processes.places import Place, gpus_of
 from jrlhf.rollouts.processes.process import ATTEMPTS, LocalWorker, NoRoom, Process
 from jrlhf.rollouts.processes.ray_worker import RayWorker, free_places, total_places
 from jrlhf.rollouts.processes.record import Event, EventRecord
-from jrlhf.rollouts.processes.shared import SharedArrays, WeightUpdate, read
+from jrlhf.rollouts.processes.shared import SharedArrays, SharedPart, WeightUpdate, read
 from jrlhf.rollouts.state import DrawnRows, drawn_rows, saved
 from jrlhf.run.contents import FLEET
 from jrlhf.run.files import encode
@@ -88,7 +88,7 @@ class ProcessWorkers:
         self._note_room(self._happens("start", [to_host(jax.tree.leaves(state)) for state in states]))
 
     def states(self) -> list[Decoding]:
-        states = [self._treedef.unflatten(to_devices(arrays, self._shardings)) for arrays in self._recorded()]
+        states = [self._treedef.unflatten(to_devices([*part], self._shardings)) for part in self._recorded()]
         refusal = self._adjust()
         if refusal and refusal != self._refusal:
             self._tell(f"{refusal}; {len(self._processes)} rollout process(es) go on")
@@ -96,13 +96,12 @@ class ProcessWorkers:
         return states
 
     def drawn(self) -> DrawnRows:
-        return drawn_rows([self._treedef.unflatten(arrays) for arrays in self._recorded()])
+        return drawn_rows([self._treedef.unflatten([*part]) for part in self._recorded()])
 
-    def _recorded(self) -> list[list[np.ndarray]]:
+    def _recorded(self) -> list[SharedPart]:
         """Returns the leaves of each worker's state. Processes will repeat what happens from these states on."""
-        leaves = [leaf for shared in self._ask(Event("states")) for leaf in read(shared.path)]
-        count = len(self._shardings)
-        states = [leaves[first : first + count] for first in range(0, len(leaves), count)]
+        files, count = zip(self._ask(Event("states")), self._shares.values(), strict=True), len(self._shardings)
+        states = [SharedPart(file, count * place, count) for file, share in files for place in range(len(share))]
         self._record.begin_from(states)
         return states
 

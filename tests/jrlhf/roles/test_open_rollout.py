@@ -19,10 +19,13 @@ from jrlhf.meshes import make_mesh, to_devices
 from jrlhf.ppo import Rollout
 from jrlhf.rewards.text_model import TextReward
 from jrlhf.rewards.types import Sample
+from jrlhf.roles.actor import Actor
 from jrlhf.roles.initial import InitialModels
 from jrlhf.roles.model import Compute
-from jrlhf.roles.open_rollout import OpenRollout
+from jrlhf.roles.open_rollout import DrawnAhead, OpenRollout
 from jrlhf.roles.placement import RolePlacement
+from jrlhf.roles.role import TrainedRole
+from jrlhf.run.clock import Clock
 from jrlhf.run.console import Console
 
 ROWS, TILE, WIDTH = 8, 2, 5
@@ -142,3 +145,18 @@ def test_a_model_that_reads_text_scores_tiles_while_others_decode(user: Path):
     expected = [reward.score([sample]).scores[0] for sample in read(slice(0, ROWS), drawing.open.result())]
     np.testing.assert_allclose(scores, expected, atol=1e-5)
     assert np.ptp(expected) > 0.01
+
+
+def test_what_is_not_drawn_yet_is_drawn_before_the_weights_change(monkeypatch: pytest.MonkeyPatch):
+    drawing, mesh = Drawing(mesh_on(0)), mesh_on(0)
+    ahead = DrawnAhead(drawing._draw(lambda *_: None, mesh), {})
+    del drawing.events[:]
+    monkeypatch.setattr(TrainedRole, "_train", lambda *_: drawing.events.append("trained"))
+    unbound = object.__new__(Actor)
+    unbound.placement, unbound.clock = RolePlacement.of(mesh), Clock()
+    rollouts = {"generate": drawing.open, "generate_greedy": ahead}
+    actor = unbound.bind(None, draw=lambda actor, method, prompts: rollouts[method])  # type: ignore[arg-type]
+    assert actor.generate(None) is drawing.open and actor.generate_greedy(None) is ahead  # type: ignore[arg-type]
+    assert drawing.events == [] and actor._open == [drawing.open]  # a rollout that was drawn ahead is not held
+    actor._train("update", None)
+    assert drawing.events == ["chunk", "chunk", "chunk", "drawn", "trained"] and actor._open == []

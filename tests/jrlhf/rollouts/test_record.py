@@ -332,5 +332,5 @@ def test_what_is_read_is_not_repeated(workers_of):
     own.identities()
     assert [machine.commands for machine in machines] == [
         ["start", "base", "take", "identities", "states", "identities", "decode"],
-        ["base", "start", "take", "decode", "identities"],
+        ["start", "base", "take", "decode", "identities"],
     ]
