@@ -52,7 +52,7 @@ def _tables(path: str, cls: Any, base: Any = None) -> Iterator[str]:
     rows, texts, hints = [], descriptions(cls), get_type_hints(cls)
     inner: dict[tuple[Any, Any], list[str]] = {}  # (section, its base class) -> the keys that are such a section
     for item in dataclasses.fields(cls):
-        if "from" in item.metadata or "table" in item.metadata:
+        if {"from", "table", "named"} & item.metadata.keys():
             continue
         kind, key = hints[item.name], f"{path}.{item.name}".lstrip(".")
         kinds, sections = [kind, *get_args(kind)], list(_sections(kind))

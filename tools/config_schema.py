@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from jrlhf.config import Config
 from jrlhf.config.descriptions import descriptions, summary
-from jrlhf.config.keys import kinds_of
+from jrlhf.config.keys import kinds_of, named_kind
 from jrlhf.config.stages import STAGES
 from jrlhf.ppo.fields import default_of, rules_of
 
@@ -45,7 +45,9 @@ def _section(cls: Any, definitions: dict[str, Schema]) -> Schema:
             setting["default"] = default
         properties[name] = setting
     about = {"description": text} if (text := summary(cls)) else {}
-    return {**about, "type": ["object", "null"], "additionalProperties": False, "properties": properties}
+    named = named_kind(cls)
+    others = False if named is None else _reference(named, definitions)
+    return {**about, "type": ["object", "null"], "additionalProperties": others, "properties": properties}
 
 
 def _value(kind: Any, rules: Mapping[str, Any], definitions: dict[str, Schema]) -> Schema:

@@ -120,7 +120,7 @@ def _check_loss(config: Config, loss: Any, *, has_targets: bool) -> None:
     reference = number if config.rl.algorithm.kl_in_loss else None
     tokens = LossTokens(number, number, number, reference, number, several, several)
     try:
-        jax.eval_shape(partial(checked_loss, loss), tokens)
+        jax.eval_shape(partial(checked_loss, loss), tokens)  # type: ignore[arg-type]
     except Exception as error:
         raise UserError(f"{_key(config)}: the loss that actor.update gets fails ({explain(error)})") from error
 

@@ -102,7 +102,8 @@ class RoleFactory:
             optional["pool"] = DynamicSampler(placement("pool"), algorithm, clock, rewards)
         own = self.config.roles.frozen
         optional["frozen"] = {name: FrozenPolicy(models[name], self._site(name), **lengths) for name in own}
-        return Roles(actor, rewards, ExperienceMaker(algorithm, clock, placement("estimator")), **optional)
+        arithmetic = placement("estimator" if "estimator" in graph.roles else "arithmetic")
+        return Roles(actor, rewards, ExperienceMaker(algorithm, clock, arithmetic), **optional)
 
     def _site(self, role: str, offloader: Offloader | None = None) -> Site:
         return Site(self.placement(role), self.compute, self.clock, offloader)

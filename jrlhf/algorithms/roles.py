@@ -88,10 +88,10 @@ class Roles:
             prefetch.bind(roles.by_name)
         return roles
 
-    def arguments(self, dataflow: Callable) -> dict[str, Any]:
-        """The roles that are parameters of a dataflow."""
-        roles = self.by_name
-        return {name: roles[name] for name in inspect.signature(dataflow).parameters if name in roles}
+    def arguments(self, dataflow: Callable, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of the roles and of these values that are parameters of a dataflow."""
+        given = {**self.by_name, **values}
+        return {name: given[name] for name in inspect.signature(dataflow).parameters}
 
     @property
     def states(self) -> dict[str, TrainState]:

@@ -20,6 +20,11 @@ def kinds_of(cls: Any) -> dict[str, Any]:
     return kinds
 
 
+def named_kind(cls: Any) -> Any:
+    """Returns the section of the keys that the user names; None: a config has no such keys here."""
+    return next((item.metadata["named"] for item in fields(cls) if "named" in item.metadata), None)
+
+
 def paths_of(cls: Any) -> list[str]:
     """Returns the dotted keys of all settings below a section."""
     keys = []

@@ -159,14 +159,15 @@ class SleepConfig(Feature):
     optimizer: Memory = "device"  # the optimizer states of all trained roles; on the device for their updates only
     actor: Memory = "device"  # its float32 weights, also while their copy generates
     critic: Memory = "device"  # the critics of rewards and of costs
-    reference: Memory = "device"  # the frozen policy, also if only the evaluation needs it
+    # The frozen policies: the reference, also if only the evaluation needs it, and others that `roles` names.
+    reference: Memory = "device"
     reward: Memory = "device"  # all reward models and cost models
     ahead: bool = False  # each call starts to load the parts for the next one: less waiting, more memory
 
     def weights_of(self, role: str) -> bool:
         """Returns whether a role's weights are offloaded to host memory between its calls."""
         section = {"cost_critic": "critic", "cost": "reward"}.get(role, role)
-        return getattr(self, section) == "host"
+        return getattr(self, section, self.reference) == "host"
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin
 import yaml
 
 from jrlhf import __version__
-from jrlhf.config.keys import classes_of, kinds_of
+from jrlhf.config.keys import classes_of, kinds_of, named_kind
 from jrlhf.config.parse import config_yaml
 from jrlhf.config.schema import Config, DatasetsData, RewardConfig
 from jrlhf.config.stages import ALGORITHMS
@@ -260,11 +260,12 @@ def _settings(data: CardData) -> dict[str, Any]:
         return _short(value, data) if name in _PLACES else clean(value) if name in _NAMES_OF_PARTS else _LEFT_OUT
 
     def section(values: Mapping[str, Any], kind: Any, key: str) -> dict[str, Any]:
-        kinds, mapping = kinds_of(type(data.config.data) if key == "data" else classes_of(kind)[0]), {}
+        cls = type(data.config.data) if key == "data" else classes_of(kind)[0]
+        kinds, mapping = kinds_of(cls), {}
         for name, value in values.items():
             inner = f"{key}.{name}" if key else name
             if isinstance(value, dict) and value:
-                part = plain(value, kinds[name], inner)
+                part = plain(value, kinds.get(name, named_kind(cls)), inner)
                 mapping |= {name: part} if part else {}
             elif defines_results(inner):
                 mapping[name] = plain(value, kinds[name], inner)

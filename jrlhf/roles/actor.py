@@ -143,13 +143,9 @@ class Actor(TrainedRole):
         texts = () if self.texts is None else (self.texts,)
         if loss is None and not isinstance(data, Experience):
             raise TypeError("actor.update needs experience, from a call of the estimator, or a loss")
-        experience = self.experience(data, targets)
-        return self._train("update_actor", self._updates(loss), experience, *texts)
-
-    def experience(self, data: Rollout, targets: Targets | None = None) -> Experience:
-        """Returns experience as it is, and of a rollout an experience without scores and advantages."""
         experience = data if isinstance(data, Experience) else bare_experience(data, config=self._algorithm)
-        return experience if targets is None else replace(experience, targets=targets)
+        experience = experience if targets is None else replace(experience, targets=targets)
+        return self._train("update_actor", self._updates(loss), experience, *texts)
 
     def _train(self, *arguments: Any) -> dict[str, Any]:
         """Draws rollouts that are still open with the weights before the update."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jrlhf.ppo.config.policy import PolicyConfig
-from jrlhf.ppo.experience import make_best_experience, make_group_experience
+from jrlhf.ppo.experience import bare_experience, make_best_experience, make_group_experience
 from jrlhf.ppo.safe import make_safe_experience
 from jrlhf.ppo.shaping import align_scores
 from jrlhf.ppo.token_advantages import make_custom_experience, make_experience, make_return_experience
@@ -42,6 +42,12 @@ class ExperienceMaker:
     def best_of_group(self, rollout: Rollout, scores) -> Experience:
         """The response with the highest score to each prompt, for losses that need no advantages."""
         return self._call(make_best_experience, rollout, scores)
+
+    @call("compute", "experience")
+    @timed("adv")
+    def bare_experience(self, rollout: Rollout) -> Experience:
+        """The rollout as experience without scores and advantages."""
+        return bare_experience(rollout, config=self._algorithm)
 
     @call("compute", "experience")
     @timed("adv")

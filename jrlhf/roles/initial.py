@@ -67,7 +67,7 @@ class InitialModels:
 
     def frozen(self, path: str, key: str) -> Model:
         """A frozen policy from its directory."""
-        return self._load(path, key, dtype=self.compute.dtype)
+        return stored(self._load(path, key, dtype=self.compute.dtype), self.config.offloading.reference)
 
     def critic(self, policy: Model, reward: Model | None) -> Model:
         """The critic: `roles.critic`, else the reward model that the run trained, else the policy with a new head."""

@@ -232,17 +232,17 @@ class Iterations:
         self, roles: Roles, draws: int, take: Callable[[int], Batch], kl_coef: Array
     ) -> tuple[Experience, dict[str, Any], IterationRows]:
         """Returns the experience of an iteration, the metrics of its updates, and its rows."""
-        dataflow, pool = self.assembly.dataflow, roles.pool
-        inputs = roles.arguments(dataflow) | {"kl_coef": kl_coef}
-        if pool is not None:
-            experience, metrics = map(ready, dataflow(**inputs))
-            return experience, metrics, IterationRows(pool.prompts, pool.raw, pool.parts, pool.draws)
-        with calling("actor.generate"):  # of rollouts that are drawn ahead, it waits for a batch
-            batch = take(draws)
-        data, metrics = map(ready, dataflow(**inputs, prompts=batch))
+        dataflow, pool, values = self.assembly.dataflow, roles.pool, dict[str, Any](kl_coef=kl_coef)
+        if pool is None:
+            with calling("actor.generate"):  # of rollouts that are drawn ahead, it waits for a batch
+                values["prompts"] = take(draws)
+        data, metrics = map(ready, dataflow(**roles.arguments(dataflow, values)))
         roles.reward.finish()
-        experience = roles.actor.experience(data)
-        return experience, metrics, IterationRows(batch, roles.reward.raw[draws], roles.reward.parts[draws], draws + 1)
+        experience = data if isinstance(data, Experience) else roles.estimator.bare_experience(data)
+        if pool is not None:
+            return experience, metrics, IterationRows(pool.prompts, pool.raw, pool.parts, pool.draws)
+        raw, parts = roles.reward.raw[draws], roles.reward.parts[draws]
+        return experience, metrics, IterationRows(values["prompts"], raw, parts, draws + 1)
 
     def _gather(self, roles: Roles, metrics: dict[str, Any]) -> dict[str, Any]:
         """Returns these metrics and those of the roles, on the host. Raises RewardFailure for scores that failed."""

@@ -1,4 +1,4 @@
-"""Losses and teachers of a dataflow of one's own: the examples of docs/algorithms.md train, on any devices, and resume."""
+"""Losses and teachers in a dataflow: the examples of docs/algorithms.md train on any devices, and resume."""
 
 import re
 import shutil
@@ -24,14 +24,14 @@ DOCUMENT = (Path(__file__).resolve().parents[3] / "docs" / "algorithms.md").read
 _, EXAMPLES, JENSEN_SHANNON = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
 SIZES = ["sft.steps=2", "sft.batch=32", "sft.save_every=2", "sft.eval_every=2", "evaluation.prompts=16"]
 SIZES += ["data.heldout_rows=16", "grpo.iterations=3", "grpo.rollout_batch=32", "grpo.save_every=1"]
-SIZES += ["device.simulated=8", "mesh.fsdp=2", "mesh.tensor=4"]
+SIZES += ["device.simulated=8", "mesh.fsdp=4", "mesh.tensor=2"]
 SIZES += ["grpo.algorithm={samples: 4, kl_coef: 0}", "grpo.actor={learning_rate: 1.0e-2, warmup: 0}"]
 
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of the student's vocabulary, with other sizes and clear opinions."""
-    config = ModelConfig(14, 32, 1, 2, 2, 16, mlp=64, max_positions=16)
+    config = ModelConfig(14, 32, 1, 4, 2, 8, mlp=64, max_positions=16)
     params = init_lm(config, jax.random.key(5))
     params = {**params, "embedding": 20 * params["embedding"]}
     return export_hf(params, config, tmp_path_factory.mktemp("teacher") / "model", eos_ids=(1,), pad_id=0)
@@ -88,7 +88,7 @@ def test_roles_that_cannot_be_are_refused(teacher: Path, tmp_path: Path):
         ([f"roles.actor.path={teacher}"], "roles.actor has the name of another parameter of dataflows: choose another"),
         ([f"roles.a-b.path={teacher}"], "roles.a-b names a parameter of a dataflow: use letters, digits and _"),
         ([f"roles.teacher.path={teacher}", "grpo.dataflow=null"], "is for a dataflow of your own: set grpo.dataflow"),
-        (["roles.teacher={}"], "roles.teacher.path is missing: name a model directory"),
+        (["roles.teacher={}"], "roles.teacher: path is missing: name a model directory"),
         (["roles.teacher={path: t, depth: 3}"], "roles.teacher.depth is not a known key"),
         (["roles.teecher=t"], "roles.teecher is not a known key"),
         ([f"roles.teacher.path={teacher}", "compute.fused_loss=false"], "targets need compute.fused_loss"),
