@@ -19,11 +19,10 @@ from jrlhf.ppo.config.policy import PolicyConfig
 from jrlhf.ppo.experience import bare_experience
 from jrlhf.ppo.token_losses import TokenLoss
 from jrlhf.ppo.types import Experience, Rollout, SFTBatch, Targets, TrainState
-from jrlhf.roles.frozen import responses
 from jrlhf.roles.generating import engine_of
 from jrlhf.roles.model import Architecture, Compute, Model, generation_weights
 from jrlhf.roles.placement import Pending, call
-from jrlhf.roles.role import Site, TrainedRole
+from jrlhf.roles.role import Site, TrainedRole, responses
 from jrlhf.run.clock import timed
 from jrlhf.run.processes import to_all_hosts
 

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 from jrlhf.ppo.types import Rollout, Targets
 from jrlhf.roles.model import Model
 from jrlhf.roles.placement import call
-from jrlhf.roles.role import Role, Site
+from jrlhf.roles.role import Role, Site, responses
 
 
 class FrozenPolicy(Role):
@@ -47,8 +47,3 @@ class Reference(FrozenPolicy):
     def is_base_of(self, actor: Role) -> bool:
         """True if the actor is an adapter on this very model, which then needs no separate pass."""
         return self.model.params is actor.model.base
-
-
-def responses(rollout: Rollout) -> tuple[Array, Array, Array]:
-    """What functions that score responses read: tokens, lengths of the rows, and where responses begin."""
-    return rollout.tokens, rollout.lengths, rollout.prompt_lengths

@@ -20,7 +20,7 @@ from jrlhf.meshes.offload import free_host, offload, onload
 from jrlhf.meshes.transfers import is_on_host
 from jrlhf.models.lora import base_on
 from jrlhf.models.params import Params
-from jrlhf.ppo.types import TrainState
+from jrlhf.ppo.types import Rollout, TrainState
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.model import Compute, Model
 from jrlhf.roles.placement import RolePlacement
@@ -167,3 +167,8 @@ class TrainedRole(Role):
         metrics = self.clock.run(name, run, *arguments)
         self.state = self.offloader.offload(self.state)
         return metrics
+
+
+def responses(rollout: Rollout) -> tuple[Array, Array, Array]:
+    """What functions that score responses read: tokens, lengths of the rows, and where responses begin."""
+    return rollout.tokens, rollout.lengths, rollout.prompt_lengths
