@@ -38,7 +38,7 @@ PEERS: dict[str, str | tuple[str, ...]] = {
     "eos_token": "data.eos",
     "epsilon": "clip_low",
     "epsilon_high": "clip_high",
-    "eval_dataset": "data.heldout.path",
+    "eval_dataset": "data.heldout.path, in Python also rows: data={heldout: ROWS}",
     "eval_steps": "validation.every",
     "eval_strategy": "validation.every",
     "fp16": "compute.dtype, write bfloat16",
@@ -107,6 +107,10 @@ PEERS: dict[str, str | tuple[str, ...]] = {
     "target_modules": "lora.targets",
     "top_entropy_quantile": "all response tokens are learned from, leave it out",
     "torch_dtype": "compute.dtype",
+    "train_dataset": (
+        "data.prompts.path, data.preferences.path for pairs, data.sft.path for answers to imitate; in Python each may "
+        "be rows, data={PART: ROWS}"
+    ),
     "total_episodes": "iterations, each of which has rollout_batch episodes",
     "use_cpu": "device.platform, write cpu",
     "use_liger_kernel": "jrlhf has kernels of its own, leave it out",
@@ -136,6 +140,7 @@ PEERS: dict[str, str | tuple[str, ...]] = {
     "data.path": "data.prompts.path",
     "data.train": "data.prompts.path",
     "data.truncation": "data.overlong",
+    "data.validation": "data.heldout.path",
     "enable_gradient_checkpointing": "compute.remat",
     "entropy_coeff": "entropy_coef",
     "experiment_name": "name",

@@ -10,6 +10,7 @@ from jrlhf.errors import UserError, expanded
 from jrlhf.ppo.fields import LONGEST, Section, checked, positive
 
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}  # scheme of an address -> the client package of the store
+PREFIX = "<python>:"  # begins the name of what a Python program gives in place of a file
 HUB = ", a hub name such as org/name"  # in messages about what the hub has
 
 

@@ -235,6 +235,7 @@ class ArithmeticData(DataConfig):
 class DatasetsData(DataConfig):
     """Datasets of the user, one for each stage of the run: source datasets."""
 
+    KEYS: ClassVar[tuple[str, ...]] = ("sft", "preferences", "prompts", "heldout")
     source: Literal["datasets"] = "datasets"
     sft: DatasetConfig | None = None  # prompts with completions, conversations or text
     preferences: DatasetConfig | None = None  # chosen and rejected answers
@@ -246,6 +247,12 @@ class DatasetsData(DataConfig):
     template: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template, e.g. enable_thinking
     eos: tuple[str, ...] = ()  # tokens that end a response; empty: those that the model's files name
     overlong: Literal["error", "filter", "truncate_left"] = "error"  # what is done with rows that are too long
+
+    @property
+    def datasets(self) -> dict[str, DatasetConfig]:
+        """The datasets that are given, by their keys."""
+        given = {key: getattr(self, key) for key in self.KEYS}
+        return {key: dataset for key, dataset in given.items() if dataset is not None}
 
 
 _FUNCTION = only_if(lambda section: section.kind in (None, "function"), "{path}.{section.kind}")

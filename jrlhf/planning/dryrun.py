@@ -93,8 +93,7 @@ class _DryRun:
         paths |= {"roles.reference": config.roles.reference}
         paths |= {f"{key}.model": part.model for key, _, part in config.rewards_and_costs}
         if isinstance(config.data, DatasetsData):
-            datasets = {part: getattr(config.data, part) for part in ("sft", "preferences", "prompts", "heldout")}
-            used = {f"data.{part}.path": dataset.path for part, dataset in datasets.items() if dataset is not None}
+            used = {f"data.{key}.path": part.path for key, part in config.data.datasets.items()}
             for path in (path for path in used.values() if path is not None and not is_here(path)):
                 reasons += _unread(path)
             paths |= used

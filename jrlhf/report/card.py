@@ -16,6 +16,7 @@ import yaml
 from jrlhf import __version__
 from jrlhf.config.keys import classes_of, kinds_of
 from jrlhf.config.parse import config_yaml
+from jrlhf.config.places import PREFIX
 from jrlhf.config.schema import Config, DatasetsData, RewardConfig
 from jrlhf.config.stages import ALGORITHMS
 from jrlhf.models.hf.directories import CARD, PLOT, PROMPTING, SIGNATURE
@@ -289,6 +290,9 @@ def _datasets(config: Config) -> list[tuple[str, str, str]]:
 def _data(data: CardData) -> list[str]:
     config, lines = data.config, []
     for title, path, split in _datasets(config):
+        if path.startswith(PREFIX):
+            lines.append(f"- {title}: rows in the memory of the program that trained it")
+            continue
         link = f"[{path}]({HUB}/datasets/{path.partition(':')[0]})"
         named = link if path in data.record.hub else _code(_short(path, data))
         lines.append(f"- {title}: {named}, split {_code(split)}")

@@ -3,6 +3,7 @@
 import gc
 import inspect
 import io
+import json
 import os
 import re
 import shutil
@@ -32,7 +33,9 @@ from jrlhf.run.contents import CONFIG
 from jrlhf.run.files import append_jsonl
 from jrlhf.run.metrics import METRICS
 from jrlhf.run.text import clean
+from jrlhf.train import cli as train_cli
 from jrlhf.train import main
+from tests.support.runs import timeless
 
 ITERATIONS = 12
 TINY = {
@@ -321,6 +324,36 @@ def test_functions_train_as_files_do_and_are_asked_for_again(tmp_path):
     weights = "model/model.safetensors"
     assert (resumed.path / weights).read_bytes() == (whole.path / weights).read_bytes()
     assert Run.open(resumed.path).samples == whole.samples
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("quick_compilation")
+def test_rows_in_memory_train_as_a_file_of_them_and_are_asked_for_again(tmp_path, settings, user, capsys):
+    """The run has the bits of one with files. A resume with other rows, or without rows, is refused."""
+    own = {"stages": ["rloo"], "rloo": {"iterations": 2, "rollout_batch": 16, "save_every": 1}}
+    config = settings(run_dir=str(tmp_path), **own)
+    del config["data"]["prompts"]["path"], config["data"]["heldout_rows"]
+    rows = [json.loads(line) for line in (user / "qa.jsonl").read_text().splitlines()]
+    data = {"prompts": rows[:32], "heldout": {"path": rows[32:40], "columns": {"prompt": "question"}}}
+    files = {key: str(tmp_path / f"{key}.jsonl") for key in data}
+    for key, part in zip(files, (rows[:32], rows[32:40]), strict=True):
+        Path(files[key]).write_text("".join(json.dumps(row) + "\n" for row in part))
+    columns = {"heldout": {"path": files["heldout"], "columns": {"prompt": "question"}}}
+    whole = train(config, name="files", data={"prompts": {"path": files["prompts"]}} | columns)
+
+    run = train(config, name="memory", data=data, rloo={"iterations": 1})
+    assert len(run.metrics) == 1 and "path: <python>:heldout" in (run.path / CONFIG).read_text()
+    again: dict[str, Any] = {"name": "memory", "resume": True}
+    for key in data:
+        other = data | {key: rows[8:24]} if key == "prompts" else data | {key: {**data[key], "path": rows[40:]}}
+        assert "was made with another corpus" in refused(train, config, data=other, **again)
+    assert train_cli(["--config", str(run.path / CONFIG), "--resume"]) == 2
+    sentence = "data.prompts: its rows were in the memory of the program that began the run, and no file has them"
+    assert sentence in capsys.readouterr().err
+    resumed = train(config, data=data, **again)
+    assert timeless(resumed.path) == timeless(whole.path)
+    weights = "model/model.safetensors"
+    assert (resumed.path / weights).read_bytes() == (whole.path / weights).read_bytes()
 
 
 PROMISED = """
