@@ -13,6 +13,7 @@ from jrlhf.config.schema import (
     MeshConfig,
     ProfileConfig,
     SleepConfig,
+    SourceConfig,
     ValidationConfig,
 )
 from jrlhf.config.stages import ALGORITHMS, FleetSection
@@ -155,6 +156,8 @@ def _data(config: Config) -> Iterator[str]:
     if isinstance(config.data, DatasetsData):
         if path is None:
             yield "data.source=datasets needs a tokenizer: give model.path, the directory of a model"
+        if isinstance(config.data.prompts, tuple):
+            yield from _mixture(config.data.prompts)
         return
     if path is not None:
         yield (
@@ -169,6 +172,17 @@ def _data(config: Config) -> Iterator[str]:
         )
 
 
+def _mixture(sources: Sequence[SourceConfig]) -> Iterator[str]:
+    if not sources:
+        yield "data.prompts=[] has no prompts: name at least one dataset, [{path: FILE}]"
+    names = [source.called for source in sources]
+    for index, source in enumerate(sources):
+        if source.path is None:
+            yield f"data.prompts[{index}] has no path: name a file or a dataset"
+        if names.index(source.called) < index:
+            yield f"data.prompts[{index}] has the name {source.called} of an earlier one: give it another name"
+
+
 def _without_effect(config: Config) -> Iterator[tuple[str, object, str]]:
     """Yields (key, value, reason) of settings that have no effect because of another section."""
     for void, keys, reason in _void_settings(config):
@@ -177,7 +191,9 @@ def _without_effect(config: Config) -> Iterator[tuple[str, object, str]]:
             *path, name = key.split(".")
             for part in path:
                 section = {**vars(section), **getattr(section, "sections", {})}.get(part) if section else None
-            if section and getattr(section, name) != default_of(type(section), name):
+            if isinstance(section, tuple):  # a list of sections, of which none has an effect
+                yield ".".join(path), as_line([getattr(part, name) for part in section]), reason
+            elif section and getattr(section, name) != default_of(type(section), name):
                 yield key, getattr(section, name), reason
 
 

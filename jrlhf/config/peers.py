@@ -29,6 +29,7 @@ PEERS: dict[str, str | tuple[str, ...]] = {
     "cliprange_value": "value_clip",
     "completion_only_loss": "of a prompt with its completion only the completion is learned, leave it out",
     "dataset_name": "data.prompts.path, data.preferences.path for pairs, data.sft.path for answers to imitate",
+    "dataset_mixture": "write data.prompts=[{path: A, weight: 2}, {path: B}] to draw prompts from several datasets",
     "deepspeed": "mesh.fsdp, the number of devices over which weights and optimizer are divided",
     "delta": "dual_clip",
     "disable_dropout": _NO_DROPOUT,

@@ -25,7 +25,7 @@ def address(default: str | None = None, also: str = HUB) -> Any:
     return checked(default, lambda text: _is_path(text) or is_address(text), kinds)
 
 
-def file_name(default: str, pattern: str, most: int, expected: str) -> Any:
+def file_name(default: str | None, pattern: str, most: int, expected: str) -> Any:
     """A field with a name of at most `most` bytes that becomes a part of a file's or a directory's name."""
     return checked(default, lambda text: bool(re.fullmatch(pattern, text)) and len(text.encode()) <= most, expected)
 

@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import fields
 from typing import Any
 
 from jrlhf.config.keys import joined
 from jrlhf.config.places import PREFIX
-from jrlhf.config.schema import DatasetsData
+from jrlhf.config.schema import DatasetsData, SourceConfig
 from jrlhf.errors import UserError
 
 _rows: ContextVar[Mapping[str, Any]] = ContextVar("rows")
@@ -18,7 +19,8 @@ def rows_in_memory(config: Any, settings: Mapping[str, Any]) -> Iterator[tuple[A
     """Yields a config and settings with names in place of rows. The names are valid inside the block.
 
     Rows are a list of dicts, or a `datasets.Dataset`, in place of a dataset or of its path; in place of the section
-    data they are the prompts. With rows, data.source is datasets, unless the settings say otherwise.
+    data they are the prompts. A list of dicts with the keys of `SourceConfig` is several datasets, not rows. With rows,
+    data.source is datasets, unless the settings say otherwise.
 
     Raises UserError for values that are neither rows nor settings.
     """
@@ -50,14 +52,23 @@ def _named(value: Any, rows: dict[str, Any], key: str = "") -> Any:
         return {name: _named(inner, rows, joined(key, name)) for name, inner in value.items()}
     section, _, part = key.partition(".")
     dataset, _, inner = part.partition(".")
-    takes_rows = section == "data" and (not part or (dataset in DatasetsData.KEYS and inner in ("", "path")))
+    is_dataset = dataset.partition("[")[0] in DatasetsData.KEYS
+    takes_rows = section == "data" and (not part or (is_dataset and inner in ("", "path")))
     if not takes_rows or not _is_rows(value, key):
         return value
     if not part:
         return {"prompts": _named(value, rows, "data.prompts")}
-    name = f"{PREFIX}{dataset}"
+    if dataset == "prompts" and not inner and _are_sources(value):
+        return [entry | {"path": _named(entry["path"], rows, f"{key}[{n}].path")} for n, entry in enumerate(value)]
+    name = PREFIX + dataset.replace("[", "_").removesuffix("]")
     rows[name] = value
     return name if inner else {"path": name, "split": "train"}  # rows have no splits, other than a file's directory
+
+
+def _are_sources(value: Any) -> bool:
+    """Returns whether a list has the settings of datasets, and no rows: each has a path, and no other column."""
+    keys = {item.name for item in fields(SourceConfig)}
+    return all(isinstance(entry, Mapping) and "path" in entry and keys.issuperset(entry) for entry in value or [None])
 
 
 def _is_rows(value: Any, key: str) -> bool:

@@ -72,6 +72,12 @@ class Dataset:
         examples, places = (tuple(column[row] for row in rows) for column in (self.examples, self.places))
         return replace(self, examples=examples, places=places)
 
+    def named(self, source: str) -> "Dataset":
+        """Returns the dataset with a source for the rows that have none."""
+        examples = tuple(row if row.source else replace(row, source=source) for row in self.examples)
+        fingerprint = _fingerprint(self.shape, examples, self.places)
+        return replace(self, examples=examples, fingerprint=fingerprint)
+
     def describe(self) -> str:
         """Returns one line for the log: number of rows, shape, and the column of each field."""
         chats = sum(not isinstance(example.prompt, str) for example in self.examples)

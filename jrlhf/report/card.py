@@ -249,7 +249,8 @@ def _settings(data: CardData) -> dict[str, Any]:
 
     def plain(value: Any, kind: Any, key: str) -> Any:
         if isinstance(value, list):
-            inner = get_args(kind)[0] if get_origin(kind) is tuple else kind
+            listed = next((one for one in (kind, *get_args(kind)) if get_origin(one) is tuple), None)
+            inner = kind if listed is None else get_args(listed)[0]
             return [plain(part, inner, f"{key}[{index}]") for index, part in enumerate(value)]
         if isinstance(value, dict) and classes_of(kind):
             return section(value, kind, key)
@@ -283,8 +284,8 @@ def _datasets(config: Config) -> list[tuple[str, str, str]]:
     """Returns (purpose, path, split) of all datasets that a run reads."""
     if not isinstance(config.data, DatasetsData):
         return []
-    parts = [(title, getattr(config.data, part)) for part, title in _ROLES.items()]
-    return [(title, part.path, part.split) for title, part in parts if part is not None and part.path is not None]
+    parts = [(_ROLES[key.partition("[")[0]], part) for key, part in config.data.datasets.items()]
+    return [(title, part.path, part.split) for title, part in parts if part.path is not None]
 
 
 def _data(data: CardData) -> list[str]:

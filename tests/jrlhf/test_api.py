@@ -356,6 +356,47 @@ def test_rows_in_memory_train_as_a_file_of_them_and_are_asked_for_again(tmp_path
     assert (resumed.path / weights).read_bytes() == (whole.path / weights).read_bytes()
 
 
+@pytest.mark.full
+@pytest.mark.usefixtures("quick_compilation")
+def test_prompts_of_several_sources_come_by_weight_and_are_measured_apart(tmp_path, settings, user):
+    rows = [json.loads(line) for line in (user / "qa.jsonl").read_text().splitlines()]
+    for row in rows:
+        del row["data_source"]
+
+    def own(completions, data_source):
+        return [len(text) / 100 + len(source) for text, source in zip(completions, data_source, strict=True)]
+
+    def few(completions, data_source):
+        return [float(source == "few") for source in data_source]
+
+    sizes = {"rollout_batch": 16, "save_every": 1, "algorithm": {"samples": 2}}
+    config = settings(run_dir=str(tmp_path), stages=["rloo"], rloo={"iterations": 8, **sizes}, rewards=[own, few])
+    columns = {"prompt": "question"}
+    sources = [{"path": rows[:30], "name": "many", "weight": 3, "columns": columns}]
+    sources.append({"path": rows[30:], "name": "few", "columns": columns})
+    config["data"] |= {"prompts": sources, "heldout_rows": 2}
+    config["validation"] = {"every": 4, "k": 1}
+    run = train(config, name="whole")
+    metrics = {"score": "critic/score", "response_length": "response_length", "rewards/own": "rewards/own"}
+    for record in run.metrics:
+        assert record["source/many/share"] == 0.75 and record["source/few/share"] == 0.25
+        for metric, whole in metrics.items():
+            many, other = (record[f"source/{source}/{metric}/mean"] for source in ("many", "few"))
+            assert np.isclose(0.75 * many + 0.25 * other, record[f"{whole}/mean"], rtol=1e-5)
+        assert record["source/many/rewards/few/mean"] == 0 and record["source/few/rewards/few/mean"] == 1
+    # Six of eight prompts are from 28 rows, and two from 16.
+    assert [record["source/many/epoch"] for record in run.metrics] == [6 * n // 28 for n in range(8)]
+    assert [record["source/few/epoch"] for record in run.metrics] == [0] * 8
+    assert run.column("training/epoch").tolist() == [0] * 8
+    validated = [sample["source"] for sample in run.samples if sample.get("kind") == "validation"]
+    assert validated == 2 * ["many", "few", "many", "few"] and "val-core/few/score/mean@1" in run.metrics[4]
+
+    train(config, name="parts", rloo={"iterations": 3})
+    other = [sources[0] | {"weight": 2}, sources[1]]
+    assert "data.prompts" in refused(train, config, name="parts", resume=True, data={"prompts": other})
+    assert timeless(train(config, name="parts", resume=True).path) == timeless(run.path)
+
+
 PROMISED = """
 scores = run.column("critic/score/mean")
 assert scores[-3:].mean() > scores[:3].mean() + 0.4, scores

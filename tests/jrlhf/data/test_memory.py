@@ -43,11 +43,11 @@ def refused(rows: Any, columns: ColumnsConfig = QUESTION) -> str:
 def test_rows_stand_where_a_dataset_or_its_path_does(settings):
     """They keep the columns that the config names, and replace its path and its split."""
     with rows_in_memory(FILE, settings) as given:
-        config = make_config(*given)
-        assert vars(config.data)["source"] == "datasets"
-        prompts = config.data.datasets["prompts"]  # pyright: ignore[reportAttributeAccessIssue]
+        data: Any = make_config(*given).data
+        prompts = data.prompts
+        assert data.source == "datasets"
         assert (prompts.path, prompts.split, prompts.columns) == ("<python>:prompts", "train", QUESTION)
-        dataset = read_dataset(str(prompts.path), columns=prompts.columns, split=prompts.split)
+        dataset = read_dataset(prompts.path, columns=prompts.columns, split=prompts.split)
     assert [dict(example.columns) | {"question": example.prompt} for example in dataset.examples] == ROWS
 
 
@@ -64,15 +64,18 @@ def test_every_dataset_of_a_config_may_be_rows():
 def test_rows_have_the_fingerprint_of_the_file_with_them(tmp_path):
     datasets = pytest.importorskip("datasets")
     file = tmp_path / "a.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    listed = [row | {"ids": [1, 2]} for row in ROWS]
+    file.write_text("".join(json.dumps(row) + "\n" for row in listed))
     there = read_dataset(file, columns=QUESTION)
-    library = datasets.Dataset.from_list(ROWS)
-    for rows in (ROWS, library, library.with_format("numpy"), library.to_iterable_dataset()):
+    library = datasets.Dataset.from_list(listed)
+    for rows in (listed, library, library.with_format("numpy"), library.to_iterable_dataset()):
         here = read(rows)
         assert here.fingerprint == there.fingerprint and here.examples == there.examples
-    assert read([*ROWS[:1], ROWS[1] | {"answer": "4"}]).fingerprint != there.fingerprint
+    assert read([*listed[:1], listed[1] | {"answer": "4"}]).fingerprint != there.fingerprint
     assert here.places == ("memory row 1", "memory row 2")
-    assert here.describe() == "memory: 2 prompt-only rows (plain text) from question as prompt; other columns: answer"
+    assert (
+        here.describe() == "memory: 2 prompt-only rows (plain text) from question as prompt; other columns: answer, ids"
+    )
     splits = datasets.DatasetDict({"train": library, "test": library})
     for settings, key in (({"data": splits}, "data"), ({"data": {"sft": splits}}, "data.sft")):
         with pytest.raises(UserError, match=f"^{key} is a DatasetDict with the splits 'train', 'test': give one"):
@@ -117,3 +120,21 @@ def test_the_library_of_datasets_is_not_imported_for_lists():
         "assert 'datasets' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", source], check=True)
+
+
+def test_rows_may_be_one_of_several_sources():
+    """A list whose entries have a path and other keys of a source is not rows."""
+    sources = [{"path": ROWS, "columns": {"prompt": "question"}}, {"path": "b.jsonl", "name": "second", "weight": 3}]
+    for settings in ({"data": sources}, {"data": {"prompts": sources}}, {"data.prompts": tuple(sources)}):
+        with rows_in_memory({"stages": ["grpo"], "data.prompts.path": "a.jsonl"}, settings) as given:
+            data: Any = make_config(*given).data
+            first, second = data.datasets.values()
+            assert [*data.datasets] == ["prompts[0]", "prompts[1]"]
+            assert (first.path, first.called, first.weight) == ("<python>:prompts_0", "prompts_0", 1.0)
+            assert (second.path, second.called, second.weight) == ("b.jsonl", "second", 3.0)
+            assert len(read_dataset(first.path, columns=first.columns).examples) == 2
+    both = [{"path": "a.wav", "prompt": "a"}, {"path": "b.wav", "prompt": "b"}]  # rows with a column of that name
+    assert [example.columns for example in read(both, ColumnsConfig()).examples] == [
+        {"path": "a.wav"},
+        {"path": "b.wav"},
+    ]
