@@ -89,7 +89,7 @@ def _violations(config: Config, device_count: int, models: Mapping[str, ModelCon
     for key, value, reason in (*without_effect(config), *_without_effect(config)):
         yield f"{key}={value} has no effect with {reason}: leave it out{_undone(key)}"
     if config.validation is not None:
-        yield from _validation(config, config.validation)
+        yield from _validation(config, config.validation, models["actor"])
     data, fsdp, tensor = mesh_sizes(config.mesh, device_count)
     for role, model in models.items():
         yield from _model(config, role, model, fsdp, tensor, device_count)
@@ -277,8 +277,17 @@ def fleet_violations(config: Config, fleet: FleetSection | None) -> Iterator[str
         yield f"fleet.devices names the GPU {repeated[0]} twice: give each process GPUs of its own"
 
 
-def _validation(config: Config, validation: ValidationConfig) -> Iterator[str]:
-    data = config.data
+def _validation(config: Config, validation: ValidationConfig, actor: ModelConfig) -> Iterator[str]:
+    data, limit, least = config.data, validation.max_response, config.sampling.min_new_tokens
+    if limit is not None and data.max_prompt + limit > actor.max_positions:
+        yield (
+            f"data.max_prompt={data.max_prompt} and validation.max_response={limit} need {data.max_prompt + limit} "
+            f"positions, and model has max_positions={actor.max_positions}: lower them, or choose a model with more"
+        )
+    if limit is not None and least > limit:
+        yield f"sampling.min_new_tokens={least} exceeds validation.max_response={limit}: lower it"
+    if validation.top_k is not None and validation.top_k > actor.vocab_size:
+        yield f"validation.top_k={validation.top_k} exceeds the vocabulary of {actor.vocab_size}: lower it, or null"
     if validation.k > 1 and validation.temperature == 0:
         yield f"validation.k={validation.k} answers of temperature 0 are all the same: set one of them"
     datasets = isinstance(data, DatasetsData)

@@ -69,7 +69,6 @@ PEERS: dict[str, str | tuple[str, ...]] = {
     "max_steps": ("iterations, each of which has epochs times minibatches updates", "steps"),
     "mesh.devices": "the mesh has all devices of the run, set device.simulated for more of a CPU",
     "metric_for_best_model": "stop.metric",
-    "min_p": "sampling.min_p",
     "model.name": "model.path",
     "model_init_kwargs": "a model is loaded as its directory says, leave it out; compute.dtype is the dtype of the run",
     "model_name_or_path": "model.path",
@@ -126,6 +125,11 @@ PEERS: dict[str, str | tuple[str, ...]] = {
     "warmup_steps": "warmup",
     # verl: the last parts of its keys
     "adv_estimator": "stages",
+    **{
+        f"actor_rollout_ref.rollout.val_kwargs.{name}": f"validation.{ours}"
+        for name, ours in {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "n": "k"}.items()
+    },
+    "actor_rollout_ref.rollout.val_kwargs.do_sample": "validation.temperature, write 0 for false",
     "clip_grad": "max_grad_norm",
     "clip_ratio": "clip_low",
     "clip_ratio_c": "dual_clip",

@@ -353,6 +353,9 @@ class EvaluationConfig(Section):
     samples: int = count(3)  # texts shown during a run
 
 
+_NOT_GREEDY = only_if(lambda section: section.temperature != 0, "{path}.temperature=0")
+
+
 @dataclass(frozen=True)
 class ValidationConfig(Feature):
     """Measurements on the held-out prompts during reinforcement learning."""
@@ -364,6 +367,19 @@ class ValidationConfig(Feature):
     prompts: int | None = count(None)
     k: int = count(1)  # responses to each prompt
     temperature: float | None = non_negative(None)  # null: that of the rollouts; 0: greedy
+    top_k: int | None = count(None, **_NOT_GREEDY)  # null: that of the rollouts
+    # null: that of the rollouts; 1: draw from all tokens
+    top_p: float | None = checked(None, lambda value: 0 < value <= 1, "above 0 and at most 1", **_NOT_GREEDY)
+    # null: that of the rollouts
+    min_p: float | None = checked(None, lambda value: 0 < value <= 1, "above 0 and at most 1", **_NOT_GREEDY)
+    max_response: int | None = count(None)  # longest response in tokens; null: data.max_response
+
+    @property
+    def drawing(self) -> dict[str, Any]:
+        """The settings of sampling that are not those of rollouts, by their names in `SamplingConfig`."""
+        own = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        own["max_new_tokens"] = self.max_response
+        return {name: value for name, value in own.items() if value is not None}
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,12 @@ import yaml
 import jrlhf.api
 from jrlhf.api import Policy, Run, load, plan, train
 from jrlhf.config import load_config, make_config
+from jrlhf.config.schema import ValidationConfig
 from jrlhf.data.encode import Encoding
 from jrlhf.data.types import Example
 from jrlhf.errors import Preempted, UserError
+from jrlhf.models import SamplingConfig
+from jrlhf.roles.sampling import Sampler
 from jrlhf.run.contents import CONFIG
 from jrlhf.run.files import append_jsonl
 from jrlhf.run.metrics import METRICS
@@ -395,6 +398,35 @@ def test_prompts_of_several_sources_come_by_weight_and_are_measured_apart(tmp_pa
     other = [sources[0] | {"weight": 2}, sources[1]]
     assert "data.prompts" in refused(train, config, name="parts", resume=True, data={"prompts": other})
     assert timeless(train(config, name="parts", resume=True).path) == timeless(run.path)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("quick_compilation")
+def test_a_validation_draws_by_settings_of_its_own(tmp_path, monkeypatch):
+    """Answers that are longer than those in training are scored whole, also by the reward model that the run trains."""
+    tiny = yaml.safe_load((Path(__file__).parent / "tiny.yaml").read_text()) | {"run_dir": str(tmp_path)}
+    drawn, sample = [], Sampler.sample
+
+    def noting(self, policy, prompts, key, sampling=None):
+        responses = sample(self, policy, prompts, key, sampling)
+        if sampling is not None and sampling.max_new_tokens == 40:
+            greedy = sample(self, policy, prompts, key, replace(sampling, temperature=0.0, top_k=None))
+            drawn.append((sampling, responses, greedy))
+        return responses
+
+    monkeypatch.setattr(Sampler, "sample", noting)
+    own = {"every": 1, "k": 2, "top_k": 1, "min_p": 0.5, "max_response": 40}
+    short: dict[str, Any] = {"sft.steps": 1, "reward_model.steps": 1, "ppo.iterations": 1, "validation": own}
+    run = train(tiny, **short)
+    assert len(drawn) == 2 and "val-core/all/gold/mean@2" in run.names
+    for sampling, responses, greedy in drawn:
+        assert (sampling.top_k, sampling.min_p, sampling.temperature) == (1, 0.5, 1.0)
+        assert [response.ids for response in responses] == [response.ids for response in greedy]
+        assert max(len(response.ids) for response in responses) > 24
+    # Settings that are those of the rollouts make no sampling of their own, so no program of their own.
+    same = ValidationConfig(every=1, temperature=1.0, max_response=24).drawing
+    rollouts = SamplingConfig(24)
+    assert replace(rollouts, **same) == rollouts and ValidationConfig(every=1).drawing == {}
 
 
 PROMISED = """
