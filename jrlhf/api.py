@@ -34,6 +34,7 @@ from jrlhf.config.parse import build, convert
 from jrlhf.config.places import local
 from jrlhf.data.batches import key_for, pad_rows, program_width, put_rows, whole_batches
 from jrlhf.data.encode import Encoding
+from jrlhf.data.memory import rows_in_memory
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Example
 from jrlhf.errors import Preempted, UserError
@@ -98,7 +99,9 @@ def train(
     config: a packaged name, a YAML file, or the settings as a nested dict. settings: further ones, which replace those
     of the config: dotted keys, or sections as dicts, of which only the given keys change. docs/configuration.md lists
     all. Reward functions, dataflows and hooks may be Python functions, also lambdas and closures: `rewards=[f]`,
-    `rewards=[{"name": "short", "function": f, "weight": 0.1}]`, `grpo={"dataflow": f}`. on_iteration: a hook, beside
+    `rewards=[{"name": "short", "function": f, "weight": 0.1}]`, `grpo={"dataflow": f}`. Datasets may be rows in memory,
+    a list of dicts or a `datasets.Dataset`: `data={"prompts": rows, "heldout": others}`, or `data=rows` for the prompts
+    alone; the settings of their columns stay those of the config. on_iteration: a hook, beside
     those of the setting `hooks`: it is called with an `Iteration` after each step of each stage, and may return "stop",
     which ends the stage. resume: continues the run of this name; "auto": if there is one. accept_rewards: even if its
     reward functions were changed.
@@ -113,7 +116,8 @@ def train(
 
         run = train("quickstart", run_dir="runs", ppo={"iterations": 10}, sft={"steps": 100})
     """
-    with python_functions(config, settings, {"hooks": [] if on_iteration is None else [on_iteration]}) as named:
+    hook = {"hooks": [] if on_iteration is None else [on_iteration]}
+    with rows_in_memory(config, settings) as rows, python_functions(*rows, hook) as named:
         *given, added = named
         wanted = make_config(*given)
         # The config of a run that is resumed names its functions, which may be left out now.
@@ -379,5 +383,5 @@ def plan(config: Source, cluster: str | None = None, **settings: Any) -> Planned
     """
     wanted = {item.name: settings.pop(item.name) for item in fields(Search) if item.name in settings}
     search = build(Search, plain_value({"cluster": cluster, **wanted}))
-    with python_functions(config, settings) as named:
+    with rows_in_memory(config, settings) as rows, python_functions(*rows) as named:
         return planner.make_plan(make_config(*named), search, say=partial(print, flush=True))

@@ -272,7 +272,8 @@ def test_settings_of_a_part_are_understood(name: str, tmp_path):
     for block in blocks:
         config = yaml.safe_load((ROOT / "configs/arithmetic-grpo.yaml").read_text())
         for key, value in yaml.safe_load(textwrap.dedent(block)).items():
-            config[key] = config[key] | value if isinstance(value, dict) and key in config else value
+            adds = isinstance(value, dict) and key in config and "source" not in value  # data of another kind replaces
+            config[key] = config[key] | value if adds else value
         (tmp_path / "part.yaml").write_text(yaml.safe_dump(config))
         load_config(str(tmp_path / "part.yaml"))
 

@@ -58,7 +58,8 @@ def _tables(path: str, cls: Any, base: Any = None) -> Iterator[str]:
         kinds, sections = [kind, *get_args(kind)], list(_sections(kind))
         for section in sections:
             same = None if base is None else next(_sections(get_type_hints(base).get(item.name)), None)
-            inner.setdefault((section, same), []).append(f"{key}[]" if get_origin(kind) is tuple else key)
+            listed = any(get_origin(one) is tuple and section in get_args(one) for one in kinds)
+            inner.setdefault((section, same), []).append(f"{key}[]" if listed else key)
         default = default_of(cls, item.name)
         shared = base is not None and item.name in base.__dataclass_fields__
         if not sections and not (shared and default_of(base, item.name) == default):
@@ -76,7 +77,11 @@ def _tables(path: str, cls: Any, base: Any = None) -> Iterator[str]:
 
 def _sections(kind: Any) -> Iterator[Any]:
     """Yields the sections that a value of this type may be."""
-    yield from (part for part in (kind, *get_args(kind)) if dataclasses.is_dataclass(part))
+    for part in (kind, *get_args(kind)):
+        if dataclasses.is_dataclass(part):
+            yield part
+        elif get_origin(part) is tuple and part is not kind:
+            yield from _sections(part)
 
 
 if __name__ == "__main__":

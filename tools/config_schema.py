@@ -55,6 +55,9 @@ def _value(kind: Any, rules: Mapping[str, Any], definitions: dict[str, Schema]) 
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         options = [option for option in inner if option is not type(None)]
+        lists = [option for option in options if get_origin(option) is tuple]
+        if lists and len(options) > 1:  # a section, or a list of such
+            return {"anyOf": [_value(option, rules, definitions) for option in options]}
         if len(options) > 1 and is_dataclass(options[0]):
             return _tagged(options, definitions)
         if len(options) > 1:  # a number or a word

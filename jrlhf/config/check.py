@@ -14,6 +14,7 @@ from jrlhf.config.schema import (
     MeshConfig,
     ProfileConfig,
     SleepConfig,
+    SourceConfig,
     ValidationConfig,
 )
 from jrlhf.config.stages import ALGORITHMS, FleetSection
@@ -95,7 +96,7 @@ def _violations(config: Config, device_count: int, models: Mapping[str, ModelCon
     for key, value, reason in (*without_effect(config), *_without_effect(config)):
         yield f"{key}={value} has no effect with {reason}: leave it out{_undone(key)}"
     if config.validation is not None:
-        yield from _validation(config, config.validation)
+        yield from _validation(config, config.validation, models["actor"])
     data, fsdp, tensor = mesh_sizes(config.mesh, device_count)
     for role, model in models.items():
         yield from _model(config, role, model, fsdp, tensor, device_count)
@@ -163,6 +164,8 @@ def _data(config: Config) -> Iterator[str]:
     if isinstance(config.data, DatasetsData):
         if path is None:
             yield "data.source=datasets needs a tokenizer: give model.path, the directory of a model"
+        if isinstance(config.data.prompts, tuple):
+            yield from _mixture(config.data.prompts)
         return
     if path is not None:
         yield (
@@ -177,6 +180,17 @@ def _data(config: Config) -> Iterator[str]:
         )
 
 
+def _mixture(sources: Sequence[SourceConfig]) -> Iterator[str]:
+    if not sources:
+        yield "data.prompts=[] has no prompts: name at least one dataset, [{path: FILE}]"
+    names = [source.called for source in sources]
+    for index, source in enumerate(sources):
+        if source.path is None:
+            yield f"data.prompts[{index}] has no path: name a file or a dataset"
+        if names.index(source.called) < index:
+            yield f"data.prompts[{index}] has the name {source.called} of an earlier one: give it another name"
+
+
 def _without_effect(config: Config) -> Iterator[tuple[str, object, str]]:
     """Yields (key, value, reason) of settings that have no effect because of another section."""
     for void, keys, reason in _void_settings(config):
@@ -185,7 +199,9 @@ def _without_effect(config: Config) -> Iterator[tuple[str, object, str]]:
             *path, name = key.split(".")
             for part in path:
                 section = {**vars(section), **getattr(section, "sections", {})}.get(part) if section else None
-            if section and getattr(section, name) != default_of(type(section), name):
+            if isinstance(section, tuple):  # a list of sections, of which none has an effect
+                yield ".".join(path), as_line([getattr(part, name) for part in section]), reason
+            elif section and getattr(section, name) != default_of(type(section), name):
                 yield key, getattr(section, name), reason
 
 
@@ -280,8 +296,17 @@ def _frozen_roles(config: Config) -> Iterator[str]:
             yield f"roles.{name}={role.path} is for a dataflow of your own: set {section}.dataflow, or leave it out"
 
 
-def _validation(config: Config, validation: ValidationConfig) -> Iterator[str]:
-    data = config.data
+def _validation(config: Config, validation: ValidationConfig, actor: ModelConfig) -> Iterator[str]:
+    data, limit, least = config.data, validation.max_response, config.sampling.min_new_tokens
+    if limit is not None and data.max_prompt + limit > actor.max_positions:
+        yield (
+            f"data.max_prompt={data.max_prompt} and validation.max_response={limit} need {data.max_prompt + limit} "
+            f"positions, and model has max_positions={actor.max_positions}: lower them, or choose a model with more"
+        )
+    if limit is not None and least > limit:
+        yield f"sampling.min_new_tokens={least} exceeds validation.max_response={limit}: lower it"
+    if validation.top_k is not None and validation.top_k > actor.vocab_size:
+        yield f"validation.top_k={validation.top_k} exceeds the vocabulary of {actor.vocab_size}: lower it, or null"
     if validation.k > 1 and validation.temperature == 0:
         yield f"validation.k={validation.k} answers of temperature 0 are all the same: set one of them"
     datasets = isinstance(data, DatasetsData)

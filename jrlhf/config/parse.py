@@ -96,9 +96,10 @@ def override(mapping: dict[str, Any], assignment: str) -> None:
     key, equals, value = assignment.lstrip("-").partition("=")
     if not equals or not all(key.strip().split(".")):
         raise UserError(f"override {assignment!r} is not understood: write key=value, for example seed=1")
-    if item := re.match(r"(rewards|costs)[.[](?:(\d+)\]?\.(.+))?", key.strip()):
+    if item := re.match(r"(rewards|costs|data\.prompts(?=[.[]\d))[.[](?:(\d+)\]?\.(.+))?", key.strip()):
         listed, number = item[1], int(item[2] or 0)
-        parts = mapping[listed] = parsed(mapping.get(listed), listed) or []
+        section, name = section_with(mapping, listed, f"override {assignment!r}")
+        parts = section[name] = parsed(section.get(name), listed) or []
         part = parts[number] if isinstance(parts, list) and number < len(parts) else None
         if item[2] is None or not isinstance(part, dict):
             raise UserError(
@@ -245,8 +246,14 @@ def convert(kind: Any, value: object, path: str) -> Any:
 
 
 def _convert_union(kinds: list[Any], value: object, path: str) -> Any:
-    """Converts to `X | None`, a number or a word, or a section chosen by the Literal of its first field."""
+    """Converts to `X | None`, a number or a word, a section or a list of such, or a section chosen by the Literal of
+    its first field."""
     given = parsed(value, path)
+    lists = [kind for kind in kinds if get_origin(kind) is tuple]
+    if lists and len(kinds) > 1:
+        if isinstance(given, list | tuple):
+            return convert(lists[0], given, path)
+        kinds = [kind for kind in kinds if kind not in lists]
     if kinds[0] is int:
         words = [word for kind in kinds[1:] for word in get_args(kind)]
         if given in words:

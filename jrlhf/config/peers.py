@@ -29,6 +29,7 @@ PEERS: dict[str, str | tuple[str, ...]] = {
     "cliprange_value": "value_clip",
     "completion_only_loss": "of a prompt with its completion only the completion is learned, leave it out",
     "dataset_name": "data.prompts.path, data.preferences.path for pairs, data.sft.path for answers to imitate",
+    "dataset_mixture": "write data.prompts=[{path: A, weight: 2}, {path: B}] to draw prompts from several datasets",
     "deepspeed": "mesh.fsdp, the number of devices over which weights and optimizer are divided",
     "delta": "dual_clip",
     "disable_dropout": _NO_DROPOUT,
@@ -38,7 +39,7 @@ PEERS: dict[str, str | tuple[str, ...]] = {
     "eos_token": "data.eos",
     "epsilon": "clip_low",
     "epsilon_high": "clip_high",
-    "eval_dataset": "data.heldout.path",
+    "eval_dataset": "data.heldout.path, in Python also rows: data={heldout: ROWS}",
     "eval_steps": "validation.every",
     "eval_strategy": "validation.every",
     "fp16": "compute.dtype, write bfloat16",
@@ -68,7 +69,6 @@ PEERS: dict[str, str | tuple[str, ...]] = {
     "max_steps": ("iterations, each of which has epochs times minibatches updates", "steps"),
     "mesh.devices": "the mesh has all devices of the run, set device.simulated for more of a CPU",
     "metric_for_best_model": "stop.metric",
-    "min_p": "sampling.min_p",
     "model.name": "model.path",
     "model_init_kwargs": "a model is loaded as its directory says, leave it out; compute.dtype is the dtype of the run",
     "model_name_or_path": "model.path",
@@ -107,6 +107,10 @@ PEERS: dict[str, str | tuple[str, ...]] = {
     "target_modules": "lora.targets",
     "top_entropy_quantile": "all response tokens are learned from, leave it out",
     "torch_dtype": "compute.dtype",
+    "train_dataset": (
+        "data.prompts.path, data.preferences.path for pairs, data.sft.path for answers to imitate; in Python each may "
+        "be rows, data={PART: ROWS}"
+    ),
     "total_episodes": "iterations, each of which has rollout_batch episodes",
     "use_cpu": "device.platform, write cpu",
     "use_liger_kernel": "jrlhf has kernels of its own, leave it out",
@@ -121,6 +125,11 @@ PEERS: dict[str, str | tuple[str, ...]] = {
     "warmup_steps": "warmup",
     # verl: the last parts of its keys
     "adv_estimator": "stages",
+    **{
+        f"actor_rollout_ref.rollout.val_kwargs.{name}": f"validation.{ours}"
+        for name, ours in {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "n": "k"}.items()
+    },
+    "actor_rollout_ref.rollout.val_kwargs.do_sample": "validation.temperature, write 0 for false",
     "clip_grad": "max_grad_norm",
     "clip_ratio": "clip_low",
     "clip_ratio_c": "dual_clip",
@@ -136,6 +145,7 @@ PEERS: dict[str, str | tuple[str, ...]] = {
     "data.path": "data.prompts.path",
     "data.train": "data.prompts.path",
     "data.truncation": "data.overlong",
+    "data.validation": "data.heldout.path",
     "enable_gradient_checkpointing": "compute.remat",
     "entropy_coeff": "entropy_coef",
     "experiment_name": "name",

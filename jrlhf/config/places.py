@@ -10,6 +10,7 @@ from jrlhf.errors import UserError, expanded
 from jrlhf.ppo.fields import LONGEST, Section, checked, positive
 
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}  # scheme of an address -> the client package of the store
+PREFIX = "<python>:"  # begins the name of what a Python program gives in place of a file
 HUB = ", a hub name such as org/name"  # in messages about what the hub has
 
 
@@ -24,7 +25,7 @@ def address(default: str | None = None, also: str = HUB) -> Any:
     return checked(default, lambda text: _is_path(text) or is_address(text), kinds)
 
 
-def file_name(default: str, pattern: str, most: int, expected: str) -> Any:
+def file_name(default: str | None, pattern: str, most: int, expected: str) -> Any:
     """A field with a name of at most `most` bytes that becomes a part of a file's or a directory's name."""
     return checked(default, lambda text: bool(re.fullmatch(pattern, text)) and len(text.encode()) <= most, expected)
 

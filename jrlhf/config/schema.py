@@ -4,14 +4,16 @@ A section exists only if its stage or feature is used. A new setting is one line
 on its effect and unit, which is also its documentation; `parse.py` parses it and explains mistakes.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from jrlhf.config.devices import DeviceConfig, DistributedConfig
 from jrlhf.config.keys import as_line
 from jrlhf.config.parse import Feature, changed, in_use
-from jrlhf.config.places import HUB, StorageConfig, address, file_name, place
+from jrlhf.config.places import HUB, PREFIX, StorageConfig, address, file_name, place
 from jrlhf.config.stages import (
     ALGORITHMS,
     STAGES,
@@ -195,6 +197,21 @@ class DatasetConfig(Feature):
 
 
 @dataclass(frozen=True)
+class SourceConfig(DatasetConfig):
+    """One of several datasets from which prompts are drawn."""
+
+    # Its name in metrics, and the data_source of its rows that have none; null: the name of the file.
+    name: str | None = file_name(None, r"[\w.-]+", 200, "a word of at most 200 bytes: it names metrics")
+    weight: float = positive(1.0, most=1e9)  # its share of the prompts is this divided by the sum of all weights
+
+    @property
+    def called(self) -> str:
+        """The name of the source: its own, or else the last part of its path, without the ending of a file."""
+        last = str(self.path).removeprefix(PREFIX).rstrip("/").rpartition("/")[2]
+        return self.name or re.sub(r"[^\w.-]", "-", last.removesuffix(Path(last).suffix)) or "-"
+
+
+@dataclass(frozen=True)
 class DataConfig(Section):
     """The data of a run, of one of three kinds, which `source` names."""
 
@@ -205,6 +222,8 @@ class DataConfig(Section):
     @classmethod
     def unread(cls, key: str, value: object, chosen: str) -> str:
         """Returns the sentence on a key of this kind of data in a config of another kind."""
+        if isinstance(value, tuple) and value and isinstance(value[0], DatasetConfig):
+            key, value = f"{key}[0]", value[0]
         if isinstance(value, DatasetConfig):
             return f"{key}.path={value.path} is not read by the built-in task: set data.source=datasets"
         return f"{key}={value} has no effect with {chosen}: leave it out"
@@ -259,17 +278,27 @@ class ArithmeticData(DataConfig):
 class DatasetsData(DataConfig):
     """Datasets of the user, one for each stage of the run: source datasets."""
 
+    KEYS: ClassVar[tuple[str, ...]] = ("sft", "preferences", "prompts", "heldout")
     source: Literal["datasets"] = "datasets"
     sft: DatasetConfig | None = None  # prompts with completions, conversations or text
     preferences: DatasetConfig | None = None  # chosen and rejected answers
-    prompts: DatasetConfig | None = None  # prompts for reinforcement learning
+    # Prompts for reinforcement learning; a list of datasets, from which they are drawn by weight.
+    prompts: DatasetConfig | tuple[SourceConfig, ...] | None = None
     heldout: DatasetConfig | None = None  # prompts for validation; null: held-out rows of prompts
-    heldout_rows: int = natural(64)  # held-out rows of each stage's data, for measurements
+    heldout_rows: int = natural(64)  # held-out rows of each dataset from which a stage learns, for measurements
     chat: bool = False  # a plain text prompt becomes a user's turn in the model's chat template
     system: str | None = None  # system message for conversations that have none
     template: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template, e.g. enable_thinking
     eos: tuple[str, ...] = ()  # tokens that end a response; empty: those that the model's files name
     overlong: Literal["error", "filter", "truncate_left"] = "error"  # what is done with rows that are too long
+
+    @property
+    def datasets(self) -> dict[str, DatasetConfig]:
+        """The datasets that are given, by their keys, such as sft; those of a list are prompts[0], prompts[1], ..."""
+        given = {key: getattr(self, key) for key in self.KEYS}
+        listed = given.pop("prompts") if isinstance(given["prompts"], tuple) else ()
+        given |= {f"prompts[{index}]": source for index, source in enumerate(listed)}
+        return {key: dataset for key, dataset in given.items() if dataset is not None}
 
 
 _FUNCTION = only_if(lambda section: section.kind in (None, "function"), "{path}.{section.kind}")
@@ -348,6 +377,9 @@ class EvaluationConfig(Section):
     samples: int = count(3)  # texts shown during a run
 
 
+_NOT_GREEDY = only_if(lambda section: section.temperature != 0, "{path}.temperature=0")
+
+
 @dataclass(frozen=True)
 class ValidationConfig(Feature):
     """Measurements on the held-out prompts during reinforcement learning."""
@@ -359,6 +391,19 @@ class ValidationConfig(Feature):
     prompts: int | None = count(None)
     k: int = count(1)  # responses to each prompt
     temperature: float | None = non_negative(None)  # null: that of the rollouts; 0: greedy
+    top_k: int | None = count(None, **_NOT_GREEDY)  # null: that of the rollouts
+    # null: that of the rollouts; 1: draw from all tokens
+    top_p: float | None = checked(None, lambda value: 0 < value <= 1, "above 0 and at most 1", **_NOT_GREEDY)
+    # null: that of the rollouts
+    min_p: float | None = checked(None, lambda value: 0 < value <= 1, "above 0 and at most 1", **_NOT_GREEDY)
+    max_response: int | None = count(None)  # longest response in tokens; null: data.max_response
+
+    @property
+    def drawing(self) -> dict[str, Any]:
+        """The settings of sampling that are not those of rollouts, by their names in `SamplingConfig`."""
+        own = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        own["max_new_tokens"] = self.max_response
+        return {name: value for name, value in own.items() if value is not None}
 
 
 @dataclass(frozen=True)

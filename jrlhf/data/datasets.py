@@ -1,23 +1,25 @@
 """Makes a `Task` from datasets: the data of each stage, and held-out rows."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from jrlhf.config.schema import Config, DatasetConfig, DatasetsData
+from jrlhf.config.schema import Config, DatasetConfig, DatasetsData, SourceConfig
 from jrlhf.config.stages import ALGORITHMS
 from jrlhf.data.encode import Encoding
 from jrlhf.data.read import Dataset, read_dataset
 from jrlhf.data.task import SFTData, Task
 from jrlhf.data.tokenizer import Tokenizer
-from jrlhf.data.types import Example, Pairs, Sequences
+from jrlhf.data.types import Example, Pairs, Prompts, Sequences, Source
 from jrlhf.errors import UserError
 from jrlhf.run.files import digest_of, sha256
 
 # Data -> the stages that learn from it.
 STAGES = {"sft": ("sft",), "preferences": ("reward_model", "dpo"), "prompts": ALGORITHMS}
 _LEARN, _HELD = "to learn from", "held out"  # the parts of a split dataset
+_Part = tuple[str, str]  # the key of a dataset, and one of these parts
 
 
 def load_task(config: Config, tokenizer: Tokenizer) -> Task:
@@ -25,7 +27,7 @@ def load_task(config: Config, tokenizer: Tokenizer) -> Task:
     data = config.data
     assert isinstance(data, DatasetsData)
     encoding, length = Encoding(tokenizer, data.overlong, data.chat, data.system), data.max_prompt + data.max_response
-    datasets = {key: encoding.with_prompts(_read(key, getattr(data, key))) for key in _used(config, data)}
+    datasets = {key: encoding.with_prompts(_read(key, data.datasets.get(key))) for key in _used(config, data)}
     splits = keep_apart(datasets, data.heldout_rows)
     prompts = partial(encoding.prompts, max_prompt=data.max_prompt)
     encoders: dict[str, Callable[[Dataset], Any]] = {
@@ -34,8 +36,8 @@ def load_task(config: Config, tokenizer: Tokenizer) -> Task:
         "prompts": prompts,
         "heldout": prompts,
     }
-    encoded: dict[tuple[str, str], Any] = {
-        (key, part): encoders[key](rows)
+    encoded: dict[_Part, Any] = {
+        (key, part): encoders[_kind(key)](rows)
         for key, split in splits.items()
         for part, rows in zip((_LEARN, _HELD), split, strict=True)
         if rows.examples
@@ -48,6 +50,8 @@ def load_task(config: Config, tokenizer: Tokenizer) -> Task:
     if "preferences" in datasets:
         both = encoded["preferences", _LEARN], encoded.get(("preferences", _HELD), Pairs((), (), ()))
         pairs = lambda sampler: both  # noqa: E731
+    if isinstance(data.prompts, tuple) and ("prompts[0]", _LEARN) in encoded:
+        encoded |= _mixed(encoded, data.prompts)
     words = [f"{key} {dataset.fingerprint}" for key, dataset in datasets.items()]
     examples = [example for rows in encoded.values() for example in rows.examples]
     return Task(
@@ -61,6 +65,32 @@ def load_task(config: Config, tokenizer: Tokenizer) -> Task:
         chat=any(isinstance(example.prompt, tuple) for example in examples),
         prompt_end=_common_end(examples),
     )
+
+
+def _kind(key: str) -> str:
+    """Returns what a dataset is for: its key, without its number in a list."""
+    return key.partition("[")[0]
+
+
+def _mixed(encoded: Mapping[_Part, Prompts], sources: Sequence[SourceConfig]) -> dict[_Part, Prompts]:
+    """Returns the prompts of all sources as those of one dataset: to learn from one source after the other, held out in
+    turn, so that the first ones are of every source."""
+    keys = [f"prompts[{index}]" for index in range(len(sources))]
+    learned, heldout = ([encoded[key, part] for key in keys if (key, part) in encoded] for part in (_LEARN, _HELD))
+    shares = tuple(Source(one.called, len(own.ids), one.weight) for one, own in zip(sources, learned, strict=True))
+    joined = {("prompts", _LEARN): replace(_joined(learned), sources=shares)}
+    return joined | ({("prompts", _HELD): _joined(heldout, in_turn=True)} if heldout else {})
+
+
+def _joined(parts: Sequence[Prompts], *, in_turn: bool = False) -> Prompts:
+    """Returns the prompts of several datasets, one dataset after the other. in_turn: one prompt of each, as long as
+    there are others. The parts alone have the numbers of rows that were left out."""
+    places = [(place, which) for which, part in enumerate(parts) for place in range(len(part.ids))]
+    order = [(parts[which], place) for place, which in (sorted(places) if in_turn else places)]
+    ids, texts, examples = (
+        tuple(getattr(part, name)[place] for part, place in order) for name in ("ids", "texts", "examples")
+    )
+    return Prompts(ids, texts, examples=examples)
 
 
 class DatasetSplit(NamedTuple):
@@ -79,7 +109,7 @@ def keep_apart(datasets: Mapping[str, Dataset], count: int) -> dict[str, Dataset
     prompts = {key: [prompt_text(example) for example in dataset.examples] for key, dataset in datasets.items()}
     chosen: dict[str, list[int]] = {}
     for key, texts in prompts.items():
-        wanted = len(texts) if key == "heldout" else 0 if key == "prompts" and "heldout" in prompts else count
+        wanted = len(texts) if key == "heldout" else 0 if _kind(key) == "prompts" and "heldout" in prompts else count
         chosen[key] = sorted(range(len(texts)), key=lambda row, texts=texts: (sha256(texts[row]), row))[:wanted]
     heldout = {prompts[key][row] for key, rows in chosen.items() for row in rows}
     splits = {}
@@ -117,7 +147,9 @@ def _used(config: Config, data: DatasetsData) -> list[str]:
     """Returns the keys of the datasets that the config's stages need."""
     learns = config.algorithm is not None
     imitates = learns and config.rl.algorithm.ptx_coef > 0
-    used = [key for key, own in STAGES.items() if {*own} & {*config.stages} or (key == "sft" and imitates)]
+    kinds = [key for key, own in STAGES.items() if {*own} & {*config.stages} or (key == "sft" and imitates)]
+    listed = [key for key in data.datasets if "[" in key]
+    used = [key for kind in kinds for key in (listed if kind == "prompts" and listed else [kind])]
     return [*used, "heldout"] if learns and data.heldout is not None else used
 
 
@@ -134,13 +166,16 @@ def _describe(
         for part in (_LEARN, _HELD):
             if (key, part) in encoded:
                 yield f"data.{key}, {part}: {encoded[key, part].describe()}"
-        if key == "prompts":
-            wanted, count = config.rl.rollout_batch // config.samples, len(encoded[key, _LEARN].ids)
-            if count < wanted:
-                yield (
-                    f"data.prompts: {config.algorithm}.rollout_batch={config.rl.rollout_batch} takes {wanted} prompts "
-                    f"an iteration and there are {count}, so prompts repeat within an iteration"
-                )
+    if ("prompts", _LEARN) in encoded:
+        prompts, wanted = encoded["prompts", _LEARN], config.rl.rollout_batch // config.samples
+        count, all_weights = len(prompts.ids), sum(source.weight for source in prompts.sources)
+        for source in prompts.sources:
+            yield f"data.prompts: {source.name} gives {source.weight / all_weights:.1%} of the prompts"
+        if count < wanted:
+            yield (
+                f"data.prompts: {config.algorithm}.rollout_batch={config.rl.rollout_batch} takes {wanted} prompts "
+                f"an iteration and there are {count}, so prompts repeat within an iteration"
+            )
 
 
 def _common_end(examples: Iterable[Example]) -> str:
@@ -155,9 +190,10 @@ def _read(key: str, section: DatasetConfig | None) -> Dataset:
         stage = " or ".join(STAGES[key]) if key == "preferences" else STAGES[key][0]
         raise UserError(f"stage {stage} learns from data.{key}.path, which is not given: name a file or a dataset")
     try:
-        return read_dataset(section.path, columns=section.columns, split=section.split)
+        dataset = read_dataset(section.path, columns=section.columns, split=section.split)
     except UserError as error:
         raise UserError(f"data.{key}: {error}") from error
+    return dataset.named(section.called) if isinstance(section, SourceConfig) else dataset
 
 
 def _rows(texts: Sequences, rows: Iterable[int]) -> Sequences:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from jrlhf.config.places import expanded
 from jrlhf.config.schema import ColumnsConfig
 from jrlhf.data.hub import hub_reason
+from jrlhf.data.memory import given_rows
 from jrlhf.data.row_keys import EXTRA_INFO, MESSAGES, OF_SHAPES, ROWS, refuse_keys
 from jrlhf.data.types import Example, Message, Text
 from jrlhf.errors import UserError, alike, beside, one_line
@@ -71,6 +72,12 @@ class Dataset:
         examples, places = (tuple(column[row] for row in rows) for column in (self.examples, self.places))
         return replace(self, examples=examples, places=places)
 
+    def named(self, source: str) -> "Dataset":
+        """Returns the dataset with a source for the rows that have none."""
+        examples = tuple(row if row.source else replace(row, source=source) for row in self.examples)
+        fingerprint = _fingerprint(self.shape, examples, self.places)
+        return replace(self, examples=examples, fingerprint=fingerprint)
+
     def describe(self) -> str:
         """Returns one line for the log: number of rows, shape, and the column of each field."""
         chats = sum(not isinstance(example.prompt, str) for example in self.examples)
@@ -87,16 +94,21 @@ def read_dataset(source: Path | str, *, columns: ColumnsConfig = USUAL, split: s
     """Reads a dataset and checks every row of it.
 
     source: a .jsonl, .ndjson, .json, .csv or .parquet file; a directory that `datasets.save_to_disk` wrote or that
-        contains such files; or a name on the hub, with its configuration after a colon ("openai/gsm8k:main").
+        contains such files; a name on the hub, with its configuration after a colon ("openai/gsm8k:main"); or a name
+        of rows in memory (`rows_in_memory`).
     columns: names that differ from the usual ones. They determine the shape of the rows: with `prompt="question"` a
         GSM8K row is a prompt, with `completion="answer"` in addition a prompt and its completion.
     split: the split of a directory or of a hub dataset. If there are no splits, as in a file, all rows are read.
     """
-    return make_dataset(read_rows(source, split), columns, str(source))
+    called = "memory" if given_rows(source) is not None else str(source)
+    return make_dataset(read_rows(source, split), columns, called)
 
 
 def read_rows(source: Path | str, split: str = SPLIT) -> Iterator[Numbered]:
     """Returns the unprocessed rows of a dataset, each with its position. source, split: as in `read_dataset`."""
+    if (given := given_rows(source)) is not None:
+        _check_whole("memory", split)
+        return _from_memory(given)
     path = expanded(source)
     if "[" in split and path.exists():
         raise UserError(f"split={split!r} slices, which only datasets on the hub can be: name the split alone")
@@ -117,6 +129,7 @@ def read_rows(source: Path | str, split: str = SPLIT) -> Iterator[Numbered]:
 
 def hub_library(source: Path | str) -> ModuleType:
     """Returns the library that loads a dataset from the hub. Refuses a source that cannot be a name on the hub."""
+    given_rows(source)  # has a sentence of its own for a name of rows
     if not is_hub_name(source):
         remedy = beside(source, "name a file, a directory or a dataset on the hub")
         raise UserError(f"{source} does not exist: {remedy}")
@@ -129,7 +142,7 @@ def is_hub_name(source: Path | str) -> bool:
     return bool(_HUB_NAME.fullmatch(str(source))) and path.suffix not in _READERS and not path.exists()
 
 
-def _check_whole(path: Path, split: str) -> None:
+def _check_whole(path: Path | str, split: str) -> None:
     if split != SPLIT:
         raise UserError(f"{path} has no splits and is read whole, not split={split!r}: leave split out, or name a part")
 
@@ -273,8 +286,21 @@ def _from_arrow(source: str, load: Callable[[], Any], split: str) -> Iterator[Nu
         if split not in dataset:
             raise UserError(f"{source} has no split {split!r}: it has {', '.join(dataset)}")
         dataset = dataset[split]
-    tables = dataset.with_format("arrow").iter(batch_size=1000)
-    return _numbered(source, (row for table in tables for row in table.to_pylist()))
+    return _numbered(source, _rows_of(dataset))
+
+
+def _rows_of(dataset: Any) -> Iterator[Any]:
+    """Yields the rows of a `datasets.Dataset` as Python values, whatever the format is that its user has set."""
+    for table in dataset.with_format("arrow").iter(batch_size=1000):
+        yield from table.to_pylist()
+
+
+def _from_memory(rows: Any) -> Iterator[Numbered]:
+    """Yields the rows that a Python program has given."""
+    for place, row in _numbered("memory", _rows_of(rows) if hasattr(rows, "with_format") else rows):
+        if isinstance(row, Mapping) and (other := [name for name in row if not isinstance(name, str)]):
+            raise UserError(f"{place} has a column {other[0]!r}, which is no text: rename it")
+        yield place, row
 
 
 def _datasets(source: str) -> ModuleType:
@@ -313,7 +339,7 @@ def make_dataset(numbered: Iterable[Numbered], columns: ColumnsConfig, source: s
     if shape == "prompt-only" and {"data_source", "reward_model"} <= set(there):
         shape = "verl"
     places = tuple(place for place, _ in rows)
-    return Dataset(source, shape, tuple(examples), there, _fingerprint(shape, examples), names, places)
+    return Dataset(source, shape, tuple(examples), there, _fingerprint(shape, examples, places), names, places)
 
 
 def _detect(columns: ColumnsConfig, there: Sequence[str], source: str) -> tuple[Shape, dict[str, str]]:
@@ -449,10 +475,13 @@ def _well_formed(text: str, place: str) -> str:
     return text
 
 
-def _fingerprint(shape: Shape, examples: Iterable[Example]) -> str:
+def _fingerprint(shape: Shape, examples: Iterable[Example], places: Iterable[str]) -> str:
     digest = hashlib.sha256(shape.encode())
-    for example in examples:
-        digest.update(b"\0" + json.dumps(vars(example), sort_keys=True, default=_plain).encode())
+    for example, place in zip(examples, places, strict=True):
+        try:
+            digest.update(b"\0" + json.dumps(vars(example), sort_keys=True, default=_plain).encode())
+        except (TypeError, ValueError, RecursionError) as error:  # of rows in memory: keys of mixed types, or a circle
+            raise UserError(f"{place} has values that JSON cannot hold ({error}): take them out of the row") from error
     return digest.hexdigest()
 
 

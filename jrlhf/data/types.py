@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from statistics import median
 from typing import Any
 
@@ -24,6 +25,15 @@ class Example:
     rejected: Text | None = None
     source: str = ""  # the row's dataset in a mixture (verl's `data_source`); sources are measured separately
     columns: Mapping[str, Any] = field(default_factory=dict)  # all other columns: reward functions get them by name
+
+
+@dataclass(frozen=True)
+class Source:
+    """One of several datasets whose rows follow each other: its name, its number of rows, and its weight in a draw."""
+
+    name: str
+    count: int
+    weight: float
 
 
 @dataclass(frozen=True)
@@ -67,6 +77,13 @@ class Prompts(EncodedRows):
 
     ids: tuple[Ids, ...]
     texts: tuple[str, ...]  # as rendered by the chat template
+    sources: tuple[Source, ...] = ()  # the datasets of a mixture, in the order of the prompts; (): it is no mixture
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The sources of the examples; empty if they all have the same one."""
+        names = tuple(sorted({example.source for example in self.examples}))
+        return names if len(names) > 1 else ()
 
     def describe(self) -> str:
         return self._describe("prompts", self.ids)

@@ -93,8 +93,7 @@ class _DryRun:
         paths |= {f"roles.{role}": path for role, path in config.roles.paths.items()}
         paths |= {f"{key}.model": part.model for key, _, part in config.rewards_and_costs}
         if isinstance(config.data, DatasetsData):
-            datasets = {part: getattr(config.data, part) for part in ("sft", "preferences", "prompts", "heldout")}
-            used = {f"data.{part}.path": dataset.path for part, dataset in datasets.items() if dataset is not None}
+            used = {f"data.{key}.path": part.path for key, part in config.data.datasets.items()}
             for path in (path for path in used.values() if path is not None and not is_here(path)):
                 reasons += _unread(path)
             paths |= used
@@ -232,7 +231,13 @@ def _epochs(config: Config, task: Task) -> Iterator[str]:
         yield f"an epoch of sft is {task.sft.count / config.sft.batch:.4g} steps"
     if task.prompts is not None and config.algorithm is not None:
         most = "at most " if config.algorithm == "dapo" else ""  # which may draw several batches in an iteration
-        yield f"an epoch is {most}{len(task.prompts.ids) * config.samples / config.rl.rollout_batch:.4g} iterations"
+        whole = len(task.prompts.ids) * config.samples / config.rl.rollout_batch
+        weights = sum(source.weight for source in task.prompts.sources)
+        for source in task.prompts.sources:
+            own = source.count * config.samples / config.rl.rollout_batch * weights / source.weight
+            yield f"an epoch of {source.name} is {most}{own:.4g} iterations"
+        if not task.prompts.sources:
+            yield f"an epoch is {most}{whole:.4g} iterations"
 
 
 def _first_text(task: Task) -> list[str]:

@@ -16,6 +16,7 @@ import yaml
 from jrlhf import __version__
 from jrlhf.config.keys import classes_of, kinds_of, named_kind
 from jrlhf.config.parse import config_yaml
+from jrlhf.config.places import PREFIX
 from jrlhf.config.schema import Config, DatasetsData, RewardConfig
 from jrlhf.config.stages import ALGORITHMS
 from jrlhf.models.hf.directories import CARD, PLOT, PROMPTING, SIGNATURE
@@ -248,7 +249,8 @@ def _settings(data: CardData) -> dict[str, Any]:
 
     def plain(value: Any, kind: Any, key: str) -> Any:
         if isinstance(value, list):
-            inner = get_args(kind)[0] if get_origin(kind) is tuple else kind
+            listed = next((one for one in (kind, *get_args(kind)) if get_origin(one) is tuple), None)
+            inner = kind if listed is None else get_args(listed)[0]
             return [plain(part, inner, f"{key}[{index}]") for index, part in enumerate(value)]
         if isinstance(value, dict) and classes_of(kind):
             return section(value, kind, key)
@@ -283,13 +285,16 @@ def _datasets(config: Config) -> list[tuple[str, str, str]]:
     """Returns (purpose, path, split) of all datasets that a run reads."""
     if not isinstance(config.data, DatasetsData):
         return []
-    parts = [(title, getattr(config.data, part)) for part, title in _ROLES.items()]
-    return [(title, part.path, part.split) for title, part in parts if part is not None and part.path is not None]
+    parts = [(_ROLES[key.partition("[")[0]], part) for key, part in config.data.datasets.items()]
+    return [(title, part.path, part.split) for title, part in parts if part.path is not None]
 
 
 def _data(data: CardData) -> list[str]:
     config, lines = data.config, []
     for title, path, split in _datasets(config):
+        if path.startswith(PREFIX):
+            lines.append(f"- {title}: rows in the memory of the program that trained it")
+            continue
         link = f"[{path}]({HUB}/datasets/{path.partition(':')[0]})"
         named = link if path in data.record.hub else _code(_short(path, data))
         lines.append(f"- {title}: {named}, split {_code(split)}")

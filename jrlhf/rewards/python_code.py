@@ -20,9 +20,9 @@ from pathlib import Path
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
+from jrlhf.config.places import PREFIX
 from jrlhf.errors import UserError, one_line, printable
 
-PREFIX = "<python>:"
 _PLAIN = (type(None), bool, int, float, complex, str, type(...), type(NotImplemented))
 # Entries of a class that do not change what it computes.
 _OWN = ("__dict__", "__weakref__", "__module__", "__firstlineno__", "__static_attributes__", "_abc_impl")

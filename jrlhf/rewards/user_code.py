@@ -17,8 +17,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from jrlhf.config.places import PREFIX
 from jrlhf.errors import UserError, alike, beside, expanded, printable
-from jrlhf.rewards.python_code import PREFIX, is_installed, python_code
+from jrlhf.rewards.python_code import is_installed, python_code
 
 DETAIL = 500  # maximum number of characters of an explanation
 

@@ -117,9 +117,7 @@ def hub_names(config: Config) -> list[str]:
     models += [part.model for part in (*config.rewards, *config.costs)]
     names = [path for path in models if path is not None and is_model_name(path) and not is_here(path)]
     if isinstance(config.data, DatasetsData):
-        parts = (config.data.sft, config.data.preferences, config.data.prompts, config.data.heldout)
-        paths = [part.path for part in parts if part is not None and part.path is not None]
-        names += [path for path in paths if is_hub_name(path)]
+        names += [part.path for part in config.data.datasets.values() if part.path and is_hub_name(part.path)]
     return list(dict.fromkeys(names))
 
 

@@ -72,10 +72,18 @@ class Sampler:
         return Schedule(chunk=limit, buckets=1, lengths=1, prefill=wave)
 
     def scores(
-        self, reward: Model, sequences: Sequence[Sequence[int]], placement: CallPlacement | None = None
+        self,
+        reward: Model,
+        sequences: Sequence[Sequence[int]],
+        placement: CallPlacement | None = None,
+        *,
+        limit: int | None = None,
     ) -> np.ndarray:
-        """The reward model's score of each sequence, prompt and response together. placement: by default the mesh."""
-        reward, length = reward.onloaded(), self.max_prompt + self.sampling.max_new_tokens
+        """The reward model's score of each sequence, prompt and response together.
+
+        placement: by default the mesh. limit: tokens of the longest possible response, by default that of rollouts.
+        """
+        reward, length = reward.onloaded(), self.max_prompt + (limit or self.sampling.max_new_tokens)
         placement = placement or CallPlacement(self.mesh)
         score = placement.compiled(reward.architecture, self.compute).score_sequences()
         weights = weights_at(reward, reward.architecture, placement.stored.mesh, self.compute)

@@ -80,7 +80,7 @@ def grade_heldout(
     costs: Rewards | None = None,
     *,
     purpose: str = "evaluation",
-    temperature: float | None = None,
+    sampling: SamplingConfig | None = None,
     step: int = 0,
     count: int | None = None,
 ) -> Graded:
@@ -88,14 +88,14 @@ def grade_heldout(
 
     Equal purposes and steps draw with equal keys: two policies then make a paired test.
 
-    temperature: None for that of the rollouts. count: None for all.
+    sampling: None for that of the rollouts, whose programs then draw the answers. count: None for all.
     """
     every = context.task.heldout
     assert every is not None
     heldout = replace(every, ids=every.ids[:count], texts=every.texts[:count], examples=every.examples[:count])
-    sampling = context.sampling if temperature is None else replace(context.sampling, temperature=temperature)
+    sampling = sampling or context.sampling
     responses = context.sampler.sample(policy, heldout.ids, key_for(context.config.seed, purpose, step), sampling)
-    return grade(context, heldout, responses, rewards, costs, step=step)
+    return grade(context, heldout, responses, rewards, costs, step=step, limit=sampling.max_new_tokens)
 
 
 def _measurable(context: Context, rewards: Rewards | None) -> int:
@@ -165,14 +165,19 @@ def grade(
     costs: Rewards | None = None,
     *,
     step: int = 0,
+    limit: int | None = None,
 ) -> Graded:
-    """Scores responses by the task's gold measure, or else by the run's rewards; also computes their costs."""
+    """Scores responses by the task's gold measure, or else by the run's rewards; also computes their costs.
+
+    limit: tokens of the longest possible response; None: as many as in rollouts.
+    """
     gold, sources = context.task.gold, tuple(example.source for example in prompts.examples)
     sequences = [prompt + response.ids for prompt, response in zip(prompts.ids, responses, strict=True)]
 
     def learned_scores(mixture: Rewards) -> dict[str, np.ndarray]:
         """The scores of the reward models that read the actor's tokens, by name."""
-        return {name: context.sampler.scores(part.model, sequences) for name, part in mixture.token_parts.items()}
+        parts = mixture.token_parts.items()
+        return {name: context.sampler.scores(part.model, sequences, limit=limit) for name, part in parts}
 
     weighted = partial(_weighted_sum, prompts, responses, context.config.sampled_rows, step)
     learned = {} if rewards is None else learned_scores(rewards)
@@ -301,7 +306,8 @@ def validate(
         return {}, []
 
     count = config.prompts or context.config.evaluation.prompts or VALIDATED
-    own = partial(grade_heldout, context, policy, rewards, temperature=config.temperature, step=step, count=count)
+    sampling = replace(context.sampling, **config.drawing)
+    own = partial(grade_heldout, context, policy, rewards, sampling=sampling, step=step, count=count)
     rounds = clock.run("validation", lambda: [own(purpose=f"validation {number}") for number in range(config.k)])
     first, metrics = rounds[0], statistics(rounds)
     rows = zip(heldout.texts, first.responses, first.scores, first.sources, strict=False)

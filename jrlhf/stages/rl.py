@@ -104,7 +104,12 @@ def train_rl(
     """
     section, name, prompts = context.config.rl, context.config.algorithm, context.task.prompts
     assert name is not None and prompts is not None
-    order = Order(len(prompts.ids), section.rollout_batch // section.samples, context.config.seed + 1)
+    batch, seed = section.rollout_batch // section.samples, context.config.seed + 1
+    order = Order(len(prompts.ids), batch, seed)
+    if prompts.sources:
+        from jrlhf.data.mixture import Mixture
+
+        order = Mixture(order.count, batch, seed, prompts.sources)
     with open_rollouts(assembly.roles, partial(take_batch, context, prompts, order)) as rollouts:
         iterations = Iterations(
             context,
@@ -170,7 +175,7 @@ class Iterations:
         fleet = None if self.ahead is None else self.ahead.state()
 
         metrics = self._gather(roles, metrics | measured)
-        metrics["training/epoch"] = self.order.epochs(draws, solved)[0]
+        metrics |= self.order.begun(draws, solved)
         seconds = self._clock.take()
         metrics |= seconds | validated | {CALLS: self._clock.calls(self.context.mesh)}
         metrics |= verl_figures(metrics, len(drawn.batch.examples), self.context.mesh.size)
@@ -286,8 +291,16 @@ def _replicated(tree: Any, mesh: Mesh) -> Any:
 
 
 def watch(context: Context, drawn: IterationRows, experience: Experience) -> dict[str, Any]:
-    """Returns samples of distinct prompts, and means of the task's gold scores, if any. Training never sees these."""
+    """Returns samples of distinct prompts, metrics of each source of prompts, and means of the task's gold scores, if
+    any. Training never sees these."""
     task, config, batch = context.task, context.config, drawn.batch
+    assert task.prompts is not None
+    metrics: dict[str, Any] = {}
+    if names := task.prompts.names:
+        from jrlhf.stages.sources import by_source
+
+        lengths = np.asarray(experience.response_lengths)
+        metrics = by_source(names, batch.examples, drawn.raw, drawn.parts, lengths)
     rows = distinct_first(len(batch.examples), config.rl.samples)[: config.evaluation.samples]
     texts = zip(rows, (response.text for response in read_responses(task.tokenizer, experience, rows)), strict=True)
     shown = [
@@ -295,9 +308,9 @@ def watch(context: Context, drawn: IterationRows, experience: Experience) -> dic
         for row, text in texts
     ]
     if task.gold is None:
-        return {SAMPLES: shown}
+        return metrics | {SAMPLES: shown}
     gold = task.gold(batch.examples, [response.text for response in read_responses(task.tokenizer, experience)])
-    return {
+    return metrics | {
         SAMPLES: [sample | {"gold": float(gold.scores[row])} for row, sample in zip(rows, shown, strict=True)],
         "gold/score": float(gold.scores.mean()),
         **{f"gold/{name}": float(values.mean()) for name, values in gold.items.items()},

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jrlhf.algorithms.registry import graph_of
 from jrlhf.config.check import mesh_sizes, uncorrected, unrepeatable, validate
 from jrlhf.config.parse import changed
-from jrlhf.config.places import is_address
+from jrlhf.config.places import PREFIX, is_address
 from jrlhf.config.schema import ComputeConfig, Config, DatasetsData, ModelSection, RewardConfig, SleepConfig
 from jrlhf.data.chat import dated
 from jrlhf.data.task import Task
@@ -36,7 +36,6 @@ from jrlhf.models.options import ForwardOptions
 from jrlhf.models.weights import HeadKind
 from jrlhf.rewards import builtin
 from jrlhf.rewards.functions import FunctionReward
-from jrlhf.rewards.python_code import PREFIX
 from jrlhf.rewards.types import Kind
 from jrlhf.roles.model import Compute
 from jrlhf.roles.placement import RolePlacement
@@ -229,9 +228,11 @@ def _noting_failures(run: RunDirectory, config: Config) -> Iterator[None]:
 
 
 def _resuming(config: Config) -> str:
-    """Returns the command that resumes a run; "" if none does: at an address, or with functions of a Python program."""
-    called = [*config.hooks, *(part.function or "" for _, _, part in config.rewards_and_costs)]
-    if is_address(config.run_dir) or any(function.startswith(PREFIX) for function in called):
+    """Returns the command that resumes a run; "" if none does: at an address, or with what a Python program gave."""
+    called = [*config.hooks, *(part.function for _, _, part in config.rewards_and_costs)]
+    if isinstance(config.data, DatasetsData):
+        called += [part.path for part in config.data.datasets.values()]
+    if is_address(config.run_dir) or any(str(name).startswith(PREFIX) for name in called):
         return ""
     return f"python -m jrlhf.train --config {shlex.quote(str(run_path(config)))}/config.yaml --resume"
 

@@ -46,8 +46,9 @@ def settings(
         yield here, kind, classes
         for section in classes_of(kind):
             yield from settings(section, here, classes)
-        if get_origin(kind) is tuple and is_dataclass(item := get_args(kind)[0]):
-            yield from settings(item, (*here, 0), (*classes, list))
+        for listed in (one for one in (kind, *get_args(kind)) if get_origin(one) is tuple):
+            if is_dataclass(item := get_args(listed)[0]):
+                yield from settings(item, (*here, 0), (*classes, list))
 
 
 def config_with(path: Steps, classes: tuple[Any, ...], value: object) -> dict[str, Any]:
@@ -79,7 +80,8 @@ def candidates(kind: Any, rules: Mapping[str, Any]) -> tuple[list[Any], list[Any
     """Returns values of a type, of which the reader takes some, and values of other types or beyond the bounds."""
     origin, inner, text, table = get_origin(kind), get_args(kind), "no-such-choice", {"no_such_key": 1}
     if origin in (Union, types.UnionType):
-        right, wrong = candidates(inner[0], rules)
+        (right, wrong), lists = candidates(inner[0], rules), [one for one in inner[1:] if get_origin(one) is tuple]
+        right += [value for one in lists for value in candidates(one, {})[0]]
         return [*right, None], wrong
     if is_dataclass(kind):
         return [{}, None], [3, text, [1], table]

@@ -3,6 +3,7 @@
 import gc
 import inspect
 import io
+import json
 import os
 import re
 import shutil
@@ -25,14 +26,19 @@ import yaml
 import jrlhf.api
 from jrlhf.api import Policy, Run, load, plan, train
 from jrlhf.config import load_config, make_config
+from jrlhf.config.schema import ValidationConfig
 from jrlhf.data.encode import Encoding
 from jrlhf.data.types import Example
 from jrlhf.errors import Preempted, UserError
+from jrlhf.models import SamplingConfig
+from jrlhf.roles.sampling import Sampler
 from jrlhf.run.contents import CONFIG
 from jrlhf.run.files import append_jsonl
 from jrlhf.run.metrics import METRICS
 from jrlhf.run.text import clean
+from jrlhf.train import cli as train_cli
 from jrlhf.train import main
+from tests.support.runs import timeless
 
 ITERATIONS = 12
 TINY = {
@@ -321,6 +327,106 @@ def test_functions_train_as_files_do_and_are_asked_for_again(tmp_path):
     weights = "model/model.safetensors"
     assert (resumed.path / weights).read_bytes() == (whole.path / weights).read_bytes()
     assert Run.open(resumed.path).samples == whole.samples
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("quick_compilation")
+def test_rows_in_memory_train_as_a_file_of_them_and_are_asked_for_again(tmp_path, settings, user, capsys):
+    """The run has the bits of one with files. A resume with other rows, or without rows, is refused."""
+    own = {"stages": ["rloo"], "rloo": {"iterations": 2, "rollout_batch": 16, "save_every": 1}}
+    config = settings(run_dir=str(tmp_path), **own)
+    del config["data"]["prompts"]["path"], config["data"]["heldout_rows"]
+    rows = [json.loads(line) for line in (user / "qa.jsonl").read_text().splitlines()]
+    data = {"prompts": rows[:32], "heldout": {"path": rows[32:40], "columns": {"prompt": "question"}}}
+    files = {key: str(tmp_path / f"{key}.jsonl") for key in data}
+    for key, part in zip(files, (rows[:32], rows[32:40]), strict=True):
+        Path(files[key]).write_text("".join(json.dumps(row) + "\n" for row in part))
+    columns = {"heldout": {"path": files["heldout"], "columns": {"prompt": "question"}}}
+    whole = train(config, name="files", data={"prompts": {"path": files["prompts"]}} | columns)
+
+    run = train(config, name="memory", data=data, rloo={"iterations": 1})
+    assert len(run.metrics) == 1 and "path: <python>:heldout" in (run.path / CONFIG).read_text()
+    again: dict[str, Any] = {"name": "memory", "resume": True}
+    for key in data:
+        other = data | {key: rows[8:24]} if key == "prompts" else data | {key: {**data[key], "path": rows[40:]}}
+        assert "was made with another corpus" in refused(train, config, data=other, **again)
+    assert train_cli(["--config", str(run.path / CONFIG), "--resume"]) == 2
+    sentence = "data.prompts: its rows were in the memory of the program that began the run, and no file has them"
+    assert sentence in capsys.readouterr().err
+    resumed = train(config, data=data, **again)
+    assert timeless(resumed.path) == timeless(whole.path)
+    weights = "model/model.safetensors"
+    assert (resumed.path / weights).read_bytes() == (whole.path / weights).read_bytes()
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("quick_compilation")
+def test_prompts_of_several_sources_come_by_weight_and_are_measured_apart(tmp_path, settings, user):
+    rows = [json.loads(line) for line in (user / "qa.jsonl").read_text().splitlines()]
+    for row in rows:
+        del row["data_source"]
+
+    def own(completions, data_source):
+        return [len(text) / 100 + len(source) for text, source in zip(completions, data_source, strict=True)]
+
+    def few(completions, data_source):
+        return [float(source == "few") for source in data_source]
+
+    sizes = {"rollout_batch": 16, "save_every": 1, "algorithm": {"samples": 2}}
+    config = settings(run_dir=str(tmp_path), stages=["rloo"], rloo={"iterations": 8, **sizes}, rewards=[own, few])
+    columns = {"prompt": "question"}
+    sources = [{"path": rows[:30], "name": "many", "weight": 3, "columns": columns}]
+    sources.append({"path": rows[30:], "name": "few", "columns": columns})
+    config["data"] |= {"prompts": sources, "heldout_rows": 2}
+    config["validation"] = {"every": 4, "k": 1}
+    run = train(config, name="whole")
+    metrics = {"score": "critic/score", "response_length": "response_length", "rewards/own": "rewards/own"}
+    for record in run.metrics:
+        assert record["source/many/share"] == 0.75 and record["source/few/share"] == 0.25
+        for metric, whole in metrics.items():
+            many, other = (record[f"source/{source}/{metric}/mean"] for source in ("many", "few"))
+            assert np.isclose(0.75 * many + 0.25 * other, record[f"{whole}/mean"], rtol=1e-5)
+        assert record["source/many/rewards/few/mean"] == 0 and record["source/few/rewards/few/mean"] == 1
+    # Six of eight prompts are from 28 rows, and two from 16.
+    assert [record["source/many/epoch"] for record in run.metrics] == [6 * n // 28 for n in range(8)]
+    assert [record["source/few/epoch"] for record in run.metrics] == [0] * 8
+    assert run.column("training/epoch").tolist() == [0] * 8
+    validated = [sample["source"] for sample in run.samples if sample.get("kind") == "validation"]
+    assert validated == 2 * ["many", "few", "many", "few"] and "val-core/few/score/mean@1" in run.metrics[4]
+
+    train(config, name="parts", rloo={"iterations": 3})
+    other = [sources[0] | {"weight": 2}, sources[1]]
+    assert "data.prompts" in refused(train, config, name="parts", resume=True, data={"prompts": other})
+    assert timeless(train(config, name="parts", resume=True).path) == timeless(run.path)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("quick_compilation")
+def test_a_validation_draws_by_settings_of_its_own(tmp_path, monkeypatch):
+    """Answers that are longer than those in training are scored whole, also by the reward model that the run trains."""
+    tiny = yaml.safe_load((Path(__file__).parent / "tiny.yaml").read_text()) | {"run_dir": str(tmp_path)}
+    drawn, sample = [], Sampler.sample
+
+    def noting(self, policy, prompts, key, sampling=None):
+        responses = sample(self, policy, prompts, key, sampling)
+        if sampling is not None and sampling.max_new_tokens == 40:
+            greedy = sample(self, policy, prompts, key, replace(sampling, temperature=0.0, top_k=None))
+            drawn.append((sampling, responses, greedy))
+        return responses
+
+    monkeypatch.setattr(Sampler, "sample", noting)
+    own = {"every": 1, "k": 2, "top_k": 1, "min_p": 0.5, "max_response": 40}
+    short: dict[str, Any] = {"sft.steps": 1, "reward_model.steps": 1, "ppo.iterations": 1, "validation": own}
+    run = train(tiny, **short)
+    assert len(drawn) == 2 and "val-core/all/gold/mean@2" in run.names
+    for sampling, responses, greedy in drawn:
+        assert (sampling.top_k, sampling.min_p, sampling.temperature) == (1, 0.5, 1.0)
+        assert [response.ids for response in responses] == [response.ids for response in greedy]
+        assert max(len(response.ids) for response in responses) > 24
+    # Settings that are those of the rollouts make no sampling of their own, so no program of their own.
+    same = ValidationConfig(every=1, temperature=1.0, max_response=24).drawing
+    rollouts = SamplingConfig(24)
+    assert replace(rollouts, **same) == rollouts and ValidationConfig(every=1).drawing == {}
 
 
 PROMISED = """

@@ -90,7 +90,7 @@ def test_a_dry_run_needs_neither_weights_nor_data(plans, directory):
             assert f"plan of an iteration of {config.algorithm}, colocate, on {devices} device(s):" in plan
         if isinstance(config.data, DatasetsData) and config.data.prompts is not None:
             assert f"model.path={config.model.path} is not here" in plan
-            path = config.data.prompts.path
+            path = str(config.data.datasets["prompts"].path)
             assert (directory / path).exists() or f"data.prompts.path={path} is not here" in plan
         # Everything fits the device that the config is for.
         head, *calls = plan[plan.index("memory of one device") :].split("\n\n")[0].splitlines()

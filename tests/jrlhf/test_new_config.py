@@ -149,7 +149,7 @@ def test_a_config_fits_the_model_and_the_rows_on_this_machine(user, make_model, 
         data = load_config(f"{model.name}.yaml").data
         assert isinstance(data, DatasetsData) and data.prompts is not None
         assert (data.chat, data.max_prompt, data.max_response, data.heldout_rows) == (chat, longest, most, 6)
-        assert data.prompts.columns.prompt == "question"
+        assert data.datasets["prompts"].columns.prompt == "question"
         assert train.cli(["--config", f"{model.name}.yaml", "--dry-run"]) == 0, capsys.readouterr().err
     capsys.readouterr()
     (tmp_path / "odd.jsonl").write_text(json.dumps({"ask": "1+1?", "key": "2"}) + "\n")

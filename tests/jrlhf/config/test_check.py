@@ -204,6 +204,22 @@ GRPO ; grpo.asynchronous={staleness: 2, uncorrected: true} ; grpo.algorithm.impo
     out
 GRPO ; grpo.asynchronous.update_steps=10000000
     grpo.asynchronous.update_steps=10000000: it must be at most 1000000
+GRPO ; SUMS ; validation={every: 5, max_response: 50}
+    data.max_prompt=20 and validation.max_response=50 need 70 positions, and model has max_positions=64: lower them
+GRPO ; SUMS ; validation={every: 5, max_response: 4} ; sampling.min_new_tokens=5
+    sampling.min_new_tokens=5 exceeds validation.max_response=4: lower it
+GRPO ; SUMS ; validation={every: 5, top_k: 2000}
+    validation.top_k=2000 exceeds the vocabulary of 1024: lower it, or null
+GRPO ; SUMS ; validation={every: 5, temperature: 0, top_p: 0.5}
+    validation.top_p=0.5 has no effect with validation.temperature=0: leave it out
+SETS ; GIVEN ; data.prompts=[]
+    data.prompts=[] has no prompts: name at least one dataset
+SETS ; GIVEN ; data.prompts=[{path: a}, {weight: 2}]
+    data.prompts[1] has no path: name a file or a dataset
+SETS ; GIVEN ; data.prompts=[{path: a/q.jsonl}, {path: b/q.json}]
+    data.prompts[1] has the name q of an earlier one: give it another name
+SETS ; stages=[dpo] ; data.prompts=[{path: a}, {path: b}]
+    data.prompts=[a, b] has no effect with stages=[dpo]: leave it out
 SETS ; GIVEN ; data.sft.path=s
     data.sft.path=s has no effect with stages=[grpo]: leave it out
 SETS ; stages=[sft] ; rollout.slots=16
@@ -245,6 +261,9 @@ rewards=[{name: a, function: f, workers: 2, deadline: 2, on_failure: 0, options:
 GRPO ; grpo.algorithm={samples: 6, minibatches: 4} ; grpo.rollout_batch=48
 GRPO ; grpo.algorithm={samples: 6, minibatches: 4} ; grpo.rollout_batch=96
 SETS ; stages=[sft] ; data.preferences.path=p ; data.prompts.path=q
+GRPO ; SUMS ; validation={every: 5, max_response: 40, temperature: 0.5, top_p: 0.9, top_k: 7, min_p: 0.1}
+SETS ; stages=[sft] ; data.prompts=[{path: q}, {path: p, weight: 2}]
+SETS ; GIVEN ; data.prompts=[{path: a/q.jsonl}, {path: b/q.jsonl, name: other}]
 SETS ; GIVEN ; data.sft.path=s ; grpo.algorithm.ptx_coef=0.1
 """
 

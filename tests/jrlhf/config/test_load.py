@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import yaml
@@ -21,7 +21,7 @@ from jrlhf.config import (
 from jrlhf.config.keys import flatten
 from jrlhf.config.parse import Feature, parse_yaml
 from jrlhf.config.parse import override as put
-from jrlhf.config.schema import DatasetsData, LoRASection
+from jrlhf.config.schema import DatasetConfig, DatasetsData, LoRASection
 from jrlhf.errors import UserError
 from jrlhf.ppo.fields import Section, checked, count
 from jrlhf.roles.pretrained import fresh_model
@@ -210,6 +210,12 @@ OVERRIDES = {
     "data={source: datasets, prompt: {path: a}}": "data.prompt is not a known key: did you mean data.prompts?",
     "rewards[0].weight=2": "override 'rewards[0].weight=2' names no part of rewards: they are numbered from 0",
     "rewards.weight=2": "override 'rewards.weight=2' names no part of rewards: they are numbered from 0",
+    "data.prompts.0.weight=2": "override 'data.prompts.0.weight=2' names no part of data.prompts: they are numbered",
+    "data={source: datasets, prompts: [a]}": "data.prompts[0]=a: it is a section, write data.prompts=[{KEY: VALUE}]",
+    "data={source: datasets, prompts: [{path: a, weight: 0}]}": "data.prompts[0].weight=0.0: it must be above 0 and",
+    "data={source: datasets, prompts: [{path: a, name: b c}]}": "data.prompts[0].name='b c': it must be a word of at",
+    "data={source: datasets, prompts: [{path: a, wieght: 2}]}": "data.prompts[0].wieght is not a known key: did you",
+    "data.prompts=[{path: x}]": "data.prompts[0].path=x is not read by the built-in task: set data.source=datasets",
     "rewards.0.weight=2": "override 'rewards.0.weight=2' names no part of rewards: they are numbered from 0",
     "sft.learning_rate=-1": "sft.learning_rate=-1.0: it must be at least 0 and finite",
     "sft.steps=[1": "sft.steps, line 1",
@@ -253,6 +259,20 @@ def test_a_wrong_override_is_one_sentence(tmp_path):
         with pytest.raises(UserError) as caught:
             load_config(write(tmp_path, "seed: 3"), [override])
         assert str(caught.value).startswith(message) and "\n" not in str(caught.value), (override, str(caught.value))
+
+
+def test_prompts_are_a_dataset_or_a_list_of_them(tmp_path):
+    path = write(tmp_path, "stages: [grpo]\ndata: {source: datasets, prompts: [{path: a/x.jsonl}, {path: 'm/y:main'}]}")
+    data: Any = load_config(path, ["data.prompts.1.weight=2", "data.prompts[1].columns.prompt=q"]).data
+    assert [(source.called, source.weight, source.columns.prompt) for source in data.prompts] == [
+        ("x", 1.0, None),
+        ("y-main", 2.0, "q"),
+    ]
+    config = load_config(path, ["data.prompts=[{path: b.jsonl, name: c.d}]"])
+    assert build(Config, yaml.safe_load(config_yaml(config))) == config
+    assert [part.called for part in vars(config.data)["prompts"]] == ["c.d"]
+    alone: Any = load_config(path, ["data.prompts={path: b.jsonl}"]).data
+    assert alone.prompts == DatasetConfig(path="b.jsonl") and alone.datasets == {"prompts": alone.prompts}
 
 
 def test_a_part_of_a_list_is_set_by_its_number(tmp_path):

@@ -1,9 +1,13 @@
 """The order of rows, and of prompts of which the solved ones are left out."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
+from jrlhf.data.mixture import Mixture
 from jrlhf.data.order import UNSOLVED, Order
+from jrlhf.data.types import Source
 
 
 def test_every_epoch_takes_each_row_once_in_an_order_of_its_own():
@@ -70,3 +74,65 @@ def test_a_prompt_is_solved_by_a_finite_mean_that_reaches_the_bound(scores, expe
     order = Order(count=1, batch=1, seed=0)
     given = {0: np.array(scores, np.float32)}
     assert order.without_solved(np.full(1, UNSOLVED), given, 0.9, 0).tolist() == [expected]
+
+
+SOURCES = Source("a", 7, 3.0), Source("b", 5, 1.0), Source("c", 40, 2.5)
+
+
+def owners(rows: Any) -> Any:
+    """The number of each row's source."""
+    return np.searchsorted(np.cumsum([source.count for source in SOURCES]), rows, side="right")
+
+
+@pytest.mark.parametrize("batch", [1, 4, 13])
+def test_sources_share_batches_by_weight_and_have_epochs_of_their_own(batch):
+    """Independent of how batches cut it, the stream is that of one row at a time: the source that is most behind."""
+    order, single = Mixture(52, batch, 3, SOURCES), Mixture(52, 1, 3, SOURCES)
+    rows = np.concatenate([order.draw(number) for number in range(260 // batch)])
+    np.testing.assert_array_equal(owners(rows), owners(np.concatenate([single.draw(n) for n in range(len(rows))])))
+    counts, expected = np.zeros(3), []
+    for _ in rows:  # Webster's method, a seat at a time
+        expected.append(int(np.argmin((counts + 0.5) / [3.0, 1.0, 2.5])))
+        counts[expected[-1]] += 1
+    assert owners(rows).tolist() == expected
+    for size in range(1, len(rows)):
+        shares = np.bincount(owners(rows[:size]), minlength=3)
+        assert np.abs(shares - size * np.array([3.0, 1.0, 2.5]) / 6.5).max() <= 1
+    for which, source in enumerate(SOURCES):
+        own = rows[owners(rows) == which]
+        whole = own[: len(own) // source.count * source.count].reshape(-1, source.count)
+        assert len(whole) >= 2 and all(sorted(epoch) == sorted(own[: source.count]) for epoch in whole)
+        assert len({tuple(epoch) for epoch in whole}) == len(whole)
+    earliest, *begun = order.begun(len(rows) // batch).values()
+    assert earliest == min(begun) and [*order.begun(0)][1:] == [f"source/{name}/epoch" for name in "abc"]
+    assert begun == [count // source.count for count, source in zip(np.bincount(owners(rows)), SOURCES, strict=True)]
+
+
+def test_a_mixture_is_the_same_far_into_a_run_and_depends_on_the_seed():
+    order = Mixture(52, 16, 3, SOURCES)
+    first = [order.draw(number) for number in (10**6, 3, 0)]
+    np.testing.assert_array_equal(first, [Mixture(52, 16, 3, SOURCES).draw(number) for number in (10**6, 3, 0)])
+    assert not np.array_equal(first[2], Mixture(52, 16, 4, SOURCES).draw(0))
+    np.testing.assert_array_equal(
+        np.bincount(owners(np.concatenate([order.draw(10**6 + n) for n in range(13)]))), [96, 32, 80]
+    )
+
+
+def test_solved_prompts_are_left_out_of_the_epochs_of_their_own_source():
+    """Each has the epochs of an order of its own, of which later ones lack what was solved."""
+    order, rng = Mixture(52, 8, 5, SOURCES), np.random.default_rng(0)
+    able, solved, drawn = rng.random(52) < 0.4, np.full(52, UNSOLVED), []
+    able[:7] = [True, True, False, False, False, True, False]
+    for number in range(60):
+        rows = order.draw(number, solved)
+        drawn.append(rows)
+        last = [epochs[-1] for epochs in order.epochs_of_sources(number, solved)]
+        before, solved = solved, order.without_solved(solved, {number: able[rows]}, 1.0, number)
+        for row in np.flatnonzero(solved != before):
+            assert able[row] and row in rows and solved[row] == last[owners(row)] + 1
+    for number, rows in enumerate(drawn):
+        np.testing.assert_array_equal(order.draw(number, solved), rows)
+    rows = np.concatenate(drawn)
+    own = rows[owners(rows) == 0]  # four of seven remain, and a batch has four of them
+    assert sorted(own[:7]) == list(range(7)) and set(own[40:]) == {2, 3, 4, 6}
+    assert set(np.bincount(own[-100:])) == {0, 25}

@@ -103,3 +103,53 @@ def test_rows_that_are_left_out_are_counted(tmp_path, user):
     description = load_task(config, load_tokenizer(user / "actor")).description
     # 4 rows are of two prompts, of which all 6 rows are not learned from.
     assert "data.prompts: 2 more rows left out, whose prompts are held out" in description
+
+
+def mixture(user, tmp_path, *names, **changes):
+    """The task of a config whose prompts come from these files; each has 20 rows."""
+    files = {name: tmp_path / f"{name}.jsonl" for name in names}
+    for name, file in files.items():
+        own = {"data_source": "own"} if name == "columned" else {}
+        file.write_text("".join(json.dumps({"prompt": f"{name} {n}", **own}) + "\n" for n in range(20)))
+    prompts = [{"path": str(file)} | changes.pop(name, {}) for name, file in files.items()]
+    data = {"source": "datasets", "prompts": prompts, "heldout_rows": 3, "max_prompt": 64} | changes
+    config = build(Config, {"stages": ["grpo"], "model": {"path": str(user / "actor")}, "data": data})
+    return load_task(config, load_tokenizer(user / "actor"))
+
+
+def test_a_mixture_has_the_rows_of_all_sources_with_their_names(user, tmp_path):
+    task = mixture(user, tmp_path, "a", "columned", "b", a={"weight": 2}, b={"name": "bees"})
+    assert task.prompts is not None and task.heldout is not None
+    assert [(source.name, source.count, source.weight) for source in task.prompts.sources] == [
+        ("a", 17, 2.0),
+        ("columned", 17, 1.0),
+        ("bees", 17, 1.0),
+    ]
+    assert [example.source for example in task.prompts.examples] == ["a"] * 17 + ["own"] * 17 + ["bees"] * 17
+    assert task.prompts.names == ("a", "bees", "own")
+    assert [text.split()[0] for text in task.prompts.texts] == ["a"] * 17 + ["columned"] * 17 + ["b"] * 17
+    assert [example.source for example in task.heldout.examples] == ["a", "own", "bees"] * 3
+    assert not {*task.prompts.texts} & {*task.heldout.texts} and len({*task.prompts.texts, *task.heldout.texts}) == 60
+    assert "data.prompts[2]: " in task.description and "data.prompts: a gives 50.0% of the prompts" in task.description
+    same = mixture(user, tmp_path, "a", "columned", "b", a={"weight": 3}, b={"name": "bees"})
+    assert same.fingerprint == task.fingerprint != mixture(user, tmp_path, "a", "columned", "b").fingerprint
+    heldout = {"path": str(tmp_path / "columned.jsonl")}
+    apart = mixture(user, tmp_path, "a", "b", heldout=heldout)
+    assert apart.prompts is not None and apart.heldout is not None
+    assert [source.count for source in apart.prompts.sources] == [20, 20] and len(apart.heldout.ids) == 20
+    with pytest.raises(UserError, match=r"^data.heldout_rows=20 leaves nothing of .*a.jsonl to learn from"):
+        mixture(user, tmp_path, "a", "b", heldout_rows=20)
+    with pytest.raises(UserError, match=r"^data.prompts\[1\]: .*gone.jsonl does not exist"):
+        mixture(user, tmp_path, "a", "b", b={"path": str(tmp_path / "gone.jsonl")})
+
+
+def test_answers_of_conversations_are_left_out_in_a_mixture(user, tmp_path):
+    """Each source has a shape of its own: messages end with an answer, prompts may end with its beginning."""
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    for name, column in (("whole", "messages"), ("begun", "prompt")):
+        rows = [{column: [{"role": "user", "content": f"{name} {n}"}, turns[1]]} for n in range(20)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paths = {"a": {"path": str(tmp_path / "whole.jsonl")}, "b": {"path": str(tmp_path / "begun.jsonl")}}
+    task = mixture(user, tmp_path, "a", "b", **paths)
+    assert task.prompts is not None
+    assert [len(example.prompt) for example in task.prompts.examples] == [1] * 17 + [2] * 17

@@ -282,7 +282,7 @@ def test_the_loss_learns_from_the_tokens_that_are_fresh(staleness):
     weights = rng.uniform(0.5, 2, versions.shape).astype(np.float32)
     arrays = {item.name: jnp.zeros(versions.shape) for item in fields(Experience)}
     arrays |= {"old_logprobs": jnp.log(weights), "response_mask": jnp.ones(versions.shape, jnp.bool_)}
-    experience = Experience(**arrays | {"versions": jnp.asarray(versions), "importance": jnp.asarray(weights)})
+    experience = Experience(**arrays | {"versions": jnp.asarray(versions), "importance": jnp.asarray(weights)})  # type: ignore[arg-type]
     config = PolicyConfig(staleness=staleness, importance="token", importance_cap=5.0)
     masked: Any = without_older(experience, experience.ages(jnp.int32(step)), config).importance
     np.testing.assert_allclose(masked, np.where(fresh(versions, step, staleness), weights, 0), rtol=1e-6)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from jrlhf.config.places import PREFIX
 from jrlhf.config.schema import RewardConfig
 from jrlhf.data.types import Example, Response
 from jrlhf.rewards.functions import FunctionReward
-from jrlhf.rewards.python_code import PREFIX
 from jrlhf.rewards.types import Sample
 from jrlhf.run.child import Worker
 from tests.support.processes import alive, children

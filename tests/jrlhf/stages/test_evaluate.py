@@ -125,7 +125,7 @@ def test_all_heldout_prompts_are_measured_and_a_validation_has_its_own_number(se
 
     gold = lambda examples, texts: SimpleNamespace(scores=np.ones(len(texts)), items={})  # noqa: E731
     services: Any = {"task": SimpleNamespace(heldout=prompts, gold=gold), "sampler": SimpleNamespace(sample=sample)}
-    services |= {"console": Console(file=out), "config": config, "sampling": SimpleNamespace()}
+    services |= {"console": Console(file=out), "config": config, "sampling": SamplingConfig(24)}
     run = cast(Any, SimpleNamespace(**services))
     graded = evaluate(run, cast(Any, None))
     assert graded is not None and len(graded.scores) == measured and out.getvalue() == f"{line}\n"
