@@ -366,8 +366,8 @@ def _loss_tokens(
     advantages, targets = jnp.where(rows.mask, rows.advantages, 0), rows.targets
     student = given = None
     if of_targets is not None and targets is not None:
-        known = jnp.isfinite(of_targets) & jnp.isfinite(targets.logprobs)
-        student, given = (jnp.where(known, x, NO_LOGPROB) for x in (of_targets, targets.logprobs))
+        is_token = jnp.isfinite(of_targets) & jnp.isfinite(targets.logprobs)
+        student, given = (jnp.where(is_token, x, NO_LOGPROB) for x in (of_targets, targets.logprobs))
         student, given = (jnp.where(rows.mask[..., None], x, 0) for x in (student, given))
     entropy = jnp.where(rows.mask, entropy, 0)
     return LossTokens(logprobs, entropy, old_logprobs, ref_logprobs, advantages, student, given)

@@ -216,7 +216,7 @@ def test_the_iteration_shown_is_that_of_the_page():
 
 
 def test_the_algorithm_of_ones_own_is_a_graph_of_its_calls(tmp_path):
-    (own,) = re.findall(r"```python\n(.*?)```", ALGORITHMS, re.DOTALL)
+    own, *_ = re.findall(r"```python\n(.*?)```", ALGORITHMS, re.DOTALL)
     (tmp_path / "median.py").write_text(own)
     graph = algorithms.graph_of(load_config("arithmetic-grpo", [f"grpo.dataflow={tmp_path}/median.py:median"]))
     assert "estimator.custom_experience" in [call.name for call in graph]
@@ -283,7 +283,7 @@ def test_settings_of_a_part_are_understood(name: str, tmp_path):
 def test_commands_run(shown, capsys, tmp_path, monkeypatch):
     """Trainings of configs that need no download are validated by their own --dry-run, plans are made as shown."""
     monkeypatch.chdir(tmp_path)
-    (own,) = re.findall(r"```python\n(.*?)```", ALGORITHMS, re.DOTALL)
+    own, *_ = re.findall(r"```python\n(.*?)```", ALGORITHMS, re.DOTALL)
     (tmp_path / "median.py").write_text(own)
     (tmp_path / "mine.yaml").write_text((ROOT / "configs" / "llama3-8b-ppo.yaml").read_text(encoding="utf-8"))
     here = ["--dry-run", "device.simulated=8", "mesh={fsdp: 8}"]  # the devices of this process

@@ -73,7 +73,7 @@ def mask_of(rollout: Rollout) -> np.ndarray:
     return (place >= 0) & (place < np.asarray(rollout.response_lengths)[:, None])
 
 
-def expected(name: str, params: Any, given: Targets, mask: np.ndarray, known: int = K) -> tuple[np.ndarray, float]:
+def expected(name: str, params: Any, given: Targets, mask: np.ndarray, count: int = K) -> tuple[np.ndarray, float]:
     """The gradient by the logits and the loss: means over tokens, by hand in float64."""
     logits = params["logits"].astype(np.float64)
     p = np.exp(logits - logits.max(-1, keepdims=True))
@@ -81,8 +81,8 @@ def expected(name: str, params: Any, given: Targets, mask: np.ndarray, known: in
     gradient, total = np.zeros_like(logits), 0.0
     for row, t in zip(*np.nonzero(mask), strict=True):
         ids, teacher = (
-            np.asarray(given.ids)[row, t, :known],
-            np.asarray(given.logprobs)[row, t, :known].astype(np.float64),
+            np.asarray(given.ids)[row, t, :count],
+            np.asarray(given.logprobs)[row, t, :count].astype(np.float64),
         )
         student = np.log(p[row, t, ids])
         if name == "forward":
@@ -103,7 +103,7 @@ def test_divergences_from_a_teacher_have_the_gradient_by_hand(name: str, loss: A
     params, data, given = table(), numbered(rollout()), targets(outside=1)
     experience = replace(bare_experience(data, config=CONFIG), targets=given)
     gradient, metrics = gradient_of(loss, experience, params, **parts)
-    wanted, total = expected(name, params, given, mask_of(data), known=K - 1)  # the last ids are no tokens
+    wanted, total = expected(name, params, given, mask_of(data), count=K - 1)  # the last ids are no tokens
     np.testing.assert_allclose(gradient, wanted, rtol=1e-5, atol=1e-7)
     assert metrics["actor/loss"] == pytest.approx(total, rel=1e-5)
     assert not {"actor/pg_loss", "actor/pg_clipfrac"} & metrics.keys() and metrics["actor/ratio"] > 0

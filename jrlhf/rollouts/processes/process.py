@@ -111,7 +111,7 @@ class Process:
             self._worker, self._first, self._is_present = self._start(self._write), {}, False
             if self._closed:  # closed while the process started
                 self._worker.kill()
-            facts = self._send(self._worker, self._setup)
+            facts = self._send(self._worker, self._setup, kind=("setup",))
             if facts["program"] != program():
                 raise UserError(
                     f"rollout process {self._number} runs another version of jrlhf or JAX than the trainer, or their "
@@ -126,8 +126,10 @@ class Process:
         self._is_present = True
         return worker
 
-    def _send(self, worker: LocalWorker | RayWorker, command: Mapping[str, Any], shared: Any = None) -> Any:
-        kind, begin = _kind(command), time.monotonic()
+    def _send(
+        self, worker: LocalWorker | RayWorker, command: Mapping[str, Any], shared: Any = None, kind: tuple = ()
+    ) -> Any:
+        kind, begin = kind or _kind(command), time.monotonic()
         answer = worker.request(encode(command).encode(), self._allowance(kind), shared)
         if "failure" in answer:
             self._worker = None
@@ -156,8 +158,6 @@ class Process:
 def _kind(command: Mapping[str, Any]) -> tuple:
     """Returns what decides which programs a command runs: its name, and how many prompts each worker prefills, because
     waves of prompts have a few sizes, each with its own program, which is compiled when it is needed."""
-    if len(command) > 1:
-        return ("setup",)
     again = command.get("take", {}).get("again") or []
     return *command, *(len(prompts) for prompts in command.get("decode") or [again])
 
