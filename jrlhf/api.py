@@ -266,8 +266,9 @@ class Policy:
 
         prompts: texts or conversations, [{"role": "user", "content": ...}, ...]; or one of them. sampling: fields of
         `SamplingConfig`: temperature (0: always the most likely token), top_k, top_p, min_p, max_new_tokens, ...; by
-        default those of the model's run, else of its generation_config.json, else temperature 1 and 256 tokens. A text
-        depends only on the seed and the prompt's index.
+        default those of the model's run, else of its generation_config.json, else temperature 1 and 256 tokens. An
+        answer ends at `stop`, a text or several, by default those of the run; `keep_stop=True` leaves it in the answer.
+        A text depends only on the seed and the prompt's index.
 
             load("runs/quickstart").generate(["def add(a, b):"], temperature=0.0, max_new_tokens=16)
         """

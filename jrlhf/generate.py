@@ -15,14 +15,24 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jrlhf.config.keys import kinds_of
-from jrlhf.config.load import load_config
-from jrlhf.config.parse import convert
+from jrlhf.config.load import load_config, plain_value
+from jrlhf.config.parse import build, convert
 from jrlhf.config.peers import SAMPLING
 from jrlhf.config.places import expanded, is_address, local
-from jrlhf.config.schema import ColumnsConfig, DatasetsData, DeviceConfig
-from jrlhf.data.batches import key_for, pad_rows, program_width, put_rows, read_responses, row_keys, whole_batches
+from jrlhf.config.schema import ColumnsConfig, DatasetsData, DeviceConfig, SamplingSection
+from jrlhf.data.batches import (
+    key_for,
+    pad_rows,
+    program_width,
+    put_rows,
+    read_responses,
+    row_keys,
+    to_response,
+    whole_batches,
+)
 from jrlhf.data.encode import Encoding, answer_gap
 from jrlhf.data.read import Dataset, read_dataset
+from jrlhf.data.stops import shown, with_stop
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Example, Prompts, Response, without_gap
 from jrlhf.errors import UserError, exit_code_of_printing, parse_options, user_errors
@@ -48,6 +58,7 @@ from jrlhf.storage.models import fetch_run
 TOKENS = 256  # default maximum tokens of an answer
 STREAMED = 8  # number of tokens of an answer that a conversation shows at a time
 _MOST = 2**16  # answers to a prompt
+_STOP = "stop", "keep_stop"  # settings of sampling that need a tokenizer
 
 
 @dataclass(frozen=True)
@@ -64,15 +75,33 @@ class Generator:
     source: str  # of the sampling settings, for users
 
     def drawing(self, changes: Mapping[str, Any]) -> "Generator":
-        """Returns a generator that draws with these changes of its sampling."""
+        """Returns a generator that draws with these changes of its sampling, or that stops at other texts."""
         source = f"as asked, else {self.source}" if changes.keys() - {"max_new_tokens"} else self.source
-        return replace(self, sampling=with_sampling(self.sampling, changes), source=source)
+        others = {name: value for name, value in changes.items() if name not in _STOP}
+        changed = replace(self, sampling=with_sampling(self.sampling, others), source=source)
+        return changed.stopping({name: changes[name] for name in _STOP if name in changes})
+
+    def stopping(self, changes: Mapping[str, Any]) -> "Generator":
+        """Returns a generator whose answers end at `stop`, a text or several, and keep it if `keep_stop` is true."""
+        if not changes:
+            return self
+        own = self.tokenizer.stop
+        stop, keep = changes.get("stop", own.texts if own else ()), changes.get("keep_stop", own.keep if own else False)
+        texts = [stop] if isinstance(stop, str) else stop
+        if keep and not texts:
+            raise UserError("keep_stop leaves stop in the answer, and there is none: give it, or leave keep_stop out")
+        with user_errors():
+            section = build(SamplingSection, plain_value({"stop": texts, "keep_stop": keep}))
+        tokenizer = with_stop(self.tokenizer, section.stop, keep=section.keep_stop)
+        sampling = replace(self.sampling, stops=tokenizer.stop and tokenizer.stop.table)
+        return replace(self, tokenizer=tokenizer, sampling=sampling)
 
     @property
     def drawn(self) -> str:
         """How answers are drawn, for users."""
         own = self.sampling
         values = {"temperature": f"{own.temperature:g}", "top_k": own.top_k, "top_p": own.top_p, "min_p": own.min_p}
+        values |= {"stop": self.tokenizer.stop and list(self.tokenizer.stop.texts)}
         words = ", ".join(f"{key} {value}" for key, value in values.items() if value is not None)
         return f"in up to {own.max_new_tokens} tokens, at {words} ({self.source})"
 
@@ -140,8 +169,12 @@ class Generator:
         while len(slots.rows):
             at = int(np.flatnonzero(slots.state.owner == 0)[0])
             (row,) = slots.decode(weights)
-            tokens = row.response[0] if row.response else jax.device_get(slots.state.slots.tokens)[at]
-            yield without_gap(self.tokenizer.continuation(ids, tokens[: row.end].tolist()), self.gap)
+            if row.response is not None:
+                text = to_response(self.tokenizer, ids, row.response[0].tolist(), row.response[2]).text
+            else:
+                tokens = jax.device_get(slots.state.slots.tokens)[at, : row.end].tolist()
+                text = shown(self.tokenizer.stop, self.tokenizer.continuation(ids, tokens))
+            yield without_gap(text, self.gap)
 
 
 @dataclass(frozen=True)
@@ -149,7 +182,7 @@ class Asked:
     """The form of prompts for a model: the form of its training.
 
     chat: prompts are conversations if the tokenizer has a chat template. end: end of plain prompts, lacking when typed.
-    sampling: how the run samples the model: fields of `SamplingConfig`.
+    sampling: how the run samples the model: fields of `SamplingConfig`. stop: the run's `stop` and `keep_stop`, if any.
     """
 
     data: DatasetsData
@@ -157,6 +190,7 @@ class Asked:
     end: str = ""
     system: str | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    stop: Mapping[str, Any] = field(default_factory=dict)
 
     def example(self, line: str) -> Example:
         """Converts a typed line to a prompt in the form of the training."""
@@ -178,6 +212,8 @@ def asked_of(path: str) -> Asked:
         asked = Asked(data, system=data.system, sampling=sampling)
     else:
         asked = Asked(DatasetsData(max_response=data.max_response), chat=False, sampling=sampling)
+    if config is not None and config.sampling.stop:
+        asked = replace(asked, stop={name: getattr(config.sampling, name) for name in _STOP})
     return replace(asked, chat=prompting.get("chat", asked.chat), end=prompting.get("prompt_end", asked.end))
 
 
@@ -199,7 +235,8 @@ def load(
     """
     asked = asked_of(path) if asked is None else asked
     folder = None if adapter is None else expanded(adapter, "adapter")
-    with_sampling(SamplingConfig(max_new_tokens=TOKENS), sampling)  # before the model, which takes longer
+    own = {name: value for name, value in sampling.items() if name not in _STOP}
+    with_sampling(SamplingConfig(max_new_tokens=TOKENS), own)  # before the model, which takes longer
     devices = select(DeviceConfig(platform=platform))
     described = describe(path, "model")
     own, source = _own_sampling(described, asked)
@@ -219,7 +256,8 @@ def load(
     limit = tokenizer.vocab_size if tokenizer.vocab_size < config.vocab_size else None
     options = replace(own, stop_ids=tokenizer.eos_ids, token_limit=limit)
     rows = -(-batch // mesh.size) * mesh.size
-    return Generator(model, tokenizer, mesh, compute, options, rows, asked, source).drawing(sampling)
+    generator = Generator(model, tokenizer, mesh, compute, options, rows, asked, source)
+    return generator.stopping(asked.stop).drawing(sampling)
 
 
 def _own_sampling(described: HFConfig, asked: Asked) -> tuple[SamplingConfig, str]:
@@ -241,7 +279,8 @@ def _own_sampling(described: HFConfig, asked: Asked) -> tuple[SamplingConfig, st
 def with_sampling(sampling: SamplingConfig, changes: Mapping[str, Any]) -> SamplingConfig:
     kinds = kinds_of(SamplingConfig)
     for name in [name for name in changes if name not in kinds]:
-        remedy = f"write {SAMPLING[name]}" if name in SAMPLING else f"choose among n, seed, {', '.join(kinds)}"
+        names = ", ".join([*(kind for kind in kinds if kind != "stops"), *_STOP])
+        remedy = f"write {SAMPLING[name]}" if name in SAMPLING else f"choose among n, seed, {names}"
         raise UserError(f"{name} is no setting of sampling: {remedy}")
     with user_errors():
         values = {name: convert(kinds[name], value, name) for name, value in changes.items()}
@@ -279,6 +318,9 @@ def cli(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--top-k", type=int, help=f"draw from the k most likely tokens; {own} from all")
     parser.add_argument("--top-p", type=float, help=f"draw from those of this probability together; {own} from all")
     parser.add_argument("--min-p", type=float, help=f"draw from those of this share of the largest; {own} from all")
+    stop = "a text that ends an answer; may be given several times; default: those of the model's run"
+    parser.add_argument("--stop", action="append", help=stop)
+    parser.add_argument("--keep-stop", action="store_true", default=None, help="leave the text of --stop in the answer")
     parser.add_argument("--seed", type=int, default=0, help="default: 0; the same seed gives the same answers")
     parser.add_argument("--batch", type=int, default=8, help="prompts at a time; default: 8")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
@@ -297,7 +339,7 @@ def _run(options: argparse.Namespace) -> None:
         dataset = read_dataset(options.file, columns=ColumnsConfig(prompt=options.column))
         examples, places = (*examples, *dataset.examples), (*["--prompt"] * len(examples), *dataset.places)
         data = replace(dataset, examples=examples, places=places)
-    names = "max_new_tokens", "temperature", "top_k", "top_p", "min_p"
+    names = "max_new_tokens", "temperature", "top_k", "top_p", "min_p", *_STOP
     sampling = {name: value for name in names if (value := getattr(options, name)) is not None}
     batch = 1 if interactive else min(options.batch, len(examples) * options.n)
     hardware = {"dtype": options.dtype, "platform": options.platform}

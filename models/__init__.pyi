@@ -8,6 +8,8 @@ from jrlhf.models.generation.engine import Engine as Engine
 from jrlhf.models.generation.engine import make_generate as make_generate
 from jrlhf.models.generation.sampling import SamplingConfig as SamplingConfig
 from jrlhf.models.generation.schedule import Schedule as Schedule
+from jrlhf.models.generation.stops import StopTable as StopTable
+from jrlhf.models.generation.stops import stop_table as stop_table
 from jrlhf.models.hf.adapters import export_adapter as export_adapter
 from jrlhf.models.hf.adapters import load_adapter as load_adapter
 from jrlhf.models.hf.config import HFConfig as HFConfig

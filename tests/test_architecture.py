@@ -44,7 +44,7 @@ MOST_OF_A_FUNCTION = 60  # lines of a function without its docstring
 MOST_LOADED = {
     "jrlhf.algorithms.grpo": 2_500,
     "jrlhf.config.schema": 3_500,
-    "jrlhf.roles.actor": 12_400,
+    "jrlhf.roles.actor": 12_550,
     "jrlhf.generate": 13_900,
     "jrlhf.stages.rl": 20_700,
 }

@@ -27,6 +27,7 @@ from jrlhf.config.stages import (
     Stage,
     StopConfig,
 )
+from jrlhf.models.config.checks import MOST_STOP_BYTES
 from jrlhf.models.config.decoder import MOST_LAYERS
 from jrlhf.models.generation.schedule import Schedule
 from jrlhf.ppo.fields import LONGEST, Section, between, checked, count, natural, non_negative, only_if, positive
@@ -343,6 +344,11 @@ class RewardConfig(Section):
         return "in_process=true" if self.in_process else self.kind
 
 
+def are_stops(texts: tuple[str, ...]) -> bool:
+    """True for texts at which responses may end."""
+    return all(texts) and sum(len(text.encode(errors="replace")) for text in texts) <= MOST_STOP_BYTES
+
+
 @dataclass(frozen=True)
 class SamplingSection(Section):
     """Sampling settings of responses, in rollouts and in all other sampling."""
@@ -354,12 +360,16 @@ class SamplingSection(Section):
     # Draw from tokens with at least this share of the most likely token's probability; null: from all.
     min_p: float | None = checked(None, lambda value: 0 < value <= 1, "above 0 and at most 1")
     min_new_tokens: int = natural(0)  # tokens before a response may end
+    # Texts that end a response, after the token that completes one of them, such as ["\n\n", "###"].
+    stop: tuple[str, ...] = checked((), are_stops, f"texts of at most {MOST_STOP_BYTES} bytes together, none empty")
+    # A stop text stays in what rewards and outputs read; its tokens are always a part of the response.
+    keep_stop: bool = field(default=False, metadata=only_if(lambda section: section.stop, "{path}.stop=[]"))
     batch: int = count(128)  # responses sampled at a time in a run without reinforcement learning
 
     @property
     def drawing(self) -> dict[str, Any]:
         """The settings that decide which tokens are drawn, by their names in `SamplingConfig`."""
-        return {name: value for name, value in vars(self).items() if name != "batch"}
+        return {name: value for name, value in vars(self).items() if name not in ("batch", "stop", "keep_stop")}
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,12 @@ def to_response(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[in
     """Returns the tokens that were drawn after a prompt as ids and text."""
     ids = tuple(map(int, tokens))
     marked = None if tokenizer.marks.isdisjoint(ids) else tokenizer.continuation(prompt, ids, special=True)
-    return Response(ids, tokenizer.continuation(prompt, ids), bool(finished), marked)
+    response = Response(ids, tokenizer.continuation(prompt, ids), bool(finished), marked)
+    if tokenizer.stop is None or not finished:
+        return response
+    from jrlhf.data.stops import without_stop
+
+    return without_stop(tokenizer, prompt, response)
 
 
 def row_sharding(mesh: Mesh) -> NamedSharding:

@@ -9,6 +9,7 @@ from typing import Any
 
 import tokenizers
 
+from jrlhf.data.types import Stop
 from jrlhf.errors import UserError
 
 
@@ -26,6 +27,7 @@ class Tokenizer:
     # The template's variables in addition to the messages: bos_token, eos_token, ..., and a template's own switches.
     special_tokens: Mapping[str, Any] = field(default_factory=dict)
     directory: Path | None = None  # where its files are; an export copies them
+    stop: Stop | None = None  # texts that end a response, too
     limit: int | None = None  # the number of ids in the model's embedding; a text with a token beyond it is refused
 
     def __post_init__(self) -> None:

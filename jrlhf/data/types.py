@@ -5,9 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from jrlhf.models.generation.stops import StopTable
 
 Ids = tuple[int, ...]  # token ids
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
@@ -44,6 +46,14 @@ class Response:
     text: str  # as it continues the prompt, without special tokens
     finished: bool
     marked: str | None = None  # the text with its special tokens, if there are any besides its end
+
+
+class Stop(NamedTuple):
+    """Texts that end a response: whether its text keeps them, and the table that finds them in tokens."""
+
+    texts: tuple[str, ...]
+    keep: bool
+    table: StopTable
 
 
 @dataclass(frozen=True, kw_only=True)

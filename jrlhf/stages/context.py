@@ -59,6 +59,7 @@ class Context:
             max_new_tokens=self.config.data.max_response,
             **self.config.sampling.drawing,
             stop_ids=tokenizer.eos_ids,
+            stops=tokenizer.stop and tokenizer.stop.table,
             token_limit=tokenizer.vocab_size if spare else None,
         )
 

@@ -324,6 +324,16 @@ def compute_of(section: ComputeConfig) -> Compute:
 
 def load_task(config: Config, actor: ModelConfig) -> Task:
     """Returns the task of a config. Only its kind of data is imported."""
+    task = _load_task(config, actor)
+    if not config.sampling.stop:
+        return task
+    from jrlhf.data.stops import with_stop
+
+    tokenizer = with_stop(task.tokenizer, config.sampling.stop, keep=config.sampling.keep_stop)
+    return replace(task, tokenizer=tokenizer)
+
+
+def _load_task(config: Config, actor: ModelConfig) -> Task:
     if config.data.source == "docstrings":
         from jrlhf.tasks.docstrings import task as docstrings
 

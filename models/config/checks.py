@@ -4,6 +4,8 @@ import sys
 from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin
 
+MOST_STOP_BYTES = 256  # of all stop strings together
+
 
 def check_decoder(config: Any) -> None:
     """Raises a ValueError that names the first invalid number or switch of a `ModelConfig`."""

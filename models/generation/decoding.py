@@ -58,7 +58,8 @@ class Generation:
     """Prompts with their responses: right-padded with zeros, no gap between the two.
 
     logprobs[:, t] is the log-probability with which token t was drawn, 0 where token t was not drawn.
-    response_lengths include the stop token. finished: the row drew a stop token, rather than reaching the length limit.
+    response_lengths include the stop token. finished: the row drew a stop token or completed a stop string, rather
+    than reaching the length limit.
     """
 
     tokens: Int[Array, "B P+R"]
@@ -88,7 +89,8 @@ class Rows:
     prompt_lengths: Int[Array, "B"]
     lengths: Int[Array, "B"]  # response tokens drawn so far
     last: Int[Array, "B"]  # the token that is fed next: the newest one; before the first step the prompt's last
-    finished: Bool[Array, "B"]  # drew a stop token
+    finished: Bool[Array, "B"]  # drew a stop token, or one that completed a stop string
+    matched: Int[Array, "B"] | None = None  # its state in the table of stop strings; None: there are none
 
 
 @jax.tree_util.register_dataclass
@@ -181,8 +183,9 @@ class Decoder:
             token, logprob = self.draw(weights, hidden, rows)
             running = self.running(rows)
             token, logprob = jnp.where(running, token, 0), jnp.where(running, logprob, 0.0)
-            lengths, stops = rows.lengths + running, is_stop(token, self.sampling)
-            rows = replace(rows, lengths=lengths, last=token, finished=rows.finished | (running & stops))
+            lengths, (stops, matched) = rows.lengths + running, self.stops(rows, token)
+            finished = rows.finished | (running & stops)
+            rows = replace(rows, lengths=lengths, last=token, finished=finished, matched=matched)
             return _State(
                 step=state.step + 1,
                 running=lax.psum(jnp.sum(self.running(rows)), AXES),
@@ -208,6 +211,14 @@ class Decoder:
         )
         end = lax.while_loop(going, advance, first)
         return end.rows, end.caches, end.tokens, end.logprobs
+
+    def stops(self, rows: Rows, token: Int[Array, "B"]) -> tuple[Bool[Array, "B"], Int[Array, "B"] | None]:
+        """Returns which tokens end their rows, and the rows' next states in the table of stop strings."""
+        ends = is_stop(token, self.sampling)
+        if self.sampling.stops is None or rows.matched is None:
+            return ends, None
+        matched, completed = self.sampling.stops.advance(rows.matched, token)
+        return ends | (completed & (rows.lengths >= self.sampling.min_new_tokens)), matched
 
     def running(self, rows: Rows) -> Bool[Array, "B"]:
         """Returns a mask of the rows that are neither finished nor at the length limit."""
@@ -281,15 +292,17 @@ class Decoder:
             )
 
 
-def first_rows(prompts: Int[Array, "B P"], prompt_lengths: Int[Array, "B"], keys: PRNGKeyArray) -> Rows:
-    """Returns the states of rows before their first token is drawn.
+def first_rows(
+    prompts: Int[Array, "B P"], prompt_lengths: Int[Array, "B"], keys: PRNGKeyArray, *, matches: bool
+) -> Rows:
+    """Returns the states of rows before their first token is drawn. matches: there are stop strings.
 
     The prefill only fills the caches. The first step feeds each prompt's last token again, so the first token of a
     response is drawn like any other.
     """
     last = jax.vmap(lambda row, length: row[length - 1])(prompts, prompt_lengths)
     zeros = jnp.zeros_like(prompt_lengths)
-    return Rows(keys=keys, prompt_lengths=prompt_lengths, lengths=zeros, last=last, finished=zeros > 0)
+    return Rows(keys, prompt_lengths, lengths=zeros, last=last, finished=zeros > 0, matched=zeros if matches else None)
 
 
 def no_results(rows: int, limit: int) -> Results:

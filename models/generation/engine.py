@@ -58,7 +58,7 @@ def _whole_rollouts(decoder: Decoder) -> Callable[..., Generation]:
         weights: Params, prompts: Int[Array, "u P"], prompt_lengths: Int[Array, "u"], keys: PRNGKeyArray
     ) -> Generation:
         own_prompts, own_lengths = own_rows(repeat(prompts)), own_rows(repeat(prompt_lengths))
-        start = first_rows(own_prompts, own_lengths, keys)
+        start = first_rows(own_prompts, own_lengths, keys, matches=decoder.sampling.stops is not None)
         caches = jax.tree.map(repeat, decoder.prefill(weights, prompts, prompts.shape[1] + limit))
         end, _, tokens, logprobs = decoder.run(weights, start, caches, limit)
         return assemble(own_prompts, end.prompt_lengths, Results(tokens, logprobs, end.lengths, end.finished))

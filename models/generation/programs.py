@@ -123,7 +123,8 @@ class Programs:
         zeros, blank = np.zeros(count, np.int32), no_results(count, limit)
         state = zeros + 1, zeros, zeros, zeros == 0, blank.tokens, blank.logprobs
         prompt_lengths, lengths, last, finished, *drawn = self.put(state, OWN)
-        rows = Rows(self.keys(no_keys(count, impl=impl), OWN, impl), prompt_lengths, lengths, last, finished)
+        matched = None if self.decoder.sampling.stops is None else self.put(zeros, OWN)
+        rows = Rows(self.keys(no_keys(count, impl=impl), OWN, impl), prompt_lengths, lengths, last, finished, matched)
         return Slots([self._empty(*shape) for _ in range(config.layers)], rows, *drawn)
 
     def keys(self, data: np.ndarray, spec: P, impl: Any = None) -> PRNGKeyArray:
@@ -173,7 +174,8 @@ class Programs:
 
 def _filled_rows(rows: Rows, entering: Entering) -> Rows:
     repeat = partial(jnp.repeat, repeats=len(entering.slot) // len(entering.prompts), axis=0)
-    fresh = first_rows(repeat(entering.prompts), repeat(entering.lengths), entering.keys)
+    matches = rows.matched is not None
+    fresh = first_rows(repeat(entering.prompts), repeat(entering.lengths), entering.keys, matches=matches)
     at = _own(entering.slot, len(rows.lengths))
     return jax.tree.map(lambda x, y: x.at[at].set(y, mode="drop"), rows, fresh)
 

@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
 from jrlhf.models.config.checks import is_count, positive
+from jrlhf.models.generation.stops import StopTable
 from jrlhf.models.generation.truncation import restrict
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -25,6 +26,8 @@ class SamplingConfig:
     min_p: only tokens with at least this share of the most likely token's probability are drawn.
     min_new_tokens: number of tokens before a stop token may be drawn.
     stop_ids: a row is finished once it drew one of these, which is part of its response.
+    stops: finds stop strings in the drawn tokens (`stop_table`). A row is finished by the token that completes one of
+        them, which is part of its response; strings that are completed before `min_new_tokens` tokens finish nothing.
     token_limit: ids from this one on are never drawn: the tokenizer has no tokens for these rows of the model's table.
 
     Raises ValueError for numbers out of range.
@@ -37,6 +40,7 @@ class SamplingConfig:
     min_p: float | None = None
     min_new_tokens: int = 0
     stop_ids: tuple[int, ...] = ()
+    stops: StopTable | None = None
     token_limit: int | None = None
 
     def __post_init__(self) -> None:

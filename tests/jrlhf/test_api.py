@@ -429,6 +429,35 @@ def test_a_validation_draws_by_settings_of_its_own(tmp_path, monkeypatch):
     assert replace(rollouts, **same) == rollouts and ValidationConfig(every=1).drawing == {}
 
 
+@pytest.mark.full
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("keep", [False, True])
+def test_rewards_read_responses_without_the_text_that_ended_them(keep, tmp_path):
+    """Their tokens stay, and the rows count as finished; rows come in chunks, and the run resumes to the same bits."""
+
+    def ends(completions, completion_ids, log_metric):
+        log_metric("stopped", sum(text.endswith("7") for text in completions) / len(completions))
+        log_metric("holds", sum("7" in text for text in completions) / len(completions))
+        log_metric("tokens", sum(map(len, completion_ids)) / len(completions))
+        return [float(len(text)) for text in completions]
+
+    settings: dict[str, Any] = {"rewards": [ends], "sampling": {"stop": ["7"], "keep_stop": keep}}
+    settings |= {"rollout": {"chunk": 2, "slots": 16}, "run_dir": tmp_path, "data": {"max_response": 6}}
+    sizes = {"rollout_batch": 32, "save_every": 1, "iterations": 3}
+    run = train(TINY, name="whole", grpo=sizes, **settings)
+    stopped, holds, tokens = (run.column(f"rewards/ends/{name}") for name in ("stopped", "holds", "tokens"))
+    np.testing.assert_allclose(tokens, run.column("response_length/mean"), rtol=1e-6)
+    assert (stopped == holds).all() and (stopped > 0.1).all() if keep else not holds.any()
+    if not keep:  # each finished row lacks at most a token that ends the text, and a stop string
+        assert (tokens > run.column("rewards/ends/mean")).all()
+    assert (run.column("response_length/clip_ratio") < 0.9).all()
+    train(TINY, name="parts", grpo=sizes | {"iterations": 2}, **settings)
+    again = train(TINY, name="parts", resume=True, grpo=sizes, **settings)
+    assert timeless(again.path) == timeless(run.path)
+    stop = run.actor.tokenizer.stop
+    assert stop is not None and stop[:2] == (("7",), keep)
+
+
 PROMISED = """
 scores = run.column("critic/score/mean")
 assert scores[-3:].mean() > scores[:3].mean() + 0.4, scores

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import yaml
 
-from jrlhf import generate
+from jrlhf import api, generate
 from jrlhf.config.schema import DatasetsData
 from jrlhf.data.batches import pad_rows, put_rows, read_responses, row_keys
 from jrlhf.data.encode import Encoding
@@ -150,6 +150,39 @@ def test_prompts_are_read_from_the_column_that_is_named(ask, asked, tmp_path):
     assert code == 2 and "the columns of" in error and "by --column" in error
     assert ask("--file", str(file), "--column", "question", "--out", str(out))[0] == 0
     assert [answer["prompt"][0]["content"] for answer in read_jsonl(out)] == [QUESTION]
+
+
+def test_an_answer_ends_at_a_text(ask, monkeypatch, model, settings, tmp_path):
+    """In a conversation too, which never shows what may begin that text; as typed, else as in the model's run."""
+    code, whole, _ = ask("--prompt", QUESTION, "--seed", "3")
+    answer = whole.partition("\n")[2].removesuffix("\n\n")
+    stops = [answer[at : at + 3] for at in range(2, len(answer) - 3) if answer[at : at + 3].isascii()]
+    stop = next(one for one in stops if one.isprintable() and one.strip() == one)
+    before = answer.partition(stop)[0]
+    for typed, text in (([], answer), (["--stop", stop], before), (["--stop", "\n!\n", "--stop", stop], before)):
+        code, printed, error = ask("--prompt", QUESTION, "--seed", "3", *typed)
+        assert code == 0 and printed == whole.replace(answer, text) and (str([stop]) in error) == (len(typed) == 2)
+    _, printed, _ = ask("--prompt", QUESTION, "--seed", "3", "--stop", stop, "--keep-stop")
+    kept_text = printed.partition("\n")[2].removesuffix("\n\n")
+    assert kept_text.startswith(before + stop) and answer.startswith(kept_text)
+    monkeypatch.setattr(generate, "STREAMED", 1)
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{QUESTION}\n"))
+    code, streamed, _ = ask("--seed", "3", "--stop", stop)
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{QUESTION}\n"))
+    code, longer, _ = ask("--seed", "3")
+    assert streamed.removesuffix("\n") == longer.removesuffix("\n").partition(stop)[0]
+
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings(sampling={"stop": [stop], "keep_stop": True})))
+    (tmp_path / "environment.txt").write_text("")
+    policy = api.load(tmp_path)
+    own = policy.tokenizer.stop
+    assert own is not None and own[:2] == ((stop,), True)
+    assert policy.generate(QUESTION, seed=3, max_new_tokens=NEW, temperature=1.0) == [kept_text]
+    asked = {"seed": 3, "max_new_tokens": NEW, "temperature": 1.0, "keep_stop": False}
+    assert policy.generate(QUESTION, **asked) == [before]
+    assert policy.generate(QUESTION, **asked, stop=stop[:2]) == [answer.partition(stop[:2])[0]]
+    assert policy.generate(QUESTION, **asked, stop=[]) == [answer]
 
 
 @pytest.mark.full
@@ -374,6 +407,9 @@ def test_bad_input_is_one_sentence(ask, tmp_path, user):
         (["--prompt", "a", "--adapter", "gone"], "gone/adapter_config.json does not exist"),
         (["--prompt", "a", "--platform", "tpu"], "tpu"),
         (["--prompt", "a", "--top-k", "0"], "top_k"),
+        (["--prompt", "a", "--stop", ""], "stop=('',): it must be texts of at most 256 bytes together, none empty"),
+        (["--prompt", "a", "--stop", "x<|im_end|>"], "holds the special token '<|im_end|>', which texts of responses"),
+        (["--prompt", "a", "--keep-stop"], "keep_stop leaves stop in the answer, and there is none: give it"),
         (["--prompt", "a", "--model", str(tmp_path / "gone")], "does not exist"),
         (["--prompt", "a", "--model", str(tmp_path)], "holds no model"),
         (

@@ -73,6 +73,7 @@ def proven(part: str, *cases: list[str]) -> list[Any]:
 SYNCHRONOUS = (
     *proven("kills", ["grpo"], ["dapo"], ["ppo"], ["ppo", *ADAPTER]),
     *proven("runs", ["reinforce_pp"], ["grpo", *ADAPTER], ["grpo", *ADAPTER, "lora.base=int8"], ["safe_rlhf"]),
+    *proven("runs", ["grpo", "sampling.stop=['12', '7', '33']", "sampling.min_new_tokens=1"]),
 )
 
 
