@@ -101,6 +101,8 @@ def bare_experience(rollout: Rollout, scores: Scores | None = None, *, config: P
             f"kl_coef={config.kl_coef:g} needs log-probs of a reference, which a rollout alone has not: set it to 0, "
             "or make experience"
         )
+    if isinstance(config, GRPOConfig):  # nothing is compared, so equal scores are no reason to leave rows out
+        config = replace(config, equal_groups="keep")
     scores = 0.0 * rollout.prompt_lengths if scores is None else scores  # divided over devices as the rows are
     return rewarded(rollout, scores, rollout.logprobs, None, 0.0, config)
 

@@ -156,8 +156,8 @@ def actor_updates(
         check_class("experience", experience, Experience)
         texts, *frozen = others if config.ptx_coef else (None, *others)
         _check_match(config, experience, texts)
-        if experience.targets is not None and sums_fn is None:
-            raise ValueError("targets need a sums_fn, which this model has not: see compute.fused_loss")
+        if experience.targets is not None:
+            _check_targets(config, loss, has_sums=sums_fn is not None)
         ages = experience.ages(state.step)
         if config.staleness is not None:
             experience = without_older(experience, ages, config)
@@ -211,8 +211,7 @@ def sums_of(logprob_fn: LogprobFn) -> SumsFn:
 
 def _loss_fn(logprob_fn: LogprobFn, sums_fn: SumsFn | None, config: PolicyConfig, loss: TokenLoss | None) -> LossFn:
     """(params, rows, count, *frozen) -> (loss, metrics), for `TokenRows` of a minibatch that has `count` tokens."""
-    couples = config.couples_tokens and loss is None
-    sums = sums_of(logprob_fn) if sums_fn is None or couples else sums_fn
+    sums = sums_of(logprob_fn) if sums_fn is None or _couples_tokens(config, loss) else sums_fn
     terms = partial(_policy_terms, config, loss)
 
     def loss_fn(params: PyTree, rows: TokenRows, count: Array, *frozen: PyTree) -> tuple[Array, Metrics]:
@@ -223,11 +222,13 @@ def _loss_fn(logprob_fn: LogprobFn, sums_fn: SumsFn | None, config: PolicyConfig
     return loss_fn
 
 
-_WEIGHTED = (
-    "pg_loss",
-    "loss",
-    "ptx_loss",
-)  # their weights contain their denominators; the other metrics are means over tokens
+def _couples_tokens(config: PolicyConfig, loss: TokenLoss | None) -> bool:
+    """The loss of a token depends on the other tokens of its response. A loss of tokens has no ratio."""
+    return config.couples_tokens if loss is None else config.old_logprobs == "interpolate" and config.weighs_rows
+
+
+# Their weights contain their denominators; the other metrics are means over tokens.
+_WEIGHTED = "pg_loss", "loss", "ptx_loss"
 
 
 def _metric_names(config: PolicyConfig, loss: TokenLoss | None) -> tuple[str, ...]:
@@ -257,6 +258,15 @@ def _check_match(config: PolicyConfig, experience: Experience, texts: SFTBatch |
             f"texts have shape {texts.tokens.shape}: with ptx_coef they must be as many and as wide as the "
             f"experience's rows, {experience.tokens.shape}"
         )
+
+
+def _check_targets(config: PolicyConfig, loss: TokenLoss | None, *, has_sums: bool) -> None:
+    if loss is None:
+        raise ValueError("targets are read by a loss alone: give one, or leave them out")
+    if not has_sums:
+        raise ValueError("targets need a sums_fn, which this model has not: see compute.fused_loss")
+    if _couples_tokens(config, loss):
+        raise ValueError("targets are not read with old_logprobs='interpolate' and weights of rows: recompute them")
 
 
 def _group_tokens(config: PolicyConfig, experience: Experience) -> Float[Array, "B"] | None:

@@ -5,6 +5,7 @@ Its parameters are some of those of the shipped dataflow. `estimator.custom_expe
 
 import functools
 import inspect
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -43,26 +44,40 @@ def custom_dataflow(config: Config, shipped: Callable) -> UserCode:
 
 def custom_graph(config: Config, dataflow: Callable, shipped: Callable) -> Graph:
     """Traces a user's dataflow, and checks that it makes the calls on which the stage relies."""
-    experiences: list[tuple] = []
-    updates: list[tuple] = []
+    given: dict[str, list[tuple]] = defaultdict(list)  # call -> its arguments, each time
+    teachers = [f"{name}.top_logprobs" for name in ("reference", *config.roles.frozen)]
+    names = "estimator.custom_experience", "actor.update", *teachers
+    watched = {name: partial(_note, given[name]) for name in names}
+    traced = partial(trace, _returning_a_pair(dataflow), roles_of(config), known_facts(config), name=config.algorithm)
     try:
-        watched = {
-            "estimator.custom_experience": lambda *arguments: experiences.append(arguments),
-            "actor.update": lambda *arguments: updates.append(arguments),
-        }
-        facts = known_facts(config)
-        graph = trace(_returning_a_pair(dataflow), roles_of(config), facts, name=config.algorithm, watched=watched)
+        graph = traced(watched=watched)
+        losses = [loss for _, loss, *_ in given["actor.update"]]
+        again: list[tuple] = []
+        if any(loss is not None for loss in losses):
+            traced(watched={"actor.update": partial(_note, again)})
     except Exception as error:
         raise UserError(
             f"{_key(config)} cannot be traced ({explain(error)}): let it only make calls of its roles and hand on what "
             "they return, and give what computes with arrays to estimator.custom_experience"
         ) from error
     _check_calls(config, graph, shipped)
-    for arguments in experiences:
+    for arguments in given["estimator.custom_experience"]:
         _check_advantages(config, *arguments)
-    for _, loss, targets in (arguments for arguments in updates if len(arguments) == 3):
+    for data, loss, targets in given["actor.update"]:
         _check_loss(config, loss, has_targets=targets is not None)
+        is_rollout = any(call.kind == "generate" and getattr(data, "name", "") in call.outputs for call in graph)
+        if loss is None and is_rollout:
+            raise UserError(f"{_key(config)}: actor.update needs experience, from a call of the estimator, or a loss")
+    if any(loss is not other for loss, (_, other, *_) in zip(losses, again, strict=False)):
+        raise UserError(f"{_key(config)} makes its loss anew each time, which compiles again: make it outside")
+    for _, k in (arguments for name in teachers for arguments in given[name]):
+        if type(k) is not int or k < 1:
+            raise UserError(f"{_key(config)}: top_logprobs gets k={k!r}: it must be a whole number, at least 1")
     return graph
+
+
+def _note(seen: list[tuple], *arguments: Any) -> None:
+    seen.append(arguments)
 
 
 def _key(config: Config) -> str:
@@ -110,6 +125,8 @@ def _check_advantages(config: Config, advantages: Callable, *arguments: Any) -> 
 
 def _check_loss(config: Config, loss: Any, *, has_targets: bool) -> None:
     """Refuses a loss that fails, or does not return one number for each token."""
+    if loss is None and has_targets:
+        raise UserError(f"{_key(config)}: actor.update reads targets by a loss alone: give it one, or leave them out")
     if loss is None:
         return
     if not callable(loss):

@@ -77,7 +77,8 @@ class CompiledModel:
         """(state, experience) -> (state, metrics), jitted: the actor's updates. responses: maximum response length."""
         # Texts that are imitated in addition are trained on from their first token.
         span = None if algorithm.ptx_coef else responses
-        options = {"temperature": temperature, "span": span, "entropy_gradient": algorithm.entropy_coef != 0}
+        reads_entropy = loss is not None or algorithm.entropy_coef != 0
+        options = {"temperature": temperature, "span": span, "entropy_gradient": reads_entropy}
         sums = self.train_sums(**options)
 
         def of_responses(params, tokens, data, *others, **ids):

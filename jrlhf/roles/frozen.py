@@ -4,6 +4,7 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
+from jrlhf.errors import UserError
 from jrlhf.ppo.types import Rollout, Targets
 from jrlhf.roles.model import Model
 from jrlhf.roles.placement import call
@@ -28,6 +29,10 @@ class FrozenPolicy(Role):
     @call("infer", "{role}_targets", rows="each")
     def top_logprobs(self, rollout: Rollout, k: int) -> Targets:
         """The k most likely tokens in the place of each response token, and their log-probs; undefined elsewhere."""
+        if k > (vocabulary := self.model.config.vocab_size):
+            raise UserError(
+                f"{self.placement.role}.top_logprobs gets k={k}, and its vocabulary has {vocabulary} tokens"
+            )
         function = self.compiled("top_logprobs").score_top_logprobs(k=k, **self._options)
         return Targets(*self.clock.run(self.placement.role, self._infer, "top_logprobs", function, *responses(rollout)))
 

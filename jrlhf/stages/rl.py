@@ -89,6 +89,12 @@ class Assembly:
     identities: Mapping[str, str]
     utilisation: Utilisation | None
 
+    @property
+    def compares(self) -> bool:
+        """Whether the dataflow makes experience with advantages."""
+        makers = [call for call in self.calls if call.startswith("estimator.") or call == "learner.update"]
+        return any(call != "estimator.best_of_group" for call in makers)
+
 
 Take = Callable[..., Batch]  # (mesh, number, solved prompts) -> a batch of prompts
 
@@ -117,7 +123,9 @@ def train_rl(
             order,
             rollouts,
             home=context.placement("arithmetic").home.mesh,
-            measure=jax.jit(partial(_measure, assembly.algorithm, section.rollout_batch, section.samples)),
+            measure=jax.jit(
+                partial(_measure, assembly.algorithm, section.rollout_batch, section.samples, assembly.compares)
+            ),
         )
         announced = [*(["validation"] if context.config.validation else []), *assembly.calls]
         options: Any = {"meta": assembly.identities, "announced": announced, "saved": iterations.saved}
@@ -274,11 +282,16 @@ def take_batch(
 
 
 def _measure(
-    algorithm: PolicyConfig, episodes: int, samples: int, experience: Experience, kl: KLState
+    algorithm: PolicyConfig, episodes: int, samples: int, compares: bool, experience: Experience, kl: KLState
 ) -> tuple[dict[str, Array], KLState, Bool[Array, "B"]]:
-    """Returns metrics of an experience, the next state of the KL controller, and the mask of rows to learn from."""
+    """Returns metrics of an experience, the next state of the KL controller, and the mask of rows to learn from.
+
+    compares: False if the experience has no advantages, and only some of its rows or no scores.
+    """
     learned = jnp.any(experience.response_mask, axis=1)
-    metrics = experience_metrics(experience, samples=samples if samples > 1 else None)
+    metrics = experience_metrics(experience, samples=samples if samples > 1 and compares else None)
+    if not compares:
+        metrics = {name: x for name, x in metrics.items() if not name.startswith("critic/")}
     if not algorithm.needs_reference:
         return metrics, kl, learned
     metrics["objective/kl_coef"] = kl.coef

@@ -33,7 +33,7 @@ from jrlhf.run.clock import Clock
 MESH, ROWS = make_mesh(8, 1, 1), 8
 BATCH = Batch(cast(Any, ()), [Example(prompt="p")] * ROWS, ["p"] * ROWS, step=3)
 PLAIN = ScoreConfig()
-TOKENIZER = cast(Any, SimpleNamespace(continuation=lambda _, ids: "x" * len(ids), marks=frozenset()))
+TOKENIZER = cast(Any, SimpleNamespace(continuation=lambda _, ids: "x" * len(ids), marks=frozenset(), stop=None))
 LENGTHS = np.arange(ROWS, dtype=np.int32) % 3 + 1
 
 

@@ -20,7 +20,7 @@ def test_no_more_responses_are_decoded_than_are_asked_for():
         decoded.append((*before, *ids))
         return str(sum(ids))
 
-    tokenizer: Any = SimpleNamespace(continuation=continuation, marks=frozenset())
+    tokenizer: Any = SimpleNamespace(continuation=continuation, marks=frozenset(), stop=None)
     rollout = SimpleNamespace(
         tokens=np.arange(12).reshape(3, 4),
         prompt_lengths=np.array([1, 2, 1]),
