@@ -23,7 +23,7 @@ class StopTable:
 
     Its fields are text and numbers, so that it may be compared and sent to other processes:
     classes: the classes of the V tokens as int32, compressed, in base64. Tokens of a class move all states alike.
-    moves: [S][C] for each state and class the next state; ~state, which is negative, if a string was completed.
+    moves: for each of S states and C classes the next state; ~state, which is negative, if a string was completed.
     """
 
     classes: str

@@ -124,7 +124,8 @@ def test_nothing_but_the_tokenizer_decodes_responses():
         for file in (core / folder).glob("*.py")
         if re.search(r"(tokenizer|backend|self)\.decode(_batch)?\(", file.read_text(encoding="utf-8"))
     }
-    assert calls == {"data/tokenizer.py", "planning/dryrun.py"}  # the second one shows a prompt
+    # The second one decodes single tokens, and the third one shows a prompt.
+    assert calls == {"data/tokenizer.py", "data/stops.py", "planning/dryrun.py"}
 
 
 def test_long_prompts_are_not_decoded_again():
