@@ -298,10 +298,10 @@ def test_the_others_repeat_the_commands_if_no_machine_has_room_for_a_successor(n
             count("repeat")
         return repeat(self, share, ask)
 
-    def refusing(self, worker, *command):
+    def refusing(self, worker, *command, **options):
         number = self.place[0]
         if without.get(number, 0) == 0:
-            return send(self, worker, *command)
+            return send(self, worker, *command, **options)
         without[number] -= 1
         worker.kill()
         self._worker = None

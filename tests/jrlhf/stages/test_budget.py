@@ -111,6 +111,7 @@ def test_an_update_is_that_of_the_whole_minibatch(mesh, rows, lora, responses):
         "kl_coef": None,
         "version": jnp.int32(0),
         "versions": None,
+        "targets": None,
     }
     made_up |= {"tokens": tokens, "response_mask": put_rows(mask, mesh), "advantages": noise, "old_logprobs": noise}
     results = []
