@@ -68,6 +68,7 @@ from jrlhf.meshes import AXES, GENERATE, make_mesh
 from jrlhf.models import LoRAConfig, ModelConfig, SamplingConfig, make_generate, param_shardings
 from jrlhf.planning.fit import memory_of
 from jrlhf.roles.compiled import CompiledModel
+from jrlhf.roles.critic import critic_step
 from jrlhf.roles.model import Architecture, Compute
 from jrlhf.roles.optimizers import adamw
 from jrlhf.roles.pretrained import adapter_of
@@ -195,7 +196,7 @@ def train_critic(setup: Setup) -> Program:
     """All the critic's updates on a rollout."""
     critic, section = setup.models["critic"], setup.config.sections["ppo"]
     optimizer = adamw(section.critic, updates=1)
-    function = CompiledModel(Architecture(critic), setup.mesh, setup.compute).critic_step(optimizer, section.algorithm)
+    function = critic_step(CompiledModel(Architecture(critic), setup.mesh, setup.compute), optimizer, section.algorithm)
     state = train_state(section.critic, whole_weights(critic, setup.mesh, "scalar"), setup.mesh)
     return Program([function.lower(state, setup.experience)], device_bytes(state))
 

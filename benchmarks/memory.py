@@ -39,6 +39,7 @@ from jrlhf.planning.memory import call_bytes, state_bytes
 from jrlhf.planning.workload import RoleModel, Workload
 from jrlhf.ppo import PPOConfig
 from jrlhf.roles.compiled import CompiledModel
+from jrlhf.roles.critic import critic_step
 from jrlhf.roles.model import Architecture, Compute
 from jrlhf.roles.optimizers import adamw
 
@@ -186,7 +187,7 @@ def lowered(case: Case, devices: Sequence[Any], backend: Backend) -> jax.stages.
             case "actor.update":
                 step = CompiledModel(*setting).actor_step(adam, algorithm, temperature=1.0, responses=None)
             case _:
-                step = CompiledModel(*setting).critic_step(adam, algorithm)
+                step = critic_step(CompiledModel(*setting), adam, algorithm)
         return step.lower(train_state(optimizer, weights, mesh), experience(mesh, rows, length), *base)
 
 

@@ -43,6 +43,7 @@ from jrlhf.planning.workload import RoleModel, Workload
 from jrlhf.ppo import PPOConfig, TrainState
 from jrlhf.ppo.types import Experience
 from jrlhf.roles.compiled import CompiledModel
+from jrlhf.roles.critic import critic_step
 from jrlhf.roles.generating import engine_of
 from jrlhf.roles.model import Architecture, Compute, Model, generation_weights
 from jrlhf.roles.optimizers import adamw
@@ -133,7 +134,7 @@ def calls_of(case: Case) -> dict[str, Callable[[], Any]]:
     logprobs = compiled.score_logprobs(temperature=1.0, span=RESPONSE)
     values, scores = compiled.score_values(), compiled.score_sequences()
     update_actor = compiled.actor_step(optimizer, ppo, temperature=1.0, responses=RESPONSE)
-    update_critic = compiled.critic_step(optimizer, ppo)
+    update_critic = critic_step(compiled, optimizer, ppo)
     return {
         "actor.generate": lambda: generate(weights, *prompts, keys),
         "reward.score": lambda: scores(scalar, tokens, lengths),

@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 from jrlhf.config.load import load_config
 from jrlhf.config.places import local
 from jrlhf.config.schema import Config, DatasetsData, DeviceConfig
-from jrlhf.config.stages import ALGORITHMS
 from jrlhf.data.push import account_name, push
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.errors import UserError, beside, exit_code, parse_options
@@ -36,10 +35,11 @@ from jrlhf.roles.pretrained import (
 )
 from jrlhf.run.checkpoints import like, restore_part
 from jrlhf.run.console import Console
-from jrlhf.run.contents import CONFIG, HUB, TOKENIZER
+from jrlhf.run.contents import CONFIG, HUB, TOKENIZER, best_step, read_summary
 from jrlhf.run.devices import select
 from jrlhf.run.directory import RunDirectory
 from jrlhf.run.files import check_writable, saved_steps
+from jrlhf.stages.best import weights_of
 from jrlhf.stages.finalize import export
 from jrlhf.stages.setup import compute_of
 from jrlhf.tasks.docstrings.vocabulary import wrap
@@ -50,7 +50,8 @@ def export_checkpoint(run: Path, step: int | None = None, out: Path | None = Non
 
     The weights have the bits of the checkpoint. Merging an adapter into its base rounds the sum.
 
-    step: of the newest stage that trains the policy; None: its newest checkpoint. out: None: the run's directory.
+    step: of the newest stage that trains the policy; None: its newest checkpoint, or its best one if the run has ended
+    with that (`checkpoints.best`). out: None: the run's directory.
     """
     if not (run / CONFIG).is_file():
         remedy = beside(run, "name a run's directory, such as runs/quickstart")
@@ -58,14 +59,16 @@ def export_checkpoint(run: Path, step: int | None = None, out: Path | None = Non
     config = load_config(str(run / CONFIG))
     check_origins([path for path in hub_names(config) if path == config.model.path], run)
     stage, steps = _newest_stage(run, config)
-    chosen = steps[-1] if step is None else step
+    summary, usual = read_summary(run), steps[-1]
+    if summary.get("steps", {}).get(stage) == usual:  # the run has ended, and exported these
+        best = best_step(summary, stage)
+        usual = usual if best is None else best
+    chosen = usual if step is None else step
     if chosen not in steps:
         available = ", ".join(map(str, steps))
         raise UserError(f"step={chosen}: {run} keeps no such checkpoint of stage {stage}, choose among {available}")
-    if out is None and chosen != steps[-1]:
-        raise UserError(
-            f"step={chosen}: in {run}/model is the place of step {steps[-1]}, name another directory in out"
-        )
+    if out is None and chosen != usual:
+        raise UserError(f"step={chosen}: in {run}/model is the place of step {usual}, name another directory in out")
     out = run if out is None else out
     check_writable(f"out={out}", out / "model" / "config.json")
 
@@ -79,8 +82,7 @@ def export_checkpoint(run: Path, step: int | None = None, out: Path | None = Non
     tokenizer = _tokenizer(run, config, actor)
     with jax.set_mesh(mesh):
         policy = _policy(config, mesh, actor)
-        weights = "trained.actor.params." if stage in ALGORITHMS else "params."
-        params = restore_part(run / "checkpoints" / stage, chosen, weights, policy.params)
+        params = restore_part(run / "checkpoints" / stage, chosen, weights_of(stage), policy.params)
         try:
             export(RunDirectory(out), config, tokenizer, policy.holding(params), card)
         except OSError as error:
@@ -137,7 +139,7 @@ def cli(arguments: Sequence[str] | None = None) -> int:
         prog="python -m jrlhf.export", description="Writes the policy of a run's checkpoint in Hugging Face form."
     )
     parser.add_argument("run", help="the directory of a run, such as runs/quickstart")
-    parser.add_argument("--step", type=int, help="number of the checkpoint; default: the newest")
+    parser.add_argument("--step", type=int, help="number of the checkpoint; default: of the model, or the newest")
     parser.add_argument("--out", metavar="DIR", help="directory for model/; default: the run's")
     parser.add_argument("--push", metavar="NAME", help="a repository of the Hugging Face hub, USER/NAME, to upload to")
     parser.add_argument("--private", action="store_true", help="create a private repository")

@@ -26,6 +26,7 @@ from jrlhf.ppo.experience import experience_metrics as experience_metrics
 from jrlhf.ppo.experience import make_group_experience as make_group_experience
 from jrlhf.ppo.experience import sequence_kl as sequence_kl
 from jrlhf.ppo.experience import update_kl as update_kl
+from jrlhf.ppo.group_pairs import pairs_of_group as pairs_of_group
 from jrlhf.ppo.losses import cispo_loss as cispo_loss
 from jrlhf.ppo.losses import kl_estimate as kl_estimate
 from jrlhf.ppo.losses import loss_weights as loss_weights
@@ -45,10 +46,12 @@ from jrlhf.ppo.shaping import align_scores as align_scores
 from jrlhf.ppo.shaping import shape_scores as shape_scores
 from jrlhf.ppo.steps import make_actor_step as make_actor_step
 from jrlhf.ppo.supervised import PairBatch as PairBatch
+from jrlhf.ppo.supervised import PairLogprobs as PairLogprobs
 from jrlhf.ppo.supervised import PreferenceBatch as PreferenceBatch
 from jrlhf.ppo.supervised import bradley_terry_loss as bradley_terry_loss
 from jrlhf.ppo.supervised import dpo_loss as dpo_loss
 from jrlhf.ppo.supervised import make_dpo_step as make_dpo_step
+from jrlhf.ppo.supervised import make_pair_step as make_pair_step
 from jrlhf.ppo.supervised import make_preference_step as make_preference_step
 from jrlhf.ppo.supervised import make_sft_step as make_sft_step
 from jrlhf.ppo.supervised import pair_terms as pair_terms

@@ -35,6 +35,7 @@ exclude such rows from the loss, but not their scores from the group's statistic
 whitening would carry its NaN to every other row.
 """
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -45,7 +46,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
-from jrlhf.meshes.rows import divided_like
+from jrlhf.meshes.rows import divided_like, row_axes
 from jrlhf.ppo.advantages import best_of_group, group_advantages, group_spread
 from jrlhf.ppo.config.algorithms import GRPOConfig
 from jrlhf.ppo.config.policy import PolicyConfig
@@ -92,7 +93,7 @@ def make_group_experience(
 
 @partial(jax.jit, static_argnames="config")
 def bare_experience(rollout: Rollout, scores: Scores | None = None, *, config: PolicyConfig) -> Experience:
-    """The experience of a rollout for losses that need no advantages, which are 0. scores: None: 0, too.
+    """The experience of a rollout for losses that need no advantages: it has none. scores: None: they are 0.
 
     The old log-probs are the rollout's. Raises ValueError if the config has a KL to a reference.
     """
@@ -101,10 +102,9 @@ def bare_experience(rollout: Rollout, scores: Scores | None = None, *, config: P
             f"kl_coef={config.kl_coef:g} needs log-probs of a reference, which a rollout alone has not: set it to 0, "
             "or make experience"
         )
-    if isinstance(config, GRPOConfig):  # nothing is compared, so equal scores are no reason to leave rows out
-        config = replace(config, equal_groups="keep")
     scores = 0.0 * rollout.prompt_lengths if scores is None else scores  # divided over devices as the rows are
-    return rewarded(rollout, scores, rollout.logprobs, None, 0.0, config)
+    experience = rewarded(rollout, scores, rollout.logprobs, None, 0.0, config, compares=False)
+    return replace(experience, advantages=None)
 
 
 def make_best_experience(rollout: Rollout, scores: Scores, *, config: GRPOConfig) -> Experience:
@@ -116,6 +116,25 @@ def make_best_experience(rollout: Rollout, scores: Scores, *, config: GRPOConfig
     experience = bare_experience(rollout, scores, config=config)
     best = best_of_group(experience.scores, config.samples, jnp.any(experience.response_mask, axis=1))
     return replace(experience, response_mask=experience.response_mask & best[:, None])
+
+
+def where_chosen(experience: Experience, *, chosen: Callable[..., Array], config: PolicyConfig) -> Experience:
+    """The experience in which only some rows are learned from: those of the mask [B] `chosen(experience, config)`.
+
+    The others keep their place in what was computed before, such as the statistics of their group. Where the mesh's
+    axes are Explicit, they are Auto inside `chosen`. Raises ValueError for a mask of another shape or dtype.
+    """
+    mask = experience.response_mask
+
+    def rows(experience: Experience) -> Bool[Array, "B"]:
+        result = chosen(experience, config)
+        if result.shape != mask.shape[:1] or result.dtype != jnp.bool_:
+            raise ValueError(f"the mask of rows is {result.dtype}{list(result.shape)}: it must be bool{[len(mask)]}")
+        return result
+
+    axes: Any = row_axes(mask)
+    auto: Any = rows if axes is None else jax.sharding.auto_axes(rows, out_sharding=jax.P(axes))
+    return replace(experience, response_mask=mask & auto(experience)[:, None])
 
 
 def sequence_kl(experience: Experience) -> Float[Array, ""]:
@@ -160,8 +179,8 @@ def experience_metrics(experience: Experience, samples: int | None = None) -> di
     """Metrics of a batch of experience, under verl's names where it has one. Pure and jittable.
 
     Means over tokens weigh each response token alike; a score, a reward and a length is one number a sequence. Rows
-    that are excluded count in the lengths and the scores only; critic/score is of finite ones, and
-    critic/score/nonfinite the number of the others. Fields that are None have no metrics.
+    that `truncation` or `equal_groups` excludes count in the lengths and the scores only, and those that are not
+    `valid` nowhere: critic/score/nonfinite is their number. Fields that are None have no metrics.
 
     With `samples`, the number of rows in a group: group/zero_std, the share of groups whose scores are all equal (TRL's
     frac_reward_zero_std), and group/score_std, the mean of their deviations, both by `advantages.group_spread` of the
@@ -172,21 +191,19 @@ def experience_metrics(experience: Experience, samples: int | None = None) -> di
     """
     mask = experience.response_mask
     learned = jnp.any(mask, axis=1)
-    all_rows = jnp.ones_like(learned)
     gap = jnp.where(mask, jnp.abs(experience.logprobs - experience.old_logprobs), 0)
-    metrics = {
-        **spread("critic/score", experience.scores, jnp.isfinite(experience.scores)),
-        "critic/score/nonfinite": jnp.sum(~jnp.isfinite(experience.scores), dtype=jnp.float32),
-        **spread("critic/rewards", masked_sum(experience.rewards, mask, axis=1), learned),
-        **spread("critic/advantages", experience.advantages, mask),
-    }
-    for name, x in (("returns", experience.returns), ("values", experience.values)):
-        if x is not None:
+    metrics, scores = {}, experience.scores
+    if experience.advantages is not None:  # otherwise nothing was computed from the scores
+        metrics |= spread("critic/score", scores, experience.valid)
+        metrics["critic/score/nonfinite"] = jnp.sum(~experience.valid, dtype=jnp.float32)
+        metrics |= spread("critic/rewards", masked_sum(experience.rewards, mask, axis=1), learned)
+    for name in ("advantages", "returns", "values"):
+        if (x := getattr(experience, name)) is not None:
             metrics |= spread(f"critic/{name}", x, mask)
     metrics |= {
-        **spread("response_length", experience.response_lengths.astype(jnp.float32), all_rows),
-        "response_length/clip_ratio": jnp.mean(~experience.finished, dtype=jnp.float32),
-        **spread("prompt_length", experience.prompt_lengths.astype(jnp.float32), all_rows),
+        **spread("response_length", experience.response_lengths.astype(jnp.float32), experience.valid),
+        "response_length/clip_ratio": masked_mean((~experience.finished).astype(jnp.float32), experience.valid),
+        **spread("prompt_length", experience.prompt_lengths.astype(jnp.float32), experience.valid),
         "objective/entropy": masked_mean(masked_sum(-experience.old_logprobs, mask, axis=1), learned),
         "rollout/logprob_gap_mean": masked_mean(gap, mask),
         "rollout/logprob_gap_max": jnp.max(gap),
@@ -195,8 +212,8 @@ def experience_metrics(experience: Experience, samples: int | None = None) -> di
         token_kl = masked_mean(experience.old_logprobs - experience.ref_logprobs, mask, axis=1)
         metrics["objective/kl"] = sequence_kl(experience)
         metrics["actor/reward_kl_penalty"] = masked_mean(token_kl, learned)
-    if samples is not None:
-        std, equal = group_spread(experience.scores, samples, learned)
+    if samples is not None and experience.advantages is not None:
+        std, equal = group_spread(scores, samples, learned)
         metrics["group/zero_std"] = jnp.mean(equal, dtype=jnp.float32)
         metrics["group/score_std"] = jnp.mean(std)
     if experience.importance is not None:
@@ -214,10 +231,12 @@ def rewarded(
     *,
     other_scores: Array | None = None,
     kl_sign: int = -1,
+    compares: bool = True,
 ) -> Experience:
     """The part of an experience that all algorithms share: everything but advantages, values and returns.
 
     other_scores: further scores of the same rows. They are only checked: a row with a non-finite score is excluded.
+    compares: whether advantages will compare the rows of a group; then `equal_groups` counts.
     """
     check_class("rollout", rollout, Rollout)
     check_class("config", config, PolicyConfig)
@@ -243,10 +262,11 @@ def rewarded(
     finite = jnp.isfinite(sums)
     if other_scores is not None:
         finite &= jnp.isfinite(_placed(other_scores, mask)[1])
+        sums = jnp.where(finite, sums, jnp.nan)
     if config.truncation == "bootstrap" and scores.ndim < 2:
         placed = jnp.where(rollout.finished[:, None], placed, 0)
     finite &= config.counts(rollout.finished)
-    if isinstance(config, GRPOConfig) and config.equal_groups == "drop":
+    if compares and isinstance(config, GRPOConfig) and config.equal_groups == "drop":
         _, equal = group_spread(sums, config.samples, finite & jnp.any(mask, axis=1))
         finite &= jnp.zeros_like(finite) | ~jnp.repeat(equal, config.samples)
     mask &= finite[:, None]
@@ -314,9 +334,15 @@ def _placed(scores: Array, mask: Bool[Array, "B T"]) -> tuple[Float[Array, "B T"
 
 def with_advantages(experience: Experience, advantages: Array, config: PolicyConfig) -> Experience:
     """Sets the advantages, whitened with `config.whiten_advantages`."""
-    if config.whiten_advantages:
-        advantages = masked_whiten(advantages, experience.response_mask)
-    return replace(experience, advantages=advantages)
+    return whitened(replace(experience, advantages=advantages), config)
+
+
+def whitened(experience: Experience, config: PolicyConfig) -> Experience:
+    """Whitens the advantages with `config.whiten_advantages`."""
+    if not config.whiten_advantages:
+        return experience
+    assert experience.advantages is not None
+    return replace(experience, advantages=masked_whiten(experience.advantages, experience.response_mask))
 
 
 def within(mask: Array, x: Array) -> Array:

@@ -114,5 +114,6 @@ def make_safe_experience(
     cost = rewarded(rollout, costs, *shared, other_scores=scores, kl_sign=1)
     reward = with_critic(reward, values, bootstrap_values, config)
     cost = with_critic(cost, cost_values, cost_bootstrap_values, config, prefix="cost_")
+    assert reward.advantages is not None and cost.advantages is not None
     advantages = (reward.advantages - multiplier * cost.advantages) / (1 + multiplier)
     return with_advantages(reward, advantages, config), cost

@@ -70,7 +70,7 @@ class TokenRows(NamedTuple):
     tokens: Int[Array, "B T"]
     mask: Bool[Array, "B T"]
     old_logprobs: Float[Array, "B T"]
-    advantages: Float[Array, "B T"]
+    advantages: Float[Array, "B T"] | None  # None: a loss reads none
     ref_logprobs: Float[Array, "B T"] | None  # None: no KL in the loss
     ages: Int[Array, "B T"] | None  # tokens' ages in versions, if old log-probs are interpolated
     targets: Targets | None = None
@@ -146,6 +146,9 @@ def actor_updates(
     """(state, experience, *frozen) -> the actor's updates; with `ptx_coef`, texts come third."""
     if config.aggregation == "constant" and config.aggregation_divisor is None:
         raise ValueError("aggregation_divisor=None: aggregation='constant' needs it, usually the response limit")
+    # A loss of tokens has no ratio, but weights that the update computes may be those of responses.
+    if config.weighs_rows_in_loss or (loss is None and config.ratio != "token"):
+        sums_fn = None
     loss_fn, with_weights = _loss_fn(logprob_fn, sums_fn, config, loss), partial(_with_weights, config)
     target_kl = config.target_kl
     veto = None if target_kl is None else lambda metrics: metrics["approx_kl"] > target_kl
@@ -156,8 +159,13 @@ def actor_updates(
         check_class("experience", experience, Experience)
         texts, *frozen = others if config.ptx_coef else (None, *others)
         _check_match(config, experience, texts)
-        if experience.targets is not None:
-            _check_targets(config, loss, has_sums=sums_fn is not None)
+        if loss is None and (experience.advantages is None or experience.targets is not None):
+            raise ValueError("the policy loss needs advantages, and reads no targets: give a loss that fits")
+        if experience.targets is not None and sums_fn is None:
+            raise ValueError(
+                "targets need a sums_fn, and a loss of a token that depends on no other: see compute.fused_loss, "
+                "old_logprobs"
+            )
         ages = experience.ages(state.step)
         if config.staleness is not None:
             experience = without_older(experience, ages, config)
@@ -211,7 +219,7 @@ def sums_of(logprob_fn: LogprobFn) -> SumsFn:
 
 def _loss_fn(logprob_fn: LogprobFn, sums_fn: SumsFn | None, config: PolicyConfig, loss: TokenLoss | None) -> LossFn:
     """(params, rows, count, *frozen) -> (loss, metrics), for `TokenRows` of a minibatch that has `count` tokens."""
-    sums = sums_of(logprob_fn) if sums_fn is None or _couples_tokens(config, loss) else sums_fn
+    sums = sums_of(logprob_fn) if sums_fn is None else sums_fn
     terms = partial(_policy_terms, config, loss)
 
     def loss_fn(params: PyTree, rows: TokenRows, count: Array, *frozen: PyTree) -> tuple[Array, Metrics]:
@@ -220,11 +228,6 @@ def _loss_fn(logprob_fn: LogprobFn, sums_fn: SumsFn | None, config: PolicyConfig
         return total, {name: x if name in _WEIGHTED else x / count for name, x in metrics.items()}
 
     return loss_fn
-
-
-def _couples_tokens(config: PolicyConfig, loss: TokenLoss | None) -> bool:
-    """The loss of a token depends on the other tokens of its response. A loss of tokens has no ratio."""
-    return config.couples_tokens if loss is None else config.old_logprobs == "interpolate" and config.weighs_rows
 
 
 # Their weights contain their denominators; the other metrics are means over tokens.
@@ -258,15 +261,6 @@ def _check_match(config: PolicyConfig, experience: Experience, texts: SFTBatch |
             f"texts have shape {texts.tokens.shape}: with ptx_coef they must be as many and as wide as the "
             f"experience's rows, {experience.tokens.shape}"
         )
-
-
-def _check_targets(config: PolicyConfig, loss: TokenLoss | None, *, has_sums: bool) -> None:
-    if loss is None:
-        raise ValueError("targets are read by a loss alone: give one, or leave them out")
-    if not has_sums:
-        raise ValueError("targets need a sums_fn, which this model has not: see compute.fused_loss")
-    if _couples_tokens(config, loss):
-        raise ValueError("targets are not read with old_logprobs='interpolate' and weights of rows: recompute them")
 
 
 def _group_tokens(config: PolicyConfig, experience: Experience) -> Float[Array, "B"] | None:
@@ -358,6 +352,7 @@ def _surrogate(
         action = jnp.where(rows.mask, whole, 0)
     if config.old_logprobs == "rollout":
         action = jnp.where(action > math.log(config.importance_cap), math.log(config.importance_cap), action)
+    assert rows.advantages is not None
     advantages = jnp.where(rows.mask, rows.advantages, 0)
     clips = {"clip_low": config.clip_low, "clip_high": config.clip_high}
     if config.surrogate == "cispo":
@@ -368,12 +363,12 @@ def _surrogate(
 def _loss_tokens(
     logprobs: Array, entropy: Array, old_logprobs: Array, of_targets: Array | None, rows: TokenRows
 ) -> LossTokens:
-    """What a loss of tokens reads, with harmless numbers outside the mask.
+    """Returns what a loss of tokens reads, with harmless numbers outside the mask.
 
     An id that the student's or the teacher's vocabulary lacks has probability 0 for both.
     """
-    ref_logprobs = None if rows.ref_logprobs is None else jnp.where(rows.mask, rows.ref_logprobs, 0)
-    advantages, targets = jnp.where(rows.mask, rows.advantages, 0), rows.targets
+    optional, targets = (rows.ref_logprobs, rows.advantages), rows.targets
+    ref_logprobs, advantages = (None if x is None else jnp.where(rows.mask, x, 0) for x in optional)
     student = given = None
     if of_targets is not None and targets is not None:
         is_token = jnp.isfinite(of_targets) & jnp.isfinite(targets.logprobs)

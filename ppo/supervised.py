@@ -1,4 +1,4 @@
-"""Jitted steps that learn from stored data: imitation (SFT), preferences for a reward model, and DPO.
+"""Jitted steps that learn from texts and pairs: imitation (SFT), preferences for a reward model, losses of pairs (DPO).
 
 They are called like those of `steps.py`: (state, batch, *frozen) -> (state, metrics), one update. They donate the
 state. Metrics include PREFIX/grad_norm, PREFIX/skipped_updates (1: something was not finite or no token counted, so
@@ -11,7 +11,7 @@ gathered once.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -89,6 +89,24 @@ class PairBatch(PreferenceBatch):
         start = jnp.maximum(interleave(self.prompt_lengths, self.prompt_lengths), 1)[:, None]
         time = jnp.arange(self.chosen.shape[1])[None, :]
         return (start <= time) & (time < self.lengths[:, None])
+
+
+class PairLogprobs(NamedTuple):
+    """What a loss of pairs reads: the log-probabilities of the two responses of each pair, sums over their tokens.
+
+    A field of the reference is None without one.
+    """
+
+    chosen: Float[Array, "*n"]  # under the weights in training
+    rejected: Float[Array, "*n"]
+    ref_chosen: Float[Array, "*n"] | None
+    ref_rejected: Float[Array, "*n"] | None
+    chosen_tokens: Float[Array, "*n"]  # lengths of the responses
+    rejected_tokens: Float[Array, "*n"]
+
+
+PairLoss = Callable[[PairLogprobs], Float[Array, "*n"]]
+"""The loss of each pair. Both responses of a pair are in one micro-batch."""
 
 
 def make_sft_step(
@@ -176,12 +194,40 @@ def make_dpo_step(
     Log-probabilities must be at temperature 1. Metrics, under TRL's names: the means of `pair_terms`.
     """
 
+    parts: Any = {"micro_batches": config.micro_batches, "micro_batch_tokens": config.micro_batch_tokens}
+    return make_pair_step(logprob_fn, optimizer, config, prefix="dpo", pipeline=pipeline, **parts)
+
+
+def make_pair_step(
+    logprob_fn: LogprobFn,
+    optimizer: optax.GradientTransformation,
+    loss: DPOConfig | PairLoss,
+    *,
+    prefix: str = "actor",
+    micro_batches: int = 1,
+    micro_batch_tokens: int | None = None,
+    pipeline: Pipeline | None = None,
+) -> Step[TrainState, PairBatch]:
+    """Makes a step of a policy that learns from pairs: one update on the mean loss of a `PairBatch`'s pairs.
+
+    A pair whose chosen sequence has length 0 is none: it counts nowhere.
+
+    logprob_fn: as in `make_dpo_step`, whose metrics a `DPOConfig` has. loss: that of DPO or IPO; or a function, whose
+        metrics are PREFIX/loss and the mean log-probs of whole responses, logps/chosen and logps/rejected.
+    prefix: of the metrics of the update. micro_batch_tokens: as in `make_preference_step`.
+    """
+    check_one_division(micro_batches, micro_batch_tokens)
+
     def terms(params: PyTree, rows: PairBatch, *frozen: PyTree) -> dict[str, Array]:
         logprobs, _ = logprob_fn(params, rows.tokens, *frozen)
         check_output("logprob_fn", rows.tokens, logprobs, "log-probabilities")
-        return pair_terms(logprobs, rows, config=config)
+        if isinstance(loss, DPOConfig):
+            return pair_terms(logprobs, rows, config=loss)
+        pairs = logprobs_of_pairs(logprobs, rows)
+        return dict(zip(names, (checked_pair_loss(loss, pairs), pairs.chosen, pairs.rejected), strict=True))
 
-    return _pair_step("dpo", terms, _DPO, optimizer, config.micro_batches, config.micro_batch_tokens, pipeline)
+    names = _DPO if isinstance(loss, DPOConfig) else ("loss", "logps/chosen", "logps/rejected")
+    return _pair_step(prefix, terms, names, optimizer, micro_batches, micro_batch_tokens, pipeline)
 
 
 def _pair_step(
@@ -208,11 +254,12 @@ def _pair_step(
         check_shapes(batch.chosen.shape, rejected=batch.rejected)
         check_shapes(batch.chosen.shape[:1], **others)
         check_divisible(batch.chosen, 1, micro_batches)
-        parts, count = micro_batches, jnp.asarray(batch.chosen.shape[0])
+        exists = batch.chosen_lengths > 0
+        parts, count = micro_batches, token_count(exists)
         if micro_batch_tokens is not None:  # a budget for both sequences of a pair
             longer = jnp.maximum(batch.chosen_lengths, batch.rejected_lengths)
             parts = ByLength(longer, max(1, micro_batch_tokens // 2))
-        return _once(prefix, objective, state, Minibatch(batch, parts, (count,)), frozen)
+        return _once(prefix, objective, state, Minibatch(batch, parts, (count,), jnp.any(exists)), frozen)
 
     return make_step(step, pipeline)
 
@@ -245,7 +292,7 @@ def pair_terms(logprobs: Float[Array, "2*B T"], batch: PairBatch, *, config: DPO
         raise ValueError("ref_chosen=None: the pairs need the reference's log-probs, put them in by with_reference")
     sums = response_logprobs(logprobs, batch)
     ref = jnp.stack([batch.ref_chosen, batch.ref_rejected], axis=1)
-    count = in_groups(token_count(batch.response_mask, 1), 2) if config.loss == "ipo" else jnp.ones_like(sums)
+    count = _response_tokens(batch) if config.loss == "ipo" else jnp.ones_like(sums)
     policy, reference = sums / count, ref / count
     loss = dpo_loss(policy[:, 0], policy[:, 1], reference[:, 0], reference[:, 1], config=config)
     rewards = config.beta * (sums - ref)
@@ -264,6 +311,27 @@ def with_reference(batch: PairBatch, logprobs: Float[Array, "2*B T"]) -> PairBat
 def response_logprobs(logprobs: Float[Array, "2*B T"], batch: PairBatch) -> Float[Array, "B 2"]:
     """Sums over the response tokens of the chosen and of the rejected answers; other tokens do not count."""
     return in_groups(masked_sum(logprobs, batch.response_mask, 1), 2)
+
+
+def logprobs_of_pairs(logprobs: Float[Array, "2*B T"], batch: PairBatch) -> PairLogprobs:
+    """What a loss of pairs reads, given the policy's log-probs of `batch.tokens`."""
+    policy, tokens = response_logprobs(logprobs, batch), _response_tokens(batch)
+    sums = policy[:, 0], policy[:, 1], batch.ref_chosen, batch.ref_rejected
+    return PairLogprobs(*sums, tokens[:, 0], tokens[:, 1])
+
+
+def _response_tokens(batch: PairBatch) -> Float[Array, "B 2"]:
+    return in_groups(token_count(batch.response_mask, 1), 2)
+
+
+def checked_pair_loss(loss: PairLoss, pairs: PairLogprobs) -> Float[Array, "*n"]:
+    """The loss of each pair. Raises TypeError or ValueError for a result of another class or shape."""
+    result, wanted = loss(pairs), pairs.chosen.shape
+    if getattr(result, "shape", None) != wanted:
+        kind = TypeError if not hasattr(result, "shape") else ValueError
+        shown = f"shape {result.shape}" if hasattr(result, "shape") else f"a {type(result).__name__}"
+        raise kind(f"the loss returned {shown}, but must return one number for each pair, {wanted}")
+    return result
 
 
 def bradley_terry_loss(

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float
 from jrlhf.meshes.rows import divided_like, row_axes
 from jrlhf.ppo.config.algorithms import PPOConfig, ReinforcePPConfig, ReMaxConfig
 from jrlhf.ppo.config.policy import PolicyConfig
-from jrlhf.ppo.experience import rewarded, with_advantages, within
+from jrlhf.ppo.experience import rewarded, whitened, with_advantages, within
 from jrlhf.ppo.masked import masked_whiten
 from jrlhf.ppo.types import Coefficient, Experience, Logprobs, Rollout, Scores, before_tokens, check_class, check_shapes
 
@@ -110,7 +110,7 @@ def make_experience(
     check_class("config", config, PPOConfig)
     experience = rewarded(rollout, scores, old_logprobs, ref_logprobs, kl_coef, config)
     experience = with_critic(experience, values, bootstrap_values, config)
-    return with_advantages(experience, experience.advantages, config)
+    return whitened(experience, config)
 
 
 def make_return_experience(
@@ -178,7 +178,7 @@ def make_custom_experience(
     if rows is not None:
         auto = jax.sharding.auto_axes(computed, out_sharding=jax.P(rows))
     experience = replace(experience, **auto(experience, *others))
-    return with_advantages(experience, experience.advantages, config)
+    return whitened(experience, config)
 
 
 def with_critic(

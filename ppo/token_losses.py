@@ -23,14 +23,14 @@ from jaxtyping import Array, Float
 class LossTokens(NamedTuple):
     """What a loss reads: float32 arrays with an entry for each of some tokens, log-probabilities in nats.
 
-    A field is None where there is no such number: of a reference, or of targets.
+    A field is None where there is no such number: of a reference, of advantages, or of targets.
     """
 
     logprobs: Float[Array, "*n"]  # of the token under the weights in training
     entropy: Float[Array, "*n"]  # of the distribution from which it comes
     old_logprobs: Float[Array, "*n"]  # before the update; see `Experience`
     ref_logprobs: Float[Array, "*n"] | None
-    advantages: Float[Array, "*n"]
+    advantages: Float[Array, "*n"] | None
     student_logprobs: Float[Array, "*n K"] | None  # of the targets' tokens under the weights in training
     target_logprobs: Float[Array, "*n K"] | None  # of the targets' tokens, as given
 
@@ -69,7 +69,7 @@ def _of_targets(tokens: LossTokens, name: str) -> tuple[Float[Array, "*n K"], Fl
 def checked_loss(loss: TokenLoss, tokens: LossTokens) -> Float[Array, "*n"]:
     """The loss of each token. Raises TypeError or ValueError for a result of another class or shape."""
     result, wanted = loss(tokens), tokens.logprobs.shape
-    name = getattr(loss, "__name__", "loss")
+    name = f"the loss {getattr(loss, '__name__', '')}".rstrip()
     if not hasattr(result, "shape"):
         raise TypeError(f"{name} returned a {type(result).__name__}, but must return an array of shape {wanted}")
     if result.shape != wanted:

@@ -77,7 +77,8 @@ class Experience(Rollout):
     """A rollout with everything that an update needs. The `[B, T]` arrays added here are zero outside `response_mask`.
 
     A field is None where an algorithm does not have it: values and returns without a critic, ref_logprobs without a
-    reference, importance without a correction, kl_coef where the KL is not in the loss.
+    reference, importance without a correction, kl_coef where the KL is not in the loss, advantages where the loss needs
+    none.
     """
 
     scores: Float[Array, "B"]  # shaped score of each sequence
@@ -86,11 +87,16 @@ class Experience(Rollout):
     ref_logprobs: Float[Array, "B T"] | None  # under the frozen reference
     values: Float[Array, "B T"] | None  # by the critic before its update
     rewards: Float[Array, "B T"]  # score at the last response token, minus each token's KL penalty if it is a reward
-    advantages: Float[Array, "B T"]  # whitened with `config.whiten_advantages`
+    advantages: Float[Array, "B T"] | None  # whitened with `config.whiten_advantages`
     returns: Float[Array, "B T"] | None  # the critic's targets: unwhitened advantages + values
     importance: Float[Array, "B T"] | None = None  # weights of the policy loss: see `off_policy.importance_weights`
     kl_coef: Float[Array, ""] | None = None  # beta of the KL in the loss
     targets: Targets | None = None  # of a loss that compares with a teacher; read at response tokens only
+
+    @property
+    def valid(self) -> Bool[Array, "B"]:
+        """The rows with a finite score. Another row counts nowhere: not in the loss, nor in any statistic."""
+        return jnp.isfinite(self.scores)
 
 
 @jax.tree_util.register_dataclass

@@ -52,16 +52,14 @@ FOLDERS = (
 ROOT_PAGES = ("index.md", "changelog.md", "contributing.md", "security.md")  # of the site, made from files at the root
 EXAMPLES = {  # page with Python code -> the tests that run it; tests/jrlhf/test_tutorials.py runs all tutorials
     "README.md": "tests/test_docs.py",
-    "docs/algorithms.md": "tests/test_notebooks.py",
+    "docs/judges.md": "tests/jrlhf/rewards/test_judge.py",
     "docs/layouts.md": "tests/benchmarks/test_figures.py",
     "docs/plans.md": "tests/jrlhf/planning/test_fusion.py",
     "docs/python.md": "tests/jrlhf/test_api.py",
     "docs/staleness.md": "tests/benchmarks/test_staleness.py",
     **{f"docs/reference/{name}.md": "tests/test_docs.py" for name in ("kernels", "meshes", "models", "ppo")},
 }
-README, ALGORITHMS, METRICS, RESULTS = (
-    DOCUMENTS[ROOT / name] for name in ("README.md", "docs/algorithms.md", "docs/metrics.md", "docs/results.md")
-)
+README, METRICS, RESULTS = (DOCUMENTS[ROOT / name] for name in ("README.md", "docs/metrics.md", "docs/results.md"))
 
 
 def commands_of(text: str) -> set[str]:
@@ -216,7 +214,7 @@ def test_the_iteration_shown_is_that_of_the_page():
 
 
 def test_the_algorithm_of_ones_own_is_a_graph_of_its_calls(tmp_path):
-    own, *_ = re.findall(r"```python\n(.*?)```", ALGORITHMS, re.DOTALL)
+    own, *_ = re.findall(r"```python\n(.*?)```", DOCUMENTS[ROOT / "docs/tutorials/own-algorithm.md"], re.DOTALL)
     (tmp_path / "median.py").write_text(own)
     graph = algorithms.graph_of(load_config("arithmetic-grpo", [f"grpo.dataflow={tmp_path}/median.py:median"]))
     assert "estimator.custom_experience" in [call.name for call in graph]
@@ -283,7 +281,7 @@ def test_settings_of_a_part_are_understood(name: str, tmp_path):
 def test_commands_run(shown, capsys, tmp_path, monkeypatch):
     """Trainings of configs that need no download are validated by their own --dry-run, plans are made as shown."""
     monkeypatch.chdir(tmp_path)
-    own, *_ = re.findall(r"```python\n(.*?)```", ALGORITHMS, re.DOTALL)
+    own, *_ = re.findall(r"```python\n(.*?)```", DOCUMENTS[ROOT / "docs/tutorials/own-algorithm.md"], re.DOTALL)
     (tmp_path / "median.py").write_text(own)
     (tmp_path / "mine.yaml").write_text((ROOT / "configs" / "llama3-8b-ppo.yaml").read_text(encoding="utf-8"))
     here = ["--dry-run", "device.simulated=8", "mesh={fsdp: 8}"]  # the devices of this process
@@ -337,6 +335,9 @@ def test_figures_are_those_of_the_results():
         title, seconds = TITLES[run["algorithm"]], run["seconds_per_iteration"]
         right = f"{run['before']:.1%} → {run['after']:.1%}"
         assert re.search(rf"^\| {re.escape(title)} \|.*\| {right} \| {seconds:.2f} \|$", RESULTS, re.MULTILINE), title
+    judged = result("judge")["runs"][0]
+    times = f"take {judged['seconds']:.1f} s with one worker, where the endpoint allows {judged['ideal']:g} s"
+    assert times in DOCUMENTS[ROOT / "docs" / "judges.md"]
     for run in result("quickstart")["runs"]:
         phases, heldout = run["phases"], run["held_out"]
         before, after = heldout["before"], heldout["after"]

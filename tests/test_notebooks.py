@@ -252,7 +252,9 @@ def test_an_algorithm_of_ones_own_is_trained_beside_grpo(tmp_path, monkeypatch):
 
 
 def test_the_algorithm_of_the_notebook_is_the_documented_one():
-    documented, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "docs/algorithms.md").read_text(), re.DOTALL)
+    documented, *_ = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/tutorials/own-algorithm.md").read_text(), re.DOTALL
+    )
     (written,) = (cell for cell in code_of("algorithm_of_your_own") if "def median(" in cell)
     assert written.split() == documented.split()
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from jrlhf.config import Config
 from jrlhf.config.descriptions import descriptions, summary
-from jrlhf.config.keys import kinds_of, named_kind
+from jrlhf.config.keys import kinds_of, named_field
 from jrlhf.config.stages import STAGES
 from jrlhf.ppo.fields import default_of, rules_of
 
@@ -45,8 +45,8 @@ def _section(cls: Any, definitions: dict[str, Schema]) -> Schema:
             setting["default"] = default
         properties[name] = setting
     about = {"description": text} if (text := summary(cls)) else {}
-    named = named_kind(cls)
-    others = False if named is None else _reference(named, definitions)
+    named = named_field(cls)
+    others = False if named is None else _reference(named.metadata["named"], definitions)
     return {**about, "type": ["object", "null"], "additionalProperties": others, "properties": properties}
 
 
@@ -75,7 +75,8 @@ def _value(kind: Any, rules: Mapping[str, Any], definitions: dict[str, Schema]) 
         return {"enum": [*inner]}
     if origin is tuple:
         size = {} if inner[-1] is Ellipsis else {"minItems": len(inner), "maxItems": len(inner)}
-        return {"type": "array", "items": _value(inner[0], {}, definitions), **size}
+        listed = {"type": "array", "items": _value(inner[0], {}, definitions), **size}
+        return {"anyOf": [listed, {"type": "string"}]} if inner[0] is str else listed  # one text: a list of one
     if origin is Mapping:
         return {"type": "object"}
     if kind in _QUOTED:

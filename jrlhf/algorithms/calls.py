@@ -10,7 +10,6 @@ from typing import Any, Protocol
 from jaxtyping import Array, Float
 
 from jrlhf.data.batches import Batch
-from jrlhf.ppo.token_losses import TokenLoss
 from jrlhf.ppo.types import Experience, Rollout, Targets
 
 Number = float | Array
@@ -29,7 +28,9 @@ class ActorCalls(Protocol):
     def recomputes(self) -> bool: ...
     def logprobs(self, rollout: Rollout) -> OfTokens: ...
     def logprobs_with_base(self, rollout: Rollout) -> tuple[OfTokens, OfTokens]: ...
-    def update(self, data: Rollout, loss: TokenLoss | None = None, targets: Targets | None = None) -> Metrics: ...
+
+    # data: experience; or a rollout, or pairs, with a loss of its own. See `make_actor_step` and `make_pair_step`.
+    def update(self, data: Any, loss: Any = None, targets: Targets | None = None) -> Metrics: ...
 
 
 class FrozenPolicyCalls(Protocol):
@@ -78,6 +79,8 @@ class EstimatorCalls(Protocol):
     ) -> Experience: ...
 
     def best_of_group(self, rollout: Rollout, scores: Scores) -> Experience: ...
+    def where(self, chosen: Callable[..., Any], experience: Experience) -> Experience: ...
+    def pairs_of_group(self, experience: Experience) -> Any: ...  # a `PairBatch`
 
     def return_experience(
         self,

@@ -1,6 +1,5 @@
 """Checks of a config as a whole: sections against each other, the models and the devices."""
 
-import keyword
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -8,11 +7,13 @@ from typing import Any, Literal
 from jrlhf.config.keys import as_line
 from jrlhf.config.places import is_address
 from jrlhf.config.schema import (
+    ClientConfig,
     Config,
     DatasetsData,
     DocstringsData,
     MeshConfig,
     ProfileConfig,
+    RewardConfig,
     SleepConfig,
     SourceConfig,
     ValidationConfig,
@@ -22,12 +23,6 @@ from jrlhf.errors import UserError
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.config.divisors import divisors, indivisible
 from jrlhf.ppo.fields import default_of, without_effect
-
-# What a dataflow's parameters mean besides the frozen policies that a config names; see `jrlhf.algorithms.roles`.
-OTHER_PARAMETERS = (
-    *("actor", "reward", "estimator", "reference", "critic", "cost_critic", "cost", "learner", "pool", "constraint"),
-    *("arithmetic", "prompts", "kl_coef"),
-)
 
 
 def mesh_sizes(mesh: MeshConfig, device_count: int, *, simulates: bool = True) -> tuple[int, int, int]:
@@ -138,8 +133,12 @@ def _stages(config: Config) -> Iterator[str]:
         yield f"{given}: each starts from the result of those before it, write them in the order {', '.join(order)}"
     if config.model.path is None and stages[0] != "sft":
         yield f"{given}: {stages[0]} would start from random weights, name sft before it or give model.path"
-    if algorithms not in ([], ["dpo"]) and "reward_model" not in stages and not config.rewards:
-        yield f"{given}: {algorithms[0]} has nothing to optimise, name reward_model before it or give rewards"
+    scored = "reward_model" in stages or config.rewards
+    if algorithms not in ([], ["dpo"]) and not scored and config.rl.dataflow is None:
+        yield (
+            f"{given}: {algorithms[0]} has nothing to optimise, name reward_model before it, give rewards, or set "
+            f"{algorithms[0]}.dataflow to a function with a loss of its own"
+        )
     if "dpo" in stages and config.rewards:
         yield f"rewards have no effect with {given}: leave them out, or name an algorithm, such as ppo"
     if config.algorithm == "safe_rlhf" and not config.costs:
@@ -152,11 +151,30 @@ def _stages(config: Config) -> Iterator[str]:
         parts = getattr(config, section)
         names = [part.name for part in parts]
         for index, part in enumerate(parts):
+            if part.skip_none and part.abstain:
+                yield f"{section}[{index}] ({part.name}): None means one thing, keep skip_none or abstain"
             if [part.model, part.adapter, part.function].count(None) != 2:
                 yield f"{section}[{index}] ({part.name}) must be a model, an adapter or a function: give one"
             if names.count(part.name) > 1 or part.name == "reward_model":
                 owner = "" if names.count(part.name) > 1 else " by the stage"
                 yield f"{section}[{index}].name={part.name} is taken{owner}: it names metrics, choose another"
+            if part.client is not None:
+                yield from _client(part, part.client, f"{section}[{index}]")
+
+
+def _client(part: RewardConfig, client: ClientConfig, key: str) -> Iterator[str]:
+    if part.function is None:
+        yield f"{key}.client.url={client.url} is for functions, and {key} is a {part.kind}: leave client out"
+    if client.timeout > part.deadline and not part.in_process:
+        yield (
+            f"{key}.client.timeout={client.timeout:g} of a request exceeds {key}.deadline={part.deadline:g} of a whole "
+            "batch: raise the deadline, or lower the timeout"
+        )
+    if client.concurrent < part.workers:
+        yield (
+            f"{key}.client.concurrent={client.concurrent} leaves some of {key}.workers={part.workers} without a "
+            "request: lower workers, since one process has many requests in flight"
+        )
 
 
 def _data(config: Config) -> Iterator[str]:
@@ -228,6 +246,10 @@ def _void_settings(config: Config) -> Iterator[tuple[bool, Sequence[str], str]]:
     yield config.rollout.last_groups is None, ("rollout.last_rows",), "rollout.last_groups=null"
     validated = config.stop is not None and (config.stop.metric or "").lstrip("-").startswith("val-")
     yield validated and config.validation is None, ("stop.metric",), "validation.every=null"
+    measured = any(map(config.checkpoints.best_in, config.stages))
+    yield not measured, ("checkpoints.best",), f"{stages}, which do not log it"
+    validated = measured and config.checkpoints.validated
+    yield validated and config.validation is None, ("checkpoints.best",), "validation.every=null"
     parts_are_equal = "dpo.pipeline, whose parts have equally many rows"
     yield dpo and config.dpo.pipeline is not None, ("dpo.algorithm.micro_batch_tokens",), parts_are_equal
     if name is None:
@@ -287,11 +309,7 @@ def fleet_violations(config: Config, fleet: FleetSection | None) -> Iterator[str
 
 def _frozen_roles(config: Config) -> Iterator[str]:
     for name, role in config.roles.frozen.items():
-        if not name.isidentifier() or keyword.iskeyword(name):
-            yield f"roles.{name} names a parameter of a dataflow: use letters, digits and _"
-        elif name in OTHER_PARAMETERS:
-            yield f"roles.{name} has the name of another parameter of dataflows: choose another name"
-        elif config.algorithm is None or config.rl.dataflow is None:
+        if config.algorithm is None or config.rl.dataflow is None:
             section = config.algorithm or "an algorithm"
             yield f"roles.{name}={role.path} is for a dataflow of your own: set {section}.dataflow, or leave it out"
 

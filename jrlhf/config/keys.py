@@ -1,8 +1,11 @@
 """The keys of sections: their types, and the dotted keys of all settings below a section."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, get_args, get_origin, get_type_hints
+
+import yaml
 
 
 def classes_of(kind: Any) -> list[Any]:
@@ -20,9 +23,9 @@ def kinds_of(cls: Any) -> dict[str, Any]:
     return kinds
 
 
-def named_kind(cls: Any) -> Any:
-    """Returns the section of the keys that the user names; None: a config has no such keys here."""
-    return next((item.metadata["named"] for item in fields(cls) if "named" in item.metadata), None)
+def named_field(cls: Any) -> Any:
+    """Returns the field with the sections whose keys the user names, of the class `metadata["named"]`; or None."""
+    return next((item for item in fields(cls) if "named" in item.metadata), None)
 
 
 def paths_of(cls: Any) -> list[str]:
@@ -52,7 +55,18 @@ def flatten(mapping: object, prefix: str = "") -> dict[str, str]:
 def as_line(value: object) -> str:
     """Returns a parsed value as a line of YAML."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {as_line(inner)}" for key, inner in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {_part(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(as_line(inner) for inner in value) + "]"
+        return "[" + ", ".join(map(_part, value)) + "]"
     return "null" if value is None else str(value)
+
+
+def _part(value: object) -> str:
+    """Returns a part of a list or a mapping, with quotes if YAML would read a text as something else without them."""
+    if not isinstance(value, str):
+        return as_line(value)
+    try:
+        is_plain = yaml.load(f"[{value}]", yaml.BaseLoader) == [value] and value not in ("~", "null", "Null", "NULL")
+    except yaml.YAMLError:
+        is_plain = False
+    return str(value) if is_plain else json.dumps(value)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 
-from jrlhf.config.keys import as_line, classes_of, joined, kinds_of, paths_of
+from jrlhf.config.keys import as_line, classes_of, joined, kinds_of, named_field, paths_of
 from jrlhf.config.suggest import UnknownKey, suggestion
 from jrlhf.errors import UserError
 from jrlhf.ppo.fields import Section, default_of
@@ -96,17 +96,6 @@ def override(mapping: dict[str, Any], assignment: str) -> None:
     key, equals, value = assignment.lstrip("-").partition("=")
     if not equals or not all(key.strip().split(".")):
         raise UserError(f"override {assignment!r} is not understood: write key=value, for example seed=1")
-    if item := re.match(r"(rewards|costs|data\.prompts(?=[.[]\d))[.[](?:(\d+)\]?\.(.+))?", key.strip()):
-        listed, number = item[1], int(item[2] or 0)
-        section, name = section_with(mapping, listed, f"override {assignment!r}")
-        parts = section[name] = parsed(section.get(name), listed) or []
-        part = parts[number] if isinstance(parts, list) and number < len(parts) else None
-        if item[2] is None or not isinstance(part, dict):
-            raise UserError(
-                f"override {assignment!r} names no part of {listed}: they are numbered from 0, as in "
-                f"{listed}.0.weight=2; or give all of it, {listed}=[...]"
-            )
-        mapping, key = part, item[3]
     section, name = section_with(mapping, key.strip(), f"override {assignment!r}")
     section[name] = Override(value.strip())
 
@@ -114,17 +103,43 @@ def override(mapping: dict[str, Any], assignment: str) -> None:
 def section_with(mapping: dict[str, Any], key: str, called: str) -> tuple[dict[str, Any], str]:
     """Returns the section of a parsed mapping for a dotted key, and the key in it. Adds missing sections.
 
-    called: the setting's name in messages.
+    The parts of a list are numbered from 0, as in rewards.0.weight or rewards[0].weight. called: the setting's name in
+    messages.
     """
-    *sections, name = key.split(".")
+    parts = re.sub(r"\[(\w+)\]", r".\1", key).split(".")
+    *sections, name = parts
+    inner: Any = mapping
     for depth, part in enumerate(sections, start=1):
-        value = parsed(mapping.get(part), part)
-        mapping[part] = {} if value is None else value
-        mapping = mapping[part]
-        if not isinstance(mapping, dict):
-            path = ".".join(sections[:depth])
-            raise UserError(f"{called}: {path}={_shown(mapping)} is no section, it has no {name}")
-    return mapping, name
+        path = ".".join(sections[:depth])
+        at: Any = int(part) if isinstance(inner, list) and part.isdigit() else part
+        if isinstance(inner, list) and at not in range(len(inner)):
+            raise UserError(f"{called}: {_parts_of(path.rpartition('.')[0], len(inner))}")
+        value = parsed(inner[at] if isinstance(inner, list) else inner.get(at), path)
+        inner[at] = ([] if parts[depth].isdigit() else {}) if value is None else value
+        inner = inner[at]
+        if not isinstance(inner, dict | list):
+            raise UserError(f"{called}: {path}={_shown(inner)} is no section, it has no {name}")
+    if isinstance(inner, list):
+        raise UserError(f"{called}: {_parts_of('.'.join(sections), len(inner))}")
+    return inner, name
+
+
+def _parts_of(path: str, count: int) -> str:
+    return (
+        f"{path} is a list of {count} part(s), numbered from 0: name a key of one, as in {path}.0.weight=2, or give "
+        f"all of it, {path}=[...]"
+    )
+
+
+def _one_text(kind: Any, value: object, path: str) -> object:
+    """Returns a parsed value; one text in place of a list of texts as a list of one. A shell removes quotes, so what
+    then looks like a comment is text."""
+    given = parsed(value, path)
+    if get_origin(kind) is not tuple or get_args(kind)[0] is not str:
+        return given
+    if isinstance(value, Override) and not isinstance(given, _Quoted | list | tuple):
+        given = str(value) if isinstance(given, str) or value.startswith("#") else given
+    return [given] if isinstance(given, str) else given
 
 
 def parsed(value: object, path: str) -> object:
@@ -143,7 +158,7 @@ def config_yaml(config: object, *, off: bool = False, defaults: bool = True) -> 
             return [plain(item) for item in value] if isinstance(value, tuple) else value
         own = {item.name: getattr(value, item.name) for item in fields(value)}
         tables = [own[item.name] for item in fields(value) if "table" in item.metadata]  # key -> section
-        named = [own[item.name] for item in fields(value) if "named" in item.metadata]
+        named = named_field(type(value))
         values, mapping = {key: section for part in (own, *tables) for key, section in part.items()}, {}
         for name, kind in kinds_of(type(value)).items():
             is_tag = get_origin(kind) is Literal and len(get_args(kind)) == 1
@@ -152,7 +167,7 @@ def config_yaml(config: object, *, off: bool = False, defaults: bool = True) -> 
             absent = classes_of(kind) and values.get(name) is None
             if name in values and (off or not absent):
                 mapping[name] = plain(classes_of(kind)[0]() if absent else values[name])
-        return mapping | {name: plain(section) for part in named for name, section in part.items()}
+        return mapping | ({} if named is None else {name: plain(part) for name, part in own[named.name].items()})
 
     return yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True, width=1000)
 
@@ -178,11 +193,10 @@ def _build(cls: type[T], mapping: object, path: str) -> T:
         raise UserError(f"{path}={_shown(mapping)}: it is a section, write {written} for one of {keys}")
     values: dict[str, Any] = {}
     tables = {key for item in fields(cls) for key in item.metadata.get("table", ())}  # pyright: ignore
-    named = next((item for item in fields(cls) if "named" in item.metadata), None)  # pyright: ignore
+    named = named_field(cls)
     for key, value in mapping.items():
-        if named is not None and key not in kinds and isinstance(section := parsed(value, str(key)), Mapping):
-            own = values.setdefault(named.name, {})
-            own[str(key)] = _build(named.metadata["named"], section, joined(path, key))
+        if named is not None and key not in kinds:
+            _add_named(values.setdefault(named.name, {}), named.metadata["named"], str(key), value, cls, path)
             continue
         if key not in kinds:
             if "." in (parts := str(key)) and parts in paths_of(cls):
@@ -201,6 +215,17 @@ def _build(cls: type[T], mapping: object, path: str) -> T:
         raise UserError(joined(path, str(error)) if names_a_key else f"{path}: {error}".lstrip(": ")) from error
 
 
+def _add_named(named: dict[str, Any], kind: Any, key: str, value: object, cls: Any, path: str) -> None:
+    """Adds a section whose key the user names, unless the key rather is a mistake in one of the class's own."""
+    section, own = parsed(value, key), joined(path, key)
+    if isinstance(section, Mapping):
+        named[key] = _build(kind, section, own)
+    elif difflib.get_close_matches(key, kinds_of(cls), n=1):
+        raise UnknownKey(cls, path, key, value)
+    else:
+        raise UserError(f"{own}={_shown(section)}: it is a section, write {own}.path={_shown(section)}")
+
+
 def convert(kind: Any, value: object, path: str) -> Any:
     """Converts `value` to `kind`: bool, int, float, str, Literal, X | None, tuple[X, ...], Mapping or dataclasses."""
     origin, inner = get_origin(kind), get_args(kind)
@@ -210,7 +235,7 @@ def convert(kind: Any, value: object, path: str) -> Any:
         return _convert_union([member for member in inner if member is not type(None)], value, path)
     if kind is str and isinstance(value, Override):
         return str(value)
-    was_set, value = isinstance(value, Override), parsed(value, path)
+    was_set, value = isinstance(value, Override), _one_text(kind, value, path)
     if is_dataclass(kind) and not (was_set and value is None):  # on a command line, null removes a file's section
         return _build(kind, value, path)  # pyright: ignore[reportArgumentType]
     if value is None:
@@ -232,7 +257,7 @@ def convert(kind: Any, value: object, path: str) -> Any:
     if origin is tuple:
         choices = get_args(inner[0]) if get_origin(inner[0]) is Literal else ()
         no_member = choices and value not in choices
-        expected = f"a list of {', '.join(choices)}" if no_member else f"a list, write [{_shown(value)}]"
+        expected = f"a list of {', '.join(choices)}" if no_member else f"a list, write {as_line([value])}"
     elif origin is Mapping:
         expected = "a mapping, write {key: value}"
     elif origin is Literal:
@@ -254,12 +279,13 @@ def _convert_union(kinds: list[Any], value: object, path: str) -> Any:
         if isinstance(given, list | tuple):
             return convert(lists[0], given, path)
         kinds = [kind for kind in kinds if kind not in lists]
-    if kinds[0] is int:
+    if kinds[0] in (int, float):
         words = [word for kind in kinds[1:] for word in get_args(kind)]
         if given in words:
             return given
         if words and given is not None and not math.isfinite(_number(given)):
-            raise UserError(f"{path}={_shown(given)}: it must be a whole number or {' or '.join(words)}")
+            number = "a whole number" if kinds[0] is int else "a finite number"
+            raise UserError(f"{path}={_shown(given)}: it must be {number} or {' or '.join(words)}")
         kinds = kinds[:1]
     if len(kinds) > 1:
         return convert(kinds[0], value, path) if given is None else _convert_tagged(kinds, given, path)

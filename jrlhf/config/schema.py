@@ -4,6 +4,7 @@ A section exists only if its stage or feature is used. A new setting is one line
 on its effect and unit, which is also its documentation; `parse.py` parses it and explains mistakes.
 """
 
+import keyword
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -65,6 +66,13 @@ class ModelSection(Section):
     tie_embeddings: bool = True  # use one table for embedding and unembedding
 
 
+# Parameters of dataflows that are no frozen policies of the config; see `jrlhf.algorithms.roles`.
+OTHER_PARAMETERS = (
+    *("actor", "reward", "estimator", "reference", "critic", "cost_critic", "cost", "learner", "pool", "constraint"),
+    *("arithmetic", "prompts", "kl_coef"),
+)
+
+
 @dataclass(frozen=True)
 class FrozenRole(Section):
     """A frozen policy of a dataflow of your own, under the name of the dataflow's parameter, such as a teacher."""
@@ -87,6 +95,13 @@ class RolesConfig(Section):
     critic: str | None = address()  # null: the reward model that this run trained, else the actor with a new head
     reference: str | None = address()  # null: the actor as it is before reinforcement learning
     frozen: Mapping[str, FrozenRole] = field(default_factory=dict, metadata={"named": FrozenRole})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.frozen:
+            if name in OTHER_PARAMETERS or not name.isidentifier() or keyword.iskeyword(name):
+                taken = ", ".join(OTHER_PARAMETERS)
+                raise ValueError(f"{name} must be the name of a parameter of your dataflow, and none of {taken}")
 
     @property
     def paths(self) -> dict[str, str]:
@@ -170,7 +185,7 @@ class SleepConfig(Feature):
     def weights_of(self, role: str) -> bool:
         """Returns whether a role's weights are offloaded to host memory between its calls."""
         section = {"cost_critic": "critic", "cost": "reward"}.get(role, role)
-        return getattr(self, section, self.reference) == "host"
+        return getattr(self, section if section in ("actor", "critic", "reward") else "reference") == "host"
 
 
 @dataclass(frozen=True)
@@ -307,6 +322,34 @@ _PROCESSES = only_if(lambda part: part.kind in (None, "function") and not part.i
 
 
 @dataclass(frozen=True)
+class ClientConfig(Feature):
+    """An OpenAI-compatible chat endpoint that a reward function asks, by its parameter `client`."""
+
+    SWITCHES: ClassVar[tuple[str, ...]] = ("url",)
+    OFF: ClassVar[str] = "{path}.url=null"
+    # The address before /chat/completions, such as http://host:8000/v1, without a key.
+    url: str | None = None
+    model: str | None = None  # the model to ask; null: the only one that the endpoint lists
+    key_env: str | None = None  # the name of the environment variable with the key, such as OPENAI_API_KEY
+    concurrent: int = count(64, most=4096)  # requests in flight of all workers together
+    timeout: float = positive(20.0, most=LONGEST)  # seconds of one request; at most the deadline of the reward
+    retries: int = natural(3, most=100)  # further attempts after a failed connection, a timeout, and status 429 or 5xx
+    temperature: float | None = non_negative(0.0)  # null: the endpoint's
+    max_tokens: int | None = count(1024)  # longest answer; a longer one is a failure; null: the endpoint's
+    cache: bool = True  # store answers beside the logs: an equal request, also after a resume, gets the same answer
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # Messages must not show a key, which a mistake may put here.
+        if self.url is not None and re.search("[@?#]", self.url):
+            raise ValueError("url must have no @, ? or #: give the key by key_env")
+        if self.key_env is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]{0,99}", self.key_env):
+            raise ValueError("key_env must be the name of an environment variable, in capitals, and not the key")
+        if self.url is not None and not re.fullmatch(r"https?://[!-~]+", self.url):
+            self.refuse("url", "an address such as http://localhost:8000/v1")
+
+
+@dataclass(frozen=True)
 class RewardConfig(Section):
     """One reward of the weighted sum: a model directory, or a function that runs in its own processes."""
 
@@ -321,10 +364,14 @@ class RewardConfig(Section):
     # Call the function in the training process, if it cannot be sent to another one: then nothing stops a call, a crash
     # ends the run, and a resume checks only the name of a Python function.
     in_process: bool = field(default=False, metadata=_FUNCTION)
-    # The score used when a function or a model fails to give one; null: a failure ends the run.
-    on_failure: float | None = checked(None, lambda value: abs(value) < 3.4e38, "finite in float32")
+    # The score used when a function or a model fails to give one; exclude: the response is not learned from, and counts
+    # in no statistic; null: a failure ends the run.
+    on_failure: float | Literal["exclude"] | None = checked(
+        None, lambda value: not isinstance(value, str) and abs(value) < 3.4e38, "finite in float32"
+    )
     # A function's None for one response: it does not judge it, adds 0 to the sum, and is in no mean of the reward.
     skip_none: bool = field(default=False, metadata=_FUNCTION)
+    abstain: bool = field(default=False, metadata=_FUNCTION)  # None excludes the response, as on_failure=exclude does
     options: Mapping[str, Any] = field(default_factory=dict, metadata=_FUNCTION)  # a function's further arguments
     # {parameter of the function: column of the dataset}, where the two names differ.
     columns: Mapping[str, Any] = field(default_factory=dict, metadata=_FUNCTION)
@@ -332,6 +379,7 @@ class RewardConfig(Section):
     special_tokens: bool = field(
         default=False, metadata=only_if(lambda section: section.kind != "adapter", "{path}.{section.kind}")
     )
+    client: ClientConfig | None = None
     # Number of rows that a model scores at a time; at most compute.score_rows, if that is set.
     batch: int = count(16, **only_if(lambda section: section.model is not None, "{path}.{section.kind}"))
 
@@ -407,6 +455,10 @@ class ValidationConfig(Feature):
     # null: that of the rollouts
     min_p: float | None = checked(None, lambda value: 0 < value <= 1, "above 0 and at most 1", **_NOT_GREEDY)
     max_response: int | None = count(None)  # longest response in tokens; null: data.max_response
+
+    def due(self, step: int) -> bool:
+        """True if the weights after so many iterations are validated."""
+        return self.every is not None and step % self.every == 0
 
     @property
     def drawing(self) -> dict[str, Any]:

@@ -16,6 +16,23 @@ class CheckpointConfig(Section):
     """The checkpoints of a stage."""
 
     keep: int = count(2)  # number of newest checkpoints that are kept; with 1, nothing replaces a damaged one
+    # A metric of held-out rows, such as val-core/all/score/mean@1 or -sft/eval_loss (with the minus, small values are
+    # good). The checkpoint with its best value is kept, too, and its stage ends with these weights. null: the last.
+    best: str | None = checked(
+        None,
+        lambda name: bool(re.fullmatch(r"-?(val-\S+|(sft|reward_model|dpo)/eval_\S+)", name)),
+        "a metric of held-out rows, such as val-core/all/score/mean@1 or -sft/eval_loss",
+    )
+
+    @property
+    def validated(self) -> bool:
+        """True if `best` is a metric of validations."""
+        return (self.best or "").lstrip("-").startswith("val-")
+
+    def best_in(self, stage: str) -> str | None:
+        """The metric `best` if it is one of this stage."""
+        own = (self.best or "").lstrip("-").startswith(f"{stage}/") or (self.validated and stage in ALGORITHMS)
+        return self.best if own else None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """`Mixture`: the order in which the prompts of several datasets are drawn, by their weights."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -19,7 +19,7 @@ class Mixture(Order):
     epoch of a source in which fewer rows than its part of a batch would remain has all rows.
     """
 
-    sources: tuple[Source, ...]
+    sources: tuple[Source, ...] = field(kw_only=True)
 
     def draw(self, number: int, solved: Solved | None = None) -> Rows:
         """Returns the rows of a batch, in which those of the sources alternate."""
@@ -28,10 +28,6 @@ class Mixture(Order):
             rows.append(order.span(start, stop, None if solved is None else solved[own]) + own.start)
             times.append((np.arange(start, stop) + 0.5) / self._weights[len(times)])
         return np.concatenate(rows)[np.argsort(np.concatenate(times), kind="stable")]
-
-    def epochs(self, number: int, solved: Solved | None = None) -> list[int]:
-        """Returns the numbers of the epochs from which a batch takes rows of the source that is furthest behind."""
-        return min(self.epochs_of_sources(number, solved))
 
     def epochs_of_sources(self, number: int, solved: Solved | None = None) -> list[list[int]]:
         """Returns the numbers of the epochs from which a batch takes rows of each source."""
@@ -42,8 +38,9 @@ class Mixture(Order):
 
     def begun(self, number: int, solved: Solved | None = None) -> dict[str, int]:
         """Returns the metrics of the epochs in which a batch begins: the earliest one, and that of each source."""
-        epochs = zip(self.sources, self.epochs_of_sources(number, solved), strict=True)
-        return super().begun(number, solved) | {f"source/{own.name}/epoch": begun for own, (begun, *_) in epochs}
+        begun = [epochs[0] for epochs in self.epochs_of_sources(number, solved)]
+        named = {f"source/{own.name}/epoch": epoch for own, epoch in zip(self.sources, begun, strict=True)}
+        return {"training/epoch": min(begun)} | named
 
     def next_epochs(self, number: int, solved: Solved) -> Solved:
         ends = [1 + epochs[-1] for epochs in self.epochs_of_sources(number, solved)]
@@ -57,10 +54,10 @@ class Mixture(Order):
     def _orders(self) -> list[tuple[slice, Order]]:
         """The rows of each source, and their order."""
         counts = [source.count for source in self.sources]
-        ends, least = np.cumsum(counts), np.ceil(self.batch * self._weights / self._weights.sum())
+        ends, rows_of_batch = np.cumsum(counts), np.ceil(self.batch * self._weights / self._weights.sum())
         return [
-            (slice(int(end) - count, int(end)), Order(count, int(few), (*np.atleast_1d(self.seed), which)))
-            for which, (count, end, few) in enumerate(zip(counts, ends, least, strict=True))
+            (slice(int(end) - count, int(end)), Order(count, int(rows), self.seed, (which,)))
+            for which, (count, end, rows) in enumerate(zip(counts, ends, rows_of_batch, strict=True))
         ]
 
     def _spans(self, number: int) -> Iterator[tuple[slice, Order, int, int]]:

@@ -21,7 +21,8 @@ class Order:
 
     count: int  # number of rows, N
     batch: int
-    seed: int | tuple[int, ...]
+    seed: int
+    stream: tuple[int, ...] = ()  # numbers that distinguish orders of one seed
 
     def draw(self, number: int, solved: Solved | None = None) -> Rows:
         """Returns the rows of a batch."""
@@ -31,7 +32,7 @@ class Order:
         """Returns the rows from one place of the stream to another."""
         drawn = [np.zeros(0, np.int64)]
         for epoch, rows, places in self._parts(start, stop, solved):
-            shuffled = np.random.default_rng((*np.atleast_1d(self.seed), epoch)).permutation(len(rows))
+            shuffled = np.random.default_rng((self.seed, *self.stream, epoch)).permutation(len(rows))
             drawn.append(rows[shuffled[places]])
         return np.concatenate(drawn)
 

@@ -130,7 +130,8 @@ class _DryRun:
             asleep[call] += sum(roles[role].get(part, 0.0) for part in parts)
         if host := max(asleep.values(), default=0.0):
             lines.append(f"host memory for what sleeps, at most {in_units(host)} for each device")
-        room = f"{keep + 1} of them: checkpoints.keep={keep}, and the one that is written"
+        best = self.config.checkpoints.best_in(graph.name) is not None
+        room = f"{keep + 1 + best} of them: checkpoints.keep={keep}, {'the best, ' * best}and the one that is written"
         size, saving = map(in_units, (checkpoint_bytes(workload), memory.saving))
         return [
             *lines,
@@ -279,7 +280,7 @@ def _tried(config: Config, samples: Sequence[Sample]) -> Iterator[str]:
         if part.function is not None:
             with FunctionReward(part, config.seed, kind=kind, steps=config.rl.iterations) as function:
                 scored = function.score(samples)
-            scores = ", ".join("none" if np.isnan(score) else f"{score:.4g}" for score in scored.scores)
+            scores = ", ".join(f"{score:.4g}" if np.isfinite(score) else "none" for score in scored.scores)
             failed = ", ".join(f"{count} {failure}" for failure, count in scored.failures.items())
             failed = f" (on_failure for failed ones: {failed}; the last: {scored.last_failure})" if failed else ""
             yield f"  {kind} {part.name}: {scores}{failed}"

@@ -22,6 +22,9 @@ def undivided_rows(workload: Workload, call: Call, placement: Placement) -> Iter
         case "train":
             over = f"{devices} x {workload.minibatches} minibatches x {parts} micro-batches"
             rules = [(workload.rows_key, workload.rows, count * parts * workload.minibatches, over)]
+            if "estimator.pairs_of_group" in [other.name for other in workload.graph]:
+                pairs = f"{workload.samples} samples for each pair on {devices}"
+                rules.append((workload.rows_key, workload.rows, workload.samples * count, pairs))
         case "generate":
             rules = [(workload.rows_key, workload.rows, count, devices)]
             rules.append((workload.rows_key, workload.rows, samples, prompts))

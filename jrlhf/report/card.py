@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin
 import yaml
 
 from jrlhf import __version__
-from jrlhf.config.keys import classes_of, kinds_of, named_kind
+from jrlhf.config.keys import classes_of, kinds_of, named_field
 from jrlhf.config.parse import config_yaml
 from jrlhf.config.places import PREFIX
 from jrlhf.config.schema import Config, DatasetsData, RewardConfig
@@ -27,6 +27,7 @@ from jrlhf.report.read import GOLD, SCORE, STAGES, Record, read_run
 from jrlhf.report.sections import OWN_ANSWERS, accuracy, results
 from jrlhf.roles.pretrained import hub_model, locate
 from jrlhf.run.console import validation_key
+from jrlhf.run.contents import best_step
 from jrlhf.run.files import to_json
 from jrlhf.run.resume import defines_results
 from jrlhf.run.text import clean
@@ -82,8 +83,9 @@ def card_data(config: Config, record: Record, stage: str, step: int, base: Path 
     metrics = {name: rows for name, rows in record.metrics.items() if name in earlier}
     if own := [row for row in record.metrics.get(stage, []) if row["step"] <= step]:
         metrics[stage] = own
-    ended = record.summary.get("steps", {}).get(stage) == step
-    record = replace(record, metrics=metrics, summary=record.summary if ended else {})
+    best, last = best_step(record.summary, stage), record.summary.get("steps", {}).get(stage)
+    exported = step == (last if best is None else best)
+    record = replace(record, metrics=metrics, summary=record.summary if exported else {})
     return CardData(config, record, stage, step, license=None if base is None else license_of(base))
 
 
@@ -259,6 +261,8 @@ def _settings(data: CardData) -> dict[str, Any]:
         if not isinstance(value, str) or value in _choices(kind):
             return value
         name = key.rpartition(".")[2].partition("[")[0]
+        if ".client." in key:  # its model is no directory
+            return _LEFT_OUT
         return _short(value, data) if name in _PLACES else clean(value) if name in _NAMES_OF_PARTS else _LEFT_OUT
 
     def section(values: Mapping[str, Any], kind: Any, key: str) -> dict[str, Any]:
@@ -267,7 +271,7 @@ def _settings(data: CardData) -> dict[str, Any]:
         for name, value in values.items():
             inner = f"{key}.{name}" if key else name
             if isinstance(value, dict) and value:
-                part = plain(value, kinds.get(name, named_kind(cls)), inner)
+                part = plain(value, kinds[name] if name in kinds else named_field(cls).metadata["named"], inner)
                 mapping |= {name: part} if part else {}
             elif defines_results(inner):
                 mapping[name] = plain(value, kinds[name], inner)

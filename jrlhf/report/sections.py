@@ -11,6 +11,7 @@ import numpy as np
 from jrlhf.report.charts import COLORS, Chart, Series, number
 from jrlhf.report.read import FAILURES, GOLD, KL, REWARD_KINDS, SCORE, STAGES, Curve, Named, Record, Sample
 from jrlhf.run.console import validation_key
+from jrlhf.run.contents import best_step
 from jrlhf.run.text import decimals, duration
 
 _UNSET = ("", "0", "null")  # values of a setting that is not used
@@ -130,7 +131,7 @@ def figures(run: Record) -> Iterator[Figure]:
     old, new = run.both(run.measure)
     prompts = f" on {run.held_out['n']} held-out prompts" if "n" in run.held_out else ""
     own = "" if run.measure == "gold" else "; the run's own rewards"
-    own += f", which {run.title} optimises on other prompts" if own and run.trained else ""
+    own += f", which {run.title} optimises on other prompts" if own and run.curve(SCORE)[1] else ""
     if old is not None:
         first, last = map(with_error, (old, new or 0.0), run.both(f"{run.measure}_standard_error"))
         difference, error = run.held_out.get("difference"), run.held_out.get("standard_error") or 0.0
@@ -151,6 +152,9 @@ def figures(run: Record) -> Iterator[Figure]:
         yield Figure("SFT loss, held out", [last], note + (f"; it was {best} at best" if best != last else ""))
     yield from accuracy(run, "reward_model", "Reward model", "right about")
     yield from accuracy(run, "dpo", "Preferences", "the policy prefers the better of")
+    if best := run.summary.get("best"):
+        note = f"of {best['stage']}, which ended with them: the best by {best['metric']}={best['value']:.4g}"
+        yield Figure("Weights", [f"step {best['step']}"], note)
     old, new = run.both("cost")
     limit, target = run.algorithm_setting("cost_limit"), run.algorithm_setting("kl_target")
     bound = "" if limit is None else f"; the limit is {limit:g}"
@@ -180,7 +184,9 @@ def results(run: Record) -> Iterator[Figure]:
 
 def accuracy(run: Record, stage: str, title: str, verdict: str) -> Iterator[Figure]:
     """Yields the accuracy on held-out pairs at the end of a stage, if it was measured."""
-    if accuracies := _finite(run.curve(f"{stage}/eval_accuracy", stage)):
+    steps, values = run.curve(f"{stage}/eval_accuracy", stage)
+    end = best_step(run.summary, stage)
+    if accuracies := _finite((steps, [value for at, value in zip(steps, values, strict=True) if at <= (end or at)])):
         share, pairs = accuracies[-1], (_finite(run.curve(f"{stage}/eval_pairs", stage)) or [0.0])[-1]
         error = f" ± {math.sqrt(share * (1 - share) / pairs):.1%}" if pairs else ""
         count = f"{pairs:,.0f} " if pairs else ""
@@ -367,7 +373,9 @@ def samples(run: Record) -> tuple[str, list[tuple[str, list[Sample]]]]:
     name, old, new = run.measure_name, f"{run.measure}_before", f"{run.measure}_after"
 
     def gain(sample: Sample) -> float:
-        return (sample.get(new) or 0.0) - (sample.get(old) or 0.0) if compared else sample[old]
+        after, before = sample.get(new) if compared else 0.0, sample.get(old)
+        change = 0.0 if after is None or before is None else after - before
+        return change if compared else -change
 
     ranked = sorted(compared or [sample for sample in answers if sample.get(old) is not None], key=gain)
     low, high = (ranked[:6], ranked[::-1][:6]) if len(answers) > 10 else ([], [])

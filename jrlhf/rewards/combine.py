@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jrlhf.ppo.advantages import group_advantages
-from jrlhf.ppo.masked import masked_extremes
+from jrlhf.ppo.masked import masked_extremes, masked_mean
 from jrlhf.ppo.shaping import RunningMoments, on_last_token
 from jrlhf.rewards.types import Kind
 
@@ -55,7 +55,10 @@ def combine(
     learned = {name: jnp.where(failed[name], on_failure[name], scores) for name, scores in learned.items()}
     of_texts = texts if isinstance(texts, Mapping) else {}
     parts = {**learned, **of_texts}
-    addends = learned | {name: jnp.where(jnp.isnan(scores), 0, scores) for name, scores in of_texts.items()}
+    # Rows that a reward does not judge get 0 from it, and one of weight 0, which is only measured, adds nothing.
+    zero = {name: jnp.isnan(scores) for name, scores in of_texts.items()}
+    zero |= {name: ~jnp.isfinite(scores) for name, scores in parts.items() if not weights[name]}
+    addends = {name: jnp.where(zero[name], 0, scores) if name in zero else scores for name, scores in parts.items()}
     rows = sum((weights[name] * scores for name, scores in addends.items()), jnp.zeros_like(finished, jnp.float32))
     scores = rows
     if texts is not None and not isinstance(texts, Mapping):
@@ -65,13 +68,16 @@ def combine(
         normalise, rated = partial(group_advantages, samples=samples, divide_by_std=True), counted & jnp.isfinite(raw)
         normalised = jnp.zeros_like(raw)
         for name, part in parts.items():
-            normalised += weights[name] * normalise(part, mask=rated & ~jnp.isnan(part))
+            normalised += weights[name] * normalise(part, mask=rated & jnp.isfinite(part))
         scores = jnp.where(jnp.isfinite(raw), normalised, raw)
     shaped, moments, shaping = shape(scores, response_lengths, finished, moments, counted=counted)
     statistics = {}
     for name, own in learned.items():
         failures = jnp.sum(failed[name], dtype=jnp.float32)
-        numbers = {"mean": jnp.mean(own), "std": jnp.std(own), "failures": failures, "failures/nan": failures}
+        finite = jnp.isfinite(own)  # a row that is excluded has no score
+        mean = masked_mean(own, finite)
+        deviation = jnp.sqrt(masked_mean(jnp.square(own - mean), finite))
+        numbers = {"mean": mean, "std": deviation, "failures": failures, "failures/nan": failures}
         statistics |= named(f"{kind}s/{name}", numbers)
     return Combined(shaped, moments, raw, learned, statistics, extremes(raw), shaping)
 

@@ -35,7 +35,7 @@ class Facts:
 
     def __post_init__(self) -> None:
         for parameter in self.config.columns:
-            taken = parameter in GIVEN[self.style] or parameter in self.config.options
+            taken = parameter in self.given or parameter in self.config.options
             if taken or not (parameter in self.columns or self.open_ended):
                 raise UserError(
                     f"columns.{parameter} of {self.called}: the parameters of {self.spec} that take a column are "
@@ -47,14 +47,22 @@ class Facts:
         return f"{self.kind} {self.config.name!r}"
 
     @property
+    def given(self) -> tuple[str, ...]:
+        """The parameters that the program passes by itself."""
+        return GIVEN[self.style] if self.config.client is None else (*GIVEN[self.style], "client")
+
+    @property
     def is_builtin(self) -> bool:
         return self.spec.startswith(f"{builtin.__name__}:")
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the function's file, wherever that is, and the options that it is called with."""
+        """A digest of the function's file, wherever that is, its options, and the model that it asks."""
         source = builtin.IDENTITIES[self.spec.rpartition(":")[2]] if self.is_builtin else self.sha256 or ""
-        return digest_of([os.path.basename(self.spec), source, repr(sorted(self.config.options.items()))])
+        parts = [os.path.basename(self.spec), source, repr(sorted(self.config.options.items()))]
+        if (client := self.config.client) is not None:  # not the key, nor what only says when it answers
+            parts.append(repr((client.url, client.model, client.temperature, client.max_tokens)))
+        return digest_of(parts)
 
     @property
     def identity(self) -> dict[str, str]:
@@ -71,7 +79,11 @@ class Facts:
         if config.in_process:
             call = "in the process that trains, without a deadline: a crash or a hang in it is one of the run"
             call += "" if source else ", and a resume checks its name alone"
-        if config.on_failure is not None:
+        if config.client is not None:
+            call += f", with answers of {config.client.model} at {config.client.url}"
+        if config.on_failure == "exclude":
+            failing = "a row where it fails counts nowhere"
+        elif config.on_failure is not None:
             failing = f"{config.on_failure:g} where it fails"
         return f"{self.kind} {config.name}: {self.spec}{source} {call}, {failing}"
 
@@ -86,6 +98,7 @@ class Facts:
                 option = "" if self.is_builtin else f", or give options.{parameter}"
                 near = get_close_matches(column, sorted(columns), 1) if parameter == column and option else ()
                 rename = f"rename the parameter to {near[0]}, or " if near else ""
+                rename += "give the section client, or " if parameter == "client" else ""
                 raise UserError(
                     f"{self.called} needs the column {column!r} for {self.spec}, and the dataset has "
                     f"{', '.join(sorted(columns)) or 'none'}: {rename}name one of these in its columns.{parameter}"

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
@@ -19,14 +20,14 @@ from jrlhf.config.schema import RewardConfig
 from jrlhf.errors import RewardFailure, UserError
 from jrlhf.rewards import builtin
 from jrlhf.rewards.facts import Facts
-from jrlhf.rewards.types import Kind, Sample, Scored, on_last_token
+from jrlhf.rewards.types import INVALID, Kind, Sample, Scored, on_last_token
 from jrlhf.rewards.user_code import as_it_is, resolve, shipped
-from jrlhf.rewards.worker import GIVEN, InProcess
+from jrlhf.rewards.worker import InProcess
 from jrlhf.run.child import Worker
 from jrlhf.run.files import Closing
 
 LOG_BYTES = 16 << 20  # maximum output of a function in the log file
-NO_SCORE = {"failure": "none", "detail": "returned None"}  # the result of None without `skip_none`
+NO_SCORE = {"failure": "none", "detail": "returned None"}  # the result of None without `skip_none` or `abstain`
 START_SECONDS = 120.0  # deadline for a worker to import the function
 
 
@@ -53,7 +54,8 @@ class FunctionReward(Closing):
         self._config, self._seed, self._steps, self._epochs = config, seed, steps, epochs
         self._kind: Kind = kind
         self._called = f"{kind} {config.name!r}"
-        self.on_failure, self._columns = config.on_failure, config.columns
+        self.on_failure = INVALID if config.on_failure == "exclude" else config.on_failure
+        self._columns = config.columns
         self._spec = (resolve if ":" in config.function else builtin.spec_of)(config.function, self._called)
         self._shipped, self._starts = None, Worker
         if config.in_process:
@@ -69,7 +71,13 @@ class FunctionReward(Closing):
         self._calls = set[threading.Event]()  # of the calls at work; each is set to end its call
 
     def __enter__(self) -> Self:
-        """Starts the workers and imports the function in each."""
+        """Starts the workers and imports the function in each. Asks the endpoint of `client` for its models before."""
+        if (client := self._config.client) is not None:
+            from jrlhf.rewards.client import check_endpoint
+
+            client = replace(client, url=str(client.url).rstrip("/"))
+            client = replace(client, model=check_endpoint(vars(client), self._called))
+            self._config = replace(self._config, client=client)
         if self._log is not None:
             try:
                 self._log_file = open(self._log, "ab", buffering=0)
@@ -168,7 +176,7 @@ class FunctionReward(Closing):
         # Strings hash alike in every worker and every run, and JAX in a function never takes an accelerator.
         environment = {"PYTHONHASHSEED": str(self._seed % 2**32), **os.environ, "JAX_PLATFORMS": "cpu"}
         what: dict[str, Any] = {"spec": self._spec, "shipped": self._shipped, "options": self._config.options}
-        what |= {"deadline": self._config.deadline, "start_deadline": START_SECONDS}
+        what |= {"deadline": self._config.deadline, "start_deadline": START_SECONDS, "client": self._client(index)}
         request = self._pickle(what, "its options")
         worker = self._pool[index] = self._starts("jrlhf.rewards.worker", environment, self._write)
         if ended.is_set():
@@ -181,6 +189,14 @@ class FunctionReward(Closing):
             raise UserError(f"{self._called}: {answer['bad']}")
         if not hasattr(self, "facts"):
             self.facts = Facts(self._config, self._kind, self._spec, **answer["ready"])
+
+    def _client(self, index: int) -> dict[str, Any] | None:
+        """Returns the arguments of a worker's client, with its share of the requests in flight."""
+        if (client := self._config.client) is None:
+            return None
+        share = client.concurrent // self.workers + (index < client.concurrent % self.workers)
+        file = "" if self._log is None else str(self._log.absolute().with_suffix(".answers.jsonl"))
+        return {**vars(client), "concurrent": max(share, 1), "cache": file if client.cache else None}
 
     def _write(self, output: bytes) -> None:
         with self._log_lock:
@@ -228,7 +244,7 @@ class FunctionReward(Closing):
             if facts.style == "trl":  # all columns, but not verl's two that `Sample.columns` adds to data without them
                 read = {name for sample in samples for name in sample.example.columns} | present.keys() - {*others[::2]}
                 others = [name for name in present if name in read or any(row[name] for row in rows)]
-            closed = {*self._config.options, *GIVEN[facts.style]}
+            closed = {*self._config.options, *facts.given}
             parameters += [name for name in others if name.isidentifier() and name not in closed]
         for parameter in parameters:
             column = self._columns.get(parameter, parameter)
@@ -242,7 +258,7 @@ class FunctionReward(Closing):
             raise RewardFailure(f"{self._called}: {answer['bad']}", self.facts.identity)
         whole = "failure" in answer
         results = [answer] * len(samples) if whole else answer["results"]
-        if not self._config.skip_none:
+        if not (self._config.skip_none or self._config.abstain):
             results = [NO_SCORE if result.get("score", 0) is None else result for result in results]
         failed = next((pair for pair in zip(samples, results, strict=True) if "failure" in pair[1]), None)
         if failed is not None:
@@ -252,17 +268,20 @@ class FunctionReward(Closing):
                 late = f"raise deadline of {self._called}, " if failed[1]["failure"] == "hang" else ""
                 output = "" if self._config.in_process else f"; what it printed is in {self._log}"
                 skips = failed[1] is NO_SCORE
-                none = f"set skip_none=true of {self._called} if it does not judge every sample, " if skips else ""
+                none = f"set skip_none=true or abstain=true of {self._called} if that is meant, " if skips else ""
                 resume = "" if self._log is None else f", and resume the run{output}"
                 raise RewardFailure(
                     f"{story}: {late}mend the function, {none}or set on_failure of {self._called} to a score for such "
-                    f"samples{resume}",
+                    f"samples, or to exclude{resume}",
                     self.facts.identity,
                 )
         return results
 
     def _scored(self, samples: Sequence[Sample], results: Sequence[Mapping[str, Any]]) -> Scored:
         values = [result.get("score", self.on_failure) for result in results]
+        nones = sum(value is None for value in values)
+        if self._config.abstain:
+            values = [INVALID if value is None else value for value in values]
         extras = [result.get("extras", {}) for result in results]
         names = dict.fromkeys(name for row in extras for name in row)
         tokens = None
@@ -276,6 +295,7 @@ class FunctionReward(Closing):
             extras={name: np.array([row.get(name, np.nan) for row in extras], np.float64) for name in names},
             failures=Counter(result["failure"] for result in results if "failure" in result),
             last_failure=next((str(result["detail"]) for result in reversed(results) if "failure" in result), ""),
+            abstained=nones if self._config.abstain else 0,
         )
 
 

@@ -34,7 +34,7 @@ from jrlhf.run.processes import from_main, is_main
 
 Metrics = dict[str, float | Array]
 _TELLING = 8  # samples; of fewer, such as the last ones of an evaluation, most may fail by chance
-_COUNT = re.compile("/failures|/skipped$")  # in the names of metrics that are counts
+_COUNT = re.compile("/failures|/(skipped|abstained)$")  # in the names of metrics that are counts
 TRAINED = "reward_model"  # the name of the reward model that the run itself trains
 
 
@@ -82,6 +82,7 @@ Tiles = Pending[list[dict[str, Any]]]  # by name, for each tile of rows: models 
 
 class Rewards:
     """The role that scores rollouts: the weighted sum of a run's rewards, or of its costs. One thread makes all calls.
+    A run whose dataflow never calls `score` may have none.
 
     Functions run in other threads while the devices compute; models that read text run afterwards, or on each tile of
     an open rollout. `start` begins an iteration; at its end `moments`, `raw`, `parts` and `metrics()` are its results.
@@ -118,7 +119,6 @@ class Rewards:
         counts: Callable[[Array], Array],
         warn: Callable[[str], None],
     ):
-        assert token_parts or text_parts, "nothing would score"
         self.token_parts, self.text_parts, self.trained = token_parts, text_parts, trained
         self.placement, self.clock = placement, clock
         self.kind: Kind = kind
@@ -301,7 +301,8 @@ class Rewards:
 
     def _ask(self, samples: Sequence[Sample], step: int, *, on_device: bool, **place: int) -> dict[str, Scored]:
         parts = {name: part for name, part in self.text_parts.items() if (part.model is not None) == on_device}
-        return {name: part.score(samples, step, **place) for name, part in parts.items()}
+        scored = {name: part.score(samples, step, **place) for name, part in parts.items()}
+        return {name: own if parts[name].weight else own.only_measured for name, own in scored.items()}
 
     def _summed(self, samples: Sequence[Sample], scored: Mapping[str, Scored]) -> tuple[Scored, dict[str, Scored]]:
         """Returns the weighted sum, and the scores of the parts in the order of the config."""

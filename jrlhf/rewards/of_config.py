@@ -1,6 +1,5 @@
 """`open_rewards`: a context manager that opens the rewards and the costs of a config."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
@@ -12,7 +11,7 @@ from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.ppo.config.score import ScoreConfig
 from jrlhf.rewards.functions import FunctionReward
 from jrlhf.rewards.mixture import TRAINED, Rewards, TextPart, TokenPart
-from jrlhf.rewards.types import Kind
+from jrlhf.rewards.types import INVALID, Kind
 from jrlhf.roles.initial import InitialModels
 from jrlhf.roles.model import Model
 from jrlhf.roles.placement import RolePlacement
@@ -52,12 +51,13 @@ def open_rewards(
         places, tokens, texts = placement(kind), dict[str, TokenPart](), dict[str, TextPart]()
         if own is not None:
             stored = places.store(own, donate=False)
-            tokens[TRAINED] = TokenPart(config.reward_model.weight, stored, own.fingerprint(), on_failure=math.nan)
+            tokens[TRAINED] = TokenPart(config.reward_model.weight, stored, own.fingerprint(), INVALID)
         for index, reward in enumerate(section):
             if reward.adapter is not None:
                 model = initial.reward_adapter(policy, reward.adapter, f"{kind}s[{index}].adapter")
                 identity = model.fingerprint()
-                tokens[reward.name] = TokenPart(reward.weight, places.store(model), identity, reward.on_failure)
+                on_failure = INVALID if reward.on_failure == "exclude" else reward.on_failure
+                tokens[reward.name] = TokenPart(reward.weight, places.store(model), identity, on_failure)
             elif reward.model is not None:
                 texts[reward.name] = _text_part(initial, reward, f"{kind}s[{index}].model", kind, places)
             else:

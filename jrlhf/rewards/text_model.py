@@ -19,7 +19,7 @@ from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.hf.config import ENDS
 from jrlhf.models.hf.files import parse_json
 from jrlhf.models.params import Params
-from jrlhf.rewards.types import Kind, Sample, Scored
+from jrlhf.rewards.types import INVALID, Kind, Sample, Scored
 from jrlhf.roles.model import Compute, Model
 from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.pretrained import locate
@@ -64,7 +64,8 @@ class TextReward:
         self._tokenizer = reward_tokenizer(reward.model, key, model.config)
         self._cut = is_ours(reward.model, key)
         self._special = reward.special_tokens
-        self._called, self._on_failure = f"{kind} {reward.name}", reward.on_failure
+        self._called = f"{kind} {reward.name}"
+        self._on_failure = INVALID if reward.on_failure == "exclude" else reward.on_failure
         place = placement["score"]
         compiled = place.compiled(self._model.architecture, compute)
         self._mesh = compiled.mesh

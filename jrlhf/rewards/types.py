@@ -1,5 +1,6 @@
 """`Sample`, one response that rewards score, and `Scored`, the scores of a batch of samples."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from jaxtyping import Float
 from jrlhf.data.types import Example, Response, Text, without_gap
 
 Kind = Literal["reward", "cost"]
+INVALID = math.inf  # the score of a sample whose row counts nowhere
 MODULES = " modules"  # suffix of the key that identifies the modules which a function's file imports
 
 
@@ -58,12 +60,16 @@ def to_samples(
 
 @dataclass(frozen=True)
 class Scored:
-    """Scores of a batch of samples, row by row in their order. Every score is finite, or NaN: the sample is not judged.
+    """Scores of a batch of samples, row by row in their order.
+
+    Every score is finite; or NaN: the sample is not judged; or INVALID: nothing is learned from its row, which counts
+    in no statistic.
 
     token_scores: one array per sample, as long as its response, whose sum is the sample's score. None if the reward
         scored whole responses.
     extras: further numbers by name; NaN for a row that has none.
-    failures: numbers of failed samples by kind (docs/data-and-rewards.md); their scores are replacements.
+    failures: numbers of failed samples by kind (docs/data-and-rewards.md); their scores are replacements, or INVALID.
+    abstained: number of the other samples that are INVALID.
     last_failure: what went wrong with the last of them, for users.
     """
 
@@ -72,11 +78,19 @@ class Scored:
     extras: Mapping[str, Float[np.ndarray, "B"]] = field(default_factory=dict)
     failures: Mapping[str, int] = field(default_factory=dict)
     last_failure: str = ""
+    abstained: int = 0
 
     @property
     def addends(self) -> Float[np.ndarray, "B"]:
         """What the scores add to a sum: 0 where a sample is not judged."""
         return np.where(np.isnan(self.scores), 0.0, self.scores)
+
+    @property
+    def only_measured(self) -> "Scored":
+        """The scores of a reward of weight 0, which makes no row invalid."""
+        tokens = self.token_scores
+        tokens = tokens if tokens is None else [np.where(np.isfinite(row), row, 0.0) for row in tokens]
+        return replace(self, scores=np.where(np.isfinite(self.scores), self.scores, np.nan), token_scores=tokens)
 
     def by_token(self, response_lengths: Iterable[int]) -> Sequence[Float[np.ndarray, "R"]]:
         """Returns the scores of each row's tokens; a score of a whole response is put on its last token."""
@@ -87,15 +101,16 @@ class Scored:
     def metrics(self, name: str, kind: Kind = "reward") -> dict[str, float]:
         """Returns metrics `rewards/NAME/{mean,std}` (TRL's names), `.../EXTRA`, `.../skipped`, `.../failures[/KIND]`.
 
-        mean and std are those of the samples that are judged; `skipped` is the number of the others, if there are any.
-        `failures` is a count, logged also where it is 0. An extra is averaged over the rows that have it.
+        mean and std are those of the samples that have a score. `skipped` and `abstained` are the numbers of those that
+        are not judged and of those with which a row is invalid, if there are any. `failures` is a count, logged also
+        where it is 0. An extra is averaged over the rows that have it.
         """
         metrics = {extra: float(np.nanmean(x)) for extra, x in self.extras.items() if not np.all(np.isnan(x))}
-        judged = self.scores[~np.isnan(self.scores)]
+        judged = self.scores[np.isfinite(self.scores)]
         if len(judged):
             metrics |= {"mean": float(np.mean(judged)), "std": float(np.std(judged))}
-        if skipped := len(self.scores) - len(judged):
-            metrics["skipped"] = float(skipped)
+        left_out = {"skipped": int(np.isnan(self.scores).sum()), "abstained": self.abstained}
+        metrics |= {key: float(count) for key, count in left_out.items() if count}
         metrics["failures"] = float(sum(self.failures.values()))
         metrics |= {f"failures/{failure}": float(count) for failure, count in self.failures.items()}
         return {f"{kind}s/{name}/{key}": value for key, value in metrics.items()}
@@ -123,6 +138,7 @@ def joined(parts: Sequence[Scored], response_lengths: Sequence[int]) -> Scored:
         extras={name: np.concatenate([part.extras.get(name, missing[id(part)]) for part in parts]) for name in names},
         failures=sum((Counter(part.failures) for part in parts), Counter()),
         last_failure=next((part.last_failure for part in reversed(parts) if part.last_failure), ""),
+        abstained=sum(part.abstained for part in parts),
     )
 
 
@@ -142,6 +158,10 @@ def weighted_sum(parts: Sequence[tuple[float, Scored]], response_lengths: Sequen
 
 
 def scores_of(row: int, parts: Mapping[str, np.ndarray], key: str = "scores") -> dict[str, dict[str, float | None]]:
-    """Returns the entry of a sample with each reward's score, None where it is not judged; {} for a single reward."""
-    scores = {name: None if np.isnan(own[row]) else float(own[row]) for name, own in parts.items()}
+    """Returns the entry of a sample with each reward's score, None where there is none; {} for a single reward."""
+    scores = {name: score_or_none(own[row]) for name, own in parts.items()}
     return {key: scores} if len(scores) > 1 else {}
+
+
+def score_or_none(score: float) -> float | None:
+    return float(score) if np.isfinite(score) else None

@@ -4,7 +4,7 @@ The channel is a socket whose other end only the parent has. A frame is 4 bytes 
 pickles (a dataset's columns may contain anything, and the parent is trusted). Answers are JSON, so that the parent
 never unpickles anything that the function made.
 
-    parent: {spec, options, deadlines, shipped}   worker: {"ready": facts about the function} | {"bad": text}
+    parent: {spec, options, deadlines, shipped, client} worker: {"ready": facts about the function} | {"bad": text}
     parent: {arguments, lengths, seed, state}             worker: {"results"} | {"failure", "detail"} | {"bad": text}
     parent: None                                        worker: exits, running its exit handlers
 
@@ -33,6 +33,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from jrlhf.errors import UserError
+from jrlhf.rewards.failure import Failure
 from jrlhf.rewards.user_code import UserCode, explain, load, received
 from jrlhf.run.child import channel_to_parent, receive, send
 
@@ -56,7 +57,7 @@ def main(descriptor: int) -> None:
                 called = f"reward function {setup['spec']!r}"
                 shipped = setup["shipped"]
                 code = load(setup["spec"], called) if shipped is None else received(shipped, called)
-                function = _prepare(code, called, setup["options"])
+                function = _prepare(code, called, setup["options"], setup["client"])
             answer: Any = {"ready": function.facts}
             while answer is not None:
                 send(channel, json.dumps(answer).encode())
@@ -96,7 +97,8 @@ class InProcess:
         try:
             if self._function is None:
                 setup = pickle.loads(body)
-                self._function = _prepare(self._code, f"reward function {setup['spec']!r}", setup["options"])
+                called = f"reward function {setup['spec']!r}"
+                self._function = _prepare(self._code, called, setup["options"], setup["client"])
                 return {"ready": self._function.facts}
             with self._calling:
                 return _serve(self._function, self._loop, body, math.inf) or {}
@@ -111,20 +113,30 @@ class InProcess:
     def interrupt(self) -> None: ...
 
     def kill(self) -> None:
-        closing = threading.Thread(target=self._loop.close)  # this thread may run a loop
+        def close() -> None:
+            client, self._function = self._function and self._function.client, None
+            if client is not None:
+                self._loop.run(client.close())
+            self._loop.close()
+
+        closing = threading.Thread(target=close)  # this thread may run a loop
         closing.start()
         closing.join()
 
 
 class Function(NamedTuple):
-    """The function with its options bound, the `HOOKS` that it takes, and facts for the parent."""
+    """The function with its options bound, the `HOOKS` that it takes, facts for the parent, and its `ChatClient`."""
 
     call: Callable[..., Any]
     hooks: tuple[str, ...]
     facts: dict[str, Any]
+    client: Any
 
 
-def _prepare(code: UserCode, called: str, options: Mapping[str, Any]) -> Function:
+def _prepare(
+    code: UserCode, called: str, options: Mapping[str, Any], client: Mapping[str, Any] | None = None
+) -> Function:
+    """client: the arguments of the function's `ChatClient`; None: it has none."""
     function, file, sha256, modules = code
     try:
         signature = inspect.signature(function)
@@ -139,18 +151,26 @@ def _prepare(code: UserCode, called: str, options: Mapping[str, Any]) -> Functio
             f"{called} has the signature {signature}: it must take (prompts, completions, **columns) or (data_source, "
             "solution_str, ground_truth, extra_info), by name"
         )
+    asynchronous = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
+    given = GIVEN[style]
+    if client is not None:
+        given += ("client",)
+        if "client" not in named and not open_ended:
+            raise UserError(f"{called} has no parameter client: add it, or leave the section client out")
+        if not asynchronous:
+            raise UserError(f"{called} must be an `async def` to await its client: make it one")
     for option in options:
-        if option in GIVEN[style]:
+        if option in given:
             raise UserError(f"options.{option} of {called}: the program gives it, remove the option")
         if option not in named and not open_ended:
             raise UserError(f"options.{option}: {called} has the parameters {', '.join(named)}")
     # A dataset's column called `wrong` is no option of a built-in function.
     ours = getattr(function, "__module__", None) == "jrlhf.rewards.builtin"
-    columns = [p for p in named.values() if p.name not in GIVEN[style] and p.name not in options]
+    columns = [p for p in named.values() if p.name not in given and p.name not in options]
     columns = [p for p in columns if not (ours and p.kind == p.KEYWORD_ONLY)]
     facts = {
         "style": style,
-        "asynchronous": any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None)))),  # noqa: B004
+        "asynchronous": asynchronous,
         "texts": [name for name in TEXTS[style] if open_ended or name in named],
         "open_ended": open_ended,
         "columns": [p.name for p in columns],
@@ -160,14 +180,25 @@ def _prepare(code: UserCode, called: str, options: Mapping[str, Any]) -> Functio
         "modules": modules,
     }
     hooks = tuple(name for name in HOOKS[style] if open_ended or name in named)
-    return Function(partial(function, **options), hooks, facts)
+    if client is None:
+        return Function(partial(function, **options), hooks, facts, None)
+    from jrlhf.rewards.client import ChatClient
+
+    chat = ChatClient(**client)
+    return Function(partial(function, **options, client=chat), hooks, facts, chat)
 
 
 def _serve(function: Function, loop: asyncio.Runner, body: bytes, deadline: float) -> dict[str, Any] | None:
     """Answers a call; returns None at the end. Whatever the function raises, sys.exit included, becomes an answer."""
     try:
         call = pickle.loads(body)
-        return None if call is None else {"results": _results(function, loop, call, deadline)}
+        if call is None:
+            return None
+        try:
+            return {"results": _results(function, loop, call, deadline)}
+        finally:
+            if function.client is not None:
+                loop.run(function.client.settle())
     except UserError as error:
         return {"bad": str(error)}
     except BaseException as error:
@@ -231,13 +262,10 @@ def _seed(seed: str) -> None:
 # Conversion of returned values to plain numbers
 
 
-class Failure(Exception):
-    """The function returned a value that is no score. Arguments: kind, detail."""
-
-
 def _failure(error: BaseException) -> dict[str, str]:
-    kind, detail = error.args if isinstance(error, Failure) else ("exception", explain(error))
-    return {"failure": kind, "detail": detail}
+    if isinstance(error, Failure):
+        return {"failure": error.kind, "detail": error.detail}
+    return {"failure": "exception", "detail": explain(error)}
 
 
 def _listed(values: Any, count: int) -> list[Any]:
@@ -258,6 +286,8 @@ def _result(value: Any, length: int, extras: Mapping[Any, Any] | None = None) ->
     """Returns a sample's score, or its scores token by token, with extra numbers; or why there is none."""
     numbers = _numbers(extras or {})
     try:
+        if isinstance(value, Failure):  # of one sample of a batch, as gather(..., return_exceptions=True) returns it
+            raise value
         while isinstance(value, Mapping):
             if "score" not in value:
                 raise Failure("type", f"returned {_show(value)}, which has no 'score'")

@@ -17,7 +17,6 @@ from jrlhf.models.generation.schedule import Schedule
 from jrlhf.models.params import Params
 from jrlhf.ppo.config.policy import PolicyConfig
 from jrlhf.ppo.experience import bare_experience
-from jrlhf.ppo.token_losses import TokenLoss
 from jrlhf.ppo.types import Experience, Rollout, SFTBatch, Targets, TrainState
 from jrlhf.roles.generating import engine_of
 from jrlhf.roles.model import Architecture, Compute, Model, generation_weights
@@ -68,6 +67,14 @@ class Actor(TrainedRole):
             self._logprobs_with_base = both.score_logprobs_with_base(temperature=temperature, span=span)
         step = partial(self.compiled("update").actor_step, optimizer, algorithm)
         self._updates = cache(partial(step, temperature, span))  # by loss
+
+        @cache
+        def pair_updates(loss: Any, count: int) -> Any:
+            from jrlhf.roles.pair_step import pair_step
+
+            return pair_step(self.compiled("update"), optimizer, algorithm, loss, temperature=temperature, count=count)
+
+        self._pair_updates = pair_updates
 
     def bind(self, state: TrainState, texts: SFTBatch | None = None, draw: Draw | None = None) -> Self:
         """See `TrainedRole`. draw: where its rollouts come from; None: `sample` draws each one when it is asked for."""
@@ -133,15 +140,16 @@ class Actor(TrainedRole):
         return logprobs, base
 
     @call("train", "actor_metrics")
-    def update(self, data: Rollout, loss: TokenLoss | None = None, targets: Targets | None = None) -> dict[str, Array]:
-        """Trains on one batch of experience; or of a rollout, if a loss is given that needs no more.
+    def update(self, data: Any, loss: Any = None, targets: Targets | None = None) -> dict[str, Array]:
+        """Trains on one batch of experience; or of a rollout, if a loss is given that needs no more; or of pairs.
 
-        loss: replaces the algorithm's policy loss, as in `make_actor_step`; pass the same object in every iteration,
-            else the update compiles again. targets: what the loss compares with.
+        loss: replaces the algorithm's policy loss, as in `make_actor_step`, or is that of pairs, as in
+            `make_pair_step`; pass the same object in every iteration, else the update compiles again.
+        targets: what the loss compares with.
         """
+        if not isinstance(data, Rollout):
+            return self._train("update_actor", self._pair_updates(loss, data.chosen.shape[0]), data)
         texts = () if self.texts is None else (self.texts,)
-        if loss is None and not isinstance(data, Experience):
-            raise TypeError("actor.update needs experience, from a call of the estimator, or a loss")
         experience = data if isinstance(data, Experience) else bare_experience(data, config=self._algorithm)
         experience = experience if targets is None else replace(experience, targets=targets)
         return self._train("update_actor", self._updates(loss), experience, *texts)

@@ -19,9 +19,7 @@ from jrlhf.meshes.rows import map_parts
 from jrlhf.models.forward import make_logprobs, make_logprobs_with_base, make_token_sums
 from jrlhf.models.scalars import make_scores, make_values
 from jrlhf.models.top_tokens import make_top_logprobs
-from jrlhf.ppo.config.algorithms import PPOConfig
 from jrlhf.ppo.config.policy import PolicyConfig
-from jrlhf.ppo.critic import make_critic_step
 from jrlhf.ppo.steps import make_actor_step
 from jrlhf.ppo.token_losses import TokenLoss
 from jrlhf.ppo.updates import Pipeline
@@ -88,10 +86,6 @@ class CompiledModel:
         sums_fn = sums if span is None or sums is None else of_responses
         logprobs = self.train_logprobs(temperature=temperature)
         return make_actor_step(logprobs, optimizer, algorithm, sums_fn=sums_fn, pipeline=self.runs, loss=loss)
-
-    def critic_step(self, optimizer: GradientTransformation, ppo: PPOConfig) -> Function:
-        """(state, experience) -> (state, metrics), jitted: all of the critic's updates on a batch."""
-        return make_critic_step(self.train_all_values(), optimizer, ppo, pipeline=self.runs)
 
     @_shared
     def score_logprobs(self, *, temperature: float, span: int | None = None) -> Function:

@@ -12,17 +12,23 @@ from jaxtyping import Array, Float
 from jrlhf.meshes.graph import Kind
 from jrlhf.ppo.config.algorithms import GRPOConfig, PPOConfig, SafeRLHFConfig
 from jrlhf.ppo.config.policy import PolicyConfig
-from jrlhf.ppo.critic import make_on_policy_actor_step, make_on_policy_step
+from jrlhf.ppo.critic import make_critic_step, make_on_policy_actor_step, make_on_policy_step
 from jrlhf.ppo.experience import make_group_experience
 from jrlhf.ppo.safe import MultiplierState, update_multiplier
 from jrlhf.ppo.token_advantages import make_return_experience
 from jrlhf.ppo.types import Experience, Rollout, TrainState
 from jrlhf.roles.actor import Actor
+from jrlhf.roles.compiled import CompiledModel, Function
 from jrlhf.roles.experience import align_to_tokens, sum_rows
 from jrlhf.roles.model import Model
 from jrlhf.roles.placement import RolePlacement, call
 from jrlhf.roles.role import Role, Site, TrainedRole
 from jrlhf.run.clock import Clock, timed
+
+
+def critic_step(model: CompiledModel, optimizer: optax.GradientTransformation, algorithm: PPOConfig) -> Function:
+    """(state, experience) -> (state, metrics), jitted: all of the critic's updates on a batch."""
+    return make_critic_step(model.train_all_values(), optimizer, algorithm, pipeline=model.runs)
 
 
 class Critic(TrainedRole):
@@ -33,7 +39,7 @@ class Critic(TrainedRole):
     def __init__(self, model: Model, site: Site, *, optimizer: optax.GradientTransformation, algorithm: PPOConfig):
         super().__init__(model, site, optimizer)
         self._values = self.compiled("values").score_values()
-        self._update = self.compiled("update").critic_step(optimizer, algorithm)
+        self._update = critic_step(self.compiled("update"), optimizer, algorithm)
 
     @call("infer", "{role}_values", "{role}_after", rows="each")
     def values(self, rollout: Rollout) -> tuple[Float[Array, "B T"], Float[Array, "B"]]:

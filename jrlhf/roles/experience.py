@@ -1,15 +1,16 @@
 """`ExperienceMaker`: the role that turns a rollout, its scores and its log-probs into experience for the updates."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jrlhf.ppo.config.algorithms import GRPOConfig
 from jrlhf.ppo.config.policy import PolicyConfig
-from jrlhf.ppo.experience import bare_experience, make_best_experience, make_group_experience
+from jrlhf.ppo.experience import bare_experience, make_best_experience, make_group_experience, where_chosen
 from jrlhf.ppo.safe import make_safe_experience
 from jrlhf.ppo.shaping import align_scores
 from jrlhf.ppo.token_advantages import make_custom_experience, make_experience, make_return_experience
@@ -42,6 +43,24 @@ class ExperienceMaker:
     def best_of_group(self, rollout: Rollout, scores) -> Experience:
         """The response with the highest score to each prompt, for losses that need no advantages."""
         return self._call(make_best_experience, rollout, scores)
+
+    @call("compute", "experience")
+    @timed("adv")
+    def where(self, chosen: Callable[..., Any], experience: Experience) -> Experience:
+        """The experience in which only some rows are learned from, by a user's function of it, which is jitted.
+
+        chosen: as in `where_chosen`; pass the same object in every iteration, else it compiles again.
+        """
+        return _jitted(where_chosen, chosen=chosen, config=self._algorithm)(experience)
+
+    @call("compute", "pairs")
+    @timed("adv")
+    def pairs_of_group(self, experience: Experience) -> Any:
+        """The best and the worst response to each prompt, as a `PairBatch`."""
+        from jrlhf.ppo.group_pairs import pairs_of_group
+
+        assert isinstance(self._algorithm, GRPOConfig), "checked when the dataflow was traced"
+        return _jitted(pairs_of_group, samples=self._algorithm.samples)(experience)
 
     @call("compute", "experience")
     @timed("adv")
@@ -94,6 +113,11 @@ def align_to_tokens(rollout: Rollout, scores: Array) -> Array:
 def _of_aligned(make: Callable, rollout: Rollout, scores: Array, *others: Any, **options: Any) -> Any:
     """Calls `make` with the rewards' scores aligned to token positions."""
     return make(rollout, align_to_tokens(rollout, scores), *others, **options)
+
+
+@cache
+def _jitted(function: Callable, **options: Any) -> Callable:
+    return jax.jit(partial(function, **options))
 
 
 @jax.jit

@@ -12,7 +12,7 @@ from jrlhf.roles.role import Role, Site, responses
 
 
 class FrozenPolicy(Role):
-    """A policy that judges the actor's tokens, such as a teacher. Its calls are timed under the role's name.
+    """A policy that judges the actor's tokens, such as a teacher.
 
     temperature: that of the rollouts, which divides its logits, too. responses: maximum response length.
     """
@@ -24,7 +24,7 @@ class FrozenPolicy(Role):
     @call("infer", "{role}_logprobs", rows="each")
     def logprobs(self, rollout: Rollout) -> Float[Array, "B T"]:
         """Log-probs of response tokens; undefined at other positions."""
-        return self._scored(self.placement.role, "logprobs", rollout)
+        return self._scored(f"{self.placement.role}_logprobs", rollout)
 
     @call("infer", "{role}_targets", rows="each")
     def top_logprobs(self, rollout: Rollout, k: int) -> Targets:
@@ -34,11 +34,12 @@ class FrozenPolicy(Role):
                 f"{self.placement.role}.top_logprobs gets k={k}, and its vocabulary has {vocabulary} tokens"
             )
         function = self.compiled("top_logprobs").score_top_logprobs(k=k, **self._options)
-        return Targets(*self.clock.run(self.placement.role, self._infer, "top_logprobs", function, *responses(rollout)))
+        name = f"{self.placement.role}_targets"
+        return Targets(*self.clock.run(name, self._infer, "top_logprobs", function, *responses(rollout)))
 
-    def _scored(self, name: str, method: str, rollout: Rollout) -> Float[Array, "B T"]:
-        function = self.compiled(method).score_logprobs(**self._options)
-        return self.clock.run(name, self._infer, method, function, *responses(rollout))[0]
+    def _scored(self, name: str, rollout: Rollout) -> Float[Array, "B T"]:
+        function = self.compiled("logprobs").score_logprobs(**self._options)
+        return self.clock.run(name, self._infer, "logprobs", function, *responses(rollout))[0]
 
 
 class Reference(FrozenPolicy):
@@ -47,7 +48,7 @@ class Reference(FrozenPolicy):
     @call("infer", "ref", rows="each")
     def logprobs(self, rollout: Rollout) -> Float[Array, "B T"]:
         """Log-probs of response tokens; undefined at other positions."""
-        return self._scored("ref", "logprobs", rollout)
+        return self._scored("ref", rollout)
 
     def is_base_of(self, actor: Role) -> bool:
         """True if the actor is an adapter on this very model, which then needs no separate pass."""

@@ -38,7 +38,7 @@ _LATE_REPORTS = "Event loop is closed", "Encountered error while reading array i
 
 
 class Checkpoints(Closing):
-    """The checkpoints of a run: at most `keep`, each a tree of arrays and a JSON-like dict.
+    """The checkpoints of a run: the newest `keep` and that of step `kept`, each a tree of arrays and a JSON-like dict.
 
     tell: called with a sentence for each damaged checkpoint that is skipped. older: copies the newest checkpoint before
     a step from other storage into the directory; returns whether there is one.
@@ -60,13 +60,26 @@ class Checkpoints(Closing):
             # A killed process left it half written. Orbax would remove it in the background, perhaps too late.
             for leftover in self._directory.glob("*.orbax-checkpoint-tmp*"):
                 shutil.rmtree(leftover)
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
+        self.kept: int | None = None  # None: only the newest are kept
+        self._keep = keep
+        options = ocp.CheckpointManagerOptions(preservation_policy=self, enable_async_checkpointing=True)
         self._manager = ocp.CheckpointManager(self._directory, options=options)
 
     @property
     def steps(self) -> list[int]:
         """The steps that have a complete checkpoint, ascending."""
         return sorted(self._manager.all_steps())
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Answers Orbax when a save begins; it deletes the others once that is complete."""
+        newest = [one.step for one in checkpoints][-self._keep :]
+        return [one.step in (*newest, self.kept) for one in checkpoints]
+
+    def has(self, step: int) -> bool:
+        """True if there is a checkpoint of a step, which `older` may bring."""
+        if step not in self.steps and self._older(step + 1):
+            self._manager.reload()
+        return step in self.steps
 
     def save(self, step: int, tree: Any, meta: dict[str, Any]) -> None:
         """Starts to save; the arrays may be donated or deleted as soon as this returns.

@@ -41,6 +41,7 @@ SHOWN = (
     ("rewards/accuracies", "accuracy", ".2f"),
     ("rewards/margins", "margin", "+.3f"),
     ("dpo/eval_accuracy", "held-out accuracy", ".3f"),
+    ("actor/loss", "loss", ".3f"),  # of a loss of tokens; the policy loss says little
     ("critic/score/mean", "reward", "+.3f"),
     ("gold/score", "gold", ".3f"),
     ("objective/kl", "kl", ".2f"),

@@ -1,6 +1,7 @@
 """The names of the files in a run's directory, and readers of its small ones."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,12 @@ def read_summary(directory: Path) -> dict[str, Any]:
 def read_fused(directory: Path) -> dict[str, Any]:
     """Reads the table of a run's fused updates, as `FusedUpdates.to_json` writes it; empty if there is none."""
     return _read_object(directory / FUSED)
+
+
+def best_step(summary: Mapping[str, Any], stage: str) -> int | None:
+    """Returns the step of the weights with which a stage ended by `checkpoints.best`; None: with its last ones."""
+    best = summary.get("best", {})
+    return best["step"] if best.get("stage") == stage else None
 
 
 def read_prompting(directory: Path) -> dict[str, Any]:

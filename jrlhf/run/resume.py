@@ -20,8 +20,10 @@ from jrlhf.run.processes import from_main, several, to_main
 
 # Patterns of keys that may change. The results stay the same,
 _SAME = (
-    *("name", "run_dir", "distributed.*", "deadline", "fleet.*", "sleep.*", "profile.*", "checkpoints.*", "export.*"),
+    *("name", "run_dir", "distributed.*", "deadline", "fleet.*", "sleep.*", "profile.*"),
+    *("checkpoints.keep", "export.*"),
     *(f"{kind}[[]*.{key}" for kind in ("rewards", "costs") for key in ("deadline", "workers", "on_failure")),
+    *(f"*].client.{key}" for key in ("key_env", "concurrent", "timeout", "retries")),
     # These only observe.
     *("*.asynchronous.logprob_check", "*.asynchronous.uncorrected", "stop_after_skipped"),
     *("storage.*", "wandb.*", "prometheus"),
@@ -32,7 +34,7 @@ _ROUNDED = (
     *("plan", "device.*", "mesh.*", "rollout.*", "*.micro_batches", "*.micro_batch_tokens", "*.pipeline.*"),
     *("compute.remat", "compute.logprob", "compute.fused_loss", "compute.attention", "compute.score_tokens"),
 )
-_ENDING = "stop.*", "hooks*"  # They may end a stage earlier, which a run may want at any time.
+_ENDING = "stop.*", "hooks*", "checkpoints.best"  # They change the end of a stage, which a run may want at any time.
 _SCHEDULE = "rollout.slots", "rollout.chunk"  # in asynchronous runs they decide which weights draw which tokens
 _TILE = "compute.score_rows"
 # Settings of one process: its place, files that only process 0 reads, and a directory that is checked on its own.

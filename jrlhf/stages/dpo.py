@@ -69,7 +69,7 @@ def train_dpo(context: Context, policy: Model, reference_model: Model) -> Model:
         batch = PairBatch(*put_pairs(context, trained, order.draw(step), mesh))
         clock.start()
         metrics = to_host(dpo(actor, reference, batch)) | clock.take() | {CALLS: clock.calls(context.mesh)}
-        metrics |= {"training/epoch": order.epochs(step)[0]}
+        metrics |= order.begun(step)
         if len(measured) and config.evaluates(step):
             with jax.set_mesh(mesh), calling("dpo.evaluate"):
                 metrics |= evaluate(actor)

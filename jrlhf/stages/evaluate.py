@@ -3,6 +3,7 @@
 It runs before and after an algorithm (`grade_before`, `compare`), and every few iterations (`validate`).
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -15,7 +16,7 @@ from jrlhf.data.batches import key_for
 from jrlhf.data.types import Prompts, Response
 from jrlhf.models.generation.sampling import SamplingConfig
 from jrlhf.rewards.mixture import TRAINED, Rewards
-from jrlhf.rewards.types import MODULES, joined, scores_of
+from jrlhf.rewards.types import MODULES, joined, score_or_none, scores_of
 from jrlhf.roles.model import Model
 from jrlhf.run.clock import Clock
 from jrlhf.run.files import decode, encode, seal, unsealed
@@ -32,7 +33,8 @@ BEFORE = "before.json"  # a file of the run: the grades of the policy before the
 class Graded:
     """One policy's answers to held-out prompts, and their scores.
 
-    measure: "gold" if the task has a measure that training never sees; else "score", the sum of the rewards.
+    measure: "gold" if the task has a measure that training never sees; else "score", the sum of the rewards. A score
+    that is not finite is that of an invalid answer, which counts in no mean.
     items: the parts of the measure. learnt: scores of the reward model that this run trained, if there is one.
     costs: the sum of the run's costs, if it has any.
     """
@@ -52,11 +54,13 @@ class Graded:
         figures = {}
         for name, values in {self.measure: self.scores, "cost": self.costs}.items():
             if values is not None:
-                figures |= {name: float(values.mean()), f"{name}_standard_error": standard_error(values)}
+                figures |= {name: mean(values), f"{name}_standard_error": standard_error(values)}
         by_source = {name: self.scores[rows] for name, rows in self.rows().items()}
-        sources = {name: {"mean": float(scores.mean()), "n": len(scores)} for name, scores in by_source.items()}
+        sources = {name: {"mean": mean(scores), "n": len(scores)} for name, scores in by_source.items()}
+        invalid = int(np.sum(~np.isfinite(self.scores)))
         return {
             **figures,
+            **({"invalid": invalid} if invalid else {}),
             "items": means(self.items),
             **({"sources": sources} if sources else {}),
             **({"failures": dict(self.failures)} if self.failures else {}),
@@ -100,7 +104,7 @@ def grade_heldout(
 
 def _measurable(context: Context, rewards: Rewards | None) -> int:
     """Returns the number of held-out prompts; 0 if nothing can measure answers to them."""
-    heldout, measured = context.task.heldout, context.task.gold is not None or rewards is not None
+    heldout, measured = context.task.heldout, context.task.gold is not None or bool(rewards and rewards.identities)
     return len(heldout.ids) if heldout is not None and measured else 0
 
 
@@ -211,7 +215,8 @@ def _weighted_sum(
     """
     total, items = np.zeros(len(responses)), dict(learned)
     for name, scores in learned.items():
-        total = total + rewards.token_parts[name].weight * scores
+        weight = rewards.token_parts[name].weight
+        total = total + (weight * scores if weight else 0.0)
     if not rewards.text_parts:
         return total, items, {}
     samples = rewards.samples(prompts.examples, prompts.texts, responses)
@@ -228,13 +233,14 @@ def compare(before: Graded, after: Graded | None) -> dict:
     comparison = {"measure": before.measure, "n": len(before.scores), "before": before.summary()}
     if after is None:
         return comparison
-    difference = after.scores - before.scores
+    with np.errstate(invalid="ignore"):  # of two infinite scores
+        difference = after.scores - before.scores
     error = standard_error(difference)
     return comparison | {
         "after": after.summary(),
-        "difference": float(difference.mean()),
+        "difference": mean(difference),
         "standard_error": error,
-        "standard_errors": float(difference.mean() / error) if error > 0 else 0.0,
+        "standard_errors": mean(difference) / error if error > 0 else 0.0,
     }
 
 
@@ -253,14 +259,14 @@ def doubts(before: Graded | None, after: Graded, sampling: SamplingConfig, equal
     for name, weight in after.weights.items():
         scores = np.stack([first.items[name], after.items[name]])
         scores = scores[:, np.isfinite(scores).all(axis=0)]
-        if count > 1 and np.isnan(after.items[name]).all():
-            lines.append(f"the reward {name} judges no held-out answer (skip_none)")
+        if count > 1 and not np.isfinite(after.items[name]).any():
+            lines.append(f"the reward {name} judges no held-out answer (skip_none, abstain)")
         if weight == 0 or scores.shape[1] < 2 or name in broken:
             continue
         change, (old, new) = weight * (scores[1] - scores[0]), map(decimals, scores.mean(axis=1))
         if np.ptp(scores) == 0:
             lines.append(f"the reward {name} is {new} for every held-out answer, before and after: it tells none apart")
-        elif np.mean(after.scores - first.scores) > 0 and change.mean() < -2 * standard_error(change):
+        elif mean(after.scores) > mean(first.scores) and change.mean() < -2 * standard_error(change):
             lines.append(f"the reward {name} went from {old} to {new}, for the worse, although their sum rose")
     shortest, longest = max(sampling.min_new_tokens, 1), sampling.max_new_tokens
     same = max(Counter(response.text for response in after.responses).values(), default=0)
@@ -285,12 +291,20 @@ def doubts(before: Graded | None, after: Graded, sampling: SamplingConfig, equal
 
 
 def means(items: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Means over the answers that each item judges (not NaN); an item that judges none of them is left out."""
-    return {name: float(np.nanmean(values)) for name, values in items.items() if not np.isnan(values).all()}
+    """Means over the answers that have a score of an item; an item that judges none of them is left out."""
+    return {name: mean(values) for name, values in items.items() if np.isfinite(values).any()}
+
+
+def mean(values: np.ndarray) -> float:
+    """The mean of the finite values; NaN if there are none."""
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if finite.size else math.nan
 
 
 def standard_error(values: np.ndarray) -> float:
-    return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else 0.0
+    """The standard error of the mean of the finite values."""
+    finite = values[np.isfinite(values)]
+    return float(finite.std(ddof=1) / np.sqrt(len(finite))) if len(finite) > 1 else 0.0
 
 
 def validate(
@@ -312,7 +326,7 @@ def validate(
     first, metrics = rounds[0], statistics(rounds)
     rows = zip(heldout.texts, first.responses, first.scores, first.sources, strict=False)
     samples: list[dict[str, object]] = [
-        {"kind": "validation", "prompt": text, "response": response.text, "score": float(score)}
+        {"kind": "validation", "prompt": text, "response": response.text, "score": score_or_none(score)}
         | scores_of(row, first.by_reward)
         | ({"source": source} if any(first.sources) else {})
         for row, (text, response, score, source) in enumerate(rows)
@@ -332,8 +346,9 @@ def statistics(rounds: Sequence[Graded]) -> dict[str, float]:
     by_source = {source or "unnamed": rows for source, rows in first.rows().items()}
     for source, rows in ({"all": np.ones(len(first.sources), bool)} | by_source).items():
         core = f"val-core/{source}/{first.measure}"
-        metrics[f"{core}/mean@{k}"] = float(scores[:, rows].mean())
-        metrics[f"{core}/best@{k}/mean"] = float(scores[:, rows].max(axis=0).mean())
+        metrics[f"{core}/mean@{k}"] = mean(scores[:, rows])
+        best = np.where(np.isfinite(scores), scores, -np.inf)[:, rows].max(axis=0)
+        metrics[f"{core}/best@{k}/mean"] = mean(best)
         measured = means({name: values[:, rows] for name, values in items.items()})
         metrics |= {f"val-aux/{source}/{name}/mean@{k}": mean for name, mean in measured.items()}
     return metrics

@@ -21,17 +21,19 @@ from jrlhf.models.hf.export import export_hf
 from jrlhf.models.weights import HeadKind
 from jrlhf.ppo.config.algorithms import SafeRLHFConfig
 from jrlhf.rewards.mixture import Rewards
-from jrlhf.rewards.types import scores_of
+from jrlhf.rewards.types import score_or_none, scores_of
 from jrlhf.roles.model import Model
 from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.pretrained import base_name, describe
-from jrlhf.run.contents import REPORT, SAMPLES, SUMMARY, read_summary
+from jrlhf.run.checkpoints import read_meta
+from jrlhf.run.contents import REPORT, SAMPLES, SUMMARY, best_step, read_summary
 from jrlhf.run.directory import RunDirectory
 from jrlhf.run.files import saved_steps, sha256, to_json
 from jrlhf.run.metrics import StageRecords, read_metrics
 from jrlhf.run.processes import from_main
 from jrlhf.stages.context import Context
 from jrlhf.stages.evaluate import Graded, compare, doubts, evaluate
+from jrlhf.stages.watching import BEST, WATCH
 
 FINISHED = "finished"  # key in the summary: a digest of the config with which the run ended
 
@@ -88,10 +90,11 @@ def deliver(context: Context, outcome: Outcome, card_of: Callable[[str, int], Mo
     run = context.run
     run.begin(context.console.line)
     after = evaluate(context, outcome.policy, outcome.rewards, outcome.costs)
-    summary = from_main(partial(_summarise, context, outcome, after))
+    best = _best(context)  # in all processes, which read a checkpoint together
+    summary = from_main(partial(_summarise, context, outcome, after, best))
     with context.console.status("writing the model"):
         try:
-            _export_all(context, outcome, card_of)
+            _export_all(context, outcome, card_of, best)
         except FileExistsError as error:  # a file of the user, which would be deleted
             raise UserError(f"{error}; then resume the run") from error
     return summary
@@ -105,11 +108,14 @@ def mark_finished(context: Context, summary: Mapping[str, Any]) -> dict[str, Any
     return whole
 
 
-def _export_all(context: Context, outcome: Outcome, card_of: Callable[[str, int], ModelCard]) -> None:
+def _export_all(
+    context: Context, outcome: Outcome, card_of: Callable[[str, int], ModelCard], best: Mapping[str, Any]
+) -> None:
     """Exports the policy, and the reward model if this run trained one."""
     config, run, tokenizer = context.config, context.run, context.task.tokenizer
     stage = [name for name in config.stages if name != "reward_model" or len(config.stages) == 1][-1]
-    card = card_of(stage, _last_step(run, stage)) if run.writes else None
+    step = best_step({"best": best}, stage)
+    card = card_of(stage, _last_step(run, stage) if step is None else step) if run.writes else None
     export(run, config, tokenizer, outcome.policy, card)
     if (reward := outcome.reward) is not None:
         if reward.base is not None:  # the base is on all devices, and is exported with the adapter
@@ -118,12 +124,24 @@ def _export_all(context: Context, outcome: Outcome, card_of: Callable[[str, int]
             export(run, config, tokenizer, reward, card, head="scalar")
 
 
+def _best(context: Context) -> dict[str, Any]:
+    """The stage, step and value of the weights that were chosen by `checkpoints.best`; empty: there are none."""
+    own = context.config.checkpoints
+    for stage in filter(own.best_in, context.config.stages):
+        folder = context.run.path / "checkpoints" / stage
+        steps = saved_steps(folder)
+        name, value, step = read_meta(folder, steps[-1]).get(WATCH, {}).get(BEST, [None] * 3)
+        if name == own.best and step in steps:
+            return {"stage": stage, "metric": name.removeprefix("-"), "value": value, "step": step}
+    return {}
+
+
 def _last_step(run: RunDirectory, stage: str) -> int:
     """The last step of a stage that has ended, perhaps early."""
     return saved_steps(run.path / "checkpoints" / stage)[-1]
 
 
-def _summarise(context: Context, outcome: Outcome, after: Graded | None) -> dict[str, Any]:
+def _summarise(context: Context, outcome: Outcome, after: Graded | None, best: Mapping[str, Any]) -> dict[str, Any]:
     """Writes samples and summary.json. Without an algorithm the grades of the only policy appear as `before`."""
     first, second = (after, None) if outcome.before is None else (outcome.before, after)
     summary, records = dict[str, Any](), read_metrics(context.run.path)
@@ -132,9 +150,12 @@ def _summarise(context: Context, outcome: Outcome, after: Graded | None) -> dict
         equal = values_of(records, "group/zero_std")
         warnings = doubts(outcome.before, first if second is None else second, context.sampling, equal)
         summary["held_out"] = compare(first, second) | ({"doubts": warnings} if warnings else {})
-    config = context.config
+    config, rows = context.config, records
+    if best:  # nothing remains of what was learned later
+        rows = [row for row in records if row["stage"] != best["stage"] or row["step"] <= best["step"]]
     steps = {stage: _last_step(context.run, stage) for stage in config.stages}
-    summary |= {**_from_metrics(config, records), "steps": steps, "phases": dict(context.phases.seconds)}
+    summary |= {**_from_metrics(config, rows), "steps": steps, "phases": dict(context.phases.seconds)}
+    summary |= {"best": best} if best else {}
     metric, logged = config.stop and config.stop.metric, {name for record in records for name in record}
     if metric is not None and metric.removeprefix("-") not in logged:
         remedy = alike(metric.removeprefix("-"), logged, "metrics.jsonl has the names")
@@ -217,7 +238,8 @@ def _write_samples(context: Context, before: Graded, after: Graded | None) -> No
             sample["source"] = example.source
         for when, graded in {"before": before, "after": after}.items():
             if graded is not None:
-                sample |= {when: graded.responses[row].text, f"{before.measure}_{when}": float(graded.scores[row])}
+                score = score_or_none(graded.scores[row])
+                sample |= {when: graded.responses[row].text, f"{before.measure}_{when}": score}
                 sample |= scores_of(row, graded.by_reward, f"scores_{when}")
                 if graded.learnt is not None:
                     sample[f"reward_{when}"] = float(graded.learnt[row])

@@ -19,6 +19,10 @@ class Learning:
         self._stage, self._warn, self._limit = stage, warn, config.stop_after_skipped
         self._applied = _applied(stage, state)
         self._skipped, self._warned = dict.fromkeys(self._applied, 0), set[str]()
+        self._meant = list[str]()  # metrics that count rows which are to count nowhere
+        for _, kind, part in config.rewards_and_costs:
+            self._meant += [f"{kind}s/{part.name}/abstained"] if part.abstain and part.weight else []
+            self._meant += [f"{kind}s/{part.name}/failures"] if part.on_failure == "exclude" and part.weight else []
         section, self._rates = config.sections[stage], {}
         for role in self._applied:
             own = isinstance(section, OptimizerConfig)
@@ -33,8 +37,9 @@ class Learning:
         before, self._applied = self._applied, _applied(self._stage, state)
         # A row whose score is not finite does not count; an update in which no row counts is skipped.
         lost = int(sum(metrics.get(f"{score}/nonfinite", 0) for score in ("critic/score", "cost")))
+        lost = max(lost - int(sum(metrics.get(name, 0) for name in self._meant)), 0)
         if lost:
-            self._warn_once("scores", step, f"{lost} scores are not finite, and nothing is learned from their rows")
+            self._warn_once("scores", step, f"{lost} rows have no finite score, and nothing is learned from them")
         for role, applied in self._applied.items():
             skipped, nonfinite = (int(metrics.get(f"{role}/{kind}_updates", 0)) for kind in ("skipped", "nonfinite"))
             bad = skipped if lost else nonfinite

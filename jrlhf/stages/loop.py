@@ -15,9 +15,10 @@ from jrlhf.run.files import saved_steps
 from jrlhf.run.metrics import METRICS, TIMELINE, MetricsLog, StageRecords
 from jrlhf.run.processes import any_process
 from jrlhf.run.profiler import CompilationWatch, deadline, peak_memory, traced
+from jrlhf.stages.best import BestWeights
 from jrlhf.stages.context import Context
 from jrlhf.stages.learning import Learning
-from jrlhf.stages.watching import WATCH, Iteration, Watch
+from jrlhf.stages.watching import WATCH, Hook, Iteration, Watch
 
 State = TypeVar("State")
 
@@ -36,34 +37,35 @@ def run_stage(
     meta: Mapping[str, str],
     announced: Sequence[str],
     saved: Callable[[State], State] = lambda state: state,
-    finish: Callable[[State], State] = lambda state: state,
+    measure: Callable[[State, int], Mapping[str, float]] = lambda state, step: {},
+    finish: Callable[[State], State] | None = None,
 ) -> State:
     """Calls `advance(state, step) -> (state, metrics)` for each step of a stage, first with `init()`.
 
-    Returns the last state. Metrics are numbers. In addition `metrics[SAMPLES]` may hold texts (mappings) for
-    samples.jsonl, TensorBoard and the console, `metrics[ROWS]` records for rollouts.jsonl, and `metrics[CALLS]` the
-    calls of the iteration for timeline.jsonl.
+    Returns the last state, with `checkpoints.best` with the best weights. Metrics are numbers. In addition
+    `metrics[SAMPLES]` may hold texts (mappings) for samples.jsonl, TensorBoard and the console, `metrics[ROWS]` records
+    for rollouts.jsonl, and `metrics[CALLS]` the calls of the iteration for timeline.jsonl.
     announced: the names of the calls of a step (`calling`) in their order, whose compilation is told.
 
     A stage ends before its last step if a hook or `stop` asks for it. The state that it returns, and saves at its end,
-    has passed through `finish`, once.
+    has passed through `finish`, once. measure: see `BestWeights`.
 
     Checkpoints hold `saved(state)`. An interrupted stage continues from its newest good checkpoint; a finished stage
     only restores it. A checkpoint with another `meta`, which identifies the inputs of the stage, is refused. A process
     that was asked to stop saves its state and raises Preempted. A RunFailure saves it, too, except at the last step,
     and so does the error of a hook.
     """
-    config, run, console = context.config, context.run, context.console
-    steps, save_every = config.length(name), config.sections[name].save_every
+    config, run, console, steps = context.config, context.run, context.console, context.config.length(name)
     meta = context.identity.of_stage(meta)
     directory, older = run.path / "checkpoints" / name, lambda step: run.older(name, step)
     with Checkpoints(directory, keep=config.checkpoints.keep, tell=console.warn, older=older) as checkpoints:
         start, state, there = _restore(checkpoints, name, init, context, meta)
         records = _records(context, name, start, there)
-        watch = Watch.of(config, context.hooks, there.get(WATCH, {}), left=_left(context, name))
+        watch = _watch(context, name, there, context.hooks)
+        best = BestWeights(context, name, checkpoints, watch, measure, finish)
         if start == steps or watch.ended:
             console.line(f"{name} has done its {steps} steps" if start == steps else f"{name} ended at step {start}")
-            return state
+            return best.result(state, start)
         if start:
             console.line(f"{name} goes on after step {start} of {steps}")
         learning = Learning(config, name, state, console.warn)
@@ -85,6 +87,7 @@ def run_stage(
             context.preemption.iterating(),
         ):
             for step in range(start + 1, steps + 1):
+                saving = save(step - 1, state) if best.saves_before(step - 1) else saving
                 compilations.take()  # discards what saving compiled
                 with deadline(config.deadline), _saved_on_error(checkpoints, state, step - 1, save):
                     state, metrics = traced(config, run.path, name, step, partial(advance, state, step - 1))
@@ -100,9 +103,9 @@ def run_stage(
                     failed = watch.after(iteration, seconds=config.deadline)
                     last = step == steps or bool(watch.ended)
                     in_vain = learning.in_vain(step, steps, last=last)
-                    state = finish(state) if last and not in_vain else state
+                    state = best.ended(state, step) if last and not in_vain else state
                 ending = _ending(iteration, failed, in_vain, context.preemption.agreed())
-                due = last or ending is not None or step % save_every == 0
+                due = best.saves_after(iteration) or last or ending or step % config.sections[name].save_every == 0
                 saving = save(step, state) if due and not (in_vain and last) else {}
                 if ending is not None:
                     checkpoints.wait()
@@ -111,12 +114,18 @@ def run_stage(
                     break
         if step < steps:
             console.line(f"{name} ends at step {step} of {steps}, because {watch.reason}")
-        return state
+        return best.result(state, step)
+
+
+def _watch(context: Context, name: str, there: Mapping[str, Any], hooks: Sequence[tuple[str, Hook]] = ()) -> Watch:
+    """Returns the watch of a stage that goes on from a checkpoint, whose meta is `there`."""
+    best = context.config.checkpoints.best_in(name)
+    return Watch.of(context.config, hooks, there.get(WATCH, {}), left=_left(context, name), best=best)
 
 
 def _ended(context: Context, name: str, there: Mapping[str, Any], step: int) -> bool:
     """True if a stage does not go on from its checkpoint of a step, whose meta is `there`."""
-    watch = Watch.of(context.config, (), there.get(WATCH, {}), left=_left(context, name))
+    watch = _watch(context, name, there)
     return step == context.config.length(name) or bool(watch.ended)
 
 

@@ -115,7 +115,8 @@ def utilisation_of(
     placement_of: Callable[[str], RolePlacement],
     compute: Compute,
 ) -> Utilisation | None:
-    """Returns the utilisation of the calls of a graph; None where the peak of the devices is not known.
+    """Returns the utilisation of the calls of a graph; None where the peak of the devices is not known, and where an
+    update reads only some of the rows (pairs).
 
     placement_of: role -> its placement.
     """
@@ -124,4 +125,6 @@ def utilisation_of(
         meshes["learner.update"] = meshes.pop("actor.update")
         del meshes["critic.update"]
     peak = peak_of(meshes["actor.generate"].devices.flat[0])
-    return None if peak is None else Utilisation(models, meshes, algorithm, compute.dtype, peak)
+    if peak is None or "estimator.pairs_of_group" in meshes:
+        return None
+    return Utilisation(models, meshes, algorithm, compute.dtype, peak)

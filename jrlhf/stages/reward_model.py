@@ -50,7 +50,7 @@ def train_reward_model(context: Context, policy: Model) -> Model:
         batch = PreferenceBatch(*put_pairs(context, train, order.draw(step), compiled.mesh)[:4])
         with jax.set_mesh(compiled.mesh), calling(UPDATE):
             state, metrics = step_fn(state, batch, *start.frozen)
-        metrics = to_host(metrics) | {"training/epoch": order.epochs(step)[0]}
+        metrics = to_host(metrics) | order.begun(step)
         if len(heldout) and config.evaluates(step):
             with calling(SCORE):
                 metrics = metrics | _accuracy(partial(score, start.holding(state.params)), heldout)

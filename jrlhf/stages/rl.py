@@ -34,7 +34,7 @@ from jrlhf.ppo.experience import experience_metrics, update_kl
 from jrlhf.ppo.safe import MultiplierState
 from jrlhf.ppo.shaping import RunningMoments
 from jrlhf.ppo.types import Experience, KLState, SFTBatch, TrainState
-from jrlhf.rewards.types import scores_of
+from jrlhf.rewards.types import score_or_none, scores_of
 from jrlhf.roles.model import Model
 from jrlhf.roles.placement import RolePlacement, ready
 from jrlhf.rollouts.source import RolloutsAhead, RolloutSource
@@ -68,7 +68,7 @@ class IterationRows(NamedTuple):
     """The rows of an iteration."""
 
     batch: Batch
-    raw: Any  # [B] the batch's scores before they were shaped
+    raw: Any  # [B] the batch's scores before they were shaped; None: nothing scored it
     parts: dict[str, Any]  # each reward's scores [B]
     draws: int  # number of batches of prompts drawn so far, in all iterations
 
@@ -88,12 +88,6 @@ class Assembly:
     models: Mapping[str, Model]
     identities: Mapping[str, str]
     utilisation: Utilisation | None
-
-    @property
-    def compares(self) -> bool:
-        """Whether the dataflow makes experience with advantages."""
-        makers = [call for call in self.calls if call.startswith("estimator.") or call == "learner.update"]
-        return any(call != "estimator.best_of_group" for call in makers)
 
 
 Take = Callable[..., Batch]  # (mesh, number, solved prompts) -> a batch of prompts
@@ -115,7 +109,9 @@ def train_rl(
     if prompts.sources:
         from jrlhf.data.mixture import Mixture
 
-        order = Mixture(order.count, batch, seed, prompts.sources)
+        order = Mixture(order.count, batch, seed, sources=prompts.sources)
+    # Of a choice of rows the statistics of groups would be wrong.
+    samples = 1 if any(call.startswith("estimator.where") for call in assembly.calls) else section.samples
     with open_rollouts(assembly.roles, partial(take_batch, context, prompts, order)) as rollouts:
         iterations = Iterations(
             context,
@@ -123,12 +119,11 @@ def train_rl(
             order,
             rollouts,
             home=context.placement("arithmetic").home.mesh,
-            measure=jax.jit(
-                partial(_measure, assembly.algorithm, section.rollout_batch, section.samples, assembly.compares)
-            ),
+            measure=jax.jit(partial(_measure, assembly.algorithm, section.rollout_batch, samples)),
         )
         announced = [*(["validation"] if context.config.validation else []), *assembly.calls]
         options: Any = {"meta": assembly.identities, "announced": announced, "saved": iterations.saved}
+        options["measure"] = iterations.measured
         state = run_stage(context, name, iterations.init, iterations.advance, **options)
     trained = assembly.models["actor"].holding(state.trained["actor"].params)
     return RolePlacement.of(context.mesh).store(trained)
@@ -211,6 +206,12 @@ class Iterations:
         """Returns what a checkpoint holds of a state."""
         return state if self.ahead is None else self.ahead.saved(state)
 
+    def measured(self, state: RLState, step: int) -> dict[str, float]:
+        """Validates the actor after `step` iterations, as the next iteration would."""
+        with calling("validation"):
+            actor = self.roles.actor.bind(state.trained["actor"])
+            return validate(self.context, actor.model, self.roles.reward, step, self._clock)[0]
+
     @property
     def roles(self) -> Roles:
         return self.assembly.roles
@@ -236,7 +237,7 @@ class Iterations:
     def _validate(self, policy: Model, step: int) -> tuple[dict[str, float], list[dict[str, object]]]:
         """Returns the metrics and samples of a validation, if one is due."""
         validation = self.context.config.validation
-        if validation is None or validation.every is None or step % validation.every:
+        if validation is None or not validation.due(step):
             return {}, []
         with calling("validation"):
             return validate(self.context, policy, self.roles.reward, step, self._clock)
@@ -254,7 +255,7 @@ class Iterations:
         experience = data if isinstance(data, Experience) else roles.estimator.bare_experience(data)
         if pool is not None:
             return experience, metrics, IterationRows(pool.prompts, pool.raw, pool.parts, pool.draws)
-        raw, parts = roles.reward.raw[draws], roles.reward.parts[draws]
+        raw, parts = roles.reward.raw.get(draws), roles.reward.parts.get(draws, {})
         return experience, metrics, IterationRows(values["prompts"], raw, parts, draws + 1)
 
     def _gather(self, roles: Roles, metrics: dict[str, Any]) -> dict[str, Any]:
@@ -282,16 +283,11 @@ def take_batch(
 
 
 def _measure(
-    algorithm: PolicyConfig, episodes: int, samples: int, compares: bool, experience: Experience, kl: KLState
+    algorithm: PolicyConfig, episodes: int, samples: int, experience: Experience, kl: KLState
 ) -> tuple[dict[str, Array], KLState, Bool[Array, "B"]]:
-    """Returns metrics of an experience, the next state of the KL controller, and the mask of rows to learn from.
-
-    compares: False if the experience has no advantages, and only some of its rows or no scores.
-    """
+    """Returns metrics of an experience, the next state of the KL controller, and the mask of rows to learn from."""
     learned = jnp.any(experience.response_mask, axis=1)
-    metrics = experience_metrics(experience, samples=samples if samples > 1 and compares else None)
-    if not compares:
-        metrics = {name: x for name, x in metrics.items() if not name.startswith("critic/")}
+    metrics = experience_metrics(experience, samples=samples if samples > 1 else None)
     if not algorithm.needs_reference:
         return metrics, kl, learned
     metrics["objective/kl_coef"] = kl.coef
@@ -316,10 +312,10 @@ def watch(context: Context, drawn: IterationRows, experience: Experience) -> dic
         metrics = by_source(names, batch.examples, drawn.raw, drawn.parts, lengths)
     rows = distinct_first(len(batch.examples), config.rl.samples)[: config.evaluation.samples]
     texts = zip(rows, (response.text for response in read_responses(task.tokenizer, experience, rows)), strict=True)
-    shown = [
-        {"prompt": batch.texts[row], "response": text, "score": float(drawn.raw[row])} | scores_of(row, drawn.parts)
-        for row, text in texts
-    ]
+    shown: list[dict[str, Any]] = [{"prompt": batch.texts[row], "response": text} for row, text in texts]
+    if drawn.raw is not None:
+        for row, sample in zip(rows, shown, strict=True):
+            sample |= {"score": score_or_none(drawn.raw[row])} | scores_of(row, drawn.parts)
     if task.gold is None:
         return metrics | {SAMPLES: shown}
     gold = task.gold(batch.examples, [response.text for response in read_responses(task.tokenizer, experience)])

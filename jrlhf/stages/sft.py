@@ -38,7 +38,7 @@ def train_sft(context: Context, policy: Model) -> Model:
         batch = SFTBatch(*put_rows(sft_rows(data.batch(rows, step), context.length), training.mesh))
         with jax.set_mesh(training.mesh), calling(UPDATE):
             state, metrics = step_fn(state, batch, *policy.frozen)
-        metrics = to_host(metrics) | {"training/epoch": order.epochs(step)[0]}
+        metrics = to_host(metrics) | order.begun(step)
         if data.heldout.ids and config.evaluates(step):
             with calling(EVALUATE):
                 loss = _mean_loss(context, scoring, policy.holding(state.params))

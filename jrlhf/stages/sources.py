@@ -11,7 +11,7 @@ from jrlhf.data.types import Example
 def by_source(
     names: Sequence[str],
     examples: Sequence[Example],
-    scores: Float[np.ndarray, "B"],
+    scores: Float[np.ndarray, "B"] | None,
     parts: Mapping[str, Float[np.ndarray, "B"]],
     lengths: Int[np.ndarray, "B"],
 ) -> dict[str, float]:
@@ -21,7 +21,8 @@ def by_source(
     metrics of all rows, scores that are not finite and rows that a reward does not judge count in no mean.
     """
     metrics, owners = dict[str, float](), np.array([example.source for example in examples])
-    figures = {"score/mean": scores, **{f"rewards/{reward}/mean": values for reward, values in parts.items()}}
+    figures = {} if scores is None else {"score/mean": scores}
+    figures |= {f"rewards/{reward}/mean": values for reward, values in parts.items()}
     for name in names:
         own, head = owners == name, f"source/{name or 'unnamed'}"
         if own.any():

@@ -166,13 +166,18 @@ class PolicyConfig(Section):
     @property
     def couples_tokens(self) -> bool:
         """The loss of a token depends on the other tokens of its response."""
-        return self.ratio != "token" or (self.old_logprobs == "interpolate" and self.weighs_rows)
+        return self.ratio != "token" or self.weighs_rows_in_loss
 
     @property
     def weighs_rows(self) -> bool:
         """The weight of a token depends on the other tokens of its response."""
         of_rows = {"mask_sequence", "mask_sequence_mean", "mask_k3"}
         return self.importance == "sequence" or not of_rows.isdisjoint(self.corrections)
+
+    @property
+    def weighs_rows_in_loss(self) -> bool:
+        """The update computes such weights, because it computes the old log-probs."""
+        return self.old_logprobs == "interpolate" and self.weighs_rows
 
     def __post_init__(self) -> None:
         super().__post_init__()

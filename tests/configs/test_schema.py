@@ -34,6 +34,7 @@ IN_USE = {
     "iterations": [1],
     "stages": 2,
     "path": "a.jsonl",
+    "url": "http://host/v1",
 }
 
 
@@ -89,7 +90,9 @@ def candidates(kind: Any, rules: Mapping[str, Any]) -> tuple[list[Any], list[Any
         return [*inner], [text, [text], table]
     if origin is tuple and inner[-1] is Ellipsis:
         right, wrong = candidates(inner[0], {})
-        return [[], *([value] for value in right if value)], [3, text, table, *([value] for value in wrong)]
+        alone = ["word"] if inner[0] is str else []  # a list of one
+        other = [] if alone else [text]
+        return [[], *alone, *([value] for value in right if value)], [3, *other, table, *([value] for value in wrong)]
     if origin is tuple:
         return [[0.5, 2.0]], [3, text, table, [1.0], [1.0, text], [0.5, 1.0, 2.0]]
     if origin is Mapping:
@@ -97,7 +100,7 @@ def candidates(kind: Any, rules: Mapping[str, Any]) -> tuple[list[Any], list[Any
     if kind is bool:
         return [True, False, "true"], [text, "1", 3, [True], table]
     if kind is str:
-        return ["word", "host:1", 7, True], [["word"], table]
+        return ["word", "host:1", "http://host/v1", "WORD", 7, True], [["word"], table]
     bounds, most = rules.get("bounds", {}), rules.get("most")
     most = bounds.get("maximum", most)
     beyond = [bounds["minimum"] - 1] if "minimum" in bounds else [bounds.get("exclusiveMinimum")]

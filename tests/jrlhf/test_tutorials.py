@@ -96,7 +96,7 @@ def test_fields_of_trls_other_configs_lead_to_the_settings_in_the_table():
 
 def test_every_tutorial_is_run():
     assert sorted(path.stem for path in FOLDER.glob("*.md")) == sorted(
-        [f"from-{peer}" for peer in PEERS] + ["chat-model", "reward-function"]
+        [f"from-{peer}" for peer in PEERS] + ["chat-model", "own-algorithm", "reward-function"]
     )
 
 
@@ -141,6 +141,21 @@ def test_the_run_beside_a_peers_is_checked_by_its_dry_run(peer, trained, tmp_pat
         assert train.cli([*trains[3:], *HERE, *tiny]) == 0, capsys.readouterr().err
         record = json.loads((tmp_path / "runs/gsm8k/metrics.jsonl").read_text().splitlines()[0])
         assert record["rewards/correct/failures"] == record["rewards/brief/failures"] == 0
+
+
+@pytest.mark.proof("notebooks")
+@pytest.mark.usefixtures("quick_compilation")
+def test_the_tutorial_on_algorithms_runs(tmp_path: Path, monkeypatch, capsys):
+    """Every command, at a tiny size; the teacher is what an earlier command has trained."""
+    monkeypatch.chdir(tmp_path)
+    text = page("own-algorithm")
+    write(text, tmp_path)
+    tiny = ["sft.steps=2", "sft.batch=16", "evaluation={prompts: 8, samples: 1}", "data.heldout_rows=8"]
+    tiny += ["grpo.iterations=1", "grpo.rollout_batch=64"]
+    for _, *words in commands(text):
+        assert train.cli([*words[2:], *HERE, *tiny]) == 0, capsys.readouterr().err
+    names = sorted(path.name for path in (tmp_path / "runs").iterdir() if not path.name.startswith("."))
+    assert names == ["median", "online", "raft", "student"]
 
 
 @pytest.mark.proof("notebooks")

@@ -149,7 +149,7 @@ def test_of_each_group_the_first_best_response_is_learned_from():
     best = make_best_experience(data, jnp.array([0.0, 1, 2, 3, 1, 0, 0, 0]), config=CONFIG)
     np.testing.assert_array_equal(best.response_mask.any(axis=1), [0, 0, 1, 0, 1, 0, 0, 0])  # row 3 has no response
     np.testing.assert_array_equal(best.response_mask, mask_of(data) & best.response_mask.any(axis=1)[:, None])
-    assert not best.advantages.any()
+    assert best.advantages is None
 
 
 def test_what_cannot_be_a_loss_is_refused():

@@ -8,7 +8,6 @@ import os
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +37,11 @@ class SharedArrays:
 
     @classmethod
     def of(cls, arrays: Sequence[Any]) -> "SharedArrays":
-        """Writes arrays: a line of JSON with their types, shapes and a checksum, then the bytes of each."""
+        """Writes arrays: a line of JSON with the type, shape and checksum of each, then their bytes."""
         parts = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
-        types = [(np.asarray(array).dtype.name, np.shape(array)) for array in arrays]
-        return cls.copied(f"{encode([types, _checksum(parts)])}\n".encode(), *(part.data for part in parts))
+        shapes = [(np.asarray(array).dtype.name, np.shape(array)) for array in arrays]
+        header = [(*shape, zlib.crc32(part.data)) for shape, part in zip(shapes, parts, strict=True)]
+        return cls.copied(f"{encode(header)}\n".encode(), *(part.data for part in parts))
 
     @classmethod
     def copied(cls, *parts: bytes | memoryview) -> "SharedArrays":
@@ -66,26 +66,27 @@ class SharedPart:
     count: int
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        return iter(read(self.file.path)[self.first : self.first + self.count])
+        return iter(read(self.file.path, self.first, self.count))
 
 
-def read(path: str) -> list[np.ndarray]:
-    """Returns the arrays of a file. Raises ValueError if the checksum does not match."""
+def read(path: str, first: int = 0, count: int | None = None) -> list[np.ndarray]:
+    """Returns `count` arrays of a file, from the array `first` on; None: all. Raises ValueError if a checksum does not
+    match."""
     with Path(path).open("rb") as file:
         header = file.readline()
-        types, checksum = decode(header)
-        position, parts = len(header), []
-        for name, shape in types:
-            size = int(np.prod(shape)) * np.dtype(name).itemsize
-            parts.append(np.fromfile(path, np.uint8, size, offset=position))
-            position += size
-    if _checksum(parts) != checksum:
-        raise ValueError("the arrays are not what was written")
-    return [part.view(name).reshape(shape) for part, (name, shape) in zip(parts, types, strict=True)]
-
-
-def _checksum(parts: Sequence[np.ndarray]) -> int:
-    return reduce(lambda checksum, part: zlib.crc32(part.data, checksum), parts, 0)
+    described = [
+        (name, shape, checksum, int(np.prod(shape)) * np.dtype(name).itemsize)
+        for name, shape, checksum in decode(header)
+    ]
+    starts = np.cumsum([len(header), *(size for *_, size in described)]).tolist()
+    chosen = slice(first, None if count is None else first + count)
+    arrays = []
+    for (name, shape, checksum, size), start in zip(described[chosen], starts[chosen], strict=False):
+        part = np.fromfile(path, np.uint8, size, offset=start)
+        if zlib.crc32(part.data) != checksum:
+            raise ValueError("the arrays are not what was written")
+        arrays.append(part.view(name).reshape(shape))
+    return arrays
 
 
 def delta(old: Sequence[np.ndarray], new: Sequence[np.ndarray]) -> list[np.ndarray]:

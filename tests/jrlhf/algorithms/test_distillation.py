@@ -1,5 +1,6 @@
-"""Losses and teachers in a dataflow: the examples of docs/algorithms.md train on any devices, and resume."""
+"""Losses and teachers in a dataflow: the examples of the tutorial train on any devices, and resume."""
 
+import inspect
 import re
 import shutil
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from jrlhf.algorithms.registry import graph_of
 from jrlhf.algorithms.roles import ROLES
 from jrlhf.config import load_config
-from jrlhf.config.check import OTHER_PARAMETERS
+from jrlhf.config.schema import OTHER_PARAMETERS
 from jrlhf.data.batches import put_rows
 from jrlhf.errors import UserError
 from jrlhf.meshes import make_mesh
@@ -23,12 +24,14 @@ from jrlhf.ppo import GRPOConfig, LossTokens, Rollout, TrainState
 from jrlhf.ppo.experience import bare_experience
 from jrlhf.ppo.token_losses import NO_LOGPROB
 from jrlhf.roles.compiled import CompiledModel
+from jrlhf.roles.frozen import FrozenPolicy
 from jrlhf.roles.model import Architecture, Compute
+from jrlhf.roles.placement import CALL
 from jrlhf.train import main
 from tests.support.runs import stage_of
 
-DOCUMENT = (Path(__file__).resolve().parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
-_, EXAMPLES, JENSEN_SHANNON = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+DOCUMENT = (Path(__file__).resolve().parents[3] / "docs" / "tutorials" / "own-algorithm.md").read_text(encoding="utf-8")
+_, RAFT, PAIRS, DISTILL, JENSEN_SHANNON = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
 SIZES = ["sft.steps=2", "sft.batch=32", "sft.save_every=2", "sft.eval_every=2", "evaluation.prompts=16"]
 SIZES += ["data.heldout_rows=16", "grpo.iterations=3", "grpo.rollout_batch=32", "grpo.save_every=1"]
 SIZES += ["device.simulated=8", "mesh.fsdp=4", "mesh.tensor=2"]
@@ -45,14 +48,14 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(folder: Path, function: str, *settings: str) -> Any:
-    (folder / "distill.py").write_text(EXAMPLES)
+    (folder / "distill.py").write_text(RAFT + PAIRS + DISTILL)
     own = [f"grpo.dataflow={folder}/distill.py:{function}", f"run_dir={folder}", *settings]
     return load_config("arithmetic-grpo", [*SIZES, *own])
 
 
 def test_the_graph_has_the_calls_of_a_teacher(teacher: Path, tmp_path: Path):
     graph = graph_of(config_of(tmp_path, "distill", f"roles.teacher.path={teacher}"))
-    assert [call.name for call in graph] == "actor.generate reward.score teacher.top_logprobs actor.update".split()
+    assert [call.name for call in graph] == "actor.generate teacher.top_logprobs actor.update".split()
     call = graph["teacher.top_logprobs"]
     assert (call.role, call.kind, call.inputs, call.outputs) == ("teacher", "infer", ("rollout",), ("teacher_targets",))
     assert graph["actor.update"].inputs == ("rollout", "teacher_targets")
@@ -65,12 +68,15 @@ def test_the_graph_has_the_calls_of_a_teacher(teacher: Path, tmp_path: Path):
 @pytest.mark.usefixtures("quick_compilation")
 def test_a_student_comes_nearer_to_its_teacher_and_resumes_to_the_same_bits(teacher: Path, tmp_path: Path):
     losses = []
-    for name, plan in (("one", "colocate"), ("two", "split")):
-        config = config_of(tmp_path, "distill", f"roles.teacher.path={teacher}", f"name={name}", f"plan={plan}")
+    for name, plan, more in (("one", "colocate", []), ("two", "split", ["rewards=[]"])):
+        more = [*more, f"roles.teacher.path={teacher}", f"name={name}", f"plan={plan}", "validation.every=2"]
+        config = config_of(tmp_path, "distill", *more)
         main(config)
         records = stage_of(tmp_path / name, "grpo")
+        assert not any(key.startswith(("critic/", "rewards/")) for record in records for key in record)
+        assert ("val-core/all/score/mean@1" in records[0]) == ("rewards=[]" not in more)
         losses.append([record["actor/loss"] for record in records])
-        assert all(record["timing_s/teacher"] > 0 and "critic/score/mean" in record for record in records)
+        assert all(record["timing_s/teacher_targets"] > 0 and "response_length/mean" in record for record in records)
         assert "actor/pg_loss" not in records[0] and "timing_s/ref" not in records[0]
     assert losses[0][0] > 0.1 and losses[0][2] < 0.8 * losses[0][0]
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-3)
@@ -91,20 +97,75 @@ def test_raft_learns_from_the_best_response_of_each_group(tmp_path: Path):
     assert all("critic/score/mean" in record for record in records)
 
 
+@pytest.mark.full
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("settings", [["plan=standalone"], ["lora.rank=2", "grpo.algorithm.micro_batches=2"]])
+def test_online_dpo_learns_from_pairs_of_a_rollout_and_resumes_to_the_same_bits(settings: list[str], tmp_path: Path):
+    length = "def length(solution_str): return len(solution_str)"
+    (tmp_path / "reward.py").write_text(length)  # what fresh weights answer is never right
+    settings = [*settings, "grpo.algorithm.kl_coef=0.05", f"rewards=[{{function: {tmp_path}/reward.py:length}}]"]
+    settings += ["grpo.rollout_batch=64", "name=dpo"]
+    config = config_of(tmp_path, "online_dpo", *settings)
+    main(config)
+    records = stage_of(tmp_path / "dpo", "grpo")
+    assert records[0]["dpo/loss"] == pytest.approx(np.log(2), rel=1e-4)
+    assert all(record["actor/grad_norm"] > 0 and "objective/kl" in record for record in records)
+    assert records[-1]["dpo/loss"] != records[0]["dpo/loss"] and "actor/pg_loss" not in records[0]
+    model = (tmp_path / "dpo" / "model" / "model.safetensors").read_bytes()
+    shutil.rmtree(tmp_path / "dpo" / "checkpoints" / "grpo" / "3")
+    shutil.rmtree(tmp_path / "dpo" / "model")
+    main(config, resume=True)
+    assert (tmp_path / "dpo" / "model" / "model.safetensors").read_bytes() == model
+
+
+def test_pairs_that_cannot_be_are_refused_before_anything_runs(tmp_path: Path):
+    for old, new, settings, message in (
+        ("loss=DPO", "loss=lambda pairs: pairs.chosen.sum()", [], "must return one number for each pair"),
+        ("loss=DPO", "loss=lambda pairs: pairs.chosen - pairs.ref_chosen", ["kl_coef=0"], "fails .TypeError"),
+        (", loss=DPO", "", [], "gets pairs and the loss None: give DPOConfig"),
+        ("beta=0.1", "beta=0.1, micro_batches=2", [], "grpo.algorithm divides the batch: leave it out of DPOConfig"),
+        ("update(pairs", "update(experience", [], "which is of pairs: give it estimator.pairs_of_group"),
+        ("pairs_of_group(experience", "pairs_of_group(rollout", [], "pairs_of_group needs experience, as estimator"),
+        ("x", "x", ["kl_coef=0"], "DPO compares with a reference: set grpo.algorithm.kl_coef above 0"),
+        ("x", "x", ["entropy_coef=0.1"], "grpo.algorithm.entropy_coef has no effect on pairs: leave it out"),
+        ("return experience", "return pairs", [], "it must return the experience of which the pairs are"),
+        ("x", "x", ["epochs=2"], "one update learns from the pairs of an iteration: leave epochs"),
+    ):
+        (tmp_path / "distill.py").write_text(PAIRS.replace(old, new))
+        spec = f"grpo.dataflow={tmp_path}/distill.py:online_dpo"
+        config = load_config(
+            "arithmetic-grpo", [*SIZES, "grpo.algorithm.kl_coef=0.05", spec, *(f"grpo.algorithm.{s}" for s in settings)]
+        )
+        with pytest.raises(UserError, match=message):
+            graph_of(config)
+
+
 def test_roles_that_cannot_be_are_refused(teacher: Path, tmp_path: Path):
     for settings, message in (
-        ([f"roles.actor.path={teacher}"], "roles.actor has the name of another parameter of dataflows: choose another"),
-        ([f"roles.a-b.path={teacher}"], "roles.a-b names a parameter of a dataflow: use letters, digits and _"),
+        ([f"roles.actor.path={teacher}"], "roles: actor must be the name of a parameter of your dataflow, and none of"),
+        ([f"roles.a-b.path={teacher}"], "roles: a-b must be the name of a parameter"),
         ([f"roles.teacher.path={teacher}", "grpo.dataflow=null"], "is for a dataflow of your own: set grpo.dataflow"),
         (["roles.teacher={}"], "roles.teacher: path is missing: name a model directory"),
         (["roles.teacher={path: t, depth: 3}"], "roles.teacher.depth is not a known key"),
-        (["roles.teecher=t"], "roles.teecher is not a known key"),
-        ([f"roles.teacher.path={teacher}", "compute.fused_loss=false"], "targets need compute.fused_loss"),
+        (["roles.teecher=t"], "roles.teecher=t: it is a section, write roles.teecher.path=t"),
+        ([f"roles.teacher.path={teacher}", "compute.fused_loss=false"], "targets need compute.fused_loss=true"),
         ([f"roles.teacher.path={tmp_path}/none"], "roles.teacher"),
     ):
         with pytest.raises(UserError, match=message):
             main(config_of(tmp_path, "distill", *settings))
     assert not (tmp_path / "arithmetic-grpo").exists()
+
+
+def test_the_tutorial_lists_every_call():
+    rows = re.findall(r"^\| (`[^|]+`) \|", DOCUMENT.partition("may call")[2], re.M)
+    documented = {call: arguments for row in rows for call, arguments in re.findall(r"`(\w+\.\w+)\(([^)]*)\)`", row)}
+    expected = {}
+    for role, kind in {**ROLES, "NAME": FrozenPolicy}.items():
+        for name in {name for base in kind.__mro__ for name in vars(base)}:
+            if hasattr(function := getattr(kind, name), CALL):
+                parameters = list(inspect.signature(function).parameters.values())[1:]
+                expected[f"{role}.{name}"] = ", ".join(str(p.replace(annotation=p.empty)) for p in parameters)
+    assert documented == expected
 
 
 def test_no_frozen_role_can_have_the_name_of_another_parameter():
@@ -129,18 +190,34 @@ def test_the_documented_divergence_is_that_of_jensen_and_shannon():
 @pytest.mark.parametrize(
     ("update", "message"),
     [
-        ("actor.update(rollout)", "actor.update needs experience, from a call of the estimator, or a loss"),
+        ("actor.update(rollout)", "actor.update gets rollout, which has no advantages: make experience by a call"),
+        ("actor.update(estimator.best_of_group(rollout, scores))", "gets experience, which has no advantages: make"),
+        ("actor.update(rollout, plain)", r"loss that actor.update gets fails \(TypeError: .* 'NoneType'"),
+        ("actor.update(estimator.where(best, estimator.best_of_group(rollout, scores)))", "which has no advantages"),
+        (
+            "actor.update(estimator.where(above, estimator.best_of_group(rollout, scores)), imitation)",
+            r"the function that where gets fails .*TypeError",
+        ),
         ("actor.update(rollout, None, teacher.top_logprobs(rollout, 2))", "reads targets by a loss alone: give it one"),
-        ("actor.update(rollout, lambda tokens: tokens.entropy)", "makes its loss anew each time, which compiles again"),
+        (
+            "actor.update(rollout, lambda tokens: tokens.entropy)",
+            "gives actor.update a new function in each iteration",
+        ),
         ("actor.update(rollout, imitation, teacher.top_logprobs(rollout, 0))", "gets k=0: it must be a whole number"),
         ("actor.update(rollout, imitation, teacher.top_logprobs(rollout, '8'))", "gets k='8': it must be a whole"),
     ],
 )
 def test_updates_that_cannot_be_are_refused_before_anything_runs(tmp_path: Path, update: str, message: str):
-    lines = "rollout = actor.generate(prompts)", "reward.score(rollout, prompts)", "teacher.logprobs(rollout)"
+    lines = "rollout = actor.generate(prompts)", "scores = reward.score(rollout, prompts)", "teacher.logprobs(rollout)"
     lines = *lines, f"return rollout, {update}"
-    head = "from jrlhf.ppo import imitation\ndef own(actor, teacher, reward, prompts):"
-    (tmp_path / "own.py").write_text("\n    ".join([head, *lines]) + "\n")
+    head = [
+        "from jrlhf.ppo import imitation",
+        "plain = lambda t: -t.advantages * t.logprobs",
+        "best = lambda e, c: e.scores > 0",
+        "above = lambda e, c: e.advantages[:, 0] > 0",
+        "def own(actor, teacher, reward, estimator, prompts):",
+    ]
+    (tmp_path / "own.py").write_text("\n".join([*head, *(f"    {line}" for line in lines)]) + "\n")
     settings = [f"grpo.dataflow={tmp_path}/own.py:own", "roles.teacher.path=t"]
     with pytest.raises(UserError, match=message):
         graph_of(load_config("arithmetic-grpo", [*SIZES, *settings]))

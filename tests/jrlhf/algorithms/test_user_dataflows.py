@@ -43,7 +43,8 @@ def config_of(tmp_path):
     def make(source: str, stage: str = "grpo", spec: str | None = None, **sections) -> Config:
         (tmp_path / "mine.py").write_text(source)
         section = sections.pop(stage, {}) | {"dataflow": spec or f"{tmp_path}/mine.py:own"}
-        return build(Config, {"stages": ["sft", stage], stage: section, **sections})
+        own = {"stages": ["sft", stage], stage: section, "rewards": [{"function": "exact_match"}]}
+        return build(Config, own | sections)
 
     return make
 
@@ -93,17 +94,32 @@ REFUSED = [
     (
         OWN.replace("update(experience)", "update(experience, lambda tokens: tokens.logprobs.sum())"),
         {},
-        r"fails \(ValueError: <lambda> returned shape \(\), but must return one number for each token, \(2,\)",
+        r"fails \(ValueError: the loss <lambda> returned shape \(\), but must return one number for each token, \(2,\)",
     ),
     (
         OWN.replace("update(experience)", "update(experience, lambda tokens: tokens.target_logprobs.sum(-1))"),
         {},
         r"the loss that actor.update gets fails \(AttributeError: 'NoneType' .* at .*mine.py:13\)$",
     ),
-    (OWN, {"roles": {"teacher": {"path": "t"}}}, "does not call roles.teacher: give it the parameter teacher"),
+    (OWN, {"roles": {"teacher": {"path": "t"}}}, "never calls teacher, which roles.teacher names: give it"),
     (OWN.replace("generate(prompts)", "generate()"), {}, r"missing a required argument: 'prompts'"),
     (OWN.replace(".reshape(-1)\n", ".sum(0)\n"), {}, r"custom_experience gets fails .*advantages has shape \(8,\)"),
     (OWN.replace("return (sco", "return 1 / (ros"), {}, r"tokens \(NameError: .*'rosres'.* at .*mine.py:7\)$"),
+    (
+        OWN.replace("update(experience)", "update(estimator.where(above_the_others, experience))"),
+        {},
+        r"the function that where gets fails .* the mask of rows is float32\[128\]: it must be bool",
+    ),
+    (
+        OWN.replace("update(experience)", "update(estimator.where(above_the_others, rollout))"),
+        {},
+        "where needs experience, as estimator.group_experience returns it",
+    ),
+    (
+        OWN.replace("experience(above_the_others", "experience(lambda e, c: e.scores"),
+        {},
+        "gives estimator.custom_experience a new function in each iteration",
+    ),
     (OWN, {"stage": "ppo"}, "does not call critic.update, which stage ppo needs"),
     (OWN, {"stage": "dapo"}, "has the parameter prompts, and stage dapo gives actor, reference, reward, pool"),
 ]

@@ -148,6 +148,12 @@ SETS ; stages=[gspo] ; rewards=[{name: a, function: f}] ; compute.fused_loss=fal
     compute.fused_loss=False has no effect with gspo.algorithm.ratio=sequence-mean: leave it out
 stop.metric=val-core/all/score/mean@1
     stop.metric=val-core/all/score/mean@1 has no effect with validation.every=null: leave it out
+checkpoints.best=val-core/all/score/mean@1
+    checkpoints.best=val-core/all/score/mean@1 has no effect with validation.every=null: leave it out
+checkpoints.best=-dpo/eval_loss
+    checkpoints.best=-dpo/eval_loss has no effect with stages=[sft, reward_model, ppo], which do not log it: leave
+stages=[sft, dpo] ; checkpoints.best=val-core/all/score/mean@1
+    checkpoints.best=val-core/all/score/mean@1 has no effect with stages=[sft, dpo], which do not log it: leave it out
 stages=[sft] ; compute.score_rows=8
     compute.score_rows=8 has no effect with stages=[sft]: leave it out
 compute.score_rows=24
@@ -253,6 +259,8 @@ compute.fused_loss=false
 compute.fused_loss=false ; stages=[sft]
 stop.metric=val-core/all/score/mean@1 ; validation.every=2
 stop.metric=-sft/eval_loss
+checkpoints.best=-sft/eval_loss
+checkpoints.best=val-core/all/score/mean@1 ; validation.every=2
 compute.fused_loss=false ; stages=[sft, reward_model, gspo]
 compute={fused_loss: false, shared_passes: true}
 stages=[sft] ; compute.score_tokens=64 ; rollout.slots=16

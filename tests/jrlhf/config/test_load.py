@@ -156,7 +156,7 @@ MISTAKES = {
     "{even: 1e3}": "even=1e3: it must be a whole number, write 1000",
     "{even: 1e999}": "even=1e999: it must be a whole number",
     "{even: [2]}": "even=[2]: it must be a whole number",
-    "{names: b}": "names=b: it must be a list, write [b]",
+    "{names: {b: 1}}": "names={b: 1}: it must be a list, write [{b: 1}]",
     "{sizes: [1, x]}": "sizes[1]=x: it must be a whole number",
     "{needed: {a: 1}}": "needed={a: 1}: it must be text",
     "{extra: {colour: blue}}": "extra.colour=blue has no effect with extra.size=null: leave it out",
@@ -208,15 +208,15 @@ OVERRIDES = {
     "seed=-1": "seed=-1: it must be from 0 to 4294967295",
     "learning_rate=1": "learning_rate is not a known key: did you mean sft.learning_rate",
     "data={source: datasets, prompt: {path: a}}": "data.prompt is not a known key: did you mean data.prompts?",
-    "rewards[0].weight=2": "override 'rewards[0].weight=2' names no part of rewards: they are numbered from 0",
-    "rewards.weight=2": "override 'rewards.weight=2' names no part of rewards: they are numbered from 0",
-    "data.prompts.0.weight=2": "override 'data.prompts.0.weight=2' names no part of data.prompts: they are numbered",
+    "rewards[0].weight=2": "override 'rewards[0].weight=2': rewards is a list of 0 part(s), numbered from 0: name",
+    "rewards.weight=2": "rewards={weight: 2}: it must be a list, write [{weight: 2}]",
+    "data.prompts.0.weight=2": "override 'data.prompts.0.weight=2': data.prompts is a list of 0 part(s), numbered",
     "data={source: datasets, prompts: [a]}": "data.prompts[0]=a: it is a section, write data.prompts=[{KEY: VALUE}]",
     "data={source: datasets, prompts: [{path: a, weight: 0}]}": "data.prompts[0].weight=0.0: it must be above 0 and",
     "data={source: datasets, prompts: [{path: a, name: b c}]}": "data.prompts[0].name='b c': it must be a word of at",
     "data={source: datasets, prompts: [{path: a, wieght: 2}]}": "data.prompts[0].wieght is not a known key: did you",
     "data.prompts=[{path: x}]": "data.prompts[0].path=x is not read by the built-in task: set data.source=datasets",
-    "rewards.0.weight=2": "override 'rewards.0.weight=2' names no part of rewards: they are numbered from 0",
+    "rewards.0.weight=2": "override 'rewards.0.weight=2': rewards is a list of 0 part(s), numbered from 0: name a key",
     "sft.learning_rate=-1": "sft.learning_rate=-1.0: it must be at least 0 and finite",
     "sft.steps=[1": "sft.steps, line 1",
     "sft.steps=2147483648": "sft.steps=2147483648: it must be at most 2147483647",
@@ -241,7 +241,6 @@ OVERRIDES = {
     "stages=[stf]": "stages[0]=stf: it must be one of sft, reward_model, dpo, ppo, grpo, dr_grpo",
     "lora={rank: 4, path: p}": "lora.rank=4: it must be null with path=p, whose adapter has its own rank",
     "lora={rank: 4, targets: all-linear}": "lora.targets=all-linear: it must be a list of q_proj, k_proj, v_proj,",
-    "lora={rank: 4, targets: q_proj}": "lora.targets=q_proj: it must be a list, write [q_proj]",
     "rewards=[my.py:f]": "rewards[0]=my.py:f: it is a section, write rewards=[{KEY: VALUE}] for one of name, model,",
     "lora.alpha=4": "lora.alpha=4.0 has no effect with lora.rank=null: leave it out",
     "sleep.ahead=true": "sleep.ahead=True has no effect with nothing asleep: leave it out",
@@ -284,7 +283,7 @@ def test_a_part_of_a_list_is_set_by_its_number(tmp_path):
     whole = load_config(path, ["rewards=[{name: c, function: word_count}]", "rewards.0.name=d"]).rewards
     assert [(part.name, part.function) for part in whole] == [("d", "word_count")]
     for wrong in ("rewards.2.weight=1", "rewards.weight=1", "rewards[x].weight=1", "rewards.0=1"):
-        with pytest.raises(UserError, match="names no part of rewards: they are numbered from 0, as in rewards.0"):
+        with pytest.raises(UserError, match=r"rewards is a list of 2 part\(s\), numbered .* as in rewards\.0\."):
             load_config(path, [wrong])
 
 

@@ -87,7 +87,7 @@ def owners(rows: Any) -> Any:
 @pytest.mark.parametrize("batch", [1, 4, 13])
 def test_sources_share_batches_by_weight_and_have_epochs_of_their_own(batch):
     """Independent of how batches cut it, the stream is that of one row at a time: the source that is most behind."""
-    order, single = Mixture(52, batch, 3, SOURCES), Mixture(52, 1, 3, SOURCES)
+    order, single = Mixture(52, batch, 3, sources=SOURCES), Mixture(52, 1, 3, sources=SOURCES)
     rows = np.concatenate([order.draw(number) for number in range(260 // batch)])
     np.testing.assert_array_equal(owners(rows), owners(np.concatenate([single.draw(n) for n in range(len(rows))])))
     counts, expected = np.zeros(3), []
@@ -109,10 +109,10 @@ def test_sources_share_batches_by_weight_and_have_epochs_of_their_own(batch):
 
 
 def test_a_mixture_is_the_same_far_into_a_run_and_depends_on_the_seed():
-    order = Mixture(52, 16, 3, SOURCES)
+    order = Mixture(52, 16, 3, sources=SOURCES)
     first = [order.draw(number) for number in (10**6, 3, 0)]
-    np.testing.assert_array_equal(first, [Mixture(52, 16, 3, SOURCES).draw(number) for number in (10**6, 3, 0)])
-    assert not np.array_equal(first[2], Mixture(52, 16, 4, SOURCES).draw(0))
+    np.testing.assert_array_equal(first, [Mixture(52, 16, 3, sources=SOURCES).draw(number) for number in (10**6, 3, 0)])
+    assert not np.array_equal(first[2], Mixture(52, 16, 4, sources=SOURCES).draw(0))
     np.testing.assert_array_equal(
         np.bincount(owners(np.concatenate([order.draw(10**6 + n) for n in range(13)]))), [96, 32, 80]
     )
@@ -120,7 +120,7 @@ def test_a_mixture_is_the_same_far_into_a_run_and_depends_on_the_seed():
 
 def test_solved_prompts_are_left_out_of_the_epochs_of_their_own_source():
     """Each has the epochs of an order of its own, of which later ones lack what was solved."""
-    order, rng = Mixture(52, 8, 5, SOURCES), np.random.default_rng(0)
+    order, rng = Mixture(52, 8, 5, sources=SOURCES), np.random.default_rng(0)
     able, solved, drawn = rng.random(52) < 0.4, np.full(52, UNSOLVED), []
     able[:7] = [True, True, False, False, False, True, False]
     for number in range(60):

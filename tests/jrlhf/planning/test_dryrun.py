@@ -118,14 +118,15 @@ def test_the_first_prompt_is_shown_and_each_reward_function_called_once_on_it(tm
     rows += [{"question": f"How many {kind}?", "answer": "3"} for kind in ("eggs", "more eggs", "hens", "more hens")]
     write_jsonl(tmp_path / "rows.jsonl", rows)
     code, _, error = dry_run("fussy")
-    assert code == 2 and "set skip_none=true of reward 'mine' if it does not judge every sample, or set on" in error
+    assert code == 2 and "set skip_none=true or abstain=true of reward 'mine' if that is meant, or set on" in error
     code, text, _ = dry_run("fussy", skip_none=True)
     (line,) = [line.partition(": ")[2] for line in text.splitlines() if line.startswith("  reward mine: ")]
     assert code == 0 and len(line.split(", ")) >= 6 and {*line.split(", ")} == {"none", "1"}
 
     code, _, error = dry_run("single")
     assert code == 2 and "reward 'mine' failed (length: returned 1 scores for " in error
-    assert "set on_failure of reward 'mine' to a score for such samples\n" in error  # there is nothing to resume
+    # There is nothing to resume.
+    assert "set on_failure of reward 'mine' to a score for such samples, or to exclude\n" in error
     code, _, error = dry_run("slow", deadline=1.0)
     assert code == 2 and "reward 'mine' failed (hang" in error
     write_jsonl(tmp_path / "rows.jsonl", rows[:40])

@@ -170,6 +170,7 @@ def test_no_text_option_or_directory_of_a_config_is_told(seed: int):
     reward = [filled(RewardConfig, "", secret) for _ in range(2)]
     for number, part in enumerate(reward):
         part |= {"name": f"word{number}", "function": part["function"].replace("s3://", "/")}
+        part["client"] = {"url": f"http://{secret('number')}.org/v1", "model": secret("text")}
     given = USER | {"data": data, "rewards": reward, "model": {"path": secret("place")}}
     given |= {"roles": {"reference": secret("place")}, "wandb": {"project": secret("text"), "group": secret("text")}}
     given["grpo"] = USER["grpo"] | {"dataflow": secret("place")}

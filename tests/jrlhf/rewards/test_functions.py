@@ -14,7 +14,7 @@ import pytest
 from jrlhf.data.types import Example, Response
 from jrlhf.errors import RewardFailure, UserError
 from jrlhf.rewards.text_model import TextReward
-from jrlhf.rewards.types import Sample
+from jrlhf.rewards.types import Sample, joined, weighted_sum
 from tests.jrlhf.data.conftest import FAMILY
 
 from .conftest import make_reward, make_sample, pids
@@ -297,13 +297,31 @@ def test_none_for_a_sample_means_that_it_is_not_judged_where_the_config_says_so(
         np.testing.assert_array_equal(scored.scores, [0.5, np.nan, np.nan, 6])
         assert scored.token_scores is not None and [sum(row) for row in scored.token_scores] == [0.5, 0, 0, 6]
         assert not scored.failures and scored.extras["x"][2] == 1
-        hint = r"\(none: returned None\) .*: mend the function, set skip_none=true of reward 'judge' if it does not"
+        hint = r"\(none: returned None\) .*: mend the function, set skip_none=true or abstain=true of reward"
         with pytest.raises(RewardFailure, match=hint):
             start(source).score(samples)
         with pytest.raises(RewardFailure, match=r"none: returned None.*: mend the function, or set on_failure"):
             start(source, skip_none=True).score([make_sample(value=[1.0, None, 1.0])])  # of a token
     with pytest.raises(RewardFailure, match=r"has it a return\?"):
         start("def f(completions): ...", skip_none=True).score(samples)
+
+
+def test_rows_of_which_a_function_knows_nothing_count_nowhere_and_are_counted(start):
+    """Thirty samples, of which some fail in a way that has a name, and some are abstained from."""
+    verl = "def f(solution_str, value): return 1 / 0 if value == 'raise' else float(value) if value else value"
+    values = [None, "raise", "nan", "inf", "1e300", "x"] * 5
+    samples = [make_sample(row, value=value) for row, value in enumerate(values)]
+    scored = start(verl, abstain=True, on_failure="exclude").score([*samples, make_sample(30, value=2.5)])
+    np.testing.assert_array_equal(scored.scores, [np.inf] * 30 + [2.5])
+    assert scored.failures == {"exception": 10, "nan": 5, "infinite": 10} and scored.abstained == 5
+    metrics = scored.metrics("judge")
+    named = sum(count for name, count in metrics.items() if "failures/" in name or name.endswith("abstained"))
+    assert (metrics["rewards/judge/mean"], metrics["rewards/judge/abstained"], named) == (2.5, 5, 30)
+    assert "rewards/judge/skipped" not in metrics
+    halves = [scored, start(verl, abstain=True).score([make_sample(value=None), make_sample(value=1.0)])]
+    assert joined(halves, [3] * 33).abstained == 6
+    np.testing.assert_array_equal(np.isfinite(weighted_sum([(-2.0, scored)], [3] * 31).scores), [False] * 30 + [True])
+    np.testing.assert_array_equal(scored.only_measured.addends, [0] * 30 + [2.5])
 
 
 def test_what_a_batch_may_return(start):

@@ -291,6 +291,8 @@ def test_each_reward_is_normalised_over_the_responses_to_a_prompt_before_they_ar
     np.testing.assert_allclose(calls.rewards.raw[BATCH.step], raw, rtol=1e-5)
     assert calls.rewards.metrics()["rewards/long/mean"] != 0
     np.testing.assert_array_equal(calls.rewards.parts[BATCH.step]["long"], given["long"])
+    given["long"][5] = np.inf  # a row that is invalid
+    np.testing.assert_array_equal(np.isfinite(calls.score()), np.arange(ROWS) != 5)
     # A reward that does not judge a row has it in no mean, and gives it 0; `right` judges a single row of the last.
     given["long"][5] = 7.0
     given["long"][[0, 2]], given["right"][[4, 5, 6]] = np.nan, np.nan
@@ -313,6 +315,23 @@ def test_each_reward_is_normalised_over_the_responses_to_a_prompt_before_they_ar
     calls.rewards.close()
 
 
+@pytest.mark.parametrize("weight", [0.0, 2.0])
+def test_a_model_that_fails_is_measured_by_its_other_rows(weight: float):
+    """A failure that excludes its row is in no mean, and with weight 0 it excludes none."""
+    own = jnp.asarray([1.0, np.nan, 4.0, 3.0, 2.0, 0.0, 1.0, 5.0])
+    rest: Any = None, np.asarray(LENGTHS), np.ones(ROWS, bool), RunningMoments.create()
+    shape = partial(shape_scores, config=PLAIN, max_response=3)
+    for samples in (None, 4):
+        given: Any = {"samples": samples} if samples else {}
+        combined = combine(shape, "reward", {"a": weight}, {"a": np.inf}, {"a": own}, *rest, **given)
+        finite = np.asarray(own)[np.isfinite(own)]
+        assert float(combined.learned["rewards/a/mean"]) == pytest.approx(finite.mean())
+        assert float(combined.learned["rewards/a/std"]) == pytest.approx(finite.std())
+        assert float(combined.learned["rewards/a/failures"]) == 1
+        np.testing.assert_array_equal(np.isfinite(combined.raw), np.isfinite(own) | (weight == 0))
+        np.testing.assert_array_equal(np.isfinite(combined.shaped), np.isfinite(own) | (weight == 0))
+
+
 def test_a_score_that_is_not_finite_leaves_the_others_in_the_metrics():
     texts: Any = np.arange(ROWS, dtype=np.float32)
     texts[[0, 2]] = np.nan, np.inf
@@ -323,6 +342,21 @@ def test_a_score_that_is_not_finite_leaves_the_others_in_the_metrics():
     assert {name: float(x) for name, x in combined.extremes.items()} == pytest.approx(expected)
     assert float(combined.shaping["score/raw/mean"]) == pytest.approx(finite.mean())
     np.testing.assert_array_equal(combined.raw, texts)
+
+
+@pytest.mark.parametrize("combination", ["sum", "normalise_then_sum"])
+def test_a_reward_of_weight_0_makes_no_row_invalid(combination: Any):
+    given = {"counts": np.arange(ROWS, dtype=float), "measured": np.full(ROWS, np.inf)}
+
+    def part(name: str, weight: float) -> TextPart:
+        return TextPart(weight, lambda samples, step, first=0: Scored(given[name], abstained=ROWS), name)
+
+    calls = Calls(
+        ScoreConfig(combine=combination), samples=4, counts=part("counts", 1.0), measured=part("measured", 0.0)
+    )
+    assert np.isfinite(calls.score()).all()
+    assert calls.rewards.metrics()["rewards/measured/abstained"] == ROWS
+    calls.rewards.close()
 
 
 def test_weighted_sums():

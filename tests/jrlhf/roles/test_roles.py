@@ -32,6 +32,7 @@ from jrlhf.models import (
 )
 from jrlhf.planning.memory import residency
 from jrlhf.ppo import Rollout, TrainState, experience_metrics
+from jrlhf.roles import critic as critic_roles
 from jrlhf.roles.actor import Actor
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.critic import CostCritic, Critic
@@ -76,7 +77,7 @@ def test_an_iteration_keeps_the_invariants(awake):
 
 def test_two_critics_are_timed_apart(monkeypatch):
     monkeypatch.setattr(CompiledModel, "score_values", lambda _: lambda *_: (0, 0))
-    monkeypatch.setattr(CompiledModel, "critic_step", lambda *_: lambda state, *_: (state, {"critic/grad_norm": 1.0}))
+    monkeypatch.setattr(critic_roles, "critic_step", lambda *_: lambda state, *_: (state, {"critic/grad_norm": 1.0}))
     rows: Any = SimpleNamespace(tokens=None, lengths=None)
     for kind, name, timed in ((Critic, "critic", "values"), (CostCritic, "cost_critic", "cost_values")):
         mesh = make_mesh(1, 4, 2)

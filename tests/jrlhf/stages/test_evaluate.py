@@ -352,7 +352,7 @@ DOUBTED = [  # before, after, words of each doubt
     (
         answers(TEN, a=(1.0, [np.nan, *HALF[1:]])),
         answers(TEN, a=(1.0, [np.nan] * 10)),
-        ["the reward a judges no held-out answer (skip_none)"],
+        ["the reward a judges no held-out answer (skip_none, abstain)"],
     ),
     (None, answers([*TEN[:2], *["same"] * 8], a=(1.0, HALF)), []),
     (None, answers([*TEN[:1], *["same"] * 9], a=(1.0, HALF)), ["9 of 10 held-out answers are one and the same text"]),

@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jrlhf.config.schema import Config, ProfileConfig
+from jrlhf.config.schema import Config, ProfileConfig, RewardConfig
 from jrlhf.config.stages import CheckpointConfig, SFTConfig
 from jrlhf.errors import Preempted, RunFailure, UserError
 from jrlhf.meshes import make_mesh
@@ -57,6 +57,7 @@ def context(path, *, steps=6, stages=("sft",), section=None, stop_after_skipped=
         "sections": {"sft": section or SFTConfig(warmup=0, save_every=2)},
         "length": lambda stage: steps,
         "stop_after_skipped": stop_after_skipped,
+        "rewards_and_costs": (),
         "stages": stages,
         "algorithm": "ppo",
         "checkpoints": CheckpointConfig(2),
@@ -204,6 +205,26 @@ def test_threads_with_deadlines_leave_no_timer():
     assert [timer for timer in timers if not timer.finished.is_set()] == []
 
 
+def test_rows_that_are_meant_to_count_nowhere_end_no_run():
+    rewards = (
+        RewardConfig(name="a", function="exact_match", abstain=True),
+        RewardConfig(name="b", function="exact_match", on_failure="exclude"),
+        RewardConfig(name="c", function="exact_match", abstain=True, weight=0.0),
+    )
+    config, warnings = Config(stop_after_skipped=3, rewards=rewards), []
+    optimizer = adamw(config.rl.actor, updates=config.rl.updates)
+    state = SimpleNamespace(trained={"actor": TrainState.create({"w": jnp.ones(2)}, optimizer)})
+    learning = Learning(config, "ppo", state, warnings.append)
+    counts = {"rewards/a/abstained": 2, "rewards/b/failures": 1, "rewards/c/abstained": 5, "actor/skipped_updates": 1}
+    for step in range(1, 10):
+        learning.measure(state, counts | {"critic/score/nonfinite": 3}, step)
+        assert learning.in_vain(step, 100, last=False) == ""
+    assert [warning for warning in warnings if "no finite score" in warning] == []
+    for step in range(10, 13):
+        learning.measure(state, counts | {"critic/score/nonfinite": 4}, step)
+    assert "3 updates of actor in a row were skipped" in learning.in_vain(12, 100, last=False)
+
+
 def test_an_update_without_a_row_whose_score_is_finite_is_one_that_is_not_finite():
     """And one that is applied begins the count of those in a row again, whatever was skipped with it."""
     config, warnings = Config(stop_after_skipped=3), []
@@ -225,7 +246,8 @@ def test_an_update_without_a_row_whose_score_is_finite_is_one_that_is_not_finite
 
     assert [measure(0, 2), measure(0, 2), measure(1, 2), measure(1, 2), measure(1, 0), measure(1, 2)] == [""] * 6
     assert "3 updates of actor in a row were skipped" in measure(1, 2)
-    assert len(warnings) == 2 and "2 scores are not finite" in warnings[0] and "a score is not finite" in warnings[1]
+    assert len(warnings) == 2 and "2 rows have no finite score" in warnings[0]
+    assert "a score is not finite" in warnings[1]
     # Whether a stage has skipped all updates does not depend on where a resume began.
     last = {"actor/skipped_updates": 1, "actor/nonfinite_updates": 1}
     for applied, ends in ((0, True), (1, False)):
@@ -237,7 +259,7 @@ def test_an_update_without_a_row_whose_score_is_finite_is_one_that_is_not_finite
 @pytest.mark.parametrize("updates", [20, 21])
 def test_a_warmup_as_long_as_the_stage_is_told(updates):
     section, warnings = SFTConfig(warmup=20, steps=updates), list[str]()
-    config: Any = SimpleNamespace(sections={"sft": section}, stop_after_skipped=5)
+    config: Any = SimpleNamespace(sections={"sft": section}, stop_after_skipped=5, rewards_and_costs=())
     state = TrainState.create({"w": jnp.ones(8)}, adamw(section, updates=updates))
     Learning(config, "sft", state, warnings.append)
     assert warnings == ["sft.warmup=20 is not below the 20 updates: it is 2 here"] * (updates == 20)

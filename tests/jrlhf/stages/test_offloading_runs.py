@@ -71,9 +71,8 @@ def awake_only(patch: pytest.MonkeyPatch) -> None:
 
     for name in ("score_logprobs", "score_logprobs_with_base", "score_values", "score_sequences", "generate"):
         patch.setattr(CompiledModel, name, checked(getattr(CompiledModel, name)))
-    for name in ("actor_step", "critic_step"):
-        patch.setattr(CompiledModel, name, checked(getattr(CompiledModel, name)))
-    for name in ("make_on_policy_step", "make_on_policy_actor_step"):
+    patch.setattr(CompiledModel, "actor_step", checked(CompiledModel.actor_step))
+    for name in ("critic_step", "make_on_policy_step", "make_on_policy_actor_step"):
         patch.setattr(critic, name, checked(getattr(critic, name)))
     switch, export = actor.generation_weights, finalize.export_hf
 

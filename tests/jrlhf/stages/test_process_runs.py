@@ -199,8 +199,12 @@ RATES = {"learning_rate": 1e-3, "warmup": 0}
 def test_pairs_in_two_processes(settings, tmp_path: Path):
     path = tmp_path / "config.yaml"
     stage = {"steps": 3, "batch": 8, "eval_every": 2, **RATES}
-    path.write_text(yaml.safe_dump(settings(stages=["dpo"], rewards=[], dpo=stage)))
-    assert_same_run(*train_one_and_two(tmp_path, config=str(path)), "model")
+    best = {"best": "-dpo/eval_loss"}
+    path.write_text(yaml.safe_dump(settings(stages=["dpo"], rewards=[], dpo=stage, checkpoints=best)))
+    one, two = train_one_and_two(tmp_path, config=str(path))
+    assert_same_run(one, two, "model")
+    chosen = [json.loads((run / "summary.json").read_text())["best"]["step"] for run in (one, two)]
+    assert chosen[0] == chosen[1] in (2, 3)
 
 
 @pytest.mark.proof("processes")
