@@ -8,7 +8,6 @@ import jax
 
 from jrlhf.algorithms.factory import RoleFactory, algorithm_of
 from jrlhf.algorithms.registry import dataflow_identity, dataflow_of, graph_of
-from jrlhf.algorithms.roles import Roles
 from jrlhf.config.places import is_address
 from jrlhf.config.schema import Config
 from jrlhf.planning.resolve import resolve
@@ -90,8 +89,9 @@ def assemble(
     )
 
 
-def _open_rollouts(context: Context, roles: Roles, take: Take) -> AbstractContextManager[RolloutSource]:
+def _open_rollouts(context: Context, assembly: Assembly, take: Take) -> AbstractContextManager[RolloutSource]:
     """Opens what gives the iterations the prompts that `take` draws, and their rollouts."""
+    roles = assembly.roles
     if context.config.asynchronous is None:
         rows = context.config.compute.score_rows
         assert rows != "auto", "a run has chosen its tiles"
@@ -99,8 +99,8 @@ def _open_rollouts(context: Context, roles: Roles, take: Take) -> AbstractContex
         return nullcontext(SynchronousRollouts(partial(take, mesh), rows, context.moves))
     from jrlhf.rollouts.asynchronous import AsynchronousRollouts
 
-    settings, scoring = (context.config, roles.actor, context.sampling), (roles.reward, roles.cost)
-    return AsynchronousRollouts(*settings, take, scoring, context.console.warn)
+    scoring = [own for own in (roles.reward, roles.cost) if own is not None and f"{own.kind}.score" in assembly.calls]
+    return AsynchronousRollouts(context.config, roles.actor, context.sampling, take, scoring, context.console.warn)
 
 
 def _end(context: Context, outcome: Outcome) -> dict:

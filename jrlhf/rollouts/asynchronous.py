@@ -65,7 +65,7 @@ class AsynchronousRollouts(Closing):
 
     Rollouts run on the devices of `actor.generate`, or in processes that have the same mesh on their own devices.
 
-    take: (mesh, number of a batch) -> its prompts. rewards: the roles that score rewards and costs.
+    take: (mesh, number of a batch) -> its prompts. rewards: the roles that score the rollouts.
     tell: called with a sentence for each process that is lost, for alarms that only warn, and for the first batch of
     which much is masked.
     """
@@ -76,7 +76,7 @@ class AsynchronousRollouts(Closing):
         actor: Actor,
         sampling: SamplingConfig,
         take: Callable[[Mesh, int], Batch],
-        rewards: Sequence[Rewards | None],
+        rewards: Sequence[Rewards],
         tell: Callable[[str], None],
     ):
         options = config.asynchronous
@@ -85,7 +85,7 @@ class AsynchronousRollouts(Closing):
         self._clock, self._wall, self._placeholder = actor.clock, options.clock == "wall", None
         self._tell: Callable[[str], None] | None = tell  # None: it was called with the sentence of `masks_much`
         self._masks_much = partial(masks_much, config)
-        self._rewards = [own for own in rewards if own is not None]
+        self._rewards = rewards
         self._base: Identity = {}  # identity of the frozen weights under an adapter; empty: not computed yet
         self._read = dict[int, dict[str, Any]]()  # number of a group -> name of a reader -> its result
         self._rollouts = dict[int, DrawnAhead]()  # number of a batch that the actor has not asked for yet

@@ -94,13 +94,15 @@ Take = Callable[..., Batch]  # (mesh, number, solved prompts) -> a batch of prom
 
 
 def train_rl(
-    context: Context, assembly: Assembly, open_rollouts: Callable[[Roles, Take], AbstractContextManager[RolloutSource]]
+    context: Context,
+    assembly: Assembly,
+    open_rollouts: Callable[[Assembly, Take], AbstractContextManager[RolloutSource]],
 ) -> Model:
     """Runs the stage, or its remaining iterations, and returns the trained actor. The arrays of the models that it
     trains are freed.
 
-    open_rollouts: opens what gives the iterations batches and rollouts, from the roles and the function that takes
-    prompts.
+    open_rollouts: opens what gives the iterations batches and rollouts, from the assembly and the function that
+    takes prompts.
     """
     section, name, prompts = context.config.rl, context.config.algorithm, context.task.prompts
     assert name is not None and prompts is not None
@@ -112,7 +114,7 @@ def train_rl(
         order = Mixture(order.count, batch, seed, sources=prompts.sources)
     # Of a choice of rows the statistics of groups would be wrong.
     samples = 1 if any(call.startswith("estimator.where") for call in assembly.calls) else section.samples
-    with open_rollouts(assembly.roles, partial(take_batch, context, prompts, order)) as rollouts:
+    with open_rollouts(assembly, partial(take_batch, context, prompts, order)) as rollouts:
         iterations = Iterations(
             context,
             assembly,

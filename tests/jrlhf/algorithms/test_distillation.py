@@ -89,6 +89,17 @@ def test_a_student_comes_nearer_to_its_teacher_and_resumes_to_the_same_bits(teac
 
 @pytest.mark.full
 @pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("function", ["raft", "distill"])
+def test_rollouts_drawn_ahead_are_scored_only_for_a_dataflow_that_asks(function: str, teacher: Path, tmp_path: Path):
+    settings = ["name=ahead", "plan=disaggregated", "grpo.asynchronous.staleness=1", "grpo.algorithm.epochs=1"]
+    settings += [f"roles.teacher.path={teacher}"] if function == "distill" else []
+    main(config_of(tmp_path, function, *settings))
+    for record in stage_of(tmp_path / "ahead", "grpo"):
+        assert ("timing_s/reward_functions" in record) == ("critic/score/mean" in record) == (function == "raft")
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("quick_compilation")
 def test_raft_learns_from_the_best_response_of_each_group(tmp_path: Path):
     main(config_of(tmp_path, "raft", "name=raft"))
     records = stage_of(tmp_path / "raft", "grpo")
