@@ -31,6 +31,7 @@ from jrlhf.rewards.user_code import UserCode, explain, load, resolve
 from jrlhf.roles.graph import Value, trace
 
 PAIRS = "estimator.pairs_of_group"
+OTHERS = PAIRS, "estimator.mix", "estimator.by_source"  # calls of the estimator that return no experience
 # Calls that take a function, which is compiled -> the place of this argument.
 FUNCTIONS = {"actor.update": 1, "estimator.custom_experience": 0, "estimator.where": 0}
 
@@ -74,8 +75,8 @@ def custom_graph(config: Config, dataflow: Callable, shipped: Callable) -> Graph
     _check_calls(config, graph, shipped)
     for arguments in given["estimator.custom_experience"]:
         _check_advantages(config, *arguments)
-    bare = "estimator.best_of_group", "estimator.bare_experience"
-    makers = [call for call in graph if call.kind == "generate" or call.name in bare]
+    bare = "estimator.best_of_group", "estimator.bare_experience", "estimator.mix"
+    makers = [call for call in graph if call.kind == "generate" or call.name.startswith(bare)]
     without_advantages = [output for call in makers for output in call.outputs]
     for call in graph:
         if call.name.startswith("estimator.where") and {*call.inputs} & {*without_advantages}:
@@ -200,7 +201,7 @@ def _check_loss(config: Config, loss: Any, *, has_targets: bool, compared: bool)
 
 def _check_experience(config: Config, graph: Graph, method: str, value: Any) -> None:
     """Refuses an argument of a call of the estimator that is no experience."""
-    makers = [call for call in graph if call.role == "estimator" and not call.name.startswith(PAIRS)]
+    makers = [call for call in graph if call.role == "estimator" and not call.name.startswith(OTHERS)]
     if getattr(value, "name", "") not in [output for call in makers for output in call.outputs]:
         raise UserError(f"{_key(config)}: {method} needs experience, as estimator.group_experience returns it")
 
@@ -281,8 +282,9 @@ def _check_calls(config: Config, graph: Graph, shipped: Callable) -> None:
                 f"{name}.logprobs or {name}.top_logprobs, or leave the role out"
             )
     for call in graph:
-        method = call.name.partition(".")[2]
-        if call.kind != "compute" and not hasattr(roles_of(config)[call.role], method):
+        once = call.kind == "train" or call.role in ("reward", "cost")
+        if once and call.name != f"{call.role}.{call.method}":
             raise UserError(
-                f"{key} calls {call.role}.{method.rpartition('_')[0]} more than once: a plan has one place for each"
+                f"{key} calls {call.role}.{call.method} more than once: an iteration trains a role once, and scores "
+                "once what it learns from"
             )

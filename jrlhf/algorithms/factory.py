@@ -83,25 +83,25 @@ class RoleFactory:
 
     def roles(self, graph: Graph, models: Mapping[str, Model], rewards: Rewards, costs: Rewards | None) -> Roles:
         """All roles of a graph."""
-        section, algorithm, placement, clock = self.config.rl, self.algorithm, self.placement, self.clock
-        lengths: Any = {"temperature": self.sampling.temperature, "responses": self.sampling.max_new_tokens}
-        rollouts = {"sampling": self.sampling, "samples": section.samples, "schedule": self.config.rollout}
+        algorithm, placement, clock = self.algorithm, self.placement, self.clock
+        rollouts: Any = {"sampling": self.sampling, "schedule": self.config.rollout}
         actor = self._trained(Actor, "actor", models["actor"], **rollouts)
         optional: dict[str, Any] = {"cost": costs}
         if "reference" in models:
-            optional["reference"] = Reference(models["reference"], self._site("reference"), **lengths)
+            optional["reference"] = Reference(models["reference"], self._site("reference"), **rollouts)
         for name, kind in (("critic", Critic), ("cost_critic", CostCritic)):
             if name in models:
                 optional[name] = self._trained(kind, name, models[name])
         if "learner" in graph.roles:
             trained = actor, optional.get("critic")
+            lengths = {"temperature": self.sampling.temperature, "responses": self.sampling.max_new_tokens}
             optional["learner"] = FusedUpdate(*trained, self._site("learner"), algorithm=algorithm, **lengths)
         if isinstance(algorithm, SafeRLHFConfig):
             optional["constraint"] = Constraint(algorithm, clock, placement("constraint"))
         if isinstance(algorithm, DAPOConfig):
             optional["pool"] = DynamicSampler(placement("pool"), algorithm, clock, rewards)
         own = self.config.roles.frozen
-        optional["frozen"] = {name: FrozenPolicy(models[name], self._site(name), **lengths) for name in own}
+        optional["frozen"] = {name: FrozenPolicy(models[name], self._site(name), **rollouts) for name in own}
         arithmetic = placement("estimator" if "estimator" in graph.roles else "arithmetic")
         return Roles(actor, rewards, ExperienceMaker(algorithm, clock, arithmetic), **optional)
 

@@ -31,7 +31,10 @@ from jrlhf.train import main
 from tests.support.runs import stage_of
 
 DOCUMENT = (Path(__file__).resolve().parents[3] / "docs" / "tutorials" / "own-algorithm.md").read_text(encoding="utf-8")
-_, RAFT, PAIRS, DISTILL, JENSEN_SHANNON = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+_, RAFT, PAIRS, DISTILL, TEACHERS, JENSEN_SHANNON, REVISE, STEPS = re.findall(
+    r"```python\n(.*?)```", DOCUMENT, re.DOTALL
+)
+TURN = next(line.partition("= ")[2].partition("  #")[0] for line in REVISE.splitlines() if line.startswith("TURN"))
 SIZES = ["sft.steps=2", "sft.batch=32", "sft.save_every=2", "sft.eval_every=2", "evaluation.prompts=16"]
 SIZES += ["data.heldout_rows=16", "grpo.iterations=3", "grpo.rollout_batch=32", "grpo.save_every=1"]
 SIZES += ["device.simulated=8", "mesh.fsdp=4", "mesh.tensor=2"]
@@ -48,7 +51,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(folder: Path, function: str, *settings: str) -> Any:
-    (folder / "distill.py").write_text(RAFT + PAIRS + DISTILL)
+    (folder / "distill.py").write_text(RAFT + PAIRS + DISTILL + TEACHERS + REVISE.replace(TURN, '"{}"') + STEPS)
     own = [f"grpo.dataflow={folder}/distill.py:{function}", f"run_dir={folder}", *settings]
     return load_config("arithmetic-grpo", [*SIZES, *own])
 
