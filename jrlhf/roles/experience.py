@@ -70,6 +70,9 @@ class ExperienceMaker:
     @timed("adv")
     def mix(self, rollout: Rollout, other: Rollout, share: float) -> Rollout:
         """The rollout in which a share of the rows, evenly spread, are those of another one, such as a teacher's."""
+        if rollout.tokens.shape != other.tokens.shape:
+            shapes = f"{list(rollout.tokens.shape)} and {list(other.tokens.shape)}"
+            raise UserError(f"estimator.mix gets rollouts of the shapes {shapes}: both must have the same prompts")
         ends = np.floor(np.arange(len(rollout.tokens) + 1) * share + 1e-6)
         return self._choose((rollout, other), np.diff(ends).astype(np.int32))
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,8 @@ def test_rows_are_chosen_by_their_source_or_evenly():
     with jax.set_mesh(mesh):
         chosen = estimator.by_source(batch, {"c": targets(3), "a": targets(1), "b": targets(2)})
         mixed = [estimator.mix(rollout(0), rollout(1), share) for share in (0.5, 0.25, 0.0, 1.0)]
+        with pytest.raises(UserError, match=r"mix gets rollouts of the shapes \[8, 5\] and \[8, 4\]: both must have"):
+            estimator.mix(rollout(0), replace(rollout(1), tokens=rollout(1).tokens[:, 1:]), 0.5)
         with pytest.raises(UserError, match="estimator.by_source gets values for a, b, and not for c"):
             estimator.by_source(batch, {"a": targets(1), "b": targets(2)})
     of_rows = np.array([2, 1, 1, 3, 2, 3, 1, 2])
@@ -166,6 +169,31 @@ def test_a_revised_answer_is_learned_from_on_any_devices_and_resumed_to_the_same
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-2)
 
 
+def test_only_responses_to_one_prompt_are_compared_in_pairs(teacher: Path, tmp_path: Path):  # noqa: F811
+    own = [
+        "from jrlhf.ppo import DPOConfig",
+        "LOSS = DPOConfig()",
+        "def own(actor, judge, reference, reward, estimator, prompts, kl_coef):",
+        "    first = actor.generate(prompts)",
+        "    asked = prompts.after(first, '=')",
+        "    second = judge.generate(asked)",
+        "    scores, ref = reward.score(second, asked), reference.logprobs(DRAWN)",
+        "    experience = estimator.group_experience(DRAWN, scores, None, ref, kl_coef)",
+        "    return experience, actor.update(estimator.pairs_of_group(experience), loss=LOSS)",
+    ]
+    settings = [f"roles.judge.path={teacher}", "grpo.algorithm.kl_coef=0.1", "grpo.algorithm.old_logprobs=rollout"]
+    for drawn, refused in (("first", False), ("second", True), ("estimator.mix(first, second, 0.5)", True)):
+        config = config_of(tmp_path, "own", *settings)
+        (tmp_path / "distill.py").write_text("\n".join(own).replace("DRAWN", drawn))
+        if refused:
+            with pytest.raises(
+                UserError, match="pairs_of_group needs responses to one prompt, and these follow others"
+            ):
+                graph_of(config)
+        else:
+            assert "estimator.pairs_of_group" in [call.name for call in graph_of(config)]
+
+
 @pytest.mark.full
 @pytest.mark.usefixtures("quick_compilation")
 def test_a_share_of_the_texts_is_the_teachers_own(teacher: Path, tmp_path: Path):  # noqa: F811
@@ -176,5 +204,10 @@ def test_a_share_of_the_texts_is_the_teachers_own(teacher: Path, tmp_path: Path)
     main(config)
     losses = [record["actor/loss"] for record in stage_of(tmp_path / "gkd", "grpo")]
     assert losses[2] < losses[0]
+    with pytest.raises(UserError, match="estimator.mix gets the share 1.5: it must be between 0 and 1"):
+        (tmp_path / "distill.py").write_text(
+            (tmp_path / "distill.py").read_text().replace("prompts), 0.5", "prompts), 1.5")
+        )
+        graph_of(config)
     two = config_of(tmp_path, "two_teachers", *(f"roles.{name}.path={teacher}" for name in ("adder", "counter")))
     assert graph_of(two)["actor.update"].inputs == ("rollout", "chosen")
