@@ -62,9 +62,11 @@ from jrlhf.ppo.token_advantages import make_custom_experience as make_custom_exp
 from jrlhf.ppo.token_advantages import make_experience as make_experience
 from jrlhf.ppo.token_advantages import make_return_experience as make_return_experience
 from jrlhf.ppo.token_advantages import returns_to_go as returns_to_go
+from jrlhf.ppo.token_losses import LossRows as LossRows
 from jrlhf.ppo.token_losses import LossTokens as LossTokens
 from jrlhf.ppo.token_losses import forward_kl as forward_kl
 from jrlhf.ppo.token_losses import imitation as imitation
+from jrlhf.ppo.token_losses import of_rows as of_rows
 from jrlhf.ppo.token_losses import reverse_kl as reverse_kl
 from jrlhf.ppo.types import Experience as Experience
 from jrlhf.ppo.types import KLState as KLState

@@ -36,7 +36,7 @@ from jrlhf.ppo.off_policy import (
     weight_terms,
     without_older,
 )
-from jrlhf.ppo.token_losses import NO_LOGPROB, LossTokens, TokenLoss, checked_loss
+from jrlhf.ppo.token_losses import NO_LOGPROB, LossTokens, OfRows, TokenLoss, checked_loss, loss_of_rows
 from jrlhf.ppo.types import Experience, SFTBatch, Targets, TrainState, check_class
 from jrlhf.ppo.updates import (
     LossFn,
@@ -114,7 +114,8 @@ def make_actor_step(
     loss without `logprob_fn`, except for ratios of responses, which are not elementwise. With a `pipeline` both are
     functions of its last stage, and the step is not jitted as a whole: it returns what the pipeline does.
 
-    `loss` replaces importance * policy_loss by importance * loss(tokens), such as one of `token_losses`. It has no
+    `loss` replaces importance * policy_loss by importance * loss(tokens), such as one of `token_losses`, or by that of
+    whole responses (`of_rows`), which like ratios of responses needs `logprob_fn`. It has no
     ratio, so clips and `config.ratio` have no effect. The metric actor/loss is then in the place of actor/pg_loss and
     the shares of clipped ratios. An experience with `targets` needs a `sums_fn` that takes `ids`.
 
@@ -147,7 +148,7 @@ def actor_updates(
     if config.aggregation == "constant" and config.aggregation_divisor is None:
         raise ValueError("aggregation_divisor=None: aggregation='constant' needs it, usually the response limit")
     # A loss of tokens has no ratio, but weights that the update computes may be those of responses.
-    if config.weighs_rows_in_loss or (loss is None and config.ratio != "token"):
+    if config.weighs_rows_in_loss or isinstance(loss, OfRows) or (loss is None and config.ratio != "token"):
         sums_fn = None
     loss_fn, with_weights = _loss_fn(logprob_fn, sums_fn, config, loss), partial(_with_weights, config)
     target_kl = config.target_kl
@@ -323,7 +324,9 @@ def _policy_terms(
         }
     else:
         tokens, main = _loss_tokens(logprobs, entropy, old_logprobs, of_targets, rows), "loss"
-        metrics |= {"loss": pg_weights * checked_loss(loss, tokens), "ratio": jnp.exp(log_ratio)}
+        of_rows = isinstance(loss, OfRows)
+        losses = loss_of_rows(loss, tokens, rows.mask) if of_rows else checked_loss(loss, tokens)
+        metrics |= {"loss": pg_weights * losses, "ratio": jnp.exp(log_ratio)}
     metrics["ratio_gap"] = jnp.abs(metrics["ratio"] - 1)
     if rows.ref_logprobs is not None:
         ref_logprobs = jnp.where(rows.mask, rows.ref_logprobs, 0)

@@ -1,4 +1,4 @@
-"""Losses of single tokens that replace the policy's: of what was drawn, or of a teacher's most likely tokens.
+"""Losses that replace the policy's: of what was drawn, or of a teacher's most likely tokens.
 
 A loss is a function of a `LossTokens`, elementwise over tokens of any shape: it gets no mask, weights or denominators,
 because the step has them. These losses are ordinary ones; a function of your own may do the same.
@@ -14,10 +14,11 @@ the K tokens, whatever the teacher thinks of the others. What K tokens do not se
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 
 class LossTokens(NamedTuple):
@@ -35,8 +36,38 @@ class LossTokens(NamedTuple):
     target_logprobs: Float[Array, "*n K"] | None  # of the targets' tokens, as given
 
 
-TokenLoss = Callable[[LossTokens], Float[Array, "*n"]]
+class LossRows(NamedTuple):
+    """What a loss of responses reads: a float32 number for each row. Log-probabilities, in nats, are of all its tokens
+    together. An empty response has 0 everywhere, and its loss counts nowhere.
+
+    A field is None where there is no such number: of a reference, or of advantages.
+    """
+
+    logprobs: Float[Array, "B"]  # under the weights in training
+    old_logprobs: Float[Array, "B"]  # before the update; see `Experience`
+    ref_logprobs: Float[Array, "B"] | None
+    advantages: Float[Array, "B"] | None  # the mean over its tokens
+    lengths: Float[Array, "B"]  # number of tokens to learn from
+
+
+@dataclass(frozen=True)
+class OfRows:
+    """A loss of whole responses, which `of_rows` makes. Each token of a response has the loss of the response, so
+    `aggregation` says how they add up: with "seq-mean-token-mean" to the mean over responses."""
+
+    function: Callable[[LossRows], Float[Array, "B"]]
+
+
+TokenLoss = Callable[[LossTokens], Float[Array, "*n"]] | OfRows
 NO_LOGPROB = -1e4  # of a token that cannot be drawn: finite, with probability 0 in float32
+
+
+def of_rows(function: Callable[[LossRows], Float[Array, "B"]]) -> OfRows:
+    """Decorates a loss of responses: a function of `LossRows` that returns one number for each row.
+
+    A response is computed whole in one micro-batch, without fused sums, as GSPO's. It reads no targets.
+    """
+    return OfRows(function)
 
 
 def imitation(tokens: LossTokens) -> Float[Array, "*n"]:
@@ -68,10 +99,27 @@ def _of_targets(tokens: LossTokens, name: str) -> tuple[Float[Array, "*n K"], Fl
 
 def checked_loss(loss: TokenLoss, tokens: LossTokens) -> Float[Array, "*n"]:
     """The loss of each token. Raises TypeError or ValueError for a result of another class or shape."""
-    result, wanted = loss(tokens), tokens.logprobs.shape
+    assert not isinstance(loss, OfRows)
+    return _checked(loss, tokens, "token")
+
+
+def loss_of_rows(loss: OfRows, tokens: LossTokens, mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
+    """The loss of each response at its tokens. mask: those to learn from. Raises as `checked_loss`."""
+    lengths = jnp.sum(mask, axis=1, dtype=jnp.float32)
+
+    def total(x: Array | None) -> Any:
+        return None if x is None else jnp.sum(jnp.where(mask, x, 0), axis=1)
+
+    advantages = None if tokens.advantages is None else total(tokens.advantages) / jnp.maximum(lengths, 1)
+    rows = LossRows(total(tokens.logprobs), total(tokens.old_logprobs), total(tokens.ref_logprobs), advantages, lengths)
+    return jnp.where(mask, _checked(loss.function, rows, "row")[:, None], 0)
+
+
+def _checked(loss: Callable[[Any], Array], given: LossTokens | LossRows, of: str) -> Array:
+    result, wanted = loss(given), given.logprobs.shape
     name = f"the loss {getattr(loss, '__name__', '')}".rstrip()
     if not hasattr(result, "shape"):
         raise TypeError(f"{name} returned a {type(result).__name__}, but must return an array of shape {wanted}")
     if result.shape != wanted:
-        raise ValueError(f"{name} returned shape {result.shape}, but must return one number for each token, {wanted}")
+        raise ValueError(f"{name} returned shape {result.shape}, but must return one number for each {of}, {wanted}")
     return result

@@ -25,7 +25,7 @@ from jrlhf.ppo.config.algorithms import DPOConfig, GRPOConfig
 from jrlhf.ppo.experience import where_chosen
 from jrlhf.ppo.supervised import PairLogprobs, checked_pair_loss
 from jrlhf.ppo.token_advantages import make_custom_experience
-from jrlhf.ppo.token_losses import LossTokens, checked_loss
+from jrlhf.ppo.token_losses import LossTokens, OfRows, checked_loss, loss_of_rows
 from jrlhf.ppo.types import Experience, Rollout
 from jrlhf.rewards.user_code import UserCode, explain, load, resolve
 from jrlhf.roles.graph import Value, trace
@@ -191,15 +191,19 @@ def _check_loss(config: Config, loss: Any, *, has_targets: bool, compared: bool)
         return
     if isinstance(loss, DPOConfig):
         raise UserError(f"{_key(config)}: actor.update gets the loss {loss!r}, which is of pairs: give it {PAIRS}(...)")
-    if not callable(loss):
+    of_rows = isinstance(loss, OfRows)
+    if not (of_rows or callable(loss)):
         raise UserError(f"{_key(config)}: actor.update gets the loss {loss!r}: it must be a function of LossTokens")
+    if has_targets and of_rows:
+        raise UserError(f"{_key(config)}: actor.update reads targets by a loss of tokens, and gets one of rows")
     if has_targets and not config.compute.fused_loss:
         raise UserError(f"{_key(config)}: targets need compute.fused_loss=true")
-    number, several = jnp.zeros(2), jnp.zeros((2, 3)) if has_targets else None
+    number, several = jnp.zeros((2, 2)), jnp.zeros((2, 2, 3)) if has_targets else None
     reference = number if config.rl.algorithm.kl_in_loss else None
     tokens = LossTokens(number, number, number, reference, number if compared else None, several, several)
+    check = partial(loss_of_rows, loss, mask=number > 0) if of_rows else partial(checked_loss, loss)  # type: ignore[arg-type]
     try:
-        jax.eval_shape(partial(checked_loss, loss), tokens)  # type: ignore[arg-type]
+        jax.eval_shape(check, tokens)
     except Exception as error:
         raise UserError(f"{_key(config)}: the loss that actor.update gets fails ({explain(error)})") from error
 

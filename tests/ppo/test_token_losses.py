@@ -12,7 +12,7 @@ import pytest
 from jrlhf.ppo import Experience, GRPOConfig, Rollout, SFTBatch, TrainState, make_actor_step, make_sft_step
 from jrlhf.ppo.advantages import best_of_group
 from jrlhf.ppo.experience import bare_experience, make_best_experience
-from jrlhf.ppo.token_losses import LossTokens, forward_kl, imitation, reverse_kl
+from jrlhf.ppo.token_losses import LossRows, LossTokens, forward_kl, imitation, of_rows, reverse_kl
 from jrlhf.ppo.types import Targets
 
 ROWS, TIME, VOCAB, K = 8, 7, 11, 3
@@ -107,6 +107,45 @@ def test_divergences_from_a_teacher_have_the_gradient_by_hand(name: str, loss: A
     np.testing.assert_allclose(gradient, wanted, rtol=1e-5, atol=1e-7)
     assert metrics["actor/loss"] == pytest.approx(total, rel=1e-5)
     assert not {"actor/pg_loss", "actor/pg_clipfrac"} & metrics.keys() and metrics["actor/ratio"] > 0
+
+
+@of_rows
+def odds(rows: LossRows) -> Any:
+    """-A log sigma(log pi - log pi_old), which is not a sum over tokens."""
+    assert rows.advantages is not None
+    return -rows.advantages * jax.nn.log_sigmoid((rows.logprobs - rows.old_logprobs) / jnp.maximum(rows.lengths, 1))
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("parts", [{}, {"micro_batches": 4}, {"micro_batch_tokens": 14}], ids=str)
+def test_a_loss_of_responses_has_the_gradient_by_hand(parts: dict[str, int], aggregation: Any):
+    params, data = table(), numbered(rollout())
+    mask, advantages = mask_of(data), rng.normal(size=ROWS)
+    experience = bare_experience(data, config=CONFIG)
+    experience = replace(experience, advantages=jnp.asarray(np.where(mask, advantages[:, None], 0), jnp.float32))
+
+    def logprobs(params: Any, tokens: Any) -> Any:
+        scores = jax.nn.log_softmax(params["logits"][tokens[:, 0]])
+        return jnp.take_along_axis(scores, tokens[..., None], axis=-1)[..., 0], jnp.zeros(tokens.shape)
+
+    config = replace(CONFIG, aggregation=aggregation, **parts)
+    step = make_actor_step(logprobs, RECORDER, config, sums_fn=sums, loss=odds)
+    state, metrics = step(TrainState.create(jax.tree.map(jnp.array, params), RECORDER), experience)
+
+    logits, tokens = params["logits"].astype(np.float64), np.asarray(data.tokens)
+    p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    gradient, total, lengths = np.zeros_like(logits), 0.0, mask.sum(1)
+    for row in np.flatnonzero(lengths):
+        places = np.flatnonzero(mask[row])
+        gap = np.mean([np.log(p[row, t, tokens[row, t]]) + 2.0 for t in places])
+        share = lengths[row] / lengths.sum() if aggregation == "token-mean" else 1 / np.count_nonzero(lengths)
+        total -= share * advantages[row] * -np.log1p(np.exp(-gap))
+        slope = -share * advantages[row] / (1 + np.exp(gap)) / lengths[row]
+        for t in places:
+            gradient[row, t] -= slope * p[row, t]
+            gradient[row, t, tokens[row, t]] += slope
+    np.testing.assert_allclose(state.opt_state["logits"], gradient, rtol=1e-5, atol=1e-7)
+    assert float(metrics["actor/loss"]) == pytest.approx(total, rel=1e-5)
 
 
 def test_over_the_whole_vocabulary_the_divergences_are_those_of_kullback_and_leibler():

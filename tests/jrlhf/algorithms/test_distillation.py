@@ -31,9 +31,17 @@ from jrlhf.train import main
 from tests.support.runs import stage_of
 
 DOCUMENT = (Path(__file__).resolve().parents[3] / "docs" / "tutorials" / "own-algorithm.md").read_text(encoding="utf-8")
-_, RAFT, PAIRS, DISTILL, TEACHERS, JENSEN_SHANNON, REVISE, STEPS = re.findall(
+_, RAFT, PAIRS, DISTILL, TEACHERS, JENSEN_SHANNON, LIKELIER, REVISE, STEPS = re.findall(
     r"```python\n(.*?)```", DOCUMENT, re.DOTALL
 )
+OWN = """
+def own_loss(actor, reference, reward, estimator, prompts, kl_coef):
+    rollout = actor.generate(prompts)
+    old, ref = policy_logprobs(actor, reference, rollout)
+    experience = estimator.group_experience(rollout, reward.score(rollout, prompts), old, ref, kl_coef)
+    return experience, actor.update(experience, loss=likelier)
+
+"""
 TURN = next(line.partition("= ")[2].partition("  #")[0] for line in REVISE.splitlines() if line.startswith("TURN"))
 SIZES = ["sft.steps=2", "sft.batch=32", "sft.save_every=2", "sft.eval_every=2", "evaluation.prompts=16"]
 SIZES += ["data.heldout_rows=16", "grpo.iterations=3", "grpo.rollout_batch=32", "grpo.save_every=1"]
@@ -51,7 +59,8 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(folder: Path, function: str, *settings: str) -> Any:
-    (folder / "distill.py").write_text(RAFT + PAIRS + DISTILL + TEACHERS + REVISE.replace(TURN, '"{}"') + STEPS)
+    dataflows = RAFT, PAIRS, DISTILL, LIKELIER, OWN, TEACHERS, REVISE.replace(TURN, '"{}"'), STEPS
+    (folder / "distill.py").write_text("".join(dataflows))
     own = [f"grpo.dataflow={folder}/distill.py:{function}", f"run_dir={folder}", *settings]
     return load_config("arithmetic-grpo", [*SIZES, *own])
 
@@ -109,6 +118,24 @@ def test_raft_learns_from_the_best_response_of_each_group(tmp_path: Path):
     assert all(np.isfinite(record["actor/loss"]) and record["actor/grad_norm"] > 0 for record in records)
     assert not any(name.startswith(("critic/advantages", "group/")) for record in records for name in record)
     assert all("critic/score/mean" in record for record in records)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("quick_compilation")
+def test_a_loss_of_responses_is_the_same_on_any_devices_and_in_parts(tmp_path: Path):
+    (tmp_path / "reward.py").write_text("def length(solution_str): return len(solution_str)")
+    losses = []
+    for name, *settings in (
+        ("one", "plan=colocate", "grpo.algorithm.micro_batches=2"),
+        ("two", "plan=standalone"),
+        ("three", "plan=colocate", "mesh={fsdp: 8, tensor: 1}", "grpo.algorithm.micro_batch_tokens=40"),
+    ):
+        settings += ["grpo.algorithm.aggregation=seq-mean-token-mean", "grpo.algorithm.kl_coef=0.1", f"name={name}"]
+        main(config_of(tmp_path, "own_loss", f"rewards=[{{function: {tmp_path}/reward.py:length}}]", *settings))
+        records = stage_of(tmp_path / name, "grpo")
+        assert all(record["actor/grad_norm"] > 1e-3 for record in records)
+        losses.append([record["actor/loss"] for record in records])
+    np.testing.assert_allclose(losses[1:], losses[:1] * 2, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.full
@@ -217,6 +244,12 @@ def test_the_documented_divergence_is_that_of_jensen_and_shannon():
             "actor.update(rollout, lambda tokens: tokens.entropy)",
             "gives actor.update a new function in each iteration",
         ),
+        ("actor.update(rollout, whole)", r"loss that actor.update gets fails \(TypeError: .* 'NoneType'"),
+        ("actor.update(rollout, flat)", "the loss .* returned shape .., but must return one number for each row"),
+        (
+            "actor.update(rollout, flat, teacher.top_logprobs(rollout, 2))",
+            "reads targets by a loss of tokens, and gets",
+        ),
         ("actor.update(rollout, imitation, teacher.top_logprobs(rollout, 0))", "gets k=0: it must be a whole number"),
         ("actor.update(rollout, imitation, teacher.top_logprobs(rollout, '8'))", "gets k='8': it must be a whole"),
     ],
@@ -225,7 +258,9 @@ def test_updates_that_cannot_be_are_refused_before_anything_runs(tmp_path: Path,
     lines = "rollout = actor.generate(prompts)", "scores = reward.score(rollout, prompts)", "teacher.logprobs(rollout)"
     lines = *lines, f"return rollout, {update}"
     head = [
-        "from jrlhf.ppo import imitation",
+        "from jrlhf.ppo import imitation, of_rows",
+        "whole = of_rows(lambda rows: -rows.advantages * rows.logprobs)",
+        "flat = of_rows(lambda rows: rows.logprobs.sum())",
         "plain = lambda t: -t.advantages * t.logprobs",
         "best = lambda e, c: e.scores > 0",
         "above = lambda e, c: e.advantages[:, 0] > 0",
