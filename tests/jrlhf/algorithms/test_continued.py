@@ -18,6 +18,7 @@ from jrlhf.errors import UserError
 from jrlhf.meshes import make_mesh
 from jrlhf.meshes.graph import method_of
 from jrlhf.meshes.plan import plan_of
+from jrlhf.models import ModelConfig, export_hf, init_lm
 from jrlhf.models.generation.sampling import SamplingConfig
 from jrlhf.ppo import GRPOConfig, Rollout, Targets
 from jrlhf.roles.experience import ExperienceMaker
@@ -102,8 +103,6 @@ def test_prompts_follow_a_rollout_by_its_ids_with_keys_of_their_own():
 
 
 def test_prompts_without_room_for_a_response_are_refused():
-    from jrlhf.models import ModelConfig
-
     model = Architecture(ModelConfig(14, 32, 1, 4, 2, 8, mlp=64, max_positions=16))
     batch = Batch((np.zeros((2, 13)), None, None), (), (), 0)  # type: ignore[arg-type]
     check_positions("judge", model, batch, SamplingConfig(max_new_tokens=3))
@@ -192,6 +191,32 @@ def test_only_responses_to_one_prompt_are_compared_in_pairs(teacher: Path, tmp_p
                 graph_of(config)
         else:
             assert "estimator.pairs_of_group" in [call.name for call in graph_of(config)]
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("quick_compilation")
+def test_a_frozen_policy_judges_what_is_learned(tmp_path: Path):
+    model = ModelConfig(14, 32, 1, 4, 2, 8, mlp=64, max_positions=32)
+    judge = export_hf(init_lm(model, jax.random.key(7)), model, tmp_path / "judge", eos_ids=(1,), pad_id=0)
+    page = (Path(__file__).resolve().parents[3] / "docs" / "judges.md").read_text()
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def judged" in block)
+    config = config_of(
+        tmp_path,
+        "judged",
+        "name=judged",
+        "grpo.algorithm.kl_coef=0.1",
+        f"rewards=[{{function: {tmp_path}/reward.py:digits}}]",
+        f"roles.judge.path={judge}",
+        LONG,
+    )
+    (tmp_path / "distill.py").write_text(code.replace("\\nHow good is this answer? Score: ", "="))
+    (tmp_path / "reward.py").write_text("def digits(solution_str): return sum(x.isdigit() for x in solution_str)")
+    main(config)
+    records = stage_of(tmp_path / "judged", "grpo")
+    assert all(record["actor/grad_norm"] > 0 and record["prompt_length/mean"] == 6 for record in records)
+    assert all(0 < record["critic/score/mean"] < 4 for record in records)
+    samples = [json.loads(line) for line in (tmp_path / "judged" / "samples.jsonl").read_text().splitlines()]
+    assert {len(sample["prompt"]) for sample in samples if sample["stage"] == "grpo"} == {6}
 
 
 @pytest.mark.full

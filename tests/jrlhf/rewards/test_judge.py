@@ -158,8 +158,8 @@ def test_each_failure_is_counted_by_its_kind_and_costs_its_own_sample(start, tmp
 
 
 def test_the_functions_of_the_page_work(start):
-    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    assert len(blocks) == 2
+    *blocks, dataflow = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert len(blocks) == 2 and "def judged" in dataflow  # which tests/jrlhf/algorithms/test_continued.py runs
     asked = {"question": "What is 2 + 2?"}
     with serving(script=["Score: 8", (500, {}, ""), "Score: 3"]) as endpoint:
         for block, row, scores in zip(blocks, (2, 3), ([8], [-1, 3]), strict=True):
