@@ -85,11 +85,12 @@ class RoleFactory:
         """All roles of a graph."""
         section, algorithm, placement, clock = self.config.rl, self.algorithm, self.placement, self.clock
         lengths: Any = {"temperature": self.sampling.temperature, "responses": self.sampling.max_new_tokens}
+        frozen = {**lengths, "tokens": self.sampling.token_limit or models["actor"].config.vocab_size}
         rollouts = {"sampling": self.sampling, "samples": section.samples, "schedule": self.config.rollout}
         actor = self._trained(Actor, "actor", models["actor"], **rollouts)
         optional: dict[str, Any] = {"cost": costs}
         if "reference" in models:
-            optional["reference"] = Reference(models["reference"], self._site("reference"), **lengths)
+            optional["reference"] = Reference(models["reference"], self._site("reference"), **frozen)
         for name, kind in (("critic", Critic), ("cost_critic", CostCritic)):
             if name in models:
                 optional[name] = self._trained(kind, name, models[name])
@@ -101,7 +102,7 @@ class RoleFactory:
         if isinstance(algorithm, DAPOConfig):
             optional["pool"] = DynamicSampler(placement("pool"), algorithm, clock, rewards)
         own = self.config.roles.frozen
-        optional["frozen"] = {name: FrozenPolicy(models[name], self._site(name), **lengths) for name in own}
+        optional["frozen"] = {name: FrozenPolicy(models[name], self._site(name), **frozen) for name in own}
         arithmetic = placement("estimator" if "estimator" in graph.roles else "arithmetic")
         return Roles(actor, rewards, ExperienceMaker(algorithm, clock, arithmetic), **optional)
 

@@ -14,11 +14,13 @@ from jrlhf.roles.role import Role, Site, responses
 class FrozenPolicy(Role):
     """A policy that judges the actor's tokens, such as a teacher.
 
-    temperature: that of the rollouts, which divides its logits, too. responses: maximum response length.
+    temperature: that of the rollouts, which divides its logits, too. responses: maximum response length. tokens: number
+    of tokens of the actor, if this model's vocabulary may have more rows; the others are no targets.
     """
 
-    def __init__(self, model: Model, site: Site, *, temperature: float, responses: int):
+    def __init__(self, model: Model, site: Site, *, temperature: float, responses: int, tokens: int | None = None):
         super().__init__(model, site)
+        self._tokens = min(tokens or model.config.vocab_size, model.config.vocab_size)
         self._options: dict[str, Any] = {"temperature": temperature, "span": responses}
 
     @call("infer", "{role}_logprobs", rows="each")
@@ -29,11 +31,9 @@ class FrozenPolicy(Role):
     @call("infer", "{role}_targets", rows="each")
     def top_logprobs(self, rollout: Rollout, k: int) -> Targets:
         """The k most likely tokens in the place of each response token, and their log-probs; undefined elsewhere."""
-        if k > (vocabulary := self.model.config.vocab_size):
-            raise UserError(
-                f"{self.placement.role}.top_logprobs gets k={k}, and its vocabulary has {vocabulary} tokens"
-            )
-        function = self.compiled("top_logprobs").score_top_logprobs(k=k, **self._options)
+        if k > (limit := self._tokens):
+            raise UserError(f"{self.placement.role}.top_logprobs gets k={k}, and there are {limit} tokens: lower it")
+        function = self.compiled("top_logprobs").score_top_logprobs(k=k, limit=limit, **self._options)
         name = f"{self.placement.role}_targets"
         return Targets(*self.clock.run(name, self._infer, "top_logprobs", function, *responses(rollout)))
 
