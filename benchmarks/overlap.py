@@ -46,10 +46,13 @@ SETTINGS = (
 ).split()
 
 
-def seconds_of_a_step(staleness: int, directory: str) -> list[float]:
+SLOW = {"name": "slow", "function": "benchmarks.sleeps:reward", "options": {"seconds": STEP * LENGTH / GROUPS}}
+
+
+def seconds_of_a_step(staleness: int, directory: str, reward: dict[str, Any] = SLOW, *settings: str) -> list[float]:
     """The seconds from update to update of a run, after the first ones."""
-    reward = {"name": "slow", "function": "benchmarks.sleeps:reward", "options": {"seconds": STEP * LENGTH / GROUPS}}
-    overrides = [f"run_dir={directory}", f"name=staleness-{staleness}", f"grpo.asynchronous.staleness={staleness}"]
+    name = f"{reward['name']}-{staleness}"
+    overrides = [f"run_dir={directory}", f"name={name}", f"grpo.asynchronous.staleness={staleness}", *settings]
     config = load_config("arithmetic-grpo", [*SETTINGS, *overrides, f"rewards=[{reward}]"])
     begins: list[float] = []
     publish = Fleet.publish

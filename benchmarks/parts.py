@@ -286,7 +286,7 @@ def iteration(
     trained: Any = {"optimizer": optimizer, "algorithm": ppo}
     actor = Actor(model(params), site, sampling=sampling, **trained)
     critic = Critic(model(scalar), site, **trained)
-    reference = Reference(model(frozen), site, temperature=1.0, responses=response)
+    reference = Reference(model(frozen), site, sampling=sampling)
     reward = Reward(model(frozen_scalar), site)
     states = {"actor": TrainState.create(params, optimizer), "critic": TrainState.create(scalar, optimizer)}
     del params, scalar, frozen, frozen_scalar

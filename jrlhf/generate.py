@@ -149,7 +149,7 @@ class Generator:
         """
         width = program_width(max(len(ids) for ids in prompts.ids), self.longest)
         # One chunk, because no answer waits for others.
-        run = engine_of(*self.place, self.sampling, Schedule(chunk=self.sampling.max_new_tokens))
+        run = engine_of(*self.place, self.sampling, Schedule(chunk=self.sampling.max_new_tokens), 1)
         for rows, count in whole_batches(len(prompts.ids), self.batch):
             tokens, lengths = put_rows(pad_rows([prompts.ids[row] for row in rows], width), self.mesh)
             keys = row_keys(key, self.batch, self.mesh, first=rows[0])

@@ -1,5 +1,6 @@
 """`Graph`: the calls of an algorithm and the values that they pass to each other, as plain data."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
@@ -21,10 +22,22 @@ class Call:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
+    @property
+    def method(self) -> str:
+        """The method of the role: the second call of `teacher.logprobs` is named `teacher.logprobs_2`."""
+        return method_of(self.name.partition(".")[2])
+
+
+def method_of(name: str) -> str:
+    """Returns the method of a call's name without the role, which has a number if the call is not the first one."""
+    return re.sub(r"_\d+$", "", name)
+
 
 @dataclass(frozen=True)
 class Graph:
     """The calls of one iteration of an algorithm. inputs: the values that it starts from.
+
+    continued: number of responses and of further bytes that continued prompts (`Batch.after`) have at most.
 
     Raises ValueError for names that occur twice, for values that nothing produces, and for circles.
     """
@@ -32,6 +45,7 @@ class Graph:
     name: str
     inputs: tuple[str, ...]
     calls: tuple[Call, ...]
+    continued: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         names = [call.name for call in self.calls]

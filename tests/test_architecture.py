@@ -44,11 +44,11 @@ MOST_OF_A_FUNCTION = 60  # lines of a function without its docstring
 MOST_LOADED = {
     "jrlhf.algorithms.grpo": 2_500,
     "jrlhf.config.schema": 3_100,
-    "jrlhf.roles.actor": 12_500,
-    "jrlhf.generate": 14_050,
-    "jrlhf.stages.rl": 21_650,
+    "jrlhf.roles.actor": 12_600,
+    "jrlhf.generate": 14_100,
+    "jrlhf.stages.rl": 21_850,
 }
-MOST_IN_A_RUN = 34_000  # lines of our modules that a run of `arithmetic-grpo` loads
+MOST_IN_A_RUN = 34_300  # lines of our modules that a run of `arithmetic-grpo` loads
 
 
 @cache

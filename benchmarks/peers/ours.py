@@ -194,7 +194,7 @@ def ppo(job: Job) -> dict[str, Any]:
         )
         critic = Critic(models["critic"], site, optimizer=optimizer, algorithm=config)
         scored = {"temperature": sampling.temperature, "responses": job.response}
-        reference = Reference(load(job, "actor", mesh), site, **scored)
+        reference = Reference(load(job, "actor", mesh), site, sampling=sampling)
         reward = Reward(models["reward"], site)
         states = {"actor": actor.create(models["actor"].params), "critic": critic.create(models["critic"].params)}
         rewards: Any = SimpleNamespace(score=lambda rollout, batch: reward.score(rollout))
@@ -228,13 +228,12 @@ def grpo(job: Job) -> dict[str, Any]:
             model,
             site,
             sampling=sampling,
-            samples=SAMPLES,
             schedule=one_chunk(job.response),
             optimizer=optimizer,
             algorithm=config,
         )
         scored = {"temperature": sampling.temperature, "responses": job.response}
-        reference = Reference(load(job, "actor", mesh), site, **scored)
+        reference = Reference(load(job, "actor", mesh), site, sampling=sampling)
         states = {"actor": actor.create(model.params)}
         learner = FusedUpdate(actor, None, site, algorithm=config, **scored)
         scores: Any = SimpleNamespace(score=lambda rollout, _: first_token_scores(rollout))

@@ -4,7 +4,7 @@ The classes in `jrlhf/roles/`, `jrlhf/rewards/` and `dynamic_sampling.py` have t
 protocols, so reading, testing or importing it needs none of them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from jaxtyping import Array, Float
@@ -36,6 +36,7 @@ class ActorCalls(Protocol):
 class FrozenPolicyCalls(Protocol):
     """A frozen policy that the config names, such as a teacher."""
 
+    def generate(self, prompts: Batch) -> Rollout: ...
     def logprobs(self, rollout: Rollout) -> OfTokens: ...
     def top_logprobs(self, rollout: Rollout, k: int) -> Targets: ...
 
@@ -81,6 +82,9 @@ class EstimatorCalls(Protocol):
     def best_of_group(self, rollout: Rollout, scores: Scores) -> Experience: ...
     def where(self, chosen: Callable[..., Any], experience: Experience) -> Experience: ...
     def pairs_of_group(self, experience: Experience) -> Any: ...  # a `PairBatch`
+    def bare_experience(self, rollout: Rollout) -> Experience: ...
+    def mix(self, rollout: Rollout, other: Rollout, share: float) -> Rollout: ...
+    def by_source(self, prompts: Batch, values: Mapping[str, Any]) -> Any: ...  # as each of the values
 
     def return_experience(
         self,

@@ -31,6 +31,7 @@ from jrlhf.rewards.user_code import UserCode, explain, load, resolve
 from jrlhf.roles.graph import Value, trace
 
 PAIRS = "estimator.pairs_of_group"
+OTHERS = PAIRS, "estimator.mix", "estimator.by_source"  # calls of the estimator that return no experience
 # Calls that take a function, which is compiled -> the place of this argument.
 FUNCTIONS = {"actor.update": 1, "estimator.custom_experience": 0, "estimator.where": 0}
 
@@ -54,7 +55,7 @@ def custom_graph(config: Config, dataflow: Callable, shipped: Callable) -> Graph
     """Traces a user's dataflow, and checks that it makes the calls on which the stage relies."""
     given: dict[str, list[tuple]] = defaultdict(list)  # call -> its arguments, each time
     teachers = [f"{name}.top_logprobs" for name in ("reference", *config.roles.frozen)]
-    names = *FUNCTIONS, PAIRS, *teachers
+    names = *FUNCTIONS, PAIRS, "estimator.mix", *teachers
     watched = {name: partial(_note, given[name]) for name in names}
     traced = partial(trace, _returning_a_pair(dataflow), roles_of(config), known_facts(config), name=config.algorithm)
     try:
@@ -74,8 +75,8 @@ def custom_graph(config: Config, dataflow: Callable, shipped: Callable) -> Graph
     _check_calls(config, graph, shipped)
     for arguments in given["estimator.custom_experience"]:
         _check_advantages(config, *arguments)
-    bare = "estimator.best_of_group", "estimator.bare_experience"
-    makers = [call for call in graph if call.kind == "generate" or call.name in bare]
+    bare = "estimator.best_of_group", "estimator.bare_experience", "estimator.mix"
+    makers = [call for call in graph if call.kind == "generate" or call.name.startswith(bare)]
     without_advantages = [output for call in makers for output in call.outputs]
     for call in graph:
         if call.name.startswith("estimator.where") and {*call.inputs} & {*without_advantages}:
@@ -87,6 +88,8 @@ def custom_graph(config: Config, dataflow: Callable, shipped: Callable) -> Graph
     for (experience,) in given[PAIRS]:
         _check_experience(config, graph, "pairs_of_group", experience)
         _check_groups(config)
+        if _is_continued(graph, experience.name):
+            raise UserError(f"{_key(config)}: pairs_of_group needs responses to one prompt, and these follow others")
     for data, loss, targets in given["actor.update"]:
         if getattr(data, "name", "") in pairs:
             _check_pair_loss(config, loss, has_targets=targets is not None)
@@ -104,6 +107,9 @@ def custom_graph(config: Config, dataflow: Callable, shipped: Callable) -> Graph
                 f"{_key(config)} gives {name} a new function in each iteration, which would compile again each time: "
                 "define it outside of the dataflow"
             )
+    for _, _, share in given["estimator.mix"]:
+        if not (isinstance(share, int | float) and 0 <= share <= 1):
+            raise UserError(f"{_key(config)}: estimator.mix gets the share {share!r}: it must be between 0 and 1")
     for _, k in (arguments for name in teachers for arguments in given[name]):
         if type(k) is not int or k < 1:
             raise UserError(f"{_key(config)}: top_logprobs gets k={k!r}: it must be a whole number, at least 1")
@@ -200,9 +206,20 @@ def _check_loss(config: Config, loss: Any, *, has_targets: bool, compared: bool)
 
 def _check_experience(config: Config, graph: Graph, method: str, value: Any) -> None:
     """Refuses an argument of a call of the estimator that is no experience."""
-    makers = [call for call in graph if call.role == "estimator" and not call.name.startswith(PAIRS)]
+    makers = [call for call in graph if call.role == "estimator" and not call.name.startswith(OTHERS)]
     if getattr(value, "name", "") not in [output for call in makers for output in call.outputs]:
         raise UserError(f"{_key(config)}: {method} needs experience, as estimator.group_experience returns it")
+
+
+def _is_continued(graph: Graph, name: str) -> bool:
+    """Whether a value has the rows of a rollout whose prompts follow another one."""
+    made_by = next((call for call in graph if name in call.outputs), None)
+    if made_by is None or made_by.role == "prompts":
+        return made_by is not None
+    if made_by.kind == "generate":
+        return _is_continued(graph, made_by.inputs[0])
+    rollouts = made_by.inputs[: 2 if made_by.name.startswith("estimator.mix") else 1]
+    return made_by.role == "estimator" and any(_is_continued(graph, rollout) for rollout in rollouts)
 
 
 def _check_groups(config: Config) -> None:
@@ -281,8 +298,9 @@ def _check_calls(config: Config, graph: Graph, shipped: Callable) -> None:
                 f"{name}.logprobs or {name}.top_logprobs, or leave the role out"
             )
     for call in graph:
-        method = call.name.partition(".")[2]
-        if call.kind != "compute" and not hasattr(roles_of(config)[call.role], method):
+        once = call.kind == "train" or call.role in ("reward", "cost")
+        if once and call.name != f"{call.role}.{call.method}":
             raise UserError(
-                f"{key} calls {call.role}.{method.rpartition('_')[0]} more than once: a plan has one place for each"
+                f"{key} calls {call.role}.{call.method} more than once: an iteration trains a role once, and scores "
+                "once what it learns from"
             )

@@ -88,6 +88,7 @@ class DynamicSampler:
             _chosen(old.texts, prompts.texts, rows),
             old.step,
             origins=_chosen(old.origins, prompts.origins, rows),
+            follow=old.follow,
         )
         self.raw = np.concatenate([self.raw, raw])[rows]
         self.parts = {name: np.concatenate([own, parts[name]])[rows] for name, own in self.parts.items()}

@@ -83,31 +83,37 @@ class RoleFactory:
 
     def roles(self, graph: Graph, models: Mapping[str, Model], rewards: Rewards, costs: Rewards | None) -> Roles:
         """All roles of a graph."""
-        section, algorithm, placement, clock = self.config.rl, self.algorithm, self.placement, self.clock
-        lengths: Any = {"temperature": self.sampling.temperature, "responses": self.sampling.max_new_tokens}
-        frozen = {**lengths, "tokens": self.sampling.token_limit or models["actor"].config.vocab_size}
-        rollouts = {"sampling": self.sampling, "samples": section.samples, "schedule": self.config.rollout}
+        algorithm, placement, clock = self.algorithm, self.placement, self.clock
+        rollouts: Any = {"sampling": self.sampling, "schedule": self.config.rollout}
         actor = self._trained(Actor, "actor", models["actor"], **rollouts)
         optional: dict[str, Any] = {"cost": costs}
         if "reference" in models:
-            optional["reference"] = Reference(models["reference"], self._site("reference"), **frozen)
+            optional["reference"] = self._frozen(Reference, "reference", models)
         for name, kind in (("critic", Critic), ("cost_critic", CostCritic)):
             if name in models:
                 optional[name] = self._trained(kind, name, models[name])
         if "learner" in graph.roles:
             trained = actor, optional.get("critic")
+            lengths = {"temperature": self.sampling.temperature, "responses": self.sampling.max_new_tokens}
             optional["learner"] = FusedUpdate(*trained, self._site("learner"), algorithm=algorithm, **lengths)
         if isinstance(algorithm, SafeRLHFConfig):
             optional["constraint"] = Constraint(algorithm, clock, placement("constraint"))
         if isinstance(algorithm, DAPOConfig):
             optional["pool"] = DynamicSampler(placement("pool"), algorithm, clock, rewards)
         own = self.config.roles.frozen
-        optional["frozen"] = {name: FrozenPolicy(models[name], self._site(name), **frozen) for name in own}
+        optional["frozen"] = {name: self._frozen(FrozenPolicy, name, models) for name in own}
         arithmetic = placement("estimator" if "estimator" in graph.roles else "arithmetic")
         return Roles(actor, rewards, ExperienceMaker(algorithm, clock, arithmetic), **optional)
 
     def _site(self, role: str, offloader: Offloader | None = None) -> Site:
         return Site(self.placement(role), self.compute, self.clock, offloader)
+
+    def _frozen(self, kind: type[FrozenPolicy], name: str, models: Mapping[str, Model]) -> FrozenPolicy:
+        """Builds a policy that is not trained. It draws no ids that the actor's vocabulary lacks."""
+        sampling, actors = self.sampling, models["actor"].config.vocab_size
+        if sampling.token_limit is None and models[name].config.vocab_size > actors:
+            sampling = replace(sampling, token_limit=actors)
+        return kind(models[name], self._site(name), sampling=sampling, schedule=self.config.rollout)
 
     def _trained(self, kind: type[Trained], name: str, model: Model, **options: Any) -> Trained:
         """Builds a trained role, with the micro-batches of its update's placement."""

@@ -71,6 +71,9 @@ class Roles:
         draws: number of batches drawn before it. take: number of a batch -> its prompts. draw: where the actor's
             rollouts come from. texts: imitated in addition (ptx).
         """
+        for role in self.by_name.values():
+            if role is not None:
+                role.placement.begun.clear()
         self.reward.start(moments)
         if self.cost is not None:
             self.cost.start(RunningMoments.create())  # costs are not normalised

@@ -1,8 +1,9 @@
 """Batches: the rows of a step, padded and put on the mesh. Their content depends on (seed, step) only."""
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,6 +23,7 @@ class Batch:
 
     examples, texts: the examples and their rendered texts, one for each row.
     origins: number of each row's group, and of the logical worker that drew it, where they were drawn ahead.
+    follow: (batch, rollout, text) -> the batch that `after` returns; None: none follows it.
     """
 
     arrays: tuple[Array, Array, Array]  # on the mesh: tokens [U, P], lengths [U], row keys [B]
@@ -29,6 +31,20 @@ class Batch:
     texts: Sequence[str]
     step: int
     origins: Sequence[tuple[int, int]] = ()
+    follow: Callable[..., "Batch"] | None = None
+
+    @property
+    def samples(self) -> int:
+        """The number of rows of each prompt."""
+        return self.arrays[2].shape[0] // self.arrays[0].shape[0]
+
+    def after(self, rollout: Any, text: str) -> "Batch":
+        """Returns prompts that continue a rollout of these: each of its rows, by its ids, and then `text`.
+
+        One response is drawn to each. Special tokens in `text`, such as those of a chat template, become their ids.
+        """
+        assert self.follow is not None, "the batch of a dataflow"
+        return self.follow(self, rollout, text)
 
 
 def whole_batches(count: int, batch: int) -> Iterator[tuple[Int[np.ndarray, "B"], int]]:

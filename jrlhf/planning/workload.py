@@ -170,7 +170,7 @@ class Workload:
 
     def rows_of(self, call: Call) -> int:
         """The rows that a call computes: twice as many where one pass scores an adapter and its bare base."""
-        return self.rows * (2 if call.name.endswith(".logprobs_with_base") else 1)
+        return self.rows * (2 if call.method == "logprobs_with_base" else 1)
 
 
 def workload_of(config: Config, graph: Graph, models: Mapping[str, ModelConfig]) -> Workload:
@@ -178,9 +178,12 @@ def workload_of(config: Config, graph: Graph, models: Mapping[str, ModelConfig])
 
     graph: the calls of the stage, with its name. models: role -> architecture: "actor", "critic", "reward NAME", ...
 
-    Mean lengths are the widths of the arrays, because a config does not tell how long answers will be.
+    Mean lengths are the widths of the arrays, because a config does not tell how long answers will be. If prompts are
+    continued, the widths of all calls are those of the longest.
     """
     stage, prompt, response = graph.name, config.data.max_prompt, config.data.max_response
+    responses, size = graph.continued  # a token has at least a byte
+    prompt += responses * response + size
     roles = _models_of_roles(config, models, graph)
     workload = partial(
         Workload,

@@ -18,8 +18,9 @@ from jrlhf.models.params import Params
 from jrlhf.ppo.config.policy import PolicyConfig
 from jrlhf.ppo.experience import bare_experience
 from jrlhf.ppo.types import Experience, Rollout, SFTBatch, Targets, TrainState
-from jrlhf.roles.generating import engine_of
-from jrlhf.roles.model import Architecture, Compute, Model, generation_weights
+from jrlhf.roles.following import other_keys
+from jrlhf.roles.generating import check_positions, engine_of
+from jrlhf.roles.model import Model, generation_weights
 from jrlhf.roles.placement import Pending, call
 from jrlhf.roles.role import Site, TrainedRole, responses
 from jrlhf.run.clock import timed
@@ -37,6 +38,7 @@ class Actor(TrainedRole):
 
     texts: SFTBatch | None = None  # the batch that the next update imitates in addition, with ptx_coef
     _draw: Draw  # set by `bind`
+    asked: list[Batch]  # the prompts of its rollouts in the iteration
     _open: list[Pending[Rollout]]  # rollouts of the iteration that were not drawn when they were asked for
 
     def __init__(
@@ -45,7 +47,6 @@ class Actor(TrainedRole):
         site: Site,
         *,
         sampling: SamplingConfig,
-        samples: int = 1,
         schedule: Schedule | None = None,
         optimizer: optax.GradientTransformation,
         algorithm: PolicyConfig,
@@ -54,17 +55,8 @@ class Actor(TrainedRole):
         self._algorithm, self._to_all_hosts = algorithm, partial(to_all_hosts, seconds=self.clock.deadline)
         temperature, span = sampling.temperature, sampling.max_new_tokens
         greedy = replace(sampling, temperature=0.0, top_k=None, top_p=None, min_p=None)
-
-        def on_mesh(method: str) -> tuple[Architecture, Mesh, Compute]:
-            # The settings of the run, not those of the call's placement: a `Sampler` on this mesh shares the program.
-            return self.architecture, self.placement[method].mesh, self.compute
-
-        self._engines = {"generate": engine_of(*on_mesh("generate"), sampling, schedule, samples)}
-        self._engines["generate_greedy"] = engine_of(*on_mesh("generate_greedy"), greedy, schedule)
-        self._logprobs = self.compiled("logprobs").score_logprobs(temperature=temperature, span=span)
-        if self.architecture.lora is not None:
-            both = self.compiled("logprobs_with_base")
-            self._logprobs_with_base = both.score_logprobs_with_base(temperature=temperature, span=span)
+        self._sampling, self._schedule = {"generate": sampling, "generate_greedy": greedy}, schedule
+        self._scoring: dict[str, Any] = {"temperature": temperature, "span": span}
         step = partial(self.compiled("update").actor_step, optimizer, algorithm)
         self._updates = cache(partial(step, temperature, span))  # by loss
 
@@ -80,6 +72,7 @@ class Actor(TrainedRole):
         """See `TrainedRole`. draw: where its rollouts come from; None: `sample` draws each one when it is asked for."""
         bound = super().bind(state)
         bound.texts, bound._draw, bound._open = texts, draw or Actor.sample, []
+        bound.asked = []
         return bound
 
     @call("generate", "rollout")
@@ -93,6 +86,10 @@ class Actor(TrainedRole):
         return self._rollout("generate_greedy", prompts)
 
     def _rollout(self, method: str, prompts: Batch) -> Any:
+        self.asked.append(prompts)
+        if (name := self.placement.call_of(method)) != method:  # draws other responses than the first call
+            tokens, lengths, keys = prompts.arrays
+            prompts = replace(prompts, arrays=(tokens, lengths, other_keys(keys, name)))
         rollout = self._draw(self, method, prompts)
         if isinstance(rollout, Pending) and rollout.waits:
             self._open.append(rollout)
@@ -104,9 +101,13 @@ class Actor(TrainedRole):
         return self.clock.run("gen", self._sample, method, weights, prompts, watch=watch or self.clock.watch, **options)
 
     def _sample(self, method: str, weights: Params, prompts: Batch, **options: Any) -> Rollout:
-        version, arrays = transfer((self.state.step, prompts.arrays), self.placement[method].mesh)
-        generation = self._engines[method](weights, *arrays, *self._frozen(method), read=self._to_all_hosts, **options)
-        return Rollout.of(generation, version)
+        check_positions("actor", self.architecture, prompts, self._sampling[method])
+        mesh = self.placement[method].mesh
+        version, arrays = transfer((self.state.step, prompts.arrays), mesh)
+        # The settings of the run, not those of the call's placement: a `Sampler` on this mesh shares the program.
+        own = self._sampling[method], self._schedule, prompts.samples
+        engine = engine_of(self.architecture, mesh, self.compute, *own)
+        return Rollout.of(engine(weights, *arrays, *self._frozen(method), read=self._to_all_hosts, **options), version)
 
     def drawing_weights(self) -> tuple[Params, Params]:
         """Returns (weights, adapter) for decoding programs; {}: no adapter. An update may free the adapter."""
@@ -129,14 +130,16 @@ class Actor(TrainedRole):
     @timed("old_log_prob")
     def logprobs(self, rollout: Rollout) -> Float[Array, "B T"]:
         """Log-probs of response tokens under the present weights; undefined at other positions."""
-        return self._infer("logprobs", self._logprobs, *responses(rollout))[0]
+        function = self.compiled("logprobs").score_logprobs(**self._scoring)
+        return self._infer("logprobs", function, *responses(rollout))[0]
 
     @call("infer", "old", "ref", rows="each")
     @timed("old_log_prob")
     def logprobs_with_base(self, rollout: Rollout) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
         """An adapter's `logprobs`, and those of the base under it, in one pass."""
+        function = self.compiled("logprobs_with_base").score_logprobs_with_base(**self._scoring)
         params = self.offloader.onload(self.state.params)
-        logprobs, _, base = self._logprobs_with_base(params, *responses(rollout), *self._frozen("logprobs_with_base"))
+        logprobs, _, base = function(params, *responses(rollout), *self._frozen("logprobs_with_base"))
         return logprobs, base
 
     @call("train", "actor_metrics")

@@ -1,13 +1,17 @@
 """`ExperienceMaker`: the role that turns a rollout, its scores and its log-probs into experience for the updates."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, Float, Int
 
+from jrlhf.data.batches import Batch, put_rows
+from jrlhf.errors import UserError
 from jrlhf.ppo.config.algorithms import GRPOConfig
 from jrlhf.ppo.config.policy import PolicyConfig
 from jrlhf.ppo.experience import bare_experience, make_best_experience, make_group_experience, where_chosen
@@ -62,6 +66,32 @@ class ExperienceMaker:
         assert isinstance(self._algorithm, GRPOConfig), "checked when the dataflow was traced"
         return _jitted(pairs_of_group, samples=self._algorithm.samples)(experience)
 
+    @call("compute", "mixed")
+    @timed("adv")
+    def mix(self, rollout: Rollout, other: Rollout, share: float) -> Rollout:
+        """The rollout in which a share of the rows, evenly spread, are those of another one, such as a teacher's."""
+        if rollout.tokens.shape != other.tokens.shape:
+            shapes = f"{list(rollout.tokens.shape)} and {list(other.tokens.shape)}"
+            raise UserError(f"estimator.mix gets rollouts of the shapes {shapes}: both must have the same prompts")
+        ends = np.floor(np.arange(len(rollout.tokens) + 1) * share + 1e-6)
+        return self._choose((rollout, other), np.diff(ends).astype(np.int32))
+
+    @call("compute", "chosen")
+    @timed("adv")
+    def by_source(self, prompts: Batch, values: Mapping[str, Any]) -> Any:
+        """The values of the rows by the source of their prompts, such as the targets of several teachers.
+
+        values: source -> a value, all alike. Raises UserError for a prompt of another source.
+        """
+        sources = [example.source for example in prompts.examples]
+        if others := {*sources} - {*values}:
+            raise UserError(f"estimator.by_source gets values for {', '.join(values)}, and not for {min(others)}")
+        return self._choose(tuple(values.values()), np.array([[*values].index(name) for name in sources], np.int32))
+
+    def _choose(self, values: tuple[Any, ...], numbers: Int[np.ndarray, "B"]) -> Any:
+        """The rows of these values by number: `numbers[i]` says of which one row i is."""
+        return _of_rows(values, put_rows(numbers, self.placement.home.mesh))
+
     @call("compute", "experience")
     @timed("adv")
     def bare_experience(self, rollout: Rollout) -> Experience:
@@ -113,6 +143,17 @@ def align_to_tokens(rollout: Rollout, scores: Array) -> Array:
 def _of_aligned(make: Callable, rollout: Rollout, scores: Array, *others: Any, **options: Any) -> Any:
     """Calls `make` with the rewards' scores aligned to token positions."""
     return make(rollout, align_to_tokens(rollout, scores), *others, **options)
+
+
+@jax.jit
+def _of_rows(values: tuple[Any, ...], numbers: Int[Array, "B"]) -> Any:
+    def chosen(first: Array, *others: Array) -> Array:
+        if first.ndim == 0:  # the version of the weights
+            return first
+        at = numbers.reshape(-1, *[1] * (first.ndim - 1))
+        return functools.reduce(lambda own, rest: jnp.where(at == rest[0], rest[1], own), enumerate(others, 1), first)
+
+    return jax.tree.map(chosen, *values)
 
 
 @cache

@@ -4,6 +4,8 @@ from functools import cache
 
 from jax.sharding import Mesh
 
+from jrlhf.data.batches import Batch
+from jrlhf.errors import UserError
 from jrlhf.models.generation.decoding import Decoder
 from jrlhf.models.generation.engine import Engine
 from jrlhf.models.generation.sampling import SamplingConfig
@@ -18,11 +20,21 @@ def engine_of(
     compute: Compute,
     sampling: SamplingConfig,
     schedule: Schedule | None,
-    samples: int = 1,
+    samples: int,
 ) -> Engine:
     """(weights in GENERATE, prompts, lengths, row keys, *base) -> Generation. samples: responses per prompt."""
     options = {"dtype": compute.dtype, "attention": compute.options.attention}
     return Engine(model.config, mesh, sampling, schedule, samples=samples, lora=model.lora, **options)
+
+
+def check_positions(role: str, model: Architecture, prompts: Batch, sampling: SamplingConfig) -> None:
+    """Refuses prompts that have no room for a response. Only those that follow a rollout may have none."""
+    width, limit, positions = prompts.arrays[0].shape[1], sampling.max_new_tokens, model.config.max_positions
+    if width + limit > positions:
+        raise UserError(
+            f"{role} generates after prompts of {width} tokens, and with data.max_response={limit} they exceed its "
+            f"{positions} positions: lower data.max_response or data.max_prompt, or give prompts.after a shorter text"
+        )
 
 
 def decoder_of(model: Architecture, mesh: Mesh, compute: Compute, sampling: SamplingConfig, samples: int) -> Decoder:

@@ -43,10 +43,11 @@ def trace(
         elif parameter in roles:
             arguments[parameter] = _StandIn(parameter, roles[parameter], recorder, facts)
         else:
-            arguments[parameter] = Value(parameter)
+            arguments[parameter] = recorder.value(parameter)
             inputs.append(parameter)
     algorithm(**arguments)
-    return Graph(name or algorithm.__name__, tuple(inputs), tuple(recorder.calls))
+    continued = max(recorder.continued.values(), default=(0, 0))
+    return Graph(name or algorithm.__name__, tuple(inputs), tuple(recorder.calls), continued)
 
 
 def home_of(graph: Graph, role: str, plan: Plan | None = None) -> Call | None:
@@ -79,16 +80,38 @@ class Value:
         raise AttributeError(f"{self.name} has no {attribute} while the algorithm is traced: only calls read values")
 
 
+class PromptsValue(Value):
+    """Stands for a `Batch` while an algorithm is traced."""
+
+    def __init__(self, name: str, recorder: "_Recorder"):
+        super().__init__(name)
+        self._recorder = recorder
+
+    def after(self, rollout: Any, text: str) -> Any:
+        """See `Batch.after`."""
+        if not (type(rollout) is Value and isinstance(text, str)):
+            raise TypeError("prompts.after needs a rollout of these prompts, and a text")
+        following = self._recorder.record("prompts", "after", "compute", ("prompts",), [self, rollout])
+        responses, size = self._recorder.continued.get(self.name, (0, 0))
+        self._recorder.continued[following.name] = responses + 1, size + len(text.encode())
+        return following
+
+
 class _Recorder:
     def __init__(self, watched: Mapping[str, Callable[..., None]]):
         self.watched = watched
         self.calls: list[Call] = []
+        self.continued = dict[str, tuple[int, int]]()  # name of continued prompts -> as in `Graph`
         self._names: Counter[str] = Counter()
+
+    def value(self, name: str) -> Value:
+        name = self._unique(name)
+        return PromptsValue(name, self) if name.startswith("prompts") else Value(name)
 
     def record(self, role: str, method: str, kind: Kind, outputs: tuple[str, ...], arguments: list[Any]) -> Any:
         leaves = jax.tree.leaves(arguments)  # values may be fields of a dataclass
         inputs = tuple(dict.fromkeys(leaf.name for leaf in leaves if isinstance(leaf, Value)))
-        values = tuple(Value(self._unique(name)) for name in outputs)
+        values = tuple(self.value(name) for name in outputs)
         name = self._unique(f"{role}.{method}")
         self.calls.append(Call(name, role, kind, inputs, tuple(value.name for value in values)))
         return values[0] if len(values) == 1 else values

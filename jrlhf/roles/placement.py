@@ -6,6 +6,7 @@ A role's weights are stored where it is trained, or else where its first call ru
 
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ from typing import Any, Concatenate, Generic, Literal, ParamSpec, Protocol, Self
 import jax
 from jax.sharding import Mesh
 
-from jrlhf.meshes.graph import Kind
+from jrlhf.meshes.graph import Kind, method_of
 from jrlhf.meshes.layout import GENERATE, TRAIN_TP, Layout
 from jrlhf.meshes.transfers import is_on_host, lies_elsewhere, transfer
 from jrlhf.models.params import Params
@@ -76,20 +77,21 @@ def call(kind: Kind, *outputs: str, rows: Literal["all", "each", "open"] = "all"
         @functools.wraps(method)
         def run(self, *arguments, **named):
             placement: RolePlacement = self.placement
+            name = placement.begin_call(method.__name__)
             if rows == "each" and arguments and isinstance(arguments[0], Pending):
                 prefetch = functools.cache(placement.prefetch_after)
 
                 def run_tile(tile):
-                    prefetch(method.__name__)  # with the first tile; cached for the others
-                    with calling(f"{placement.role}.{method.__name__}"):
-                        return placement.run(method, self, (tile, *arguments[1:]), named)
+                    prefetch(name)  # with the first tile; cached for the others
+                    with calling(f"{placement.role}.{name}"):
+                        return placement.run(name, method, self, (tile, *arguments[1:]), named)
 
-                return arguments[0].by_rows(run_tile, placement[method.__name__].mesh, len(outputs))
-            placement.prefetch_after(method.__name__)
+                return arguments[0].by_rows(run_tile, placement[name].mesh, len(outputs))
+            placement.prefetch_after(name)
             if rows != "open":
                 arguments, named = jax.tree.map(ready, (arguments, named))
-            with calling(f"{placement.role}.{method.__name__}"):
-                return placement.run(method, self, arguments, named)
+            with calling(f"{placement.role}.{name}"):
+                return placement.run(name, method, self, arguments, named)
 
         setattr(run, CALL, (kind, outputs))
         return run
@@ -156,10 +158,12 @@ class CallPlacement:
 
 @dataclass(frozen=True)
 class RolePlacement:
-    """The placement of each method of a role: its entry in `calls`, else `home`, where the weights are stored.
+    """The placement of each call of a role: its entry in `calls`, else `home`, where the weights are stored.
 
-    readers: the meshes of the calls that read a method's results.
+    calls: by method; those of a method's second call are by `METHOD_2`, and so on.
+    readers: the meshes of the calls that read a call's results.
     role: its name in the graph, by which `prefetch` finds it.
+    begun: number of calls that an iteration has made of each method that it calls more than once.
     """
 
     home: CallPlacement
@@ -168,6 +172,7 @@ class RolePlacement:
     transfers: TransferCache = field(default_factory=TransferCache)
     role: str = ""
     prefetch: Any = None  # a `Prefetch` or None
+    begun: Counter[str] = field(default_factory=Counter, compare=False)
 
     @classmethod
     def of(cls, mesh: Mesh) -> Self:
@@ -175,22 +180,35 @@ class RolePlacement:
         return cls(CallPlacement(mesh))
 
     def __getitem__(self, method: str) -> CallPlacement:
-        return self.calls.get(method, self.home)
+        """The placement of a method: within a call of it, that of the call."""
+        return self.calls.get(self.call_of(method), self.home)
 
-    def prefetch_after(self, method: str) -> None:
+    def call_of(self, method: str) -> str:
+        """The name of the present call, if it is one of this method; else the method."""
+        role, _, present = present_call().partition(".")
+        return present if role == self.role and method_of(present) == method else method
+
+    def begin_call(self, method: str) -> str:
+        """Returns the name of the next call of a method in this iteration, which `Roles.bind` begins."""
+        if f"{method}_2" not in self.readers:
+            return method
+        self.begun[method] += 1
+        return method if self.begun[method] == 1 else f"{method}_{self.begun[method]}"
+
+    def prefetch_after(self, name: str) -> None:
         """Starts to copy offloaded weights that the next call in the graph needs."""
         if self.prefetch is not None:
-            self.prefetch.before(self.role, method)
+            self.prefetch.before(self.role, name)
 
-    def run(self, method: Callable, role: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """Runs a role's method on the mesh of its call."""
-        mesh, clock = self[method.__name__].mesh, role.clock
+    def run(self, name: str, method: Callable, role: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """Runs the call `name` of a role's method on its mesh."""
+        mesh, clock = self[name].mesh, role.clock
         with jax.set_mesh(mesh):
             arguments, named = self.transfers.bring((arguments, named), mesh, clock)
             result = method(role, *arguments, **named)
             # Devices work in the order in which they are given work. So results are sent on at once: later they would
             # wait behind the next call on the same devices.
-            for reader in self.readers.get(method.__name__, ()):
+            for reader in self.readers.get(name, ()):
                 self.transfers.bring(result, reader, clock)
         return result
 

@@ -47,7 +47,7 @@ class Sampler:
         """One response to each prompt. The same key gives the same texts. sampling: by default that of rollouts."""
         sampling = sampling or self.sampling
         schedule = self.schedule_for(sampling)
-        generate = engine_of(policy.architecture, self.mesh, self.compute, sampling, schedule)
+        generate = engine_of(policy.architecture, self.mesh, self.compute, sampling, schedule, 1)
         weights = generation_weights(policy.onloaded(), self.mesh, self.compute)
         responses: list[Response] = []
         for rows, count in whole_batches(len(prompts), self.batch):  # one shape needs one program

@@ -58,7 +58,7 @@ class Utilisation:
         A utilisation is the number of operations that real tokens need (`models/flops.py`: no padding, no head for
         prompts, nothing recomputed), over the number that the devices of the call could have done in its seconds, which
         include its compilation in the first iterations. There is no roofline where the seconds also include other
-        responses: ReMax's greedy ones, DAPO's further rounds.
+        responses: ReMax's greedy ones, DAPO's further rounds, those of other policies and after continued prompts.
 
         seconds: `timing_s/*`. prompts, responses: number of tokens of each row.
         learned: mask of rows with tokens to learn from. With a token budget updates compute only these.
@@ -87,11 +87,14 @@ class Utilisation:
 
         metrics, peak = {}, self.peak.operations(self.dtype)
         for call in self.meshes.keys() & CALLS.keys():
+            if f"{call}_2" in self.meshes:  # timed together
+                continue
             name, timed, roles = CALLS[call]
             count = trained if call.endswith(".update") else scored
             operations = sum(count(role) for role in roles if role in self.models)
             metrics[f"perf/mfu/{name}"] = operations / peak / self.meshes[call].size / seconds[f"timing_s/{timed}"]
-        if rounds == 1 and "actor.generate_greedy" not in self.meshes:
+        drawing = [call for call in self.meshes if call.partition(".")[2].startswith("generate")]
+        if rounds == 1 and drawing == ["actor.generate"]:
             actor, mesh, itemsize = self.models["actor"], self.meshes["actor.generate"], self.dtype.itemsize
             least = generation_seconds(
                 actor.config,

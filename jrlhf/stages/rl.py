@@ -35,6 +35,7 @@ from jrlhf.ppo.safe import MultiplierState
 from jrlhf.ppo.shaping import RunningMoments
 from jrlhf.ppo.types import Experience, KLState, SFTBatch, TrainState
 from jrlhf.rewards.types import score_or_none, scores_of
+from jrlhf.roles.following import follow
 from jrlhf.roles.model import Model
 from jrlhf.roles.placement import RolePlacement, ready
 from jrlhf.rollouts.source import RolloutsAhead, RolloutSource
@@ -187,6 +188,8 @@ class Iterations:
         masks = {"learned": learned, "texts": None if texts is None else texts.loss_mask}
         fields = {name: getattr(experience, name) for name in READ}
         fields, raw, parts, masks, weighed = to_host((fields, drawn.raw, drawn.parts, masks, weighed))
+        if roles.pool is None and len(roles.actor.asked) > 1:
+            drawn = drawn._replace(batch=answered(roles.actor.asked, fields["prompt_lengths"]))
         if (bound := self.context.config.rl.solved_score) is not None:
             solved = self.order.without_solved(solved, to_host(roles.reward.raw), bound, drawn.draws - 1)
             metrics["data/solved"] = np.mean(solved < UNSOLVED)
@@ -281,7 +284,15 @@ def take_batch(
     keys = row_keys(key_for(config.seed, "rollout", number), section.rollout_batch, mesh)
     every = np.repeat(rows, samples)
     examples, texts = [prompts.examples[row] for row in every], [prompts.texts[row] for row in every]
-    return Batch((tokens, lengths, keys), examples, texts, number)
+    following = partial(follow, context.task.tokenizer, mesh)
+    return Batch((tokens, lengths, keys), examples, texts, number, follow=following)
+
+
+def answered(batches: Sequence[Batch], prompt_lengths: Int[np.ndarray, "B"]) -> Batch:
+    """The last of these batches whose prompts have the lengths of an experience's; else the first."""
+    lengths = [np.repeat(to_host(batch.arrays[1]), batch.samples) for batch in batches]
+    same = [batch for batch, own in zip(batches, lengths, strict=True) if np.array_equal(own, prompt_lengths)]
+    return (same or [batches[0]])[-1]
 
 
 def _measure(

@@ -95,7 +95,7 @@ def greedy_program(directory: Path):
         sampling = SamplingConfig(
             max_new_tokens=NEW, temperature=0.0, stop_ids=tokenizer.eos_ids, token_limit=tokenizer.vocab_size
         )
-        run = engine_of(Architecture(config.model, shared=True), built, Compute(), sampling, None)
+        run = engine_of(Architecture(config.model, shared=True), built, Compute(), sampling, None, 1)
     return tokenizer, built, params, run
 
 

@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from jrlhf.config.keys import paths_of
 from jrlhf.config.load import make_config
 from jrlhf.config.peers import PEERS as NAMES
 from jrlhf.errors import UserError
-from tests.jrlhf.conftest import questions, write_jsonl
+from tests.jrlhf.conftest import questions, write_jsonl, write_model
 from tests.support.tutorials import FOLDER, PEERS, commands, files, page, rows, settings
 
 NOT_COMPARED = {  # what follows from other settings, or is a choice that there is not
@@ -150,12 +151,18 @@ def test_the_tutorial_on_algorithms_runs(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = page("own-algorithm")
     write(text, tmp_path)
-    tiny = ["sft.steps=2", "sft.batch=16", "evaluation={prompts: 8, samples: 1}", "data.heldout_rows=8"]
-    tiny += ["grpo.iterations=1", "grpo.rollout_batch=64"]
-    for _, *words in commands(text):
-        assert train.cli([*words[2:], *HERE, *tiny]) == 0, capsys.readouterr().err
+    tiny = ["sft.steps=2", "sft.batch=16", "evaluation={prompts: 8, samples: 1}", "grpo.iterations=1"]
+    tiny += ["grpo.rollout_batch=64"]
+    write_model(tmp_path / "chat", max_positions=512)
+    chat = ["model.path=chat", "roles.judge.path=chat", "data.max_prompt=80"]
+    for _, _, module, *words in commands(text):
+        if module == "jrlhf.configs.questions":
+            runpy.run_module(module, run_name="__main__")
+            continue
+        more = chat if "smollm2-grpo" in words else tiny[:2]
+        assert train.cli([*words, *HERE, *tiny[2:], *more]) == 0, capsys.readouterr().err
     names = sorted(path.name for path in (tmp_path / "runs").iterdir() if not path.name.startswith("."))
-    assert names == ["median", "online", "raft", "student"]
+    assert names == ["gkd", "median", "online", "raft", "revised", "steps", "student"]
 
 
 @pytest.mark.proof("notebooks")

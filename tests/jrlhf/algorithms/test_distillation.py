@@ -22,6 +22,7 @@ from jrlhf.errors import UserError
 from jrlhf.meshes import make_mesh
 from jrlhf.meshes.layout import TRAIN
 from jrlhf.models import ModelConfig, export_hf, init_lm, init_sharded
+from jrlhf.models.generation.sampling import SamplingConfig
 from jrlhf.models.params import param_shardings
 from jrlhf.ppo import GRPOConfig, LossTokens, Rollout, TrainState, reverse_kl
 from jrlhf.ppo.experience import bare_experience
@@ -32,13 +33,17 @@ from jrlhf.roles.model import Architecture, Compute, Model
 from jrlhf.roles.placement import CALL, RolePlacement
 from jrlhf.roles.role import Site
 from jrlhf.run.clock import Clock
+from jrlhf.run.files import read_jsonl
 from jrlhf.stages.setup import check_sources, load_task, select_mesh
 from jrlhf.train import main
 from tests.support.runs import stage_of
 from tests.support.tutorials import files
 
 DOCUMENT = (Path(__file__).resolve().parents[3] / "docs" / "tutorials" / "own-algorithm.md").read_text(encoding="utf-8")
-_, RAFT, PAIRS, DISTILL, JENSEN_SHANNON = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+_, RAFT, PAIRS, DISTILL, TEACHERS, JENSEN_SHANNON, REVISE, STEPS = re.findall(
+    r"```python\n(.*?)```", DOCUMENT, re.DOTALL
+)
+TURN = next(line.partition("= ")[2].partition("  #")[0] for line in REVISE.splitlines() if line.startswith("TURN"))
 SIZES = ["sft.steps=2", "sft.batch=32", "sft.save_every=2", "sft.eval_every=2", "evaluation.prompts=16"]
 SIZES += ["data.heldout_rows=16", "grpo.iterations=3", "grpo.rollout_batch=32", "grpo.save_every=1"]
 SIZES += ["device.simulated=8", "mesh.fsdp=4", "mesh.tensor=2"]
@@ -55,7 +60,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(folder: Path, function: str, *settings: str) -> Any:
-    (folder / "distill.py").write_text(RAFT + PAIRS + DISTILL)
+    (folder / "distill.py").write_text(RAFT + PAIRS + DISTILL + TEACHERS + REVISE.replace(TURN, '"{}"') + STEPS)
     own = [f"grpo.dataflow={folder}/distill.py:{function}", f"run_dir={folder}", *settings]
     return load_config("arithmetic-grpo", [*SIZES, *own])
 
@@ -273,8 +278,9 @@ def test_tokens_that_the_actor_lacks_are_no_targets():
         params["embedding"] = table.at[tokens:19].set(60 * jnp.sign(table[:5]))
         site = Site(RolePlacement.of(mesh), Compute(), clock)
         model = Model(Architecture(teachers), jax.device_put(params, param_shardings(teachers, mesh, TRAIN)))
-        whole = FrozenPolicy(model, site, temperature=0.7, responses=6)
-        teacher = FrozenPolicy(model, site, temperature=0.7, responses=6, tokens=tokens)
+        sampling = SamplingConfig(max_new_tokens=6, temperature=0.7)
+        whole = FrozenPolicy(model, site, sampling=sampling)
+        teacher = FrozenPolicy(model, site, sampling=replace(sampling, token_limit=tokens))
         drawn = np.random.default_rng(0).integers(0, tokens, (8, 10)).astype(np.int32)
         rows, prompt, response = put_rows((drawn, np.full(8, 4, np.int32), np.full(8, 6, np.int32)), mesh)
         rollout = Rollout(rows, prompt, response, 0.0 * rows, response > 0, jnp.zeros((), jnp.int32))
@@ -302,6 +308,27 @@ def test_tokens_that_the_actor_lacks_are_no_targets():
     p, q = np.take_along_axis(by_id, np.asarray(targets.ids)[:, 4:], -1), np.float64(targets.logprobs[:, 4:])
     expected = (np.exp(p) * (p - q) - np.exp(p) + np.exp(q)).sum(-1).mean()
     np.testing.assert_allclose(metrics["actor/loss"], expected, rtol=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("quick_compilation")
+def test_a_teacher_of_a_larger_vocabulary_writes_tokens_of_the_actor(tmp_path: Path):
+    config = ModelConfig(19, 32, 1, 4, 2, 8, mlp=64, max_positions=16)
+    params = init_lm(config, jax.random.key(5))
+    params["embedding"] = params["embedding"].at[14:19].multiply(500)
+    export_hf(params, config, tmp_path / "teacher", eos_ids=(1,), pad_id=0)
+    source = DISTILL.replace("= actor.generate(prompts)", "= teacher.generate(prompts)\n    actor.generate(prompts)")
+    settings = ["stages=[sft, mine]", "grpo=null", f"mine.dataflow={tmp_path}/mine.py:distill", "rewards=[]"]
+    settings += ["mine.rollout_batch=32", "mine.iterations=1", "mine.algorithm={samples: 4, kl_coef: 0}"]
+    settings += [f"roles.teacher.path={tmp_path}/teacher", f"run_dir={tmp_path}", "name=mine"]
+    (tmp_path / "mine.py").write_text(source)
+    main(load_config("arithmetic-grpo", [*(size for size in SIZES if "grpo" not in size), *settings]))
+    (record,) = stage_of(tmp_path / "mine", "mine")
+    assert np.isfinite(record["actor/loss"]) and record["actor/grad_norm"] > 0
+    texts = [
+        sample["response"] for sample in read_jsonl(tmp_path / "mine" / "samples.jsonl") if sample["stage"] == "mine"
+    ]
+    assert texts and any(texts)
 
 
 def test_a_loss_has_the_gradient_of_the_entropy():

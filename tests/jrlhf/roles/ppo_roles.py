@@ -90,9 +90,8 @@ class Setup:
         trained: Any = {"optimizer": optimizer, "algorithm": ppo}
         self.actor = Actor(policy, site("actor"), sampling=sampling, **trained)
         self.critic = Critic(value, site("critic"), **trained)
-        lengths = {"temperature": temperature, "responses": RESPONSE}
         reference = stored(initial("reference", "lm", 0), sleep.reference)
-        self.reference = Reference(reference, site("reference"), **lengths)
+        self.reference = Reference(reference, site("reference"), sampling=sampling)
         reward = stored(initial("reward", "scalar", 1), sleep.reward)
         self.reward = Reward(reward, site("reward"))
         self.states = {"actor": self.actor.create(policy.params), "critic": self.critic.create(value.params)}

@@ -142,7 +142,7 @@ def test_an_adapter_and_the_base_that_is_its_reference_are_scored_in_one_pass():
         sampling = SamplingConfig(max_new_tokens=RESPONSE, temperature=0.7)
         actor = Actor(policy, site, sampling=sampling, optimizer=optax.sgd(0.1), algorithm=PPO)
         bare = Model(Architecture(MODEL, shared=True), base)
-        reference = Reference(bare, site, temperature=0.7, responses=RESPONSE)
+        reference = Reference(bare, site, sampling=sampling)
         drawn = np.random.default_rng(0).integers(2, MODEL.vocab_size, (ROWS, PROMPT + RESPONSE)).astype(np.int32)
         tokens, ends = put_rows((drawn, np.full(ROWS, PROMPT, np.int32)), mesh)
         rollout = Rollout(tokens, ends, ends, tokens * 0.0, ends > 0, jnp.zeros((), jnp.int32))
@@ -161,7 +161,7 @@ def test_an_adapter_and_the_base_that_is_its_reference_are_scored_in_one_pass():
 
         # A reference with weights of its own has a pass of its own.
         copies = bare.holding(jax.tree.map(jnp.copy, base))
-        other = Reference(copies, site, temperature=0.7, responses=RESPONSE)
+        other = Reference(copies, site, sampling=sampling)
         clock.start()
         np.testing.assert_allclose(np.asarray(policy_logprobs(actor, other, rollout)[1]), ref, rtol=1e-5, atol=1e-5)
         assert set(clock.take()) == {"timing_s/old_log_prob", "timing_s/ref", "timing_s/step"}
