@@ -22,6 +22,7 @@ def make_top_logprobs(
     options: ForwardOptions = DEFAULTS,
     *,
     k: int,
+    limit: int | None = None,
     **keywords: Any,
 ) -> Callable[..., tuple[Int[Array, "B T k"], Float[Array, "B T k"]]]:
     """Builds f(params, tokens [B, T]) -> (ids [B, T, k] int32, logprobs [B, T, k] float32, in nats).
@@ -33,7 +34,10 @@ def make_top_logprobs(
     params, `span` and `lora` are as in `make_logprobs`: with `span` f(params, tokens, starts [B]), whose results are 0
     elsewhere, and with `lora` f(adapter, tokens, base). No device has the logits of the whole vocabulary.
 
-    Raises ValueError unless 1 <= k <= vocab_size, and for a named `implementation` other than "xla", which cannot.
+    limit: ids from here on, such as rows without a token, are never among the k; the softmax is of all.
+
+    Raises ValueError unless 1 <= k <= vocab_size and k <= limit, and for a named `implementation` other than "xla",
+    which cannot.
     """
     if not 1 <= k <= config.vocab_size:
         raise ValueError(f"k={k} must be between 1 and vocab_size={config.vocab_size}")
@@ -46,7 +50,7 @@ def make_top_logprobs(
         hidden = forward.hidden(params, tokens)
         with jax.named_scope("head"):
             hidden, unembedding, _ = forward.predictions(params, hidden, (), starts)
-            ids, logprobs = top_logprobs(hidden, unembedding, k, **op)
+            ids, logprobs = top_logprobs(hidden, unembedding, k, limit=limit, **op)
             return forward.by_row(ids, tokens, starts), forward.by_row(logprobs, tokens, starts)
 
     return forward.shard(local)

@@ -32,8 +32,11 @@ def config_schema() -> str:
     """Returns the schema (draft 7), a line for every setting."""
     definitions: dict[str, Schema] = {}
     root = _section(Config, definitions)
+    # A config whose sections all are jrlhf's has no stage but jrlhf's; an editor marks a misspelt one, and lists these.
+    known = {"stages": {"type": ["array", "string"], "items": {"enum": [*STAGES]}}}
+    usual = {"if": {"propertyNames": {"enum": [*kinds_of(Config)]}}, "then": {"properties": known}}
     head = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "The config of a run of jrlhf"}
-    return _printed({**head, **root, "definitions": definitions})
+    return _printed({**head, **root, **usual, "definitions": definitions})
 
 
 def _section(cls: Any, definitions: dict[str, Schema]) -> Schema:
@@ -46,13 +49,22 @@ def _section(cls: Any, definitions: dict[str, Schema]) -> Schema:
         properties[name] = setting
     about = {"description": text} if (text := summary(cls)) else {}
     named = named_field(cls)
-    others = False if named is None else _reference(named.metadata["named"], definitions)
+    others = False if named is None else _named(named.metadata["named"][0], definitions)
     return {**about, "type": ["object", "null"], "additionalProperties": others, "properties": properties}
+
+
+def _named(cls: Any, definitions: dict[str, Schema]) -> Schema:
+    """Returns the schema of a section whose key the user names; it has a key that misspelt sections do not have."""
+    needed = "dataflow" if cls in STAGES.values() else "path"
+    return {"type": "object", "required": [needed], "allOf": [_reference(cls, definitions)]}
 
 
 def _value(kind: Any, rules: Mapping[str, Any], definitions: dict[str, Schema]) -> Schema:
     """Returns the schema of the values that `parse.convert` reads as a `kind`, within the bounds of `rules`."""
     origin, inner = get_origin(kind), get_args(kind)
+    if "section" in rules:  # a text, or a section with this text
+        section = _reference(rules["section"], definitions)
+        return {"anyOf": [_value(kind, {}, definitions), section]}
     if origin in (Union, types.UnionType):
         options = [option for option in inner if option is not type(None)]
         lists = [option for option in options if get_origin(option) is tuple]

@@ -88,7 +88,7 @@ class RoleFactory:
         actor = self._trained(Actor, "actor", models["actor"], **rollouts)
         optional: dict[str, Any] = {"cost": costs}
         if "reference" in models:
-            optional["reference"] = Reference(models["reference"], self._site("reference"), **rollouts)
+            optional["reference"] = self._frozen(Reference, "reference", models)
         for name, kind in (("critic", Critic), ("cost_critic", CostCritic)):
             if name in models:
                 optional[name] = self._trained(kind, name, models[name])
@@ -101,12 +101,19 @@ class RoleFactory:
         if isinstance(algorithm, DAPOConfig):
             optional["pool"] = DynamicSampler(placement("pool"), algorithm, clock, rewards)
         own = self.config.roles.frozen
-        optional["frozen"] = {name: FrozenPolicy(models[name], self._site(name), **rollouts) for name in own}
+        optional["frozen"] = {name: self._frozen(FrozenPolicy, name, models) for name in own}
         arithmetic = placement("estimator" if "estimator" in graph.roles else "arithmetic")
         return Roles(actor, rewards, ExperienceMaker(algorithm, clock, arithmetic), **optional)
 
     def _site(self, role: str, offloader: Offloader | None = None) -> Site:
         return Site(self.placement(role), self.compute, self.clock, offloader)
+
+    def _frozen(self, kind: type[FrozenPolicy], name: str, models: Mapping[str, Model]) -> FrozenPolicy:
+        """Builds a policy that is not trained. It draws no ids that the actor's vocabulary lacks."""
+        sampling, actors = self.sampling, models["actor"].config.vocab_size
+        if sampling.token_limit is None and models[name].config.vocab_size > actors:
+            sampling = replace(sampling, token_limit=actors)
+        return kind(models[name], self._site(name), sampling=sampling, schedule=self.config.rollout)
 
     def _trained(self, kind: type[Trained], name: str, model: Model, **options: Any) -> Trained:
         """Builds a trained role, with the micro-batches of its update's placement."""

@@ -8,7 +8,7 @@ from jrlhf.algorithms.on_policy import on_policy
 from jrlhf.algorithms.pair_actor import PairActor, PairReference
 from jrlhf.algorithms.roles import known_facts, roles_of
 from jrlhf.config.schema import Config
-from jrlhf.config.stages import FILES
+from jrlhf.config.stages import FILES, OWN
 from jrlhf.errors import UserError
 from jrlhf.meshes.graph import Call, Graph
 from jrlhf.roles.graph import trace
@@ -26,8 +26,9 @@ REWARD_MODEL = Graph(
 
 
 def shipped_dataflow(stage: str) -> Callable:
-    """The function in the algorithm's file that has the file's name."""
-    return getattr(import_module(f"jrlhf.algorithms.{FILES[stage]}"), FILES[stage])
+    """The function in the algorithm's file that has the file's name. It gives a stage of one's own its roles."""
+    file = FILES.get(stage, FILES[OWN])
+    return getattr(import_module(f"jrlhf.algorithms.{file}"), file)
 
 
 def dataflow_of(config: Config) -> Callable:

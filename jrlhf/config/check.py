@@ -18,7 +18,7 @@ from jrlhf.config.schema import (
     SourceConfig,
     ValidationConfig,
 )
-from jrlhf.config.stages import ALGORITHMS, FleetSection
+from jrlhf.config.stages import FleetSection, is_algorithm
 from jrlhf.errors import UserError
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.config.divisors import divisors, indivisible
@@ -120,7 +120,7 @@ def _stages(config: Config) -> Iterator[str]:
     repeated = [stage for stage in stages if stages.count(stage) > 1]
     if repeated:
         yield f"{given}: {repeated[0]} is named more than once, keep one"
-    algorithms = [stage for stage in stages if stage == "dpo" or stage in ALGORITHMS]
+    algorithms = [stage for stage in stages if stage == "dpo" or is_algorithm(stage)]
     if len(algorithms) > 1:
         yield f"{given}: a run has one algorithm, keep {' or '.join(algorithms)}"
     if "reward_model" in stages and "dpo" in stages:
@@ -363,14 +363,14 @@ def _pipelines(config: Config, fsdp: int) -> Iterator[str]:
     """Checks that the pipeline stages of a stage divide the devices, so that weights are stored as without stages."""
     choices = [divisor for divisor in divisors(fsdp) if divisor > 1]
     remedy = f"choose stages from {', '.join(map(str, choices))}" if choices else "choose a larger mesh.fsdp"
-    for stage in [stage for stage in config.stages if stage not in ALGORITHMS]:
+    for stage in [stage for stage in config.stages if not is_algorithm(stage)]:
         if fsdp % (count := config.sections[stage].pipeline_stages):
             yield f"{stage}.pipeline.stages={count} does not divide mesh.fsdp={fsdp}: {remedy}, or leave pipeline out"
 
 
 def _batches(config: Config, devices: int, groups: int) -> Iterator[str]:
     """Checks that rows divide over devices and parts. A group of devices generates all samples of a prompt."""
-    for stage in [stage for stage in config.stages if stage not in ALGORITHMS]:
+    for stage in [stage for stage in config.stages if not is_algorithm(stage)]:
         section = config.sections[stage]
         micro_batches = (section.algorithm if stage == "dpo" else section).micro_batches
         own = devices // section.pipeline_stages  # the stages of a pipeline share their rows

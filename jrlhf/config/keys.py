@@ -13,25 +13,34 @@ def classes_of(kind: Any) -> list[Any]:
     return [one for one in (kind, *get_args(kind)) if is_dataclass(one) and get_origin(kind) is not tuple]
 
 
-def kinds_of(cls: Any) -> dict[str, Any]:
-    """Returns key -> type for the keys of a config, without fields that are filled `from` other settings, or with keys
-    that the user names."""
+def kinds_of(cls: Any, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Returns key -> type for the keys of a config, without fields that are filled `from` other settings.
+
+    given: a config, for also the sections whose keys the user names in it.
+    """
     kinds, hints = {}, get_type_hints(cls)
     for item in fields(cls):
         if not {"from", "named"} & item.metadata.keys():
-            kinds |= item.metadata.get("table") or {item.name: hints[item.name]}
+            kinds[item.name] = hints[item.name]
+        kinds |= item.metadata.get("table", {})
+    if given is not None and (named := named_field(cls)) is not None:
+        section, is_name = named.metadata["named"]
+        kinds |= {key: section for key in given if key not in kinds and is_name(key, given)}
     return kinds
 
 
 def named_field(cls: Any) -> Any:
-    """Returns the field with the sections whose keys the user names, of the class `metadata["named"]`; or None."""
+    """Returns the field with the sections whose keys the user names, or None.
+
+    Its `metadata["named"]` is their class, and a function of a key and of the config that contains it: True for a name.
+    """
     return next((item for item in fields(cls) if "named" in item.metadata), None)
 
 
-def paths_of(cls: Any) -> list[str]:
-    """Returns the dotted keys of all settings below a section."""
+def paths_of(cls: Any, given: Mapping[str, Any] | None = None) -> list[str]:
+    """Returns the dotted keys of all settings below a section. given: as in `kinds_of`."""
     keys = []
-    for name, kind in kinds_of(cls).items():
+    for name, kind in kinds_of(cls, given).items():
         inner = [f"{name}.{path}" for section in classes_of(kind) for path in paths_of(section)]
         keys += inner or [name]
     return list(dict.fromkeys(keys))

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jrlhf.config.parse import Override, build, override, parse_yaml, section_with
+from jrlhf.config.parse import Override, build, override, parse_yaml, put, section_with
 from jrlhf.config.places import expanded
 from jrlhf.config.schema import Config
 from jrlhf.errors import UserError, alike, beside, refuse_unknown_options, user_errors
@@ -61,7 +61,7 @@ def _merge(mapping: dict[str, Any], changes: Mapping[str, Any]) -> None:
             section[name] = section[name] if is_section else {}
             _merge(section[name], value)
         else:  # null in place of a section is refused, unless the feature may be off
-            section[name] = Override("null") if value is None and is_section else value
+            put(section, name, Override("null") if value is None and is_section else value)
 
 
 def plain_value(value: Any) -> Any:

@@ -11,7 +11,7 @@ import math
 import re
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from functools import reduce
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
@@ -97,7 +97,16 @@ def override(mapping: dict[str, Any], assignment: str) -> None:
     if not equals or not all(key.strip().split(".")):
         raise UserError(f"override {assignment!r} is not understood: write key=value, for example seed=1")
     section, name = section_with(mapping, key.strip(), f"override {assignment!r}")
-    section[name] = Override(value.strip())
+    put(section, name, Override(value.strip()))
+
+
+def put(section: dict[str, Any], name: str, value: object) -> None:
+    """Sets a key of a parsed mapping. Null removes the section of a dataflow, which without it names no stage."""
+    before = section.get(name)
+    if isinstance(before, dict) and "dataflow" in before and parsed(value, name) is None:
+        del section[name]
+    else:
+        section[name] = value
 
 
 def section_with(mapping: dict[str, Any], key: str, called: str) -> tuple[dict[str, Any], str]:
@@ -115,6 +124,8 @@ def section_with(mapping: dict[str, Any], key: str, called: str) -> tuple[dict[s
         if isinstance(inner, list) and at not in range(len(inner)):
             raise UserError(f"{called}: {_parts_of(path.rpartition('.')[0], len(inner))}")
         value = parsed(inner[at] if isinstance(inner, list) else inner.get(at), path)
+        if sections[:depth] == ["roles", part] and isinstance(value, str):  # a path stands for its section
+            value = {"path": value}
         inner[at] = ([] if parts[depth].isdigit() else {}) if value is None else value
         inner = inner[at]
         if not isinstance(inner, dict | list):
@@ -157,17 +168,18 @@ def config_yaml(config: object, *, off: bool = False, defaults: bool = True) -> 
         if not is_dataclass(value):
             return [plain(item) for item in value] if isinstance(value, tuple) else value
         own = {item.name: getattr(value, item.name) for item in fields(value)}
-        tables = [own[item.name] for item in fields(value) if "table" in item.metadata]  # key -> section
         named = named_field(type(value))
-        values, mapping = {key: section for part in (own, *tables) for key, section in part.items()}, {}
-        for name, kind in kinds_of(type(value)).items():
+        values = own if named is None else own | own[named.name]
+        mapping, kinds = {}, kinds_of(type(value))
+        for name, kind in kinds.items():
             is_tag = get_origin(kind) is Literal and len(get_args(kind)) == 1
             if not (defaults or is_tag) and name in own and own[name] == default_of(type(value), name):
                 continue
             absent = classes_of(kind) and values.get(name) is None
             if name in values and (off or not absent):
                 mapping[name] = plain(classes_of(kind)[0]() if absent else values[name])
-        return mapping | ({} if named is None else {name: plain(part) for name, part in own[named.name].items()})
+        others = {} if named is None else {name: plain(x) for name, x in own[named.name].items() if name not in kinds}
+        return mapping | others
 
     return yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True, width=1000)
 
@@ -186,28 +198,28 @@ def build(cls: type[T], mapping: object, path: str = "") -> T:
 
 
 def _build(cls: type[T], mapping: object, path: str) -> T:
-    mapping, kinds = {} if mapping is None else mapping, kinds_of(cls)
+    mapping, own = {} if mapping is None else mapping, kinds_of(cls)
     if not isinstance(mapping, Mapping):
-        keys, listed = ", ".join(kinds), path.partition("[")[0]
+        keys, listed = ", ".join(own), path.partition("[")[0]
         written = f"{path}.KEY=VALUE" if listed == path else f"{listed}=[{{KEY: VALUE}}]"
-        raise UserError(f"{path}={_shown(mapping)}: it is a section, write {written} for one of {keys}")
-    values: dict[str, Any] = {}
-    tables = {key for item in fields(cls) for key in item.metadata.get("table", ())}  # pyright: ignore
-    named = named_field(cls)
+        alone = f"{path}.{keys}={_shown(mapping)}" if len(own) == 1 else f"{written} for one of {keys}"
+        raise UserError(f"{path}={_shown(mapping)}: it is a section, write {alone}")
+    values, kinds = dict[str, Any](), kinds_of(cls, mapping)
+    items = {item.name: item for item in fields(cls) if item.name in own}  # pyright: ignore[reportArgumentType]
     for key, value in mapping.items():
-        if named is not None and key not in kinds:
-            _add_named(values.setdefault(named.name, {}), named.metadata["named"], str(key), value, cls, path)
-            continue
         if key not in kinds:
             if "." in (parts := str(key)) and parts in paths_of(cls):
                 nested = reduce(lambda inner, part: {part: inner}, reversed(parts.split(".")), value)
                 raise UserError(f"{joined(path, key)}: dots in keys are not read here, write {_shown(nested)}")
             raise UnknownKey(cls, path, str(key), value)
-        if not (key in tables and isinstance(value, Override) and parsed(value, key) is None):  # null removes it
-            values[key] = convert(kinds[key], value, joined(path, key))
-    for item in fields(cls):  # pyright: ignore[reportArgumentType]
-        if "table" in item.metadata:
-            values[item.name] = {key: values.pop(key) for key in item.metadata["table"] if key in values}
+        if key in items:
+            written, value = _unfolded(items[key], value, joined(path, key))
+            values[key] = convert(kinds[key], value, written)
+        elif not (isinstance(value, Override) and parsed(value, str(key)) is None):  # null removes it
+            values[str(key)] = convert(kinds[key], value, joined(path, key))
+    if (named := named_field(cls)) is not None:
+        sections = {key: values.pop(key) for key in [*values] if key not in items}
+        values[named.name] = sections
     try:
         return cls(**values)
     except ValueError as error:
@@ -215,15 +227,16 @@ def _build(cls: type[T], mapping: object, path: str) -> T:
         raise UserError(joined(path, str(error)) if names_a_key else f"{path}: {error}".lstrip(": ")) from error
 
 
-def _add_named(named: dict[str, Any], kind: Any, key: str, value: object, cls: Any, path: str) -> None:
-    """Adds a section whose key the user names, unless the key rather is a mistake in one of the class's own."""
-    section, own = parsed(value, key), joined(path, key)
-    if isinstance(section, Mapping):
-        named[key] = _build(kind, section, own)
-    elif difflib.get_close_matches(key, kinds_of(cls), n=1):
-        raise UnknownKey(cls, path, key, value)
-    else:
-        raise UserError(f"{own}={_shown(section)}: it is a section, write {own}.path={_shown(section)}")
+def _unfolded(item: Field[Any], value: object, path: str) -> tuple[str, object]:
+    """Returns the dotted key and the value of a setting that may also be written as a section with this one key."""
+    section = item.metadata.get("section")
+    if section is None or not isinstance(given := parsed(value, path), Mapping):
+        return path, value
+    (only,) = kinds_of(section)
+    for key in given:
+        if key != only:
+            raise UnknownKey(section, path, str(key), given[key])
+    return joined(path, only), given.get(only)
 
 
 def convert(kind: Any, value: object, path: str) -> Any:

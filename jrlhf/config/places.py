@@ -19,10 +19,10 @@ def place(default: str | None = None, also: str = "") -> Any:
     return checked(default, _is_path, f"a path on this machine{also}, with names of at most 255 bytes and without ://")
 
 
-def address(default: str | None = None, also: str = HUB) -> Any:
-    """A field like `place` that also takes an address in an object store."""
+def address(default: str | None = None, also: str = HUB, **more: Any) -> Any:
+    """A field like `place` that also takes an address in an object store. more: as in `checked`."""
     kinds = f"a path on this machine{also}, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, with names of at most 255 bytes"
-    return checked(default, lambda text: _is_path(text) or is_address(text), kinds)
+    return checked(default, lambda text: _is_path(text) or is_address(text), kinds, **more)
 
 
 def file_name(default: str | None, pattern: str, most: int, expected: str) -> Any:

@@ -8,15 +8,16 @@ import keyword
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from jrlhf.config.devices import DeviceConfig, DistributedConfig
-from jrlhf.config.keys import as_line
+from jrlhf.config.keys import as_line, kinds_of
 from jrlhf.config.parse import Feature, changed, in_use
 from jrlhf.config.places import HUB, PREFIX, StorageConfig, address, file_name, place
 from jrlhf.config.stages import (
-    ALGORITHMS,
+    OWN,
     STAGES,
     AsynchronousConfig,
     CheckpointConfig,
@@ -25,8 +26,9 @@ from jrlhf.config.stages import (
     RewardModelConfig,
     RLStageConfig,
     SFTConfig,
-    Stage,
     StopConfig,
+    is_algorithm,
+    names_a_stage,
 )
 from jrlhf.models.config.checks import MOST_STOP_BYTES
 from jrlhf.models.config.decoder import MOST_LAYERS
@@ -85,16 +87,22 @@ class FrozenRole(Section):
             raise ValueError("path is missing: name a model directory")
 
 
+def _names_a_role(key: str, given: Mapping[str, Any]) -> bool:
+    """False for a key that looks like a mistake in `critic` or `reference`."""
+    return isinstance(given[key], Mapping) or not get_close_matches(str(key), ("critic", "reference"), n=1)
+
+
 @dataclass(frozen=True)
 class RolesConfig(Section):
-    """Model directories of the roles that do not start from the actor. Their tokenizer must be the actor's.
+    """Model directories, X or {path: X}, of roles that do not start from the actor. Their tokenizer is the actor's.
 
     Any other key names a frozen policy for a dataflow of your own: `teacher: {path: Qwen/Qwen3-8B}`.
     """
 
-    critic: str | None = address()  # null: the reward model that this run trained, else the actor with a new head
-    reference: str | None = address()  # null: the actor as it is before reinforcement learning
-    frozen: Mapping[str, FrozenRole] = field(default_factory=dict, metadata={"named": FrozenRole})
+    # null: the reward model that this run trained, else the actor with a new head
+    critic: str | None = address(section=FrozenRole)
+    reference: str | None = address(section=FrozenRole)  # null: the actor as it is before reinforcement learning
+    frozen: Mapping[str, FrozenRole] = field(default_factory=dict, metadata={"named": (FrozenRole, _names_a_role)})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -489,7 +497,7 @@ class ProfileConfig(Feature):
     iterations: tuple[int, ...] = checked(  # numbers of iterations; the first is 1
         (), lambda value: all(number >= 1 for number in value), "iterations, the first of which is 1"
     )
-    stage: Stage | None = None  # null: the last one
+    stage: str | None = None  # one of the run's stages; null: the last one
 
 
 @dataclass(frozen=True)
@@ -507,7 +515,9 @@ class Config(Section):
     # The run ends after this number of updates in a row are skipped because numbers are not finite; 0 or null: it never
     # ends for this reason.
     stop_after_skipped: int | None = natural(5)
-    stages: tuple[Stage, ...] = ("sft", "reward_model", "ppo")  # what the run does, in this order
+    # What the run does, in this order: sft, reward_model, and dpo or one algorithm. An algorithm of your own has any
+    # other name, and a section of this name with the keys of grpo, of which it sets `dataflow`.
+    stages: tuple[str, ...] = ("sft", "reward_model", "ppo")
     device: DeviceConfig = DeviceConfig()
     distributed: DistributedConfig = DistributedConfig()
     mesh: MeshConfig = MeshConfig()
@@ -522,7 +532,9 @@ class Config(Section):
     data: DocstringsData | ArithmeticData | DatasetsData = DocstringsData()
     rewards: tuple[RewardConfig, ...] = ()  # rewards, in addition to a reward model that the run trains
     costs: tuple[RewardConfig, ...] = ()  # costs for safe_rlhf, which keeps their sum below its limit
-    sections: Mapping[str, Any] = field(default_factory=dict, metadata={"table": STAGES})  # stage -> its settings
+    sections: Mapping[str, Any] = field(  # stage -> its settings
+        default_factory=dict, metadata={"table": STAGES, "named": (STAGES[OWN], names_a_stage)}
+    )
     sampling: SamplingSection = SamplingSection()
     rollout: Schedule = Schedule()  # how rows share the devices while they are generated
     fleet: FleetSection | None = None
@@ -541,8 +553,11 @@ class Config(Section):
     notices: tuple[str, ...] = field(default=(), compare=False, metadata={"from": ""})  # told when a run begins
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a section that no stage of the run has."""
+        """Raises ValueError for a section that no stage of the run has, and for a stage that is none."""
         super().__post_init__()
+        for name in (*self.stages, *self.sections):
+            if name not in STAGES:
+                self._check_own_stage(name)
         for name, value in vars(self).items():
             object.__setattr__(self, name, in_use(value, name))
         learner = self.algorithm or ("dpo" if "dpo" in self.stages else None)
@@ -552,15 +567,31 @@ class Config(Section):
                 continue
             void = f"section {name} has no effect with stages={as_line(self.stages)}"
             if name not in ("sft", "reward_model"):  # whose stages may be left out of a config that has them
-                raise ValueError(f"{void}: leave it out ({name}=null on a command line)")
+                named = "" if name in STAGES else "name it there, or "
+                raise ValueError(f"{void}: {named}leave it out ({name}=null on a command line)")
             object.__setattr__(self, "notices", (*self.notices, void))
         complete = {stage: self.sections.get(stage) or STAGES[stage]() for stage in self.stages}
         object.__setattr__(self, "sections", complete)
 
+    def _check_own_stage(self, name: str) -> None:
+        """Raises ValueError unless the name is possible for a stage of one's own, and has a section with a dataflow."""
+        given = f"stages[{self.stages.index(name)}]={name}" if name in self.stages else f"section {name}"
+        if name in kinds_of(Config):
+            raise ValueError(f"{given} is no stage but another key of the config: name one of {', '.join(STAGES)}")
+        if not name.isidentifier() or keyword.iskeyword(name):
+            raise ValueError(f"{given}: a stage of your own needs a name of letters, digits and '_', no word of Python")
+        close = get_close_matches(name.lower(), [*STAGES, *(self.sections.keys() - {name})], n=1)
+        meant, section = f", did you mean {close[0]}" if close else "", self.sections.get(name)
+        if section is None:
+            own = meant or f", or have a section of its own, {name}={{dataflow: FILE.py:FUNCTION}}"
+            raise ValueError(f"{given}: it must be one of {', '.join(STAGES)}{own}")
+        if section.dataflow is None:
+            raise ValueError(f"{given} is a stage of your own without a function: set {name}.dataflow{meant}")
+
     @property
     def algorithm(self) -> str | None:
         """The stage of reinforcement learning, if there is one."""
-        return next((stage for stage in self.stages if stage in ALGORITHMS), None)
+        return next((stage for stage in self.stages if is_algorithm(stage)), None)
 
     @property
     def rl(self) -> RLStageConfig:
@@ -595,7 +626,7 @@ class Config(Section):
 
     def length(self, stage: str) -> int:  # in iterations, or steps
         section = self.sections[stage]
-        return section.iterations if stage in ALGORITHMS else section.steps
+        return section.iterations if is_algorithm(stage) else section.steps
 
     @property
     def sampled_rows(self) -> int:  # or scored, at a time

@@ -1,8 +1,9 @@
 """The sections of the stages. Each algorithm of reinforcement learning is a row of the table at the end."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, make_dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from jrlhf.config.parse import Feature
 from jrlhf.ppo.config import algorithms
@@ -31,7 +32,7 @@ class CheckpointConfig(Section):
 
     def best_in(self, stage: str) -> str | None:
         """The metric `best` if it is one of this stage."""
-        own = (self.best or "").lstrip("-").startswith(f"{stage}/") or (self.validated and stage in ALGORITHMS)
+        own = (self.best or "").lstrip("-").startswith(f"{stage}/") or (self.validated and is_algorithm(stage))
         return self.best if own else None
 
 
@@ -312,8 +313,17 @@ STAGES |= {name: section for name, (section, _, _) in _ROWS.items()}
 TITLES = {name: title for name, (_, title, _) in _ROWS.items()}
 FILES = {name: file for name, (_, _, file) in _ROWS.items()}
 ALGORITHMS = tuple(name for name, section in STAGES.items() if issubclass(section, RLStageConfig))
+# A stage of one's own is reinforcement learning by its `dataflow`, with the settings and the roles of this one.
+OWN = "grpo"
 
-if TYPE_CHECKING:
-    Stage = str
-else:
-    Stage = Literal[tuple(STAGES)]
+
+def is_algorithm(stage: str) -> bool:
+    """True for a stage of reinforcement learning, also for one of one's own."""
+    return stage in ALGORITHMS or stage not in STAGES
+
+
+def names_a_stage(key: str, given: Mapping[str, Any]) -> bool:
+    """True if an unknown key of a config is the section of a stage of one's own: `stages` names it, or it has a
+    dataflow. given: the config as it was given."""
+    words = re.findall(r"[^][,'\" ]+", str(given.get("stages")))
+    return key in words or (isinstance(given[key], Mapping) and "dataflow" in given[key])

@@ -56,10 +56,13 @@ class _Search(NamedTuple):
 
 
 def _search(unknown: UnknownKey, root: Any, config: object) -> _Search:
+    given = config if isinstance(config, Mapping) else {}
+    sections = kinds_of(root, given)
     stages = {name for item in fields(root) for name in item.metadata.get("table", ())}
+    stages |= sections.keys() - kinds_of(root).keys()  # the user's own
     top = re.split(r"[.[]", unknown.path)[0]
     used = {top} & stages or _stages_of(config, stages) or stages
-    everywhere = [inner for inner in paths_of(root) if _first(inner) not in stages - used]
+    everywhere = [inner for inner in paths_of(root, given) if _first(inner) not in stages - used]
     below = everywhere if unknown.cls is root else paths_of(unknown.cls)
     written = next(iter(flatten(unknown.value, unknown.key)), unknown.key)
     there = {*everywhere, *(_last(inner) for inner in everywhere if _first(inner) in used or not stages)}
@@ -75,7 +78,7 @@ def _search(unknown: UnknownKey, root: Any, config: object) -> _Search:
         if name in there:
             meant, note = name, about
             break
-    return _Search(unknown, kinds_of(root), stages, used, top, everywhere, below, written, meant, note)
+    return _Search(unknown, sections, stages, used, top, everywhere, below, written, meant, note)
 
 
 def _derived(search: _Search) -> str:

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from jrlhf.config.schema import Config, DatasetConfig, DatasetsData, SourceConfig
-from jrlhf.config.stages import ALGORITHMS
 from jrlhf.data.encode import Encoding
 from jrlhf.data.read import Dataset, read_dataset
 from jrlhf.data.task import SFTData, Task
@@ -16,8 +15,7 @@ from jrlhf.data.types import Example, Pairs, Prompts, Sequences, Source
 from jrlhf.errors import UserError
 from jrlhf.run.files import digest_of, sha256
 
-# Data -> the stages that learn from it.
-STAGES = {"sft": ("sft",), "preferences": ("reward_model", "dpo"), "prompts": ALGORITHMS}
+KINDS = "sft", "preferences", "prompts"
 _LEARN, _HELD = "to learn from", "held out"  # the parts of a split dataset
 _Part = tuple[str, str]  # the key of a dataset, and one of these parts
 
@@ -27,7 +25,7 @@ def load_task(config: Config, tokenizer: Tokenizer) -> Task:
     data = config.data
     assert isinstance(data, DatasetsData)
     encoding, length = Encoding(tokenizer, data.overlong, data.chat, data.system), data.max_prompt + data.max_response
-    datasets = {key: encoding.with_prompts(_read(key, data.datasets.get(key))) for key in _used(config, data)}
+    datasets = {key: encoding.with_prompts(_read(key, data.datasets.get(key), config)) for key in _used(config, data)}
     splits = keep_apart(datasets, data.heldout_rows)
     prompts = partial(encoding.prompts, max_prompt=data.max_prompt)
     encoders: dict[str, Callable[[Dataset], Any]] = {
@@ -143,11 +141,17 @@ def prompt_text(example: Example) -> str:
     return json.dumps([turns, tools], sort_keys=True, default=str)
 
 
+def data_of(stage: str) -> str:
+    """Returns the key of the data that a stage learns from."""
+    return {"sft": "sft", "reward_model": "preferences", "dpo": "preferences"}.get(stage, "prompts")
+
+
 def _used(config: Config, data: DatasetsData) -> list[str]:
     """Returns the keys of the datasets that the config's stages need."""
     learns = config.algorithm is not None
     imitates = learns and config.rl.algorithm.ptx_coef > 0
-    kinds = [key for key, own in STAGES.items() if {*own} & {*config.stages} or (key == "sft" and imitates)]
+    wanted = {*map(data_of, config.stages), *(["sft"] if imitates else [])}
+    kinds = [key for key in KINDS if key in wanted]
     listed = [key for key in data.datasets if "[" in key]
     used = [key for kind in kinds for key in (listed if kind == "prompts" and listed else [kind])]
     return [*used, "heldout"] if learns and data.heldout is not None else used
@@ -185,9 +189,9 @@ def _common_end(examples: Iterable[Example]) -> str:
     return ends.pop() if len(ends) == 1 else ""
 
 
-def _read(key: str, section: DatasetConfig | None) -> Dataset:
+def _read(key: str, section: DatasetConfig | None, config: Config) -> Dataset:
     if section is None or section.path is None:
-        stage = " or ".join(STAGES[key]) if key == "preferences" else STAGES[key][0]
+        stage = next((stage for stage in config.stages if data_of(stage) == key), key)
         raise UserError(f"stage {stage} learns from data.{key}.path, which is not given: name a file or a dataset")
     try:
         dataset = read_dataset(section.path, columns=section.columns, split=section.split)

@@ -1,6 +1,5 @@
 """Reads the tokenizer of a Hugging Face model directory, and compares it with a model and with other tokenizers."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -82,16 +81,19 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Tokenizer:
     return replace(tokenizer, pad_id=pad_id, limit=vocab_size)
 
 
-def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
-    """True if two tokenizers mean the same tokens by the same ids, however they divide texts.
+def other_token(one: Tokenizer, other: Tokenizer) -> tuple[int, str | None, str | None] | None:
+    """Returns the first id by which two tokenizers mean other tokens, and the two tokens; None: there is no such id.
 
-    Added tokens that only one has, such as padding, do not count.
+    How they divide texts does not count, nor do added tokens that only one has, such as padding.
     """
-    first, second = (json.loads(tokenizer.to_json()) for tokenizer in (one, other))
-    if first["model"].get("vocab") != second["model"].get("vocab"):
-        return False
-    ours, theirs = ({token["id"]: token["content"] for token in x.get("added_tokens", [])} for x in (first, second))
-    return all(ours[index] == theirs[index] for index in ours.keys() & theirs.keys())
+    tokens, counted = [], []
+    for backend in (one.backend, other.backend):
+        tokens.append({index: token for token, index in backend.get_vocab(with_added_tokens=True).items()})
+        counted.append(tokens[-1].keys() - backend.get_added_tokens_decoder().keys())
+    ours, theirs = tokens
+    wanted = counted[0] | counted[1] | (ours.keys() & theirs.keys())
+    first = min((index for index in wanted if ours.get(index) != theirs.get(index)), default=None)
+    return None if first is None else (first, ours.get(first), theirs.get(first))
 
 
 def _read_backend(directory: Path) -> tokenizers.Tokenizer:

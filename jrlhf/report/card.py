@@ -14,11 +14,11 @@ from typing import Any, get_args, get_origin
 import yaml
 
 from jrlhf import __version__
-from jrlhf.config.keys import classes_of, kinds_of, named_field
+from jrlhf.config.keys import classes_of, kinds_of
 from jrlhf.config.parse import config_yaml
 from jrlhf.config.places import PREFIX
 from jrlhf.config.schema import Config, DatasetsData, RewardConfig
-from jrlhf.config.stages import ALGORITHMS
+from jrlhf.config.stages import is_algorithm
 from jrlhf.models.hf.directories import CARD, PLOT, PROMPTING, SIGNATURE
 from jrlhf.models.hf.files import check_file
 from jrlhf.models.weights import HeadKind
@@ -36,7 +36,7 @@ HUB = "https://huggingface.co"
 _LEFT_OUT = "(left out)"
 _VALIDATED = "on held-out prompts before each iteration"
 _PLACES = ("path", "critic", "reference", "model", "adapter", "function", "dataflow", "hooks")  # settings
-_NAMES_OF_PARTS = ("name", "split", "metric")  # settings that the tables show, too
+_NAMES_OF_PARTS = ("name", "split", "metric", "stages", "stage")  # settings that the tables show, too
 _ROLES = {"sft": "SFT", "preferences": "preferences", "prompts": "prompts", "heldout": "held-out prompts"}
 
 
@@ -181,7 +181,7 @@ def _done(data: CardData) -> list[str]:
 
 def _title(data: CardData) -> str:
     path = data.config.model.path
-    trained = " and ".join(STAGES[stage] for stage in _done(data) if stage != "reward_model")
+    trained = " and ".join(STAGES.get(stage, stage) for stage in _done(data) if stage != "reward_model")
     base = "A language model" if path is None else _text(_short(path, data))
     if data.head == "scalar":
         return "A reward model" if path is None else f"A reward model of {base}"
@@ -226,11 +226,11 @@ def progress(data: CardData) -> tuple[str, bytes] | None:
 def _recipe(data: CardData) -> list[str]:
     config, lines = data.config, []
     for stage in _done(data):
-        unit, length = "iterations" if stage in ALGORITHMS else "steps", config.length(stage)
+        unit, length = "iterations" if is_algorithm(stage) else "steps", config.length(stage)
         ended = (data.record.metrics.get(stage) or [{"step": length}])[-1]["step"]  # perhaps early
         done = data.step if stage == data.stage and data.head == "lm" else ended
         count = f"{done} {unit}" if done == length else f"{done} of {length} {unit}"
-        lines.append(f"{len(lines) + 1}. {STAGES[stage]}: {count}")
+        lines.append(f"{len(lines) + 1}. {STAGES.get(stage, stage)}: {count}")
     settings = yaml.safe_dump(_settings(data), sort_keys=False, allow_unicode=True, width=1000).rstrip()
     fence = _ticks(settings, 3)
     text = (
@@ -267,11 +267,11 @@ def _settings(data: CardData) -> dict[str, Any]:
 
     def section(values: Mapping[str, Any], kind: Any, key: str) -> dict[str, Any]:
         cls = type(data.config.data) if key == "data" else classes_of(kind)[0]
-        kinds, mapping = kinds_of(cls), {}
+        kinds, mapping = kinds_of(cls, values), {}
         for name, value in values.items():
             inner = f"{key}.{name}" if key else name
             if isinstance(value, dict) and value:
-                part = plain(value, kinds[name] if name in kinds else named_field(cls).metadata["named"], inner)
+                part = plain(value, kinds[name], inner)
                 mapping |= {name: part} if part else {}
             elif defines_results(inner):
                 mapping[name] = plain(value, kinds[name], inner)

@@ -1,6 +1,7 @@
 """Reads a run's files as plain data (`Record`). Missing files, stages and numbers are empty."""
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,12 +54,13 @@ class Record:
     @property
     def algorithm(self) -> str:
         """The stage that trains the policy on rewards or preferences."""
-        return next((stage for stage in self.metrics if stage in TITLES), "ppo")
+        names = *self.metrics, *re.findall(r"\w+", self.settings.get("stages", ""))
+        return next((name for name in names if name not in ("sft", "reward_model")), "ppo")
 
     @property
     def title(self) -> str:
         """The usual name of the algorithm."""
-        return TITLES[self.algorithm]
+        return TITLES.get(self.algorithm, self.algorithm)
 
     @property
     def trained(self) -> bool:

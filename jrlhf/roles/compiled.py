@@ -97,9 +97,12 @@ class CompiledModel:
         return self._scoring(logprobs, arrays=0 if span is None else 1)
 
     @_shared
-    def score_top_logprobs(self, *, k: int, temperature: float, span: int) -> Function:
-        """(params, tokens, lengths, starts) -> (ids, logprobs) [B, T, k], of the most likely tokens in each place."""
-        options = {"k": k, "temperature": temperature, "span": span}
+    def score_top_logprobs(self, *, k: int, limit: int | None, temperature: float, span: int) -> Function:
+        """(params, tokens, lengths, starts) -> (ids, logprobs) [B, T, k], of the most likely tokens in each place.
+
+        limit: as in `make_top_logprobs`.
+        """
+        options = {"k": k, "limit": limit, "temperature": temperature, "span": span}
         return self._scoring(self._make(make_top_logprobs, self.compute.score_layout, **options), arrays=1)
 
     @_shared

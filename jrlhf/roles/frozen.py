@@ -22,7 +22,8 @@ from jrlhf.run.processes import to_all_hosts
 class FrozenPolicy(Role):
     """A policy that judges the actor's tokens, such as a teacher.
 
-    sampling, schedule: of the rollouts. Their temperature divides its logits, too.
+    sampling, schedule: of the rollouts. Their temperature divides its logits, too. Ids from token_limit on are neither
+    drawn nor targets.
     """
 
     def __init__(self, model: Model, site: Site, *, sampling: SamplingConfig, schedule: Schedule | None = None):
@@ -53,11 +54,10 @@ class FrozenPolicy(Role):
     @call("infer", "{role}_targets", rows="each")
     def top_logprobs(self, rollout: Rollout, k: int) -> Targets:
         """The k most likely tokens in the place of each response token, and their log-probs; undefined elsewhere."""
-        if k > (vocabulary := self.model.config.vocab_size):
-            raise UserError(
-                f"{self.placement.role}.top_logprobs gets k={k}, and its vocabulary has {vocabulary} tokens"
-            )
-        function = self.compiled("top_logprobs").score_top_logprobs(k=k, **self._options)
+        vocabulary = self.model.config.vocab_size
+        if k > (limit := min(self._sampling.token_limit or vocabulary, vocabulary)):
+            raise UserError(f"{self.placement.role}.top_logprobs gets k={k}, and there are {limit} tokens: lower it")
+        function = self.compiled("top_logprobs").score_top_logprobs(k=k, limit=limit, **self._options)
         name = f"{self.placement.role}_targets"
         return Targets(*self.clock.run(name, self._infer, "top_logprobs", function, *responses(rollout)))
 

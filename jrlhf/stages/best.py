@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jrlhf.config.stages import ALGORITHMS
+from jrlhf.config.stages import is_algorithm
 from jrlhf.errors import UserError, alike
 from jrlhf.run.checkpoints import Checkpoints, like, restore_part
 from jrlhf.run.fingerprints import named_leaves
@@ -15,7 +15,7 @@ from jrlhf.stages.watching import Iteration, Watch
 
 def weights_of(stage: str) -> str:
     """The beginning of the names of a checkpoint's leaves that are the weights which the stage trains."""
-    return "trained.actor.params." if stage in ALGORITHMS else "params."
+    return "trained.actor.params." if is_algorithm(stage) else "params."
 
 
 class BestWeights:

@@ -344,22 +344,8 @@ def _load_task(config: Config, actor: ModelConfig) -> Task:
         return arithmetic.load_task(config)
     from jrlhf.data import datasets
 
-    return datasets.load_task(config, actor_tokenizer(config, actor))
-
-
-def actor_tokenizer(config: Config, actor: ModelConfig) -> Tokenizer:
-    """The tokenizer in the actor's directory. Refuses a critic or reference with another tokenizer."""
-    from jrlhf.data.tokenizer_files import load_tokenizer, same_tokens
-
     assert config.model.path is not None and isinstance(config.data, DatasetsData)
-    tokenizer = own_tokenizer(config.model.path, "model.path", config.data, actor.vocab_size)
-    for role, path in config.roles.paths.items():
-        if not same_tokens(load_tokenizer(locate(path, f"roles.{role}")), tokenizer):
-            raise UserError(
-                f"roles.{role}={path} has another tokenizer than model.path={config.model.path}: the {role} reads "
-                "the actor's tokens, choose one of the same family"
-            )
-    return tokenizer
+    return datasets.load_task(config, own_tokenizer(config.model.path, "model.path", config.data, actor.vocab_size))
 
 
 def select_mesh(config: Config) -> tuple[Mesh, dict[str, ModelConfig]]:
@@ -485,6 +471,16 @@ def _check_numbers(config: Config) -> None:
 
 def _check_reader(role: str, path: str, tokenizer: Tokenizer, *, head: HeadKind = "lm") -> None:
     """Checks a model that reads the actor's tokens. Its table may have more rows, or fewer unused ones."""
+    from jrlhf.data.tokenizer_files import load_tokenizer, other_token
+
+    directory = locate(path, f"roles.{role}")
+    if tokenizer.directory is not None or (directory / "tokenizer.json").exists():  # for a built-in task it may be none
+        if (other := other_token(load_tokenizer(directory), tokenizer)) is not None:
+            token, its, actors = other
+            raise UserError(
+                f"roles.{role}={path} has another tokenizer than the actor: its token {token} is {its!r}, and the "
+                f"actor's is {actors!r}, which the {role} reads: choose one of the same family"
+            )
     rows = check_weights(path, f"roles.{role}", head=head).model.vocab_size
     if rows < tokenizer.vocab_size:
         raise UserError(

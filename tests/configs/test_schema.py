@@ -155,6 +155,21 @@ def test_the_schema_takes_what_the_reader_takes_of_every_setting():
         assert [config for config in configs if understood(config) or SCHEMA.is_valid(config)] == []
 
 
+def test_a_stage_of_ones_own_is_in_the_schema_and_a_misspelt_one_is_not():
+    mine = {"dataflow": "d.py:f", "iterations": 3}
+    for right in ({"stages": ["sft", "mine"], "mine": mine}, {"roles": {"critic": {"path": "a"}, "t": {"path": "b"}}}):
+        assert SCHEMA.is_valid(right) and understood(right)
+    for wrong in (
+        {"stages": ["gppo"]},
+        {"stages": ["mine"], "mine": {"iterations": 3}},
+        {"stages": ["mine"], "mine": mine | {"iteratons": 3}},
+        {"stages": ["mine"], "mine": mine | {"critic": {}}},
+        {"roles": {"critic": {"pth": "a"}}},
+        {"roles": {"t": {}}},
+    ):
+        assert not SCHEMA.is_valid(wrong) and not understood(wrong), wrong
+
+
 def test_unknown_keys_and_those_of_another_kind_of_data_are_not_in_the_schema():
     assert not SCHEMA.is_valid({"polymer": 1}) and not SCHEMA.is_valid({"data": {"source": "datasets", "terms": 2}})
     assert SCHEMA.is_valid({"data": {"source": "arithmetic", "terms": 2}}) and not SCHEMA.is_valid(

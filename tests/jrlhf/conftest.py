@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jrlhf.config.places import PACKAGES
-from jrlhf.data.datasets import STAGES
+from jrlhf.data.datasets import KINDS, data_of
 from jrlhf.data.tokenizer_files import load_tokenizer
 from jrlhf.models import ModelConfig, init_lm, init_scalar
 from jrlhf.models.hf import export_hf
@@ -167,8 +167,8 @@ def settings(user: Path) -> Callable[..., dict]:
             config[name] = config[name] | value if isinstance(value, dict) and name in config else value
         if config["stages"][-1] in ("sft", "reward_model", "dpo") and "ppo" not in sections:
             config["sampling"] = {"batch": 8} | config.get("sampling", {})  # which is how texts are sampled then
-        learnt = {key for key, stages in STAGES.items() if set(stages) & set(config["stages"])}
-        config["data"] = {key: value for key, value in config["data"].items() if key not in STAGES or key in learnt}
+        learnt = set(map(data_of, config["stages"]))
+        config["data"] = {key: value for key, value in config["data"].items() if key not in KINDS or key in learnt}
         unread = {"sft", "reward_model", "ppo"} - {*config["stages"], *sections}
         return {name: value for name, value in config.items() if name not in unread}
 

@@ -103,6 +103,24 @@ def test_vocabulary_parallel(sizes):
                 check(jax.device_get(actual), exact(arrays[0], arrays[1], k, **options))
 
 
+@pytest.mark.parametrize("slices", [1, 8])
+def test_ids_beyond_the_limit_are_never_among_the_results_but_count_in_the_softmax(slices):
+    """The limit cuts the second of 8 slices; the likeliest words are beyond it."""
+    (hidden, unembedding), limit = problem(False), 50
+    unembedding[limit:VOCAB_SIZE] *= 5
+    ids, logprobs = exact(hidden, unembedding, VOCAB_SIZE, temperature=0.7)
+    assert np.mean(ids[:, :5] >= limit) > 0.8
+    wanted = [np.flatnonzero(row < limit) for row in ids]
+    mesh = make_mesh(tensor=slices, devices=jax.devices()[:slices])
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(unembedding, jax.NamedSharding(mesh, P("tensor")))
+        for k in (5, limit):
+            op = partial(top_logprobs, k=k, limit=limit, vocab_size=VOCAB_SIZE, temperature=0.7, axis_name="tensor")
+            actual = jax.jit(jax.shard_map(op, in_specs=(P(), P("tensor")), out_specs=P()))(hidden, placed)
+            places = np.stack([row[:k] for row in wanted])
+            check(jax.device_get(actual), [np.take_along_axis(x, places, axis=1) for x in (ids, logprobs)])
+
+
 def test_results_have_no_gradient():
     hidden, unembedding = problem(False)
     loss = lambda hidden, unembedding: jnp.sum(top_logprobs(hidden, unembedding, 3)[1])  # noqa: E731
@@ -125,6 +143,8 @@ def test_bad_arguments_are_named():
     for k in (0, VOCAB_SIZE + 1):
         with pytest.raises(ValueError, match=f"k={k} must be between 1 and vocab_size={VOCAB_SIZE}"):
             top_logprobs(hidden, unembedding, k, vocab_size=VOCAB_SIZE)
+    with pytest.raises(ValueError, match="k=4 must be between 1 and vocab_size=320, and at most limit=3"):
+        top_logprobs(hidden, unembedding, 4, limit=3)
     with pytest.raises(ValueError, match=r"expected hidden \[\*N, D\]"):
         top_logprobs(hidden[:, 1:], unembedding, 2)
     with pytest.raises(ValueError, match="tile must be a positive number"):

@@ -3,6 +3,7 @@
 import inspect
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,24 @@ from jrlhf.config.schema import OTHER_PARAMETERS
 from jrlhf.data.batches import put_rows
 from jrlhf.errors import UserError
 from jrlhf.meshes import make_mesh
+from jrlhf.meshes.layout import TRAIN
 from jrlhf.models import ModelConfig, export_hf, init_lm, init_sharded
-from jrlhf.ppo import GRPOConfig, LossTokens, Rollout, TrainState
+from jrlhf.models.generation.sampling import SamplingConfig
+from jrlhf.models.params import param_shardings
+from jrlhf.ppo import GRPOConfig, LossTokens, Rollout, TrainState, reverse_kl
 from jrlhf.ppo.experience import bare_experience
 from jrlhf.ppo.token_losses import NO_LOGPROB
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.frozen import FrozenPolicy
-from jrlhf.roles.model import Architecture, Compute
-from jrlhf.roles.placement import CALL
+from jrlhf.roles.model import Architecture, Compute, Model
+from jrlhf.roles.placement import CALL, RolePlacement
+from jrlhf.roles.role import Site
+from jrlhf.run.clock import Clock
+from jrlhf.run.files import read_jsonl
+from jrlhf.stages.setup import check_sources, load_task, select_mesh
 from jrlhf.train import main
 from tests.support.runs import stage_of
+from tests.support.tutorials import files
 
 DOCUMENT = (Path(__file__).resolve().parents[3] / "docs" / "tutorials" / "own-algorithm.md").read_text(encoding="utf-8")
 _, RAFT, PAIRS, DISTILL, TEACHERS, JENSEN_SHANNON, LIKELIER, REVISE, STEPS = re.findall(
@@ -181,6 +190,16 @@ def test_pairs_that_cannot_be_are_refused_before_anything_runs(tmp_path: Path):
             graph_of(config)
 
 
+def test_the_stage_in_the_tutorial_is_that_of_its_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "distill.py").write_text(DISTILL)
+    (tmp_path / "student.yaml").write_text(files(DOCUMENT)["student.yaml"])
+    config = load_config("student.yaml", ["distill.iterations=40"])
+    graph = graph_of(config)
+    assert graph.name == config.algorithm == "distill" and config.rl.iterations == 40
+    assert [call.name for call in graph] == "actor.generate teacher.top_logprobs actor.update".split()
+
+
 def test_roles_that_cannot_be_are_refused(teacher: Path, tmp_path: Path):
     for settings, message in (
         ([f"roles.actor.path={teacher}"], "roles: actor must be the name of a parameter of your dataflow, and none of"),
@@ -195,6 +214,18 @@ def test_roles_that_cannot_be_are_refused(teacher: Path, tmp_path: Path):
         with pytest.raises(UserError, match=message):
             main(config_of(tmp_path, "distill", *settings))
     assert not (tmp_path / "arithmetic-grpo").exists()
+
+
+def test_a_teacher_of_a_built_in_task_has_its_tokens(teacher: Path, tmp_path: Path, user: Path):
+    """A teacher without a tokenizer is taken at its word; one of another tokenizer is refused by name."""
+    message = (
+        "has another tokenizer than the actor: its token 0 is '.*', and the actor's is '.*', which the teacher reads"
+    )
+    with pytest.raises(UserError, match=message):
+        main(config_of(tmp_path, "distill", f"roles.teacher.path={user / 'actor'}"))
+    config = config_of(tmp_path, "distill", f"roles.teacher.path={teacher}")
+    mesh, models = select_mesh(config)
+    check_sources(config, load_task(config, models["actor"]), models["actor"], mesh)
 
 
 def test_the_tutorial_lists_every_call():
@@ -270,6 +301,69 @@ def test_updates_that_cannot_be_are_refused_before_anything_runs(tmp_path: Path,
     settings = [f"grpo.dataflow={tmp_path}/own.py:own", "roles.teacher.path=t"]
     with pytest.raises(UserError, match=message):
         graph_of(load_config("arithmetic-grpo", [*SIZES, *settings]))
+
+
+def test_tokens_that_the_actor_lacks_are_no_targets():
+    """The teacher has 5 rows without a token, which it holds for the most likely; the student has 2 others."""
+    tokens, k, mesh, clock = 14, 8, make_mesh(2, 2, 2), Clock()
+    teachers, students = (ModelConfig(rows, 32, 1, 4, 2, 8, mlp=64, max_positions=16) for rows in (19, 16))
+    with jax.set_mesh(mesh):
+        params = init_lm(teachers, jax.random.key(5))
+        table = params["embedding"].at[:tokens].multiply(20)
+        params["embedding"] = table.at[tokens:19].set(60 * jnp.sign(table[:5]))
+        site = Site(RolePlacement.of(mesh), Compute(), clock)
+        model = Model(Architecture(teachers), jax.device_put(params, param_shardings(teachers, mesh, TRAIN)))
+        sampling = SamplingConfig(max_new_tokens=6, temperature=0.7)
+        whole = FrozenPolicy(model, site, sampling=sampling)
+        teacher = FrozenPolicy(model, site, sampling=replace(sampling, token_limit=tokens))
+        drawn = np.random.default_rng(0).integers(0, tokens, (8, 10)).astype(np.int32)
+        rows, prompt, response = put_rows((drawn, np.full(8, 4, np.int32), np.full(8, 6, np.int32)), mesh)
+        rollout = Rollout(rows, prompt, response, 0.0 * rows, response > 0, jnp.zeros((), jnp.int32))
+        targets, every = teacher.top_logprobs(rollout, k), whole.top_logprobs(rollout, 19)
+        with pytest.raises(UserError, match="top_logprobs gets k=15, and there are 14 tokens: lower it"):
+            teacher.top_logprobs(rollout, 15)
+        own = np.asarray(teacher.logprobs(rollout))[:, 4:]  # of drawn tokens, by the same softmax
+        student = init_sharded(students, jax.random.key(0), mesh)
+        compiled, optimizer = CompiledModel(Architecture(students), mesh, Compute()), optax.sgd(0.0)
+        algorithm = GRPOConfig(samples=4, kl_coef=0.0)
+        step = compiled.actor_step(optimizer, algorithm, 0.7, 6, loss=reverse_kl)
+        experience = replace(bare_experience(rollout, config=algorithm), targets=targets)
+        likeliest = compiled.score_top_logprobs(k=16, limit=None, temperature=0.7, span=6)
+        theirs = jax.device_get(likeliest(student, rollout.tokens, rollout.lengths, rollout.prompt_lengths))
+        _, metrics = step(TrainState.create(student, optimizer), experience)
+    ids, logprobs = (np.asarray(x)[:, 4:] for x in (every.ids, every.logprobs))
+    assert np.mean(ids[..., 0] >= tokens) > 0.8  # without the limit
+    places = np.argsort(ids >= tokens, axis=-1, kind="stable")[..., :k]
+    np.testing.assert_array_equal(np.asarray(targets.ids)[:, 4:], np.take_along_axis(ids, places, -1))
+    np.testing.assert_allclose(targets.logprobs[:, 4:], np.take_along_axis(logprobs, places, -1), rtol=1e-5)
+    of_drawn = np.where(ids == drawn[:, 4:, None], logprobs, 0).sum(-1)
+    np.testing.assert_allclose(own, of_drawn, rtol=1e-4, atol=1e-4)
+    by_id = np.zeros((8, 6, 16))
+    np.put_along_axis(by_id, theirs[0][:, 4:], theirs[1][:, 4:], -1)
+    p, q = np.take_along_axis(by_id, np.asarray(targets.ids)[:, 4:], -1), np.float64(targets.logprobs[:, 4:])
+    expected = (np.exp(p) * (p - q) - np.exp(p) + np.exp(q)).sum(-1).mean()
+    np.testing.assert_allclose(metrics["actor/loss"], expected, rtol=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("quick_compilation")
+def test_a_teacher_of_a_larger_vocabulary_writes_tokens_of_the_actor(tmp_path: Path):
+    config = ModelConfig(19, 32, 1, 4, 2, 8, mlp=64, max_positions=16)
+    params = init_lm(config, jax.random.key(5))
+    params["embedding"] = params["embedding"].at[14:19].multiply(500)
+    export_hf(params, config, tmp_path / "teacher", eos_ids=(1,), pad_id=0)
+    source = DISTILL.replace("= actor.generate(prompts)", "= teacher.generate(prompts)\n    actor.generate(prompts)")
+    settings = ["stages=[sft, mine]", "grpo=null", f"mine.dataflow={tmp_path}/mine.py:distill", "rewards=[]"]
+    settings += ["mine.rollout_batch=32", "mine.iterations=1", "mine.algorithm={samples: 4, kl_coef: 0}"]
+    settings += [f"roles.teacher.path={tmp_path}/teacher", f"run_dir={tmp_path}", "name=mine"]
+    (tmp_path / "mine.py").write_text(source)
+    main(load_config("arithmetic-grpo", [*(size for size in SIZES if "grpo" not in size), *settings]))
+    (record,) = stage_of(tmp_path / "mine", "mine")
+    assert np.isfinite(record["actor/loss"]) and record["actor/grad_norm"] > 0
+    texts = [
+        sample["response"] for sample in read_jsonl(tmp_path / "mine" / "samples.jsonl") if sample["stage"] == "mine"
+    ]
+    assert texts and any(texts)
 
 
 def test_a_loss_has_the_gradient_of_the_entropy():

@@ -49,6 +49,14 @@ def config_of(tmp_path):
     return make
 
 
+def test_a_stage_of_its_name_has_the_roles_of_grpo(config_of):
+    config = config_of(OWN, stage="mine", mine={"algorithm": {"samples": 4}})
+    graph = graph_of(config)
+    assert [call.name for call in graph] == CALLS and graph.name == config.algorithm == "mine"
+    with pytest.raises(UserError, match="^mine.dataflow=.* has the parameter critic, and stage mine gives actor, refe"):
+        graph_of(config_of(OWN.replace("prompts, kl_coef):", "prompts, kl_coef, critic):"), stage="mine"))
+
+
 def test_its_graph_is_that_of_its_calls(config_of):
     graph = graph_of(config_of(OWN))
     assert [call.name for call in graph] == CALLS and graph.name == "grpo"
@@ -180,3 +188,30 @@ def test_a_run_learns_from_its_advantages_and_is_resumed_with_it_alone(tmp_path)
     (tmp_path / "mine.py").write_text(source)
     main(config, resume=True)
     assert (tmp_path / "own" / "model" / "model.safetensors").read_bytes() == model
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("quick_compilation")
+def test_a_stage_of_ones_own_runs_and_resumes_under_its_name(tmp_path, config_of, capsys):
+    section = {"iterations": 3, "rollout_batch": 32, "save_every": 1, "algorithm": {"samples": 4, "kl_coef": 0.01}}
+    small = {"name": "own", "run_dir": str(tmp_path), "evaluation": {"prompts": 16}, "validation": {"every": 2}}
+    small |= {"data": {"source": "arithmetic", "heldout_rows": 16, "terms": 2, "max_prompt": 6, "max_response": 4}}
+    small |= {"sft": {"steps": 2, "batch": 32}, "checkpoints": {"best": "val-core/all/score/mean@1"}}
+    small |= {"device": {"platform": "cpu", "simulated": 8}, "model": {"vocab_size": 14, "embed": 64, "layers": 1}}
+    config = config_of(OWN, "mine", mine=section, **small)
+    main(config)
+    assert "mine 3/3" in capsys.readouterr().out
+    run = tmp_path / "own"
+    assert [record["step"] for record in stage_of(run, "mine")] == [1, 2, 3] and (run / "checkpoints/mine/3").is_dir()
+    assert load_config(str(run / "config.yaml")) == config
+    assert "maximises: the score" in (report := (run / "report.html").read_text()) and "What mine " in report
+    card = (run / "model" / "README.md").read_text()
+    assert "trained with SFT and mine" in card and "- sft\n- mine\n" in card
+    model = (run / "model" / "model.safetensors").read_bytes()
+    shutil.rmtree(run / "checkpoints/mine/3")
+    shutil.rmtree(run / "model")
+    main(load_config(str(run / "config.yaml")), resume=True)
+    assert (run / "model" / "model.safetensors").read_bytes() == model
+    longer = load_config(str(run / "config.yaml"), ["mine.iterations=4"])
+    main(longer, resume=True)
+    assert len(stage_of(run, "mine")) == 4

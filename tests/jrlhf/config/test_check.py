@@ -118,6 +118,14 @@ stages=[sft, dpo] ; validation.every=2
     validation.every=2 has no effect with stages=[sft, dpo]: leave
 stages=[sft, dpo] ; roles.critic=x
     roles.critic=x has no effect with stages=[sft, dpo]: leave it out
+stages=[sft, grpo, mine] ; mine.dataflow=d.py:f
+    stages=[sft, grpo, mine]: a run has one algorithm, keep grpo or mine
+stages=[mine, sft] ; mine.dataflow=d.py:f
+    stages=[mine, sft]: each starts from the result of those before it, write them in the order sft, reward_model, mine
+stages=[sft, mine] ; mine.dataflow=d.py:f ; mine.rollout_batch=6
+    mine.rollout_batch=6 does not divide over 4 device(s)
+stages=[sft, mine] ; mine.dataflow=d.py:f ; compute.shared_passes=true
+    compute.shared_passes has a dataflow of its own in place of mine.dataflow=d.py:f: leave one of them out
 GRPO ; roles.critic=x
     roles.critic=x has no effect with grpo, which has none: leave it out
 lora={rank: 4, critic: false}

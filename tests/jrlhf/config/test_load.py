@@ -1,5 +1,6 @@
 """Loading of configs: all that a user can write, and the sentences on mistakes."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -293,6 +294,83 @@ def test_a_command_line_removes_a_stages_section(tmp_path):
         load_config(path, ["stages=[sft, grpo]"])
     assert load_config(path, ["stages=[sft, grpo]", "ppo=null"]).stages == ("sft", "grpo")
     assert load_config(path, ["ppo=null"]).rl.iterations == load_config(path, ["ppo={}"]).rl.iterations != 3
+
+
+MINE = "stages: [sft, mine]\nmine: {dataflow: d.py:f, iterations: 20, actor: {learning_rate: 1.0e-5}}\n"
+OF_ONES_OWN = {  # settings in a file with MINE -> the sentence, or its beginning
+    "stages=[sft, mien]": "stages[1]=mien: it must be one of sft, reward_model, dpo, ppo, grpo",
+    "stages=[sft, yours]": "stages[1]=yours: it must be one of sft, reward_model, dpo, ppo, grpo",
+    "stages=[sft, grpo]": "section mine has no effect with stages=[sft, grpo]: name it there, or leave it out (mine",
+    "mine=null": "stages[1]=mine: it must be one of sft, reward_model, dpo, ppo, grpo",
+    "mine.dataflow=null": "stages[1]=mine is a stage of your own without a function: set mine.dataflow",
+    "mine.itertions=3": "mine.itertions is not a known key: did you mean mine.iterations?",
+    "mine.learning_rate=3": "mine.learning_rate is not a known key: did you mean mine.actor.learning_rate?",
+    "mine.rollout_batch=0": "mine.rollout_batch=0: it must be at least 1",
+    "mine=3": "mine=3: it is a section, write mine.KEY=VALUE for one of dataflow, iterations",
+    "mine.critic.warmup=1": "mine.critic is not a known key: it is a setting of ppo, safe_rlhf only",
+    "yours.iterations=3": "yours is not a known key: did you mean",
+    "stages=[class] ; class.dataflow=d.py:f": "stages[0]=class: a stage of your own needs a name of letters, digits",
+    "stages=[a-b] ; a-b.dataflow=d.py:f": "stages[0]=a-b: a stage of your own needs a name of letters, digits and '_'",
+    "stages=[model] ; mine=null": "stages[0]=model is no stage but another key of the config: name one of sft, reward",
+    "stages=[grpoo] ; mine=null ; grpoo.iterations=3": "stages[0]=grpoo is a stage of your own without a function: set "
+    "grpoo.dataflow, did you mean grpo",
+    "stages=[grpo] ; mine=null ; grpoo.iterations=3": "grpoo is not a known key: did you mean grpo.iterations",
+}
+
+
+def test_a_stage_of_ones_own_has_a_section_of_its_name(tmp_path):
+    path = write(tmp_path, MINE)
+    config = load_config(path, ["mine.iterations=3", "mine.asynchronous.staleness=2", "mine.algorithm.samples=2"])
+    assert (config.algorithm, config.rl.iterations, config.rl.dataflow, config.samples) == ("mine", 3, "d.py:f", 2)
+    assert config.asynchronous is not None and config.length("mine") == 3 and config.checkpoints.best_in("mine") is None
+    assert build(Config, yaml.safe_load(config_yaml(config))) == config
+    assert build(Config, yaml.safe_load(config_yaml(config, defaults=False))) == config
+    assert make_config(path, {"mine": {"iterations": 3}, "mine.algorithm": {"samples": 2}}).rl.iterations == 3
+    assert load_config(path, ["stages=[sft]"]).algorithm is None  # a run of its first stages
+    for other in (
+        load_config(path, ["stages=[sft, grpo]", "mine=null"]),
+        make_config(path, {"stages": [], "mine": None}),
+    ):
+        assert "mine" not in other.sections
+    assert load_config(path, ["stages=mine"]).stages == ("mine",)
+
+
+def test_a_mistake_in_a_stage_of_ones_own_is_one_sentence(tmp_path):
+    path = write(tmp_path, MINE)
+    for overrides, message in OF_ONES_OWN.items():
+        with pytest.raises(UserError) as caught:
+            load_config(path, overrides.split(" ; "))
+        assert str(caught.value).startswith(message) and "\n" not in str(caught.value), (overrides, str(caught.value))
+    for overrides, end in (
+        ("stages=[sft, mien]", ", did you mean mine"),
+        ("mine=null", "mine={dataflow: FILE.py:FUNCTION}"),
+    ):
+        with pytest.raises(UserError, match=f"{end}$"):
+            load_config(path, [overrides])
+
+
+def test_a_role_is_a_path_or_a_section_with_one(tmp_path):
+    settings = "roles.reference=a", "roles.reference.path=a", "roles.reference={path: a}"
+    plain, *others = (load_config(write(tmp_path, "stages: [ppo]"), [setting]) for setting in settings)
+    assert plain.roles.reference == "a" and all(other == plain for other in others)
+    for form in ("a", "{path: a}"):
+        path = write(tmp_path, f"stages: [ppo]\nroles: {{reference: {form}, critic: {form}}}")
+        config = load_config(path)
+        assert config.roles.paths == {"critic": "a", "reference": "a"} and "critic: a\n" in config_yaml(config)
+        for changed in (load_config(path, ["roles.critic.path=b"]), load_config(path, ["roles.critic=b"])):
+            assert changed.roles.paths == {"critic": "b", "reference": "a"}
+        changes: list[Any] = [{"roles": {"critic": {"path": "b"}}}, {"roles.critic.path": "b"}, {"roles.critic": "b"}]
+        assert all(make_config(path, change).roles.critic == "b" for change in changes)
+        for off in ("roles.critic=null", "roles.critic.path=null"):
+            assert load_config(path, [off]).roles.critic is None
+    for wrong, message in {
+        "roles.critic.pth=a": "roles.critic.pth is not a known key: did you mean roles.critic.path?",
+        "roles.critic.path=x://a": "roles.critic='x://a': it must be a path on this machine",
+        "roles.critc=a": "roles.critc is not a known key: did you mean roles.critic?",
+        "roles.teacher=a": "roles.teacher=a: it is a section, write roles.teacher.path=a",
+    }.items():
+        with pytest.raises(UserError, match=f"^{re.escape(message)}"):
+            load_config(write(tmp_path, "stages: [ppo]"), [wrong])
 
 
 def test_settings_in_a_text_are_words_of_a_shell():

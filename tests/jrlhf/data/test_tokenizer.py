@@ -11,7 +11,7 @@ import tokenizers
 from jrlhf.data.chat import render_chat
 from jrlhf.data.encode import encode_continuation
 from jrlhf.data.tokenizer import Tokenizer
-from jrlhf.data.tokenizer_files import NEUTRAL, check_vocabulary, load_tokenizer
+from jrlhf.data.tokenizer_files import NEUTRAL, check_vocabulary, load_tokenizer, other_token
 from jrlhf.errors import UserError
 
 from .conftest import FAMILIES, FAMILY, GOLDEN
@@ -259,6 +259,22 @@ def test_a_directory_without_a_tokenizer_is_refused(qwen: Path):
         (qwen / "tokenizer_config.json").write_text(content, errors="surrogateescape")
         with pytest.raises(UserError, match="tokenizer_config.json (is not JSON|holds a list)"):
             load_tokenizer(qwen)
+
+
+def test_two_tokenizers_differ_by_the_first_token_that_is_another(qwen: Path):
+    mine, path = load_tokenizer(qwen), qwen / "tokenizer.json"
+    original = json.loads(path.read_text())
+    size = mine.vocab_size
+    padding = {"content": "<|one more|>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    more = [*original["added_tokens"], {**padding, "id": size, "special": True}]
+    write(path, original | {"added_tokens": more})
+    longer = load_tokenizer(qwen)
+    assert longer.vocab_size == size + 1 and other_token(mine, longer) is other_token(longer, mine) is None
+    first, second = sorted(original["model"]["vocab"], key=original["model"]["vocab"].__getitem__)[40:42]
+    swapped = original["model"]["vocab"] | {first: 41, second: 40}
+    write(path, original | {"model": original["model"] | {"vocab": swapped}})
+    assert other_token(load_tokenizer(qwen), mine) == (40, second, first)
+    assert other_token(mine, FAMILY["llama"]) is not None
 
 
 def test_a_vocabulary_larger_than_the_model_is_refused():

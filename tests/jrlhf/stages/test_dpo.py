@@ -144,7 +144,7 @@ def test_a_step_is_a_dataflow_of_two_calls():
 BAD = [
     ({"stages": ["dpo", "ppo"]}, "keep dpo or ppo"),
     ({"stages": ["dpo"], "dpo": {"batch": 12}}, "dpo.batch=12 does not divide"),
-    ({"stages": ["dpo"], "data": {"preferences": {}}}, "stage reward_model or dpo learns from data.preferences"),
+    ({"stages": ["dpo"], "data": {"preferences": {}}}, "stage dpo learns from data.preferences"),
 ]
 
 
