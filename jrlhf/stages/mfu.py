@@ -127,7 +127,7 @@ def utilisation_of(
     if placement_of("actor")["update"].joint is not None:  # timed as one call, like a fused update
         meshes["learner.update"] = meshes.pop("actor.update")
         del meshes["critic.update"]
-    peak = peak_of(meshes["actor.generate"].devices.flat[0])
+    peak = peak_of(next(iter(meshes.values())).devices.flat[0])
     if peak is None or "estimator.pairs_of_group" in meshes:
         return None
     return Utilisation(models, meshes, algorithm, compute.dtype, peak)
