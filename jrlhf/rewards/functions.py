@@ -19,16 +19,17 @@ import numpy as np
 from jrlhf.config.schema import RewardConfig
 from jrlhf.errors import RewardFailure, UserError
 from jrlhf.rewards import builtin
+from jrlhf.rewards.concurrent import ConcurrentWorker
 from jrlhf.rewards.facts import Facts
 from jrlhf.rewards.types import INVALID, Kind, Sample, Scored, on_last_token
 from jrlhf.rewards.user_code import as_it_is, resolve, shipped
 from jrlhf.rewards.worker import InProcess
-from jrlhf.run.child import Worker
 from jrlhf.run.files import Closing
 
 LOG_BYTES = 16 << 20  # maximum output of a function in the log file
 NO_SCORE = {"failure": "none", "detail": "returned None"}  # the result of None without `skip_none` or `abstain`
 START_SECONDS = 120.0  # deadline for a worker to import the function
+TOGETHER = 64  # calls of a coroutine function that are at work at a time
 
 
 class FunctionReward(Closing):
@@ -57,14 +58,15 @@ class FunctionReward(Closing):
         self.on_failure = INVALID if config.on_failure == "exclude" else config.on_failure
         self._columns = config.columns
         self._spec = (resolve if ":" in config.function else builtin.spec_of)(config.function, self._called)
-        self._shipped, self._starts = None, Worker
+        self._shipped, self._starts = None, ConcurrentWorker
         if config.in_process:
             self._starts = partial(InProcess, as_it_is(self._spec, self._called))
         else:
             self._shipped = shipped(self._spec, self._called)
         self.workers = 1 if log is None else config.workers
-        self._pool: dict[int, Worker | InProcess] = {}
-        self._free = SimpleQueue[int]()  # workers that no call uses
+        self._pool: dict[int, ConcurrentWorker | InProcess] = {}
+        self._starting = [threading.Lock() for _ in range(self.workers)]  # held while a worker is replaced
+        self._free = SimpleQueue[int]()  # workers that no call uses; each as often as it may be used at a time
         for index in range(self.workers):
             self._free.put(index)
         self._log, self._log_file, self._logged, self._log_lock = log, None, 0, threading.Lock()
@@ -85,7 +87,8 @@ class FunctionReward(Closing):
                 raise UserError(f"log={self._log} of {self._called} cannot be opened: {error}") from error
         try:
             self._on_workers([self._start] * self.workers)
-            for index in sorted(self._free.get() for _ in range(self.workers)):  # whatever started first
+            ordered = sorted(self._free.get() for _ in range(self.workers))  # whatever started first
+            for index in ordered * (self.calls // self.workers):
                 self._free.put(index)
             if self._config.in_process:
                 self._write(f"{self.facts.describe()}\n".encode())
@@ -93,6 +96,12 @@ class FunctionReward(Closing):
             self.close()
             raise
         return self
+
+    @property
+    def calls(self) -> int:
+        """The number of calls that may be at work at a time: one in each worker; several of a coroutine function."""
+        several = self.facts.asynchronous and not self._config.in_process
+        return self.workers * max(1, TOGETHER // self.workers) if several else self.workers
 
     def close(self) -> None:
         """Ends the workers: idle ones run their exit handlers (2 s), others are killed. May be called again."""
@@ -130,9 +139,10 @@ class FunctionReward(Closing):
             for row in range(rows.start, rows.stop, size):
                 chosen = samples[row : row + size]
                 request = self._request(chosen, step, first + row)
-                if self._pool[index].ended():  # in an earlier call, or since
-                    self._pool[index].kill()
-                    self._start(index, ended)
+                with self._starting[index]:
+                    if self._pool[index].ended():  # in an earlier call, or since
+                        self._pool[index].kill()
+                        self._start(index, ended)
                 answer = self._pool[index].request(request, self._config.deadline)
                 if ended.is_set():
                     return
@@ -142,16 +152,15 @@ class FunctionReward(Closing):
         return self._scored(samples, results)
 
     def _on_workers(self, jobs: Sequence[Callable[[int, threading.Event], None]]) -> None:
-        """Runs all jobs at the same time, each with the index of a worker that nothing else uses, and the event that
-        ends this call.
+        """Runs all jobs at the same time, each with the index of a worker, and the event that ends this call.
 
-        After an error the busy workers of this call are killed; otherwise the next one would get their answers.
+        After an error the busy workers of this call are killed, so that nobody waits for them.
         """
-        ended, busy = threading.Event(), set[int]()
+        ended, busy = threading.Event(), list[int]()
 
         def run(job: Callable[[int, threading.Event], None]) -> None:
             index = self._free.get()
-            busy.add(index)
+            busy.append(index)
             try:
                 if not ended.is_set():
                     job(index, ended)
@@ -166,7 +175,7 @@ class FunctionReward(Closing):
                     future.result()
             except BaseException:
                 ended.set()  # set first, so that a worker that starts later sees it
-                for index in busy & self._pool.keys():
+                for index in {*busy} & self._pool.keys():
                     self._pool[index].interrupt()
                 raise
             finally:

@@ -64,7 +64,7 @@ def open_rewards(
                 log, steps = folder / f"{kind}-{reward.name}.log", config.rl.iterations
                 function = FunctionReward(reward, config.seed, log, kind=kind, steps=steps, epochs=epochs)
                 identity = from_main(partial(start, function))
-                texts[reward.name] = TextPart(reward.weight, function.score, identity, calls=function.workers)
+                texts[reward.name] = TextPart(reward.weight, function.score, identity, calls=function.calls)
                 if not reward.in_process:
                     interruptible.append(function)
         rewards = Rewards(

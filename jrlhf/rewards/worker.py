@@ -5,8 +5,10 @@ pickles (a dataset's columns may contain anything, and the parent is trusted). A
 never unpickles anything that the function made.
 
     parent: {spec, options, deadlines, shipped, client} worker: {"ready": facts about the function} | {"bad": text}
-    parent: {arguments, lengths, seed, state}             worker: {"results"} | {"failure", "detail"} | {"bad": text}
-    parent: None                                        worker: exits, running its exit handlers
+    parent: {arguments, lengths, seed, state}           worker: {"results"} | {"failure", "detail"} | {"bad": text}
+    parent: nothing                                     worker: exits, running its exit handlers
+
+Before each body is a number, which the answer repeats. A coroutine function gets calls before it has answered others.
 
 `arguments` are those of one call, or a list with those of each call for a coroutine function of single samples. A
 result is {"score", "extras"}, with one number, one number per token, or None, or {"failure": kind, "detail": text}. A
@@ -25,14 +27,17 @@ import os
 import pickle
 import random
 import signal
+import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from jrlhf.errors import UserError
+from jrlhf.rewards.concurrent import NUMBER
 from jrlhf.rewards.failure import Failure
 from jrlhf.rewards.user_code import UserCode, explain, load, received
 from jrlhf.run.child import channel_to_parent, receive, send
@@ -52,22 +57,35 @@ def main(descriptor: int) -> None:
     faulthandler.enable(stderr)
     with asyncio.Runner() as loop:
         try:
-            setup = pickle.loads(receive(channel))
+            number, body = _read(channel)
+            setup = pickle.loads(body)
             with _limit(setup["start_deadline"], stderr):
                 called = f"reward function {setup['spec']!r}"
                 shipped = setup["shipped"]
                 code = load(setup["spec"], called) if shipped is None else received(shipped, called)
                 function = _prepare(code, called, setup["options"], setup["client"])
-            answer: Any = {"ready": function.facts}
-            while answer is not None:
-                send(channel, json.dumps(answer).encode())
-                body = receive(channel)
+            _write(channel, number, {"ready": function.facts})
+            if function.facts["asynchronous"]:
+                loop.run(_serve_together(function, channel, setup["deadline"], stderr))
+                return
+            while (call := _read(channel))[1]:
+                number, body = call
                 with _limit(setup["deadline"], stderr):
                     answer = _serve(function, loop, body, setup["deadline"])
+                _write(channel, number, answer)
         except UserError as error:
-            send(channel, json.dumps({"bad": str(error)}).encode())
+            _write(channel, number, {"bad": str(error)})
         except ConnectionError:  # the parent is gone
             os.killpg(0, signal.SIGKILL)
+
+
+def _read(channel: socket.socket) -> tuple[int, bytes]:
+    frame = receive(channel)
+    return NUMBER.unpack_from(frame)[0], frame[NUMBER.size :]
+
+
+def _write(channel: socket.socket, number: int, answer: Mapping[str, Any]) -> None:
+    send(channel, json.dumps({"number": number, **answer}).encode())
 
 
 @contextlib.contextmanager
@@ -101,7 +119,7 @@ class InProcess:
                 self._function = _prepare(self._code, called, setup["options"], setup["client"])
                 return {"ready": self._function.facts}
             with self._calling:
-                return _serve(self._function, self._loop, body, math.inf) or {}
+                return _serve(self._function, self._loop, body, math.inf)
         except UserError as error:
             return {"bad": str(error)}
 
@@ -188,37 +206,100 @@ def _prepare(
     return Function(partial(function, **options, client=chat), hooks, facts, chat)
 
 
-def _serve(function: Function, loop: asyncio.Runner, body: bytes, deadline: float) -> dict[str, Any] | None:
-    """Answers a call; returns None at the end. Whatever the function raises, sys.exit included, becomes an answer."""
+def _serve(function: Function, loop: asyncio.Runner, body: bytes, deadline: float) -> dict[str, Any]:
+    """Answers a call. Whatever the function raises, sys.exit included, becomes an answer."""
+    if function.facts["asynchronous"]:
+        return loop.run(_answer(function, body, deadline, lambda: True))
     try:
         call = pickle.loads(body)
-        if call is None:
-            return None
-        try:
-            return {"results": _results(function, loop, call, deadline)}
-        finally:
-            if function.client is not None:
-                loop.run(function.client.settle())
+        _seed(call["seed"])
+        logged: dict[str, list[Any]] = {}
+        values = _called(function, call, logged)
+        if inspect.isawaitable(values):
+            values = loop.run(_finish(values))
+        return {"results": _results(function, call["lengths"], values, logged)}
     except UserError as error:
         return {"bad": str(error)}
     except BaseException as error:
         return _failure(error)
 
 
-def _results(function: Function, loop: asyncio.Runner, call: Mapping[str, Any], deadline: float) -> list[Any]:
-    _seed(call["seed"])
-    arguments, lengths = call["arguments"], call["lengths"]
-    if isinstance(arguments, list):
-        return loop.run(_together(function.call, arguments, lengths, 0.9 * deadline))
-    logged: dict[str, list[Any]] = {}
+async def _serve_together(function: Function, channel: socket.socket, seconds: float, stderr: int) -> None:
+    """Answers the calls of a coroutine function as they come, several at a time, until the parent ends them.
+
+    Like `_limit`, it exits once a call takes `seconds`, which happens only where the function does not await: limits of
+    single samples are shorter.
+    """
+    loop, over = asyncio.get_running_loop(), asyncio.Event()
+    limits, tasks = dict[int, float](), set[asyncio.Task[None]]()
+
+    def arm() -> None:
+        faulthandler.cancel_dump_traceback_later()
+        if limits:
+            left = max(min(limits.values()) - time.monotonic(), 1e-3)
+            faulthandler.dump_traceback_later(left, exit=True, file=stderr)
+
+    async def answer(number: int, body: bytes) -> None:
+        try:
+            result = await _answer(function, body, seconds, lambda: len(limits) == 1)
+        finally:
+            limits.pop(number)
+            arm()
+        _write(channel, number, result)
+
+    def begin(number: int, body: bytes) -> None:
+        if not body:
+            over.set()
+            return
+        limits[number] = time.monotonic() + seconds
+        arm()
+        tasks.add(task := loop.create_task(answer(number, body)))
+        task.add_done_callback(tasks.discard)
+
+    def read() -> None:
+        with contextlib.suppress(OSError, RuntimeError):  # the parent is gone; or this loop, after the end
+            body = b"."
+            while body:
+                number, body = _read(channel)
+                loop.call_soon_threadsafe(begin, number, body)
+
+    threading.Thread(target=read, daemon=True).start()
+    await over.wait()
+
+
+async def _answer(function: Function, body: bytes, deadline: float, is_alone: Callable[[], bool]) -> dict[str, Any]:
+    """Answers a call of a coroutine function, as `_serve`. is_alone: whether no other call is at work."""
+    try:
+        call = pickle.loads(body)
+        try:
+            if isinstance(call["arguments"], list):
+                return {"results": await _together(function.call, call, 0.9 * deadline)}
+            _seed(call["seed"])
+            logged: dict[str, list[Any]] = {}
+            values = await _called(function, call, logged)
+            return {"results": _results(function, call["lengths"], values, logged)}
+        finally:
+            if is_alone() and function.client is not None:
+                await function.client.settle()
+    except UserError as error:
+        return {"bad": str(error)}
+    except BaseException as error:
+        return _failure(error)
+
+
+def _called(function: Function, call: Mapping[str, Any], logged: dict[str, list[Any]]) -> Any:
+    """Calls the function with the arguments and the hooks of a call. logged: gets the numbers that it logs."""
+    count = len(call["lengths"])
     hooks = {
         "log_extra": lambda column, values: logged.update({str(column): list(values)}),
-        "log_metric": lambda name, value: logged.update({str(name): [value] * len(lengths)}),
+        "log_metric": lambda name, value: logged.update({str(name): [value] * count}),
         "trainer_state": SimpleNamespace(**call["state"]),
     }
-    values = function.call(**arguments, **{name: hooks[name] for name in function.hooks})
-    if inspect.isawaitable(values):
-        values = loop.run(_finish(values))
+    return function.call(**call["arguments"], **{name: hooks[name] for name in function.hooks})
+
+
+def _results(function: Function, lengths: Sequence[int], values: Any, logged: Mapping[str, Sequence[Any]]) -> list[Any]:
+    """Returns the result of each sample of a call."""
     if function.facts["style"] == "verl":
         return [_result(values, lengths[0])]
     values = _listed(values, len(lengths))
@@ -226,23 +307,26 @@ def _results(function: Function, loop: asyncio.Runner, call: Mapping[str, Any], 
     return [_result(*row) for row in zip(values, lengths, extras, strict=True)]
 
 
-async def _together(call: Callable, arguments: list[Mapping], lengths: Sequence[int], seconds: float) -> list[Any]:
+async def _together(function: Callable, call: Mapping[str, Any], seconds: float) -> list[Any]:
     """Runs a coroutine function of single samples on all samples at once. A failure concerns one sample.
 
     seconds: limit of one sample; below the deadline of the process, which would fail all of them.
     """
+    seeds = iter([call["seed"]])  # for the first sample: the others begin directly after it, before other calls
 
     async def one(arguments: Mapping[str, Any], length: int) -> Any:
+        for seed in seeds:
+            _seed(seed)
         timeout = asyncio.timeout(seconds)
         try:
             async with timeout:
-                return _result(await call(**arguments), length)
+                return _result(await function(**arguments), length)
         except UserError:
             raise
         except BaseException as error:
             return _failure(Failure("hang", f"no answer within {seconds:g} s") if timeout.expired() else error)
 
-    return await asyncio.gather(*map(one, arguments, lengths))
+    return await asyncio.gather(*map(one, call["arguments"], call["lengths"]))
 
 
 async def _finish(awaitable: Any) -> Any:

@@ -145,18 +145,22 @@ class Worker:
             if isinstance(answer, dict):
                 return answer
         except OSError:  # a timeout, or the channel's end
-            late = time.monotonic() >= deadline
-            code = self.kill()
-            if late:
-                place = _place(self._tail, rb"Thread 0x[0-9a-f]+[^\n]*\(most recent call first\):\n")
-                return {"failure": "hang", "detail": f"no answer within {seconds:g} s{place}"}
-            detail = f"ended by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
-            detail += _place(self._tail, rb"Current thread 0x[^\n]*:\n") or _last_words(self._tail)
+            return self._death(seconds, late=time.monotonic() >= deadline)
         except OverflowError as error:
             detail = str(error)
         except ValueError:
             pass  # no JSON
         self.kill()
+        return {"failure": "crash", "detail": detail}
+
+    def _death(self, seconds: float, *, late: bool) -> dict[str, str]:
+        """Kills the worker; tells why it gave no answer. late: the `seconds` of the request have passed."""
+        code = self.kill()
+        if late:
+            place = _place(self._tail, rb"Thread 0x[0-9a-f]+[^\n]*\(most recent call first\):\n")
+            return {"failure": "hang", "detail": f"no answer within {seconds:g} s{place}"}
+        detail = f"ended by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
+        detail += _place(self._tail, rb"Current thread 0x[^\n]*:\n") or _last_words(self._tail)
         return {"failure": "crash", "detail": detail}
 
     def dismiss(self) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
@@ -538,3 +539,54 @@ def test_arguments_that_cannot_be_sent_are_refused_and_large_ones_arrive(start, 
     source = "def f(completions, completion_ids): return [[0.5] * len(ids) for ids in completion_ids]"
     samples = [make_sample(row, "x" * 200_000, tokens=20_000) for row in range(10)]  # 2 MB there, 1 MB back
     np.testing.assert_array_equal(start(source, workers=2).score(samples).scores, [10_000] * 10)
+
+
+def test_calls_of_a_coroutine_function_are_at_work_together(start):
+    """Three calls that wait for each other, in any order; each keeps its samples and its random numbers."""
+    source = """
+import asyncio, random
+begun = set()
+async def f(data_source, solution_str, ground_truth, extra_info):
+    drawn = random.random()
+    begun.add(solution_str[0])
+    while len(begun) < 3:
+        await asyncio.sleep(0.01)
+    return {"score": int(solution_str[1:]), "drawn": drawn}
+"""
+    samples = [[make_sample(row, f"{call}{row}") for row in range(4)] for call in "abc"]
+    alone = []
+    for call, own in zip("abc", samples, strict=True):
+        reward = start(source.replace("< 3", "< 1"))
+        alone.append(reward.score(own, first=4 * "abc".index(call)))
+        reward.close()
+    reward = start(source)
+    assert reward.calls >= 3
+    with ThreadPoolExecutor(3) as threads:
+        calls = [threads.submit(reward.score, own, 0, 4 * number) for number, own in enumerate(samples)]
+        together = [call.result(20) for call in calls]
+    for one, other in zip(together, alone, strict=True):
+        assert one.scores.tolist() == other.scores.tolist() == [0, 1, 2, 3]
+        np.testing.assert_array_equal(one.extras["drawn"], other.extras["drawn"])
+
+
+def test_a_coroutine_function_that_hangs_or_ends_fails_the_calls_at_work_and_is_replaced(start):
+    source = """
+import asyncio, os, time
+async def f(data_source, solution_str, ground_truth, extra_info):
+    if solution_str == "exit": os._exit(3)
+    if solution_str == "block": time.sleep(60)
+    if solution_str == "wait": await asyncio.sleep(60)
+    return 1
+"""
+    reward = start(source, deadline=2.0, on_failure=-1.0)
+    for text, kinds in (("exit", {"crash"}), ("block", {"hang"}), ("wait", {"hang"})):
+        begin = time.monotonic()
+        assert {*reward.score([make_sample(0, text)]).failures} == kinds, text
+        assert time.monotonic() - begin < 5
+        assert reward.score([make_sample(0, "fine")]).scores.tolist() == [1]
+    with ThreadPoolExecutor(2) as threads:
+        waiting = threads.submit(reward.score, [make_sample(0, "wait")])
+        time.sleep(0.3)
+        assert reward.score([make_sample(0, "exit")]).failures == {"crash": 1}
+        assert {*waiting.result(5).failures} == {"crash"}
+    assert reward.score([make_sample(0, "fine")]).scores.tolist() == [1]
