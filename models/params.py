@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jrlhf.meshes.layout import GENERATE, Layout
 from jrlhf.meshes.mesh import AXES
 from jrlhf.models.config.decoder import ModelConfig
-from jrlhf.models.weights import INPUTS, OUTPUTS, VECTORS, HeadKind, Path, weights
+from jrlhf.models.weights import VECTORS, HeadKind, Path, weights
 
 Params = dict[str, Any]
 
@@ -95,18 +95,6 @@ def made_in_place(make: Callable[..., Any], shardings: Any, mesh: Mesh) -> Calla
 def matrices(params: Params) -> Any:
     """True for each weight that is none of the `VECTORS`; False for norms and biases."""
     return jax.tree_util.tree_map_with_path(lambda path, _: not (path and path[-1].key in VECTORS), params)
-
-
-def matrix_of(path: Any) -> tuple[int, int] | None:
-    """Returns how many of a weight's last dimensions are inputs, and how many outputs, of the matrix of a layer or of
-    its adapter. None: the weight with this path (`jax.tree_util`) is a table, a head, a norm or a bias.
-    """
-    *_, above, last = [getattr(key, "key", None) for key in (None, None, *path)]
-    if last in INPUTS:
-        return INPUTS[last], OUTPUTS[last]
-    if last in ("a", "b") and above in INPUTS:  # the two matrices of an adapter, of rank r
-        return (INPUTS[above], 1) if last == "a" else (1, OUTPUTS[above])
-    return None
 
 
 def cast_matrices(params: Params, dtype: jnp.dtype) -> Params:

@@ -11,7 +11,10 @@ from jrlhf.config.stages import OptimizerConfig
 from jrlhf.errors import UserError
 from jrlhf.models.weights import Path
 from jrlhf.rewards.user_code import UserCode, explain, load, resolve
-from jrlhf.roles.optimizers import adamw, chained, muon, placed, weight_like
+from jrlhf.roles.directions import muon, placed, weight_like
+from jrlhf.roles.optimizers import adamw, chained
+
+_COUNTER = 4  # bytes of the schedule's count of updates
 
 
 class StateSizes(NamedTuple):
@@ -30,8 +33,7 @@ def make_optimizer(config: OptimizerConfig, key: str, *, updates: int) -> optax.
     """
     if config.optimizer == "adamw":
         return adamw(config, updates=updates)
-    direction = muon(config) if config.optimizer == "muon" else _own(config, key)
-    return chained(config, placed(direction), updates=updates)
+    return chained(config, _direction(config, key), updates=updates)
 
 
 def own_code(config: OptimizerConfig, key: str) -> UserCode | None:
@@ -41,14 +43,14 @@ def own_code(config: OptimizerConfig, key: str) -> UserCode | None:
 
 
 def state_sizes(config: OptimizerConfig, key: str, params: Any) -> StateSizes:
-    """Returns what an optimizer stores for weights of these shapes. Computes nothing.
+    """Returns what an optimizer that is not AdamW stores for weights of these shapes. Computes nothing.
 
     Raises UserError for an optimizer that fails on them, or that changes shapes or dtypes.
     """
-    optimizer, called = make_optimizer(config, key, updates=1), _called(config, key)
+    direction, called = _direction(config, key), _called(config, key)
     try:
-        state = jax.eval_shape(optimizer.init, params)
-        moved, after = jax.eval_shape(optimizer.update, params, state, params)
+        state = jax.eval_shape(direction.init, params)
+        moved, after = jax.eval_shape(direction.update, params, state, params)
     except Exception as error:
         raise UserError(f"{called} cannot be applied to the weights: {explain(error)}") from error
     for what, given, returned in (("gradients", params, moved), ("its state", state, after)):
@@ -56,7 +58,7 @@ def state_sizes(config: OptimizerConfig, key: str, params: Any) -> StateSizes:
             raise UserError(
                 f"{called} turns {what} into another tree ({difference}): keep structure, shapes and dtypes"
             )
-    like, held, others = weight_like(params), list[tuple[Path, int]](), 0
+    like, held, others = weight_like(params), list[tuple[Path, int]](), _COUNTER
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if not jnp.issubdtype(leaf.dtype, np.number) and leaf.dtype != np.bool_:
             raise UserError(f"{called} keeps an array of {leaf.dtype} in its state: keep jax.random.key_data of a key")
@@ -65,6 +67,10 @@ def state_sizes(config: OptimizerConfig, key: str, params: Any) -> StateSizes:
         else:
             held.append((tuple(part.key for part in weight), leaf.dtype.itemsize))
     return StateSizes(tuple(held), others)
+
+
+def _direction(config: OptimizerConfig, key: str) -> optax.GradientTransformation:
+    return placed(muon(config) if config.optimizer == "muon" else _own(config, key))
 
 
 def _called(config: OptimizerConfig, key: str) -> str:
