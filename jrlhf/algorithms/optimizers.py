@@ -58,15 +58,15 @@ def state_sizes(config: OptimizerConfig, key: str, params: Any) -> StateSizes:
             raise UserError(
                 f"{called} turns {what} into another tree ({difference}): keep structure, shapes and dtypes"
             )
-    like, held, others = weight_like(params), list[tuple[Path, int]](), _COUNTER
+    like, weights, others = weight_like(params), list[tuple[Path, int]](), _COUNTER
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if not jnp.issubdtype(leaf.dtype, np.number) and leaf.dtype != np.bool_:
             raise UserError(f"{called} keeps an array of {leaf.dtype} in its state: keep jax.random.key_data of a key")
         if (weight := like(path, leaf)) is None:
             others += leaf.size * leaf.dtype.itemsize
         else:
-            held.append((tuple(part.key for part in weight), leaf.dtype.itemsize))
-    return StateSizes(tuple(held), others)
+            weights.append((tuple(part.key for part in weight), leaf.dtype.itemsize))
+    return StateSizes(tuple(weights), others)
 
 
 def _direction(config: OptimizerConfig, key: str) -> optax.GradientTransformation:

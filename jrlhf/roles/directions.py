@@ -33,7 +33,7 @@ def matrix_of(path: Any) -> tuple[int, int] | None:
     """Returns how many of a weight's last dimensions are inputs, and how many outputs, of the matrix of a layer or of
     its adapter. None: the weight with this path (`jax.tree_util`) is a table, a head, a norm or a bias.
     """
-    *_, above, last = [getattr(key, "key", None) for key in (None, None, *path)]
+    *_, above, last = [getattr(key, "key", "") for key in (None, None, *path)]
     if last in INPUTS:
         return INPUTS[last], OUTPUTS[last]
     if last in ("a", "b") and above in INPUTS:  # the two matrices of an adapter, of rank r
@@ -58,7 +58,7 @@ def _dimensions(params: Any) -> Any:
 
 
 def _as_large_as_adam(updates: Any, _: Any) -> Any:
-    def scaled(x: Array, dimensions: optax.contrib.MuonDimensionNumbers) -> Array:
+    def scaled(x: Array, dimensions: Any) -> Array:
         sizes = (math.prod(x.shape[axis] for axis in axes) for axes in dimensions)
         return 0.2 * max(sizes) ** 0.5 * x
 
@@ -96,10 +96,10 @@ def placed(direction: optax.GradientTransformation) -> optax.GradientTransformat
         shapes = jax.eval_shape(make, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params))
         return _automatic(make, state_specs(shapes, params))(params)
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         if not _is_explicit():
-            return direction.update(grads, state, params)
-        return _automatic(direction.update, (_specs(params), state_specs(state, params)))(grads, state, params)
+            return direction.update(updates, state, params)
+        return _automatic(direction.update, (_specs(params), state_specs(state, params)))(updates, state, params)
 
     return optax.GradientTransformation(init, update)
 

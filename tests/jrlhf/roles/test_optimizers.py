@@ -197,13 +197,13 @@ def test_muon_on_four_devices_is_muon_on_one():
         mesh = make_mesh(1, *sizes, devices=jax.devices()[: sizes[0] * sizes[1]])
         optimizer = chained(config, placed(muon(config)), updates=3)
         state = fresh_state(init_sharded(SMALL, jax.random.key(0), mesh), optimizer)
-        where = jax.tree.map(lambda x: x.sharding, state)
+        shardings = jax.tree.map(lambda x: x.sharding, state)
         with jax.set_mesh(mesh):
             grads = jax.tree.map(lambda x: jnp.sin(1000 * x), state.params)
             for _ in range(3):
                 updates, opt_state = jax.jit(optimizer.update)(grads, state.opt_state, state.params)
                 params = jax.jit(optax.apply_updates)(state.params, updates)
                 state = replace(state, params=params, opt_state=opt_state)
-        assert jax.tree.map(lambda x: x.sharding, state) == where
+        assert jax.tree.map(lambda x: x.sharding, state) == shardings
         ends.append(jax.device_get((state.params, state.opt_state)))
     jax.tree.map(lambda one, four: np.testing.assert_allclose(four, one, atol=1e-5), *ends)
