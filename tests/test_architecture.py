@@ -48,7 +48,7 @@ MOST_LOADED = {
     "jrlhf.generate": 14_050,
     "jrlhf.stages.rl": 21_600,
 }
-MOST_IN_A_RUN = 33_900  # lines of our modules that a run of `arithmetic-grpo` loads
+MOST_IN_A_RUN = 34_050  # lines of our modules that a run of `arithmetic-grpo` loads
 
 
 @cache

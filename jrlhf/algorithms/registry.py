@@ -5,7 +5,6 @@ from importlib import import_module
 
 from jrlhf.algorithms.custom import custom_dataflow, custom_graph
 from jrlhf.algorithms.on_policy import on_policy
-from jrlhf.algorithms.optimizers import own_code
 from jrlhf.algorithms.pair_actor import PairActor, PairReference
 from jrlhf.algorithms.roles import known_facts, roles_of
 from jrlhf.config.schema import Config
@@ -56,8 +55,11 @@ def optimizer_identity(config: Config, stage: str) -> dict[str, str]:
     """Returns inputs that a resume of a stage must have, too: the code of optimizers of the user's own."""
     words: dict[str, str] = {}
     for key, section in optimizers_of(stage, config.sections[stage]).items():
-        if (code := own_code(section, key)) is not None:
-            words |= _code_words(code, f"{key}.optimizer", f"{key}.optimizer={section.optimizer}")
+        if section.optimizer != "adamw":
+            from jrlhf.algorithms.own_optimizers import own_code
+
+            if (code := own_code(section, key)) is not None:
+                words |= _code_words(code, f"{key}.optimizer", f"{key}.optimizer={section.optimizer}")
     return words
 
 

@@ -4,13 +4,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
 from jax import ShapeDtypeStruct
 
-from jrlhf.algorithms.optimizers import StateSizes, state_sizes
 from jrlhf.config.places import expanded
 from jrlhf.config.schema import Config
 from jrlhf.config.stages import optimizers_of
@@ -26,6 +25,9 @@ from jrlhf.models.remat import Remat
 from jrlhf.models.weights import HeadKind, WeightInfo, weights
 from jrlhf.roles.graph import LEARNER
 from jrlhf.roles.pretrained import adapter_of
+
+if TYPE_CHECKING:
+    from jrlhf.algorithms.own_optimizers import StateSizes
 
 # The layouts that each kind of call can use; the first is the default. "compute": the model is only stored meanwhile.
 LAYOUTS: dict[str, tuple[LayoutName, ...]] = {
@@ -59,7 +61,7 @@ class RoleModel:
     is_base: bool = False
     int8: bool = False
     wide: bool = False
-    state: StateSizes | None = None
+    state: "StateSizes | None" = None
 
     @property
     def shared(self) -> bool:
@@ -248,6 +250,8 @@ def _with_states(
         key = stage if stage in optimizers else f"{stage}.{'actor' if model.head == 'lm' else 'critic'}"
         if not model.trained or optimizers[key].optimizer == "adamw":
             return model
+        from jrlhf.algorithms.own_optimizers import state_sizes
+
         shapes = {
             w.path: ShapeDtypeStruct(w.shape, jnp.float32) for w in weights_of(model.config, model.head, model.lora)
         }

@@ -131,10 +131,10 @@ def test_an_update_of_the_example_is_the_sign_of_its_momentum(tmp_path: Path):
     optimizer = make_optimizer(config, "grpo.actor", updates=3)
     params: Any = {"scale": jnp.ones(3), "wq": jnp.ones((1, 3, 1, 1))}
     state, momentum = optimizer.init(params), 0.0
-    updates: Any
     for gradient in (1.0, -0.8, 0.1):
         grads = jax.tree.map(lambda x, g=gradient: jnp.full_like(x, g), params)
-        updates, state = optimizer.update(grads, state, params)
+        moved, state = optimizer.update(grads, state, params)
+        updates: Any = moved
         momentum = 0.9 * momentum + gradient / max(1.0, abs(gradient) * 6**0.5)
         np.testing.assert_allclose(updates["scale"], -1e-3 * np.sign(momentum), rtol=1e-6)
         np.testing.assert_allclose(updates["wq"], -1e-3 * (np.sign(momentum) + 0.5), rtol=1e-6)
@@ -144,10 +144,8 @@ def test_an_update_of_the_example_is_the_sign_of_its_momentum(tmp_path: Path):
 def test_an_update_that_is_not_finite_changes_neither_weights_nor_state(tmp_path: Path):
     inverse = "import jax, optax\ndef make(config):\n    inverse = optax.stateless(lambda g, p: jax.tree.map("
     inverse += "lambda x: 1 / x, g))\n    return optax.chain(optax.trace(0.9), inverse)"
-    optimizer = make_optimizer(
-        config_of(tmp_path, inverse, "grpo.actor.max_grad_norm=null").rl.actor, "grpo.actor", updates=3
-    )
-    params = {"wq": jnp.ones(4)}
+    config = config_of(tmp_path, inverse, "grpo.actor.max_grad_norm=null").rl.actor
+    optimizer, params = make_optimizer(config, "grpo.actor", updates=3), {"wq": jnp.ones(4)}
     state = optimizer.init(params)
     objective = Objective(lambda params, x: (jnp.sum(params["wq"] * x), {}), optimizer, ())
     apply = jax.jit(lambda params, state, x: apply_update(objective, params, state, Minibatch(x, 1)))
