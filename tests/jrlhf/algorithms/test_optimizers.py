@@ -130,7 +130,8 @@ def test_an_update_of_the_example_is_the_sign_of_its_momentum(tmp_path: Path):
     config = config_of(tmp_path, SIGNS, "grpo.actor.weight_decay=0.5", "grpo.actor.max_grad_norm=1.0").rl.actor
     optimizer = make_optimizer(config, "grpo.actor", updates=3)
     params: Any = {"scale": jnp.ones(3), "wq": jnp.ones((1, 3, 1, 1))}
-    state, momentum = optimizer.init(params), 0.0
+    state: Any = optimizer.init(params)
+    momentum = 0.0
     for gradient in (1.0, -0.8, 0.1):
         grads = jax.tree.map(lambda x, g=gradient: jnp.full_like(x, g), params)
         moved, state = optimizer.update(grads, state, params)
@@ -138,7 +139,8 @@ def test_an_update_of_the_example_is_the_sign_of_its_momentum(tmp_path: Path):
         momentum = 0.9 * momentum + gradient / max(1.0, abs(gradient) * 6**0.5)
         np.testing.assert_allclose(updates["scale"], -1e-3 * np.sign(momentum), rtol=1e-6)
         np.testing.assert_allclose(updates["wq"], -1e-3 * (np.sign(momentum) + 0.5), rtol=1e-6)
-    assert int(updates_of(state)) == 3 and not optax.tree.get_all_with_path(state[1][0], "count")
+    final: Any = state
+    assert int(updates_of(final)) == 3 and not optax.tree.get_all_with_path(final[1][0], "count")
 
 
 def test_an_update_that_is_not_finite_changes_neither_weights_nor_state(tmp_path: Path):
