@@ -98,7 +98,7 @@ def train(
 
     config: a packaged name, a YAML file, or the settings as a nested dict. settings: further ones, which replace those
     of the config: dotted keys, or sections as dicts, of which only the given keys change. docs/configuration.md lists
-    all. Reward functions, dataflows and hooks may be Python functions, also lambdas and closures: `rewards=[f]`,
+    all. Reward functions, dataflows, optimizers and hooks may be Python functions, also lambdas: `rewards=[f]`,
     `rewards=[{"name": "short", "function": f, "weight": 0.1}]`, `grpo={"dataflow": f}`. Datasets may be rows in memory,
     a list of dicts or a `datasets.Dataset`: `data={"prompts": rows, "heldout": others}`, or `data=rows` for the prompts
     alone; the settings of their columns stay those of the config. on_iteration: a hook, beside

@@ -7,7 +7,7 @@ from typing import Literal
 import jax
 
 from jrlhf.algorithms.factory import RoleFactory, algorithm_of
-from jrlhf.algorithms.registry import dataflow_identity, dataflow_of, graph_of
+from jrlhf.algorithms.registry import dataflow_identity, dataflow_of, graph_of, optimizer_identity
 from jrlhf.config.places import is_address
 from jrlhf.config.schema import Config
 from jrlhf.planning.resolve import resolve
@@ -74,7 +74,7 @@ def assemble(
     config, algorithm, graph = context.config, algorithm_of(context.config), graph_of(context.config)
     factory = RoleFactory(config, algorithm, context.compute, context.sampling, context.placement, rewards.clock)
     models, identities = factory.models(initial, policy, rewards, graph)
-    identities |= dataflow_identity(config)
+    identities |= dataflow_identity(config) | optimizer_identity(config, graph.name)
     for scoring in (rewards, costs):
         if scoring is not None:
             identities |= {f"{scoring.kind} {name}": digest for name, digest in scoring.identities.items()}

@@ -163,7 +163,9 @@ PROJECTIONS = tuple(name for row in _ROWS if (name := _lora_name(row)))  # names
 
 # Last keys of norms and biases: vectors of the computation, whatever dimensions their arrays have.
 VECTORS = frozenset(row.path.split(".")[-1] for row in _ROWS if row.init in ("scale", "zero"))
-INPUTS: Mapping[str, int] = {row.path.split(".")[-1]: row.inputs for row in _ROWS if row.inputs}  # by last key
+# By last key of a layer's matrix, its numbers of dimensions for inputs, and for outputs.
+INPUTS: Mapping[str, int] = {row.path.split(".")[-1]: row.inputs for row in _ROWS if row.inputs}
+OUTPUTS: Mapping[str, int] = {row.path.split(".")[-1]: len(row.dims) - 1 - row.inputs for row in _ROWS if row.inputs}
 
 
 @cache

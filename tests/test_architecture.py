@@ -43,12 +43,12 @@ MOST_OF_A_FUNCTION = 60  # lines of a function without its docstring
 # Maximum number of lines of our modules that importing a module loads, imports inside functions included.
 MOST_LOADED = {
     "jrlhf.algorithms.grpo": 2_500,
-    "jrlhf.config.schema": 3_100,
+    "jrlhf.config.schema": 3_150,
     "jrlhf.roles.actor": 12_650,
     "jrlhf.generate": 14_100,
-    "jrlhf.stages.rl": 21_850,
+    "jrlhf.stages.rl": 21_950,
 }
-MOST_IN_A_RUN = 34_300  # lines of our modules that a run of `arithmetic-grpo` loads
+MOST_IN_A_RUN = 34_500  # lines of our modules that a run of `arithmetic-grpo` loads
 
 
 @cache

@@ -52,6 +52,7 @@ FOLDERS = (
 ROOT_PAGES = ("index.md", "changelog.md", "contributing.md", "security.md")  # of the site, made from files at the root
 EXAMPLES = {  # page with Python code -> the tests that run it; tests/jrlhf/test_tutorials.py runs all tutorials
     "README.md": "tests/test_docs.py",
+    "docs/algorithms.md": "tests/jrlhf/algorithms/test_optimizers.py",
     "docs/judges.md": "tests/jrlhf/rewards/test_judge.py",
     "docs/layouts.md": "tests/benchmarks/test_figures.py",
     "docs/plans.md": "tests/jrlhf/planning/test_fusion.py",

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from jrlhf.algorithms.dynamic_sampling import DynamicSampler
+from jrlhf.algorithms.optimizers import make_optimizer
 from jrlhf.algorithms.roles import Roles
 from jrlhf.config.schema import Config, SleepConfig
 from jrlhf.meshes.graph import Graph
@@ -19,7 +20,6 @@ from jrlhf.roles.experience import ExperienceMaker
 from jrlhf.roles.frozen import FrozenPolicy, Reference
 from jrlhf.roles.initial import InitialModels
 from jrlhf.roles.model import Compute, Model
-from jrlhf.roles.optimizers import adamw
 from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.role import Offloader, Site
 from jrlhf.run.clock import Clock
@@ -121,5 +121,7 @@ class RoleFactory:
         if algorithm.micro_batch_tokens is None:
             algorithm = replace(algorithm, micro_batches=self.placement(name)["update"].parts)
         site = self._site(name, offloader_of(name, self.config.offloading, self.clock))
-        options |= {"optimizer": adamw(section.optimizer_of(name), updates=section.updates), "algorithm": algorithm}
+        key = f"{self.config.algorithm}.{'actor' if name == 'actor' else 'critic'}"
+        optimizer = make_optimizer(section.optimizer_of(name), key, updates=section.updates)
+        options |= {"optimizer": optimizer, "algorithm": algorithm}
         return kind(model, site, **options)

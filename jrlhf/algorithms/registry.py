@@ -8,9 +8,10 @@ from jrlhf.algorithms.on_policy import on_policy
 from jrlhf.algorithms.pair_actor import PairActor, PairReference
 from jrlhf.algorithms.roles import known_facts, roles_of
 from jrlhf.config.schema import Config
-from jrlhf.config.stages import FILES, OWN
+from jrlhf.config.stages import FILES, OWN, optimizers_of
 from jrlhf.errors import UserError
 from jrlhf.meshes.graph import Call, Graph
+from jrlhf.rewards.user_code import UserCode
 from jrlhf.roles.graph import trace
 from jrlhf.run.processes import from_main
 
@@ -48,12 +49,30 @@ def dataflow_identity(config: Config) -> dict[str, str]:
     if config.rl.dataflow is None:
         return words
     code = custom_dataflow(config, shipped_dataflow(config.algorithm))
-    modules = {f"dataflow module {name}": digest[:16] for name, digest in code.modules.items()}
-    own = {"dataflow": (code.sha256 or "")[:16], **modules}
+    return _code_words(code, "dataflow", f"{config.algorithm}.dataflow={config.rl.dataflow}") | words
+
+
+def optimizer_identity(config: Config, stage: str) -> dict[str, str]:
+    """Returns inputs that a resume of a stage must have, too: the code of optimizers of the user's own."""
+    words: dict[str, str] = {}
+    for key, section in optimizers_of(stage, config.sections[stage]).items():
+        if section.optimizer != "adamw":
+            from jrlhf.algorithms.own_optimizers import own_code
+
+            if (code := own_code(section, key)) is not None:
+                words |= _code_words(code, f"{key}.optimizer", f"{key}.optimizer={section.optimizer}")
+    return words
+
+
+def _code_words(code: UserCode, name: str, called: str) -> dict[str, str]:
+    """Returns words that identify a user's code, which must be the same in all processes. called: for messages."""
+    modules = {f"{name} module {module}": digest[:16] for module, digest in code.modules.items()}
+    own = {name: (code.sha256 or "")[:16], **modules}
     if from_main(lambda: own) != own:
-        key = f"{config.algorithm}.dataflow={config.rl.dataflow}"
-        raise UserError(f"{key} is not the same function in all processes: start them with one program and its files")
-    return own | words
+        raise UserError(
+            f"{called} is not the same function in all processes: start them with one program and its files"
+        )
+    return own
 
 
 def graph_of(config: Config) -> Graph:

@@ -82,7 +82,7 @@ PEERS: dict[str, str | tuple[str, ...]] = {
     "num_mini_batches": "minibatches",
     "num_ppo_epochs": "epochs",
     "num_train_epochs": _LENGTH,
-    "optim": "the optimizer is AdamW, leave it out",
+    "optim": "optimizer, which is adamw, muon or a function of yours",
     "output_dir": "run_dir",
     "packing": "each row is a sequence of its own, leave it out",
     "per_device_train_batch_size": (_PER_ITERATION, _PER_UPDATE),

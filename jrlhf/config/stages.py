@@ -52,8 +52,11 @@ class StopConfig(Feature):
 
 @dataclass(frozen=True)
 class OptimizerConfig(Section):
-    """AdamW with a clipped global norm. One update is one step of the optimizer."""
+    """An optimizer with a clipped global norm. One update is one step of the optimizer."""
 
+    # adamw; muon; or a function of yours, my_optimizer.py:make or package.module:make, which gets this section and
+    # returns an optax transformation of gradients to a direction (docs/algorithms.md#optimizers).
+    optimizer: str = "adamw"
     learning_rate: float = non_negative(1e-5)  # after the warm-up
     # Updates over which the learning rate rises linearly from 0. A stage of no more updates takes a tenth of them.
     warmup: int = natural(20)
@@ -70,7 +73,7 @@ class OptimizerConfig(Section):
         bounds={"exclusiveMinimum": 0, "maximum": 1},
         **only_if(lambda own: own.schedule == "wsd", "{path}.schedule={section.schedule}"),
     )
-    # As in AdamW, times the learning rate. Matrices and tables decay, norms and biases do not.
+    # As in AdamW, times the learning rate, with any optimizer. Matrices and tables decay, norms and biases do not.
     weight_decay: float = non_negative(0.01)
     b1: float = checked(0.9, lambda value: 0 <= value < 1, "at least 0 and below 1")  # decay of the gradients' mean
     b2: float = checked(0.95, lambda value: 0 <= value < 1, "at least 0 and below 1")  # decay of their squares' mean
@@ -93,7 +96,7 @@ class OptimizerConfig(Section):
 
 @dataclass(frozen=True)
 class ActorOptimizerConfig(OptimizerConfig):
-    """The actor's AdamW in reinforcement learning."""
+    """The actor's optimizer in reinforcement learning."""
 
     learning_rate: float = 1e-6
     warmup: int = 10
@@ -103,7 +106,7 @@ class ActorOptimizerConfig(OptimizerConfig):
 
 @dataclass(frozen=True)
 class CriticOptimizerConfig(ActorOptimizerConfig):
-    """The critic's AdamW in reinforcement learning."""
+    """The critic's optimizer in reinforcement learning."""
 
     learning_rate: float = 1e-5
 
@@ -278,6 +281,14 @@ class PPOStageConfig(RLStageConfig):
 
     def optimizer_of(self, role: str) -> ActorOptimizerConfig:
         return self.actor if role == "actor" else self.critic
+
+
+def optimizers_of(stage: str, section: Any) -> dict[str, OptimizerConfig]:
+    """Returns key, such as `ppo.actor` -> settings of each optimizer of a stage. Critics share one."""
+    if isinstance(section, OptimizerConfig):
+        return {stage: section}
+    roles = ("actor", "critic") if isinstance(section, PPOStageConfig) else ("actor",)
+    return {f"{stage}.{role}": section.optimizer_of(role) for role in roles}
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jrlhf.algorithms.registry import graph_of, stage_graph
 from jrlhf.config.parse import config_yaml
 from jrlhf.config.schema import Config, DatasetsData
+from jrlhf.config.stages import optimizers_of
 from jrlhf.data.read import hub_library, is_hub_name
 from jrlhf.data.task import Task
 from jrlhf.data.tokenizer import Tokenizer
@@ -152,7 +153,11 @@ class _DryRun:
         room = "" if limit is None else f", which has {in_units(limit)}"
         simulated = "CPUs (device.memory=80: for GPUs of 80 GiB)"
         compiled = {"cpu": simulated, "gpu": "GPUs", "tpu": "TPUs"}[backend.platform]
-        head = f"memory of one device while a call runs{room}; predicted, as XLA compiles for {compiled}:"
+        sections = [optimizers_of(stage, config.sections[stage]) for stage in config.stages]
+        own = [f"{key}.optimizer={one.optimizer}" for section in sections for key, one in section.items()]
+        own = [text for text in own if not text.endswith("=adamw")]
+        aside = f", without temporary arrays of {', '.join(own)}" * bool(own)
+        head = f"memory of one device while a call runs{room}; predicted, as XLA compiles for {compiled}{aside}:"
         return [head, *in_columns(rows)]
 
     def plan_rows(self) -> list[str]:

@@ -20,16 +20,18 @@ from jrlhf.meshes.plan import Placement, Plan, Slice, segments
 from jrlhf.meshes.resharding import GROUP_BYTES
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.generation.schedule import Schedule
-from jrlhf.models.lora import LoRAConfig, adapter_weights
-from jrlhf.models.weights import HeadKind, weights
+from jrlhf.models.lora import LoRAConfig
+from jrlhf.models.weights import HeadKind
 from jrlhf.planning import activations
 from jrlhf.planning.activations import DEFAULT, WIDE, Arrays, Backend, GradientBytes, Phase
 from jrlhf.planning.moves import stored_alike
-from jrlhf.planning.workload import RoleModel, Workload
+from jrlhf.planning.workload import RoleModel, Workload, weights_of
 from jrlhf.roles.graph import LEARNED, LEARNER, home_of
 
 GIB = 2**30
-COUNTERS = 8  # bytes: AdamW counts its updates twice, for the bias of the moments and for the schedule
+# Bytes: AdamW counts its updates twice, for the bias of the moments and for the schedule. Only states on devices have
+# them in their sum.
+COUNTERS = 8
 # Bytes per token of a call's inputs and outputs.
 TRAINED = 13  # a step reads token, mask and three float32 of an experience
 SCORED = 12  # token, log-prob, entropy
@@ -50,7 +52,7 @@ class Shards:
     def __init__(
         self, model: ModelConfig, head: HeadKind, layout: Layout, fsdp: int, tensor: int, lora: LoRAConfig | None = None
     ):
-        table = weights(model, head, tensor) if lora is None else adapter_weights(model, lora, head, tensor)
+        table = weights_of(model, head, lora, tensor)
         shards = [(weight, weight.shard(layout, fsdp, tensor)) for weight in table]
         matrices = [shape for weight, shape in shards if not weight.vector]
         layers = [(weight.axes[-1], shape) for weight, shape in shards if weight.layered]
@@ -92,10 +94,22 @@ def trained_bytes(model: RoleModel, fsdp: int, tensor: int, pipeline: int = 1) -
     return shards_of(model.config, model.head, layout, fsdp, tensor, model.lora).stored(WIDE, pipeline)
 
 
+def moment_bytes(model: RoleModel, fsdp: int, tensor: int, pipeline: int = 1) -> float:
+    """Returns the bytes of the state of a trained model's optimizer: of AdamW two float32 for each weight."""
+    if (state := model.state) is None:
+        return 2 * trained_bytes(model, fsdp, tensor, pipeline)
+    layout, parts = (TRAIN, fsdp * pipeline) if model.lora is None else (GENERATE, 1)
+    shards = {
+        weight.path: prod(weight.shard(layout, parts, tensor))
+        for weight in weights_of(model.config, model.head, model.lora, tensor)
+    }
+    return float(state.others + sum(shards[path] * itemsize for path, itemsize in state.like))
+
+
 def checkpoint_bytes(workload: Workload) -> float:
-    """Returns the bytes of weights and optimizer states in a checkpoint: three float32 for each trained number."""
-    stored = [model for models in keepers(workload).values() for model in models]
-    return sum(3 * trained_bytes(model, 1, 1) for model in stored if model.trained)
+    """Returns the bytes of weights and optimizer states in a checkpoint: of AdamW three float32 for each number."""
+    trained = [model for models in keepers(workload).values() for model in models if model.trained]
+    return sum(trained_bytes(model, 1, 1) + moment_bytes(model, 1, 1) for model in trained)
 
 
 def saving_bytes(workload: Workload, plan: Plan) -> float:
@@ -108,7 +122,8 @@ def saving_bytes(workload: Workload, plan: Plan) -> float:
             for model in models if call.kind == "train" else ():
                 layout, fsdp = (TRAIN, home.stored[1]) if model.lora is None else (GENERATE, 1)
                 shards = shards_of(model.config, model.head, layout, fsdp, home.tensor, model.lora)
-                total += 3 * trained_bytes(model, home.fsdp, home.tensor, home.pipeline)
+                sizes = home.fsdp, home.tensor, home.pipeline
+                total += trained_bytes(model, *sizes) + moment_bytes(model, *sizes)
                 largest = max(largest, WIDE * shards.largest)
     return min(total, max(GROUP_BYTES, largest))
 
@@ -131,7 +146,8 @@ def state_bytes(models: Sequence[RoleModel], itemsize: int, home: Placement) -> 
         elif not model.is_base:
             sizes["weights"] += _frozen_bytes(model, WIDE if model.wide else itemsize, home)
         if model.trained:
-            sizes["optimizer"] += 2 * own + COUNTERS
+            moments = moment_bytes(model, home.fsdp, home.tensor, home.pipeline)
+            sizes["optimizer"] += moments + COUNTERS * (model.state is None)
     return dict(sizes)
 
 

@@ -4,24 +4,30 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
+from jax import ShapeDtypeStruct
 
 from jrlhf.config.places import expanded
 from jrlhf.config.schema import Config
+from jrlhf.config.stages import optimizers_of
 from jrlhf.errors import user_errors
 from jrlhf.meshes.graph import Call, Graph, Kind
 from jrlhf.meshes.plan import LayoutName, Plan
 from jrlhf.models.config.decoder import ModelConfig
 from jrlhf.models.flops import attention_operations, head_weights, layer_weights, lora_weights
 from jrlhf.models.hf.adapters import read_adapter_config
-from jrlhf.models.lora import LoRAConfig
+from jrlhf.models.lora import LoRAConfig, adapter_weights
+from jrlhf.models.params import nested
 from jrlhf.models.remat import Remat
-from jrlhf.models.weights import HeadKind
+from jrlhf.models.weights import HeadKind, WeightInfo, weights
 from jrlhf.roles.graph import LEARNER
 from jrlhf.roles.pretrained import adapter_of
+
+if TYPE_CHECKING:
+    from jrlhf.algorithms.own_optimizers import StateSizes
 
 # The layouts that each kind of call can use; the first is the default. "compute": the model is only stored meanwhile.
 LAYOUTS: dict[str, tuple[LayoutName, ...]] = {
@@ -45,6 +51,7 @@ class RoleModel:
     is_base: the model is that base itself, without an adapter.
     int8: the layers of the base are stored as int8.
     wide: a frozen model with float32 weights, such as a reward model that the run has trained.
+    state: of a trained model, what its optimizer stores; None: the two moments of AdamW.
     """
 
     config: ModelConfig
@@ -54,6 +61,7 @@ class RoleModel:
     is_base: bool = False
     int8: bool = False
     wide: bool = False
+    state: "StateSizes | None" = None
 
     @property
     def shared(self) -> bool:
@@ -63,6 +71,11 @@ class RoleModel:
     @cached_property  # counted once a model: a search asks for these thousands of times
     def numbers(self) -> "Numbers":
         return Numbers(self)
+
+
+def weights_of(model: ModelConfig, head: HeadKind, lora: LoRAConfig | None, tensor: int = 1) -> tuple[WeightInfo, ...]:
+    """Returns a model's own weights: all, or those of its adapter."""
+    return weights(model, head, tensor) if lora is None else adapter_weights(model, lora, head, tensor)
 
 
 class Numbers:
@@ -204,14 +217,14 @@ def workload_of(config: Config, graph: Graph, models: Mapping[str, ModelConfig])
         if stage != "sft":  # batches of pairs
             rows, key = 2 * rows, f"2 x {key}"
         fused = stage == "sft" and config.compute.fused_loss
-        return workload(roles, rows=rows, rows_key=key, fused_loss=fused, spanned=())
+        return workload(_with_states(config, stage, roles), rows=rows, rows_key=key, fused_loss=fused, spanned=())
     section, algorithm = config.rl, config.rl.algorithm
     # A fused update's passes also make the experience, so its head is that of a plain forward pass.
     learner = "learner" in graph.roles
     fused = config.compute.fused_loss and not algorithm.couples_tokens and not learner
     spanned = learner or (fused and not algorithm.ptx_coef)  # texts of the pretraining mix have no response
     return workload(
-        roles,
+        _with_states(config, stage, roles),
         rows=section.rollout_batch,
         rows_key=f"{stage}.rollout_batch",
         samples=section.samples,
@@ -225,6 +238,29 @@ def workload_of(config: Config, graph: Graph, models: Mapping[str, ModelConfig])
         fused_loss=fused,
         spanned=("infer", "train") if spanned else ("infer",),
     )
+
+
+def _with_states(
+    config: Config, stage: str, roles: Mapping[str, tuple[RoleModel, ...]]
+) -> dict[str, tuple[RoleModel, ...]]:
+    """Returns the models of a stage's roles with what the optimizers of the trained ones store.
+
+    Raises UserError for an optimizer that cannot train its model.
+    """
+    optimizers = optimizers_of(stage, config.sections[stage])
+
+    def stateful(model: RoleModel) -> RoleModel:
+        key = stage if stage in optimizers else f"{stage}.{'actor' if model.head == 'lm' else 'critic'}"
+        if not model.trained or optimizers[key].optimizer == "adamw":
+            return model
+        from jrlhf.algorithms.own_optimizers import state_sizes
+
+        shapes = {
+            w.path: ShapeDtypeStruct(w.shape, jnp.float32) for w in weights_of(model.config, model.head, model.lora)
+        }
+        return replace(model, state=state_sizes(optimizers[key], key, nested(shapes.items())))
+
+    return {role: tuple(map(stateful, models)) for role, models in roles.items()}
 
 
 def _models_of_roles(

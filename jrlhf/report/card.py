@@ -35,7 +35,7 @@ from jrlhf.run.text import clean
 HUB = "https://huggingface.co"
 _LEFT_OUT = "(left out)"
 _VALIDATED = "on held-out prompts before each iteration"
-_PLACES = ("path", "critic", "reference", "model", "adapter", "function", "dataflow", "hooks")  # settings
+_PLACES = ("path", "critic", "reference", "model", "adapter", "function", "dataflow", "optimizer", "hooks")  # settings
 _NAMES_OF_PARTS = ("name", "split", "metric", "stages", "stage")  # settings that the tables show, too
 _ROLES = {"sft": "SFT", "preferences": "preferences", "prompts": "prompts", "heldout": "held-out prompts"}
 

@@ -100,7 +100,7 @@ def _named(value: Any, functions: dict[str, PythonCode], key: str = "") -> Any:
             {"name": spec.removeprefix(PREFIX), "function": spec} if callable(part) else spec
             for part, spec in zip(listed, named, strict=True)
         ]
-    if key not in ("function", "dataflow") or not callable(value):
+    if key not in ("function", "dataflow", "optimizer") or not callable(value):
         return value
     stem = re.sub(r"\W", "_", getattr(value, "__name__", type(value).__name__).strip("<>"))
     spec, number = PREFIX + stem, 1

@@ -1,9 +1,11 @@
-"""The optimizer of a trained model."""
+"""Optimizers: the learning rate, and what every optimizer has around its direction."""
+
+from typing import Any
 
 import jax
 import numpy as np
 import optax
-from jaxtyping import Float
+from jaxtyping import Array, Float, Int
 
 from jrlhf.config.stages import OptimizerConfig
 from jrlhf.models.params import matrices
@@ -31,11 +33,30 @@ def learning_rates(config: OptimizerConfig, *, updates: int) -> Float[np.ndarray
 
 
 def adamw(config: OptimizerConfig, *, updates: int) -> optax.GradientTransformation:
-    """AdamW after clipping by the global norm, with the `learning_rate` of a run of `updates` updates.
+    """AdamW: `chained` with Adam's direction."""
+    return chained(config, adam(config), updates=updates)
 
-    Matrices decay, with tables, heads and adapters; norms and biases do not, as in transformers' Trainer.
+
+def chained(
+    config: OptimizerConfig, direction: optax.GradientTransformation, *, updates: int
+) -> optax.GradientTransformation:
+    """Returns the optimizer that moves by the `learning_rate`, in a run of `updates` updates, times a direction.
+
+    Gradients are clipped by their global norm before; weight decay is added to the direction, as AdamW does
+    (Loshchilov & Hutter 2019). Matrices decay, with tables, heads and adapters; norms and biases do not, as in
+    transformers' Trainer. direction: such as `optax.scale_by_adam`; its state is the first part of the second part.
     """
-    schedule = learning_rate(config, updates=updates)
     clip = optax.identity() if config.max_grad_norm is None else optax.clip_by_global_norm(config.max_grad_norm)
-    decay = {"weight_decay": config.weight_decay, "mask": matrices}
-    return optax.chain(clip, optax.adamw(schedule, b1=config.b1, b2=config.b2, eps=config.eps, **decay))
+    decay = optax.add_decayed_weights(config.weight_decay, matrices)
+    rate = optax.scale_by_learning_rate(learning_rate(config, updates=updates))
+    return optax.chain(clip, optax.chain(direction, decay, rate))  # nested as optax.adamw, for states of earlier runs
+
+
+def updates_of(opt_state: Any) -> Int[Array, ""]:
+    """Returns the number of updates that an optimizer of `chained` has applied: that of its schedule."""
+    return opt_state[1][-1].count
+
+
+def adam(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Adam's direction."""
+    return optax.scale_by_adam(config.b1, config.b2, config.eps)

@@ -16,6 +16,7 @@ import optax
 from jaxtyping import Array
 
 from jrlhf.meshes.graph import Kind
+from jrlhf.meshes.mesh import mesh_of
 from jrlhf.meshes.offload import free_host, offload, onload
 from jrlhf.meshes.transfers import is_on_host
 from jrlhf.models.lora import base_on
@@ -118,6 +119,13 @@ class Role:
         return function(self._weights(method), *rows, *self._frozen(method))
 
 
+def fresh_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
+    """Returns the state from which training starts, on the mesh of the weights."""
+    # Jitted, because eager operations need devices of this process.
+    with jax.set_mesh(mesh_of(jax.tree.leaves(params)[0].sharding)):
+        return TrainState.create(params, optax.GradientTransformation(jax.jit(optimizer.init), optimizer.update))
+
+
 class TrainedRole(Role):
     """A role whose model is trained. It is built once, without weights; `bind` gives it those of an iteration."""
 
@@ -129,10 +137,7 @@ class TrainedRole(Role):
 
     def create(self, params: Params) -> TrainState:
         """Returns the state from which training starts, stored as between calls."""
-        # Jitted, because eager operations need devices of this process.
-        optimizer = optax.GradientTransformation(jax.jit(self.optimizer.init), self.optimizer.update)
-        with jax.set_mesh(self.placement.home.mesh):
-            return self.offloader.offload(TrainState.create(params, optimizer))
+        return self.offloader.offload(fresh_state(params, self.optimizer))
 
     def bind(self, state: TrainState) -> Self:
         """Returns a copy of this role for one iteration. Its updates donate `state` and replace the copy's `.state`."""

@@ -9,7 +9,6 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh
 from jaxtyping import Array
 
@@ -25,7 +24,7 @@ from jrlhf.roles.actor import Actor
 from jrlhf.roles.derived import copied
 from jrlhf.roles.generating import decoder_of
 from jrlhf.roles.open_rollout import DrawnAhead
-from jrlhf.roles.optimizers import learning_rates
+from jrlhf.roles.optimizers import learning_rates, updates_of
 from jrlhf.rollouts.fleet import Fleet
 from jrlhf.rollouts.identity import Identity, adapter_identity, drawing_identity, trained_identity
 from jrlhf.rollouts.processes.places import asked_places
@@ -209,7 +208,7 @@ class AsynchronousRollouts(Closing):
             else:
                 self._base = self._base or drawing_identity(base_on(model.base, model.mesh))
                 expected = copied(self._base) | adapter_identity(trained.params)  # states may be freed
-            updates = jax.jit(jnp.copy)(optax.tree.get_all_with_path(trained.opt_state, "count")[0][1])
+            updates = jax.jit(jnp.copy)(updates_of(trained.opt_state))
         weights, adapter = actor.drawing_weights()
         with jax.set_mesh(self._mesh):
             return (weights, copied(adapter)), expected, updates

@@ -13,7 +13,7 @@ from jrlhf import __version__
 from jrlhf.config.keys import flatten
 from jrlhf.config.parse import build, config_yaml, parse_yaml
 from jrlhf.config.schema import Config
-from jrlhf.config.stages import OptimizerConfig, PPOStageConfig
+from jrlhf.config.stages import OptimizerConfig, optimizers_of
 from jrlhf.errors import UserError
 from jrlhf.run.files import saved_steps
 from jrlhf.run.processes import from_main, several, to_main
@@ -183,12 +183,9 @@ def _other_rates(config: Config, before: int, length: int) -> Iterator[tuple[str
     """Yields the optimizers of the last stage, by name, whose learning rates in a stage of `before` steps or iterations
     are not those of one of `length`."""
     stage = config.stages[-1]
-    section, optimizers = config.sections[stage], {stage: config.sections[stage]}
+    section = config.sections[stage]
     updates = section.updates // config.length(stage)  # of each step
-    if not isinstance(section, OptimizerConfig):
-        roles = ("actor", "critic") if isinstance(section, PPOStageConfig) else ("actor",)
-        optimizers = {f"{stage}.{role}": section.optimizer_of(role) for role in roles}
-    for name, optimizer in optimizers.items():
+    for name, optimizer in optimizers_of(stage, section).items():
         if optimizer.duration(updates * before) != optimizer.duration(updates * length):
             yield name, optimizer
 

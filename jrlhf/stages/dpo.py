@@ -9,8 +9,9 @@ import jax
 import numpy as np
 
 from jrlhf.algorithms.dpo import dpo
+from jrlhf.algorithms.optimizers import make_optimizer
 from jrlhf.algorithms.pair_actor import PairActor, PairReference, add_reference
-from jrlhf.algorithms.registry import stage_graph
+from jrlhf.algorithms.registry import optimizer_identity, stage_graph
 from jrlhf.data.batches import put_rows, whole_batches
 from jrlhf.data.order import Order
 from jrlhf.data.types import Pairs
@@ -18,7 +19,6 @@ from jrlhf.meshes.transfers import to_host
 from jrlhf.ppo.supervised import PairBatch, pair_terms
 from jrlhf.ppo.types import TrainState
 from jrlhf.roles.model import Model
-from jrlhf.roles.optimizers import adamw
 from jrlhf.roles.role import Site
 from jrlhf.run.clock import Clock, calling
 from jrlhf.stages.context import Context
@@ -29,7 +29,8 @@ from jrlhf.stages.preferences import accuracies, collect_pairs, put_pairs
 def train_dpo(context: Context, policy: Model, reference_model: Model) -> Model:
     """Runs the stage, or its remaining steps, and returns the trained actor. The arrays of `policy` are freed."""
     config = context.config.dpo
-    optimizer, clock = adamw(config, updates=config.steps), Clock(deadline=context.config.deadline)
+    clock = Clock(deadline=context.config.deadline)
+    optimizer = make_optimizer(config, "dpo", updates=config.steps)
     placement = context.placements["dpo"]
     actor_site, reference_site = (
         Site(replace(placement, role=role), context.compute, clock) for role in ("actor", "reference")
@@ -77,7 +78,7 @@ def train_dpo(context: Context, policy: Model, reference_model: Model) -> Model:
 
     if apart:
         pairs()  # collected now, because pairs may be sampled from the policy, whose arrays training frees
-    meta = {"reference": reference_model.fingerprint()}
+    meta = {"reference": reference_model.fingerprint(), **optimizer_identity(context.config, "dpo")}
     calls = [call.name for call in stage_graph(context.config, "dpo")]
     init = partial(built.create, policy.params)
     state = run_stage(context, "dpo", init, advance, meta=meta, announced=(*calls, "dpo.evaluate"))

@@ -3,13 +3,11 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import optax
-
 from jrlhf.config.schema import Config
 from jrlhf.config.stages import OptimizerConfig
 from jrlhf.meshes.transfers import to_host
 from jrlhf.ppo.types import TrainState
-from jrlhf.roles.optimizers import learning_rates
+from jrlhf.roles.optimizers import learning_rates, updates_of
 
 
 class Learning:
@@ -74,5 +72,5 @@ class Learning:
 def _applied(stage: str, state: Any) -> dict[str, int]:
     """The number of updates that each role's optimizer has applied. A stage without roles counts as one role."""
     trained = {stage: state} if isinstance(state, TrainState) else getattr(state, "trained", {})
-    counts = {role: optax.tree.get_all_with_path(own.opt_state, "count")[0][1] for role, own in trained.items()}
+    counts = {role: updates_of(own.opt_state) for role, own in trained.items()}
     return {role: int(count) for role, count in to_host(counts).items()}

@@ -7,6 +7,8 @@ from functools import cache, partial
 import jax
 import numpy as np
 
+from jrlhf.algorithms.optimizers import make_optimizer
+from jrlhf.algorithms.registry import optimizer_identity
 from jrlhf.data.order import Order
 from jrlhf.data.types import Ids, Pairs
 from jrlhf.errors import RunFailure
@@ -15,7 +17,7 @@ from jrlhf.ppo.supervised import PreferenceBatch, make_preference_step
 from jrlhf.ppo.types import TrainState
 from jrlhf.roles.derived import scalar_model, stored
 from jrlhf.roles.model import Model
-from jrlhf.roles.optimizers import adamw
+from jrlhf.roles.role import fresh_state
 from jrlhf.run.clock import calling
 from jrlhf.stages.context import Context
 from jrlhf.stages.loop import run_stage
@@ -33,7 +35,7 @@ def train_reward_model(context: Context, policy: Model) -> Model:
     """
     config = context.config.reward_model
     start = scalar_model(policy)
-    optimizer = adamw(config, updates=config.steps)
+    optimizer = make_optimizer(config, "reward_model", updates=config.steps)
     placement = context.placements["reward_model"]
     compiled = placement["update"].compiled(start.architecture, context.compute)
     parts = {"micro_batches": config.micro_batches, "micro_batch_tokens": config.micro_batch_tokens}
@@ -67,8 +69,8 @@ def train_reward_model(context: Context, policy: Model) -> Model:
             raise RunFailure(f"{end} with scores that are not finite: lower its learning rate")
         return replace(state, params=normalised(state.params, every.mean(), every.std()))
 
-    init = partial(TrainState.create, start.params, optimizer)
-    meta = {"policy": policy.fingerprint()}
+    init = partial(fresh_state, start.params, optimizer)
+    meta = {"policy": policy.fingerprint(), **optimizer_identity(context.config, "reward_model")}
     state = run_stage(context, "reward_model", init, advance, meta=meta, announced=(UPDATE, SCORE), finish=finish)
     return stored(start.holding(state.params), context.config.offloading.reward)
 

@@ -5,6 +5,8 @@ from functools import partial
 import jax
 import numpy as np
 
+from jrlhf.algorithms.optimizers import make_optimizer
+from jrlhf.algorithms.registry import optimizer_identity
 from jrlhf.data.batches import put_rows, sft_rows, whole_batches
 from jrlhf.data.order import Order
 from jrlhf.meshes.transfers import to_host
@@ -12,7 +14,7 @@ from jrlhf.ppo.supervised import make_sft_step
 from jrlhf.ppo.types import SFTBatch, TrainState
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.model import Model
-from jrlhf.roles.optimizers import adamw
+from jrlhf.roles.role import fresh_state
 from jrlhf.run.clock import calling
 from jrlhf.stages.context import Context
 from jrlhf.stages.loop import run_stage
@@ -24,7 +26,7 @@ def train_sft(context: Context, policy: Model) -> Model:
     """Runs the stage, or its remaining steps, and returns the trained policy. The arrays of `policy` are freed."""
     config, data = context.config.sft, context.task.sft
     assert data is not None
-    optimizer = adamw(config, updates=config.steps)
+    optimizer = make_optimizer(config, "sft", updates=config.steps)
     placement, order = context.placements["sft"], Order(data.count, config.batch, context.config.seed)
     training, scoring = (
         placement[method].compiled(policy.architecture, context.compute) for method in ("update", "logprobs")
@@ -45,8 +47,8 @@ def train_sft(context: Context, policy: Model) -> Model:
             metrics = metrics | {"sft/eval_loss": loss}
         return state, metrics
 
-    init = partial(TrainState.create, policy.params, optimizer)
-    meta = {"start": policy.fingerprint()}
+    init = partial(fresh_state, policy.params, optimizer)
+    meta = {"start": policy.fingerprint(), **optimizer_identity(context.config, "sft")}
     calls = (UPDATE, EVALUATE) if data.heldout.ids else (UPDATE,)
     state = run_stage(context, "sft", init, advance, meta=meta, announced=calls)
     return policy.holding(state.params)

@@ -147,7 +147,9 @@ def filled(kind: Any, name: str, secret: Callable[[str], Any]) -> Any:
         parts = [filled(arguments[0], name, secret), filled(arguments[0], name, secret)]
         return [part for part in parts if part is not None]
     if kind is str or str in arguments:
-        return secret("place" if name in ("path", "critic", "reference", "model", "adapter", "function") else "text")
+        return secret(
+            "place" if name in ("path", "critic", "reference", "model", "adapter", "function", "optimizer") else "text"
+        )
     return None
 
 
