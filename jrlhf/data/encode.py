@@ -50,7 +50,7 @@ class Encoding:
 
         def encode(example: Example, counts: Counter[str]) -> tuple[Ids, str, Example] | None:
             example = _without_answer(example) if whole else example
-            text, ids = self._prompt(example)
+            text, ids = self.prompt(example)
             if not ids:
                 raise UserError("the prompt is empty: remove the row")
             fitting = self._fit(ids, 0, max_prompt, counts)
@@ -212,7 +212,7 @@ class Encoding:
     def _rendered(self, example: Example, messages: Conversation, **options: bool) -> str:
         return render_chat(self.tokenizer, messages, variables=template_variables(example.columns), **options)
 
-    def _prompt(self, example: Example) -> tuple[str, Ids]:
+    def prompt(self, example: Example) -> tuple[str, Ids]:
         """Returns the text and the token ids of a prompt. A template writes the begin-of-text token itself."""
         if isinstance(example.prompt, str):
             return example.prompt, tuple(self.tokenizer.encode_prompt(example.prompt))
@@ -222,7 +222,7 @@ class Encoding:
 
     def _with_answers(self, example: Example, *answers: Text) -> tuple[Ids, list[Ids]]:
         """Returns the token ids of the prompt, as in generation, and of the answers that follow it, with their ends."""
-        tokenizer, (prompt, begun) = self.tokenizer, self._prompt(example)
+        tokenizer, (prompt, begun) = self.tokenizer, self.prompt(example)
 
         def encode(answer: Text) -> Sequence[int]:
             if isinstance(answer, str):
