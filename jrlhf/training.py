@@ -13,6 +13,7 @@ from jrlhf.config.schema import Config
 from jrlhf.planning.resolve import resolve
 from jrlhf.rewards.mixture import Rewards
 from jrlhf.rewards.of_config import open_rewards
+from jrlhf.roles.following import follow
 from jrlhf.roles.initial import InitialModels
 from jrlhf.roles.model import Model
 from jrlhf.rollouts.source import RolloutSource
@@ -82,6 +83,7 @@ def assemble(
         algorithm,
         dataflow_of(config),
         [call.name for call in graph],
+        partial(follow, context.task.tokenizer),
         factory.roles(graph, models, rewards, costs),
         models,
         identities,

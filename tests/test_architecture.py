@@ -45,7 +45,7 @@ MOST_LOADED = {
     "jrlhf.algorithms.grpo": 2_500,
     "jrlhf.config.schema": 3_150,
     "jrlhf.roles.actor": 12_650,
-    "jrlhf.generate": 14_100,
+    "jrlhf.generate": 14_150,
     "jrlhf.stages.rl": 21_950,
 }
 MOST_IN_A_RUN = 34_500  # lines of our modules that a run of `arithmetic-grpo` loads

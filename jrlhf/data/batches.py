@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int
 
 from jrlhf.data.tokenizer import Tokenizer
-from jrlhf.data.types import Example, Response, Sequences
+from jrlhf.data.types import Example, Message, Response, Sequences
 from jrlhf.meshes.layout import GENERATE, TRAIN
 from jrlhf.meshes.transfers import to_devices
 
@@ -23,7 +23,7 @@ class Batch:
 
     examples, texts: the examples and their rendered texts, one for each row.
     origins: number of each row's group, and of the logical worker that drew it, where they were drawn ahead.
-    follow: (batch, rollout, text) -> the batch that `after` returns; None: none follows it.
+    follow: (batch, rollout, turn) -> the batch that `after` returns; None: none follows it.
     """
 
     arrays: tuple[Array, Array, Array]  # on the mesh: tokens [U, P], lengths [U], row keys [B]
@@ -38,13 +38,16 @@ class Batch:
         """The number of rows of each prompt."""
         return self.arrays[2].shape[0] // self.arrays[0].shape[0]
 
-    def after(self, rollout: Any, text: str) -> "Batch":
-        """Returns prompts that continue a rollout of these: each of its rows, by its ids, and then `text`.
+    def after(self, rollout: Any, turn: str | Sequence[Message]) -> "Batch":
+        """Returns prompts that continue a rollout of these: each of its rows, by its ids, and then a turn.
 
-        One response is drawn to each. Special tokens in `text`, such as those of a chat template, become their ids.
+        One response is drawn to each.
+
+        turn: messages, which the chat template writes (`Renderer.bridge`); or a text as it is, in which the texts of
+            special tokens become their ids.
         """
         assert self.follow is not None, "the batch of a dataflow"
-        return self.follow(self, rollout, text)
+        return self.follow(self, rollout, turn)
 
 
 def whole_batches(count: int, batch: int) -> Iterator[tuple[Int[np.ndarray, "B"], int]]:
@@ -126,4 +129,10 @@ def row_keys(key: jax.Array, rows: int, mesh: Mesh, *, first: int = 0) -> jax.Ar
     return to_devices(_folded_in(key, np.arange(first, first + rows, dtype=np.int32)), row_sharding(mesh))
 
 
+def other_keys(keys: jax.Array, name: str) -> jax.Array:
+    """The keys of rows for draws of another name than those of `keys`."""
+    return _folded(keys, np.uint32(zlib.crc32(name.encode())))
+
+
 _folded_in = jax.jit(jax.vmap(jax.random.fold_in, in_axes=(None, 0)))
+_folded = jax.jit(jax.vmap(jax.random.fold_in, in_axes=(0, None)))

@@ -9,7 +9,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from jrlhf.data.batches import Batch
+from jrlhf.data.batches import Batch, other_keys
 from jrlhf.meshes.transfers import transfer
 from jrlhf.models.generation.chunks import Watch
 from jrlhf.models.generation.sampling import SamplingConfig
@@ -18,7 +18,6 @@ from jrlhf.models.params import Params
 from jrlhf.ppo.config.policy import PolicyConfig
 from jrlhf.ppo.experience import bare_experience
 from jrlhf.ppo.types import Experience, Rollout, SFTBatch, Targets, TrainState
-from jrlhf.roles.following import other_keys
 from jrlhf.roles.generating import check_positions, engine_of
 from jrlhf.roles.model import Model, generation_weights
 from jrlhf.roles.placement import Pending, call

@@ -5,13 +5,12 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from jrlhf.data.batches import Batch
+from jrlhf.data.batches import Batch, other_keys
 from jrlhf.errors import UserError
 from jrlhf.meshes.transfers import transfer
 from jrlhf.models.generation.sampling import SamplingConfig
 from jrlhf.models.generation.schedule import Schedule
 from jrlhf.ppo.types import Rollout, Targets
-from jrlhf.roles.following import other_keys
 from jrlhf.roles.generating import check_positions, engine_of
 from jrlhf.roles.model import Model, generation_weights
 from jrlhf.roles.placement import call

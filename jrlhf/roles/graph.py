@@ -16,6 +16,7 @@ from jrlhf.roles.placement import CALL, CONDITION
 
 LEARNER = "learner"  # the role that trains actor and critic in one program; their weights are stored where it runs
 LEARNED = ("actor", "critic")
+TURN = 32  # tokens that a chat template writes around a message, at most; most write about ten
 
 
 def trace(
@@ -87,13 +88,17 @@ class PromptsValue(Value):
         super().__init__(name)
         self._recorder = recorder
 
-    def after(self, rollout: Any, text: str) -> Any:
+    def after(self, rollout: Any, turn: Any) -> Any:
         """See `Batch.after`."""
-        if not (type(rollout) is Value and isinstance(text, str)):
-            raise TypeError("prompts.after needs a rollout of these prompts, and a text")
+        texts = [turn] if isinstance(turn, str) else [message.get("content") for message in turn]
+        if not (type(rollout) is Value and texts and all(isinstance(text, str) for text in texts)):
+            raise TypeError(
+                "prompts.after needs a rollout of these prompts, and a text or messages with role and content"
+            )
         following = self._recorder.record("prompts", "after", "compute", ("prompts",), [self, rollout])
         responses, size = self._recorder.continued.get(self.name, (0, 0))
-        self._recorder.continued[following.name] = responses + 1, size + len(text.encode())
+        size += sum(len(text.encode()) for text in texts) + (0 if isinstance(turn, str) else TURN * len(texts))
+        self._recorder.continued[following.name] = responses + 1, size
         return following
 
 

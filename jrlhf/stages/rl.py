@@ -35,7 +35,6 @@ from jrlhf.ppo.safe import MultiplierState
 from jrlhf.ppo.shaping import RunningMoments
 from jrlhf.ppo.types import Experience, KLState, SFTBatch, TrainState
 from jrlhf.rewards.types import score_or_none, scores_of
-from jrlhf.roles.following import follow
 from jrlhf.roles.model import Model
 from jrlhf.roles.placement import RolePlacement, ready
 from jrlhf.rollouts.source import RolloutsAhead, RolloutSource
@@ -79,12 +78,14 @@ class Assembly:
     """What an algorithm runs with, built before its first iteration.
 
     algorithm: its settings, completed. calls: the names of its calls, in their order. models: of the roles, by name.
+    follow: (mesh, batch, rollout, turn) -> as in `Batch`.
     identities: digests of the frozen models, the dataflow and the rewards, which a resumed run must have, too.
     """
 
     algorithm: PolicyConfig
     dataflow: Callable[..., Any]
     calls: Sequence[str]
+    follow: Callable[..., Batch]
     roles: Roles
     models: Mapping[str, Model]
     identities: Mapping[str, str]
@@ -115,7 +116,7 @@ def train_rl(
         order = Mixture(order.count, batch, seed, sources=prompts.sources)
     # Of a choice of rows the statistics of groups would be wrong.
     samples = 1 if any(call.startswith("estimator.where") for call in assembly.calls) else section.samples
-    with open_rollouts(assembly, partial(take_batch, context, prompts, order)) as rollouts:
+    with open_rollouts(assembly, partial(take_batch, context, assembly.follow, prompts, order)) as rollouts:
         iterations = Iterations(
             context,
             assembly,
@@ -275,7 +276,13 @@ class Iterations:
 
 
 def take_batch(
-    context: Context, prompts: Prompts, order: Order, mesh: Mesh, number: int, solved: Solved | None = None
+    context: Context,
+    follow: Callable[..., Batch],
+    prompts: Prompts,
+    order: Order,
+    mesh: Mesh,
+    number: int,
+    solved: Solved | None = None,
 ) -> Batch:
     """The prompts of batch `number`, and a random key for each response."""
     config, section, samples = context.config, context.config.rl, context.config.rl.samples
@@ -284,8 +291,7 @@ def take_batch(
     keys = row_keys(key_for(config.seed, "rollout", number), section.rollout_batch, mesh)
     every = np.repeat(rows, samples)
     examples, texts = [prompts.examples[row] for row in every], [prompts.texts[row] for row in every]
-    following = partial(follow, context.task.tokenizer, mesh)
-    return Batch((tokens, lengths, keys), examples, texts, number, follow=following)
+    return Batch((tokens, lengths, keys), examples, texts, number, follow=partial(follow, mesh))
 
 
 def answered(batches: Sequence[Batch], prompt_lengths: Int[np.ndarray, "B"]) -> Batch:

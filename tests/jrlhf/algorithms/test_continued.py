@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from jrlhf.algorithms.registry import graph_of
-from jrlhf.data.batches import Batch, put_rows, row_keys
+from jrlhf.data.batches import Batch, other_keys, pad_rows, put_rows, row_keys
+from jrlhf.data.chat import render_chat
+from jrlhf.data.rendering import make_renderer
 from jrlhf.data.types import Example
 from jrlhf.errors import UserError
 from jrlhf.meshes import make_mesh
@@ -22,7 +24,7 @@ from jrlhf.models import ModelConfig, export_hf, init_lm
 from jrlhf.models.generation.sampling import SamplingConfig
 from jrlhf.ppo import GRPOConfig, Rollout, Targets
 from jrlhf.roles.experience import ExperienceMaker
-from jrlhf.roles.following import follow, other_keys
+from jrlhf.roles.following import follow
 from jrlhf.roles.generating import check_positions
 from jrlhf.roles.model import Architecture
 from jrlhf.roles.placement import RolePlacement
@@ -31,6 +33,7 @@ from jrlhf.run.clock import Clock, calling
 from jrlhf.tasks.arithmetic.task import make_tokenizer
 from jrlhf.train import main
 from tests.jrlhf.algorithms.test_distillation import config_of, teacher  # noqa: F401 (a fixture)
+from tests.jrlhf.data.conversations import TOKENIZERS
 from tests.support.runs import resumed, stage_of
 
 LONG = "model.max_positions=64"  # three prompts and responses of the tutorial's example, in the characters of sums
@@ -42,11 +45,7 @@ def revise(tmp_path: Path, teacher: Path) -> Any:  # noqa: F811
     """(settings) -> config of the tutorial's revision, with texts of characters that sums have."""
 
     def config(*settings: str) -> Any:
-        own = config_of(tmp_path, "revise", f"roles.judge.path={teacher}", LONG, *settings)
-        file = tmp_path / "distill.py"
-        text = file.read_text().replace("What is wrong with this answer?", "+").replace("Answer again.", "=")
-        file.write_text(text)
-        return own
+        return config_of(tmp_path, "revise", f"roles.judge.path={teacher}", LONG, *settings)
 
     return config
 
@@ -100,6 +99,27 @@ def test_prompts_follow_a_rollout_by_its_ids_with_keys_of_their_own():
     every = [np.asarray(jax.random.key_data(x)) for x in (keys, after.arrays[2], others.arrays[2])]
     assert len(np.unique(np.concatenate(every), axis=0)) == 24
     np.testing.assert_array_equal(every[1], jax.random.key_data(other_keys(keys, "+1")))
+
+
+def test_messages_that_follow_are_written_by_the_chat_template_after_a_whole_turn():
+    tokenizer, mesh = TOKENIZERS["qwen2.5"], make_mesh(2, devices=jax.devices()[:2])
+    asked, more = {"role": "user", "content": "4 + 3"}, [{"role": "user", "content": "Why?"}]
+    prompt = make_renderer(tokenizer).ids([asked])
+    answers = [*tokenizer.encode("7."), tokenizer.eos_ids[0]], tokenizer.encode("seven")[:2]  # the second is cut off
+    rows, ends = pad_rows([[*prompt, *answer] for answer in answers], len(prompt) + 4)
+    with jax.set_mesh(mesh):
+        tokens, lengths, starts = put_rows((rows, ends, np.full(2, len(prompt), np.int32)), mesh)
+        rollout = Rollout(tokens, starts, lengths - starts, 0.0 * tokens, starts > 0, jnp.zeros((), jnp.int32))
+        keys = row_keys(jax.random.key(0), 2, mesh)
+        before = Batch((starts, starts, keys), [Example(prompt=(asked,))] * 2, ["p"] * 2, 0)
+        after = follow(tokenizer, mesh, before, rollout, more)
+    got, counts = (np.asarray(x) for x in after.arrays[:2])
+    for row, text in enumerate(("7.", tokenizer.decode(answers[1]))):
+        whole = [asked, {"role": "assistant", "content": text}, *more]
+        written = render_chat(tokenizer, whole, add_generation_prompt=True)
+        assert tokenizer.decode(got[row, : counts[row]].tolist(), special=True) == written
+        assert got[row, : ends[row]].tolist() == rows[row, : ends[row]].tolist()
+        assert after.texts[row].startswith(f"p{text}") and "Why?" in after.texts[row]
 
 
 def test_prompts_without_room_for_a_response_are_refused():

@@ -51,7 +51,7 @@ def own_loss(actor, reference, reward, estimator, prompts, kl_coef):
     return experience, actor.update(experience, loss=likelier)
 
 """
-TURN = next(line.partition("= ")[2].partition("  #")[0] for line in REVISE.splitlines() if line.startswith("TURN"))
+REVISE = re.sub("AGAIN = .*", "AGAIN = '='", re.sub("WHY = .*", "WHY = '+'", REVISE))  # which sums have
 SIZES = ["sft.steps=2", "sft.batch=32", "sft.save_every=2", "sft.eval_every=2", "evaluation.prompts=16"]
 SIZES += ["data.heldout_rows=16", "grpo.iterations=3", "grpo.rollout_batch=32", "grpo.save_every=1"]
 SIZES += ["device.simulated=8", "mesh.fsdp=4", "mesh.tensor=2"]
@@ -68,7 +68,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(folder: Path, function: str, *settings: str) -> Any:
-    dataflows = RAFT, PAIRS, DISTILL, LIKELIER, OWN, TEACHERS, REVISE.replace(TURN, '"{}"'), STEPS
+    dataflows = RAFT, PAIRS, DISTILL, LIKELIER, OWN, TEACHERS, REVISE, STEPS
     (folder / "distill.py").write_text("".join(dataflows))
     own = [f"grpo.dataflow={folder}/distill.py:{function}", f"run_dir={folder}", *settings]
     return load_config("arithmetic-grpo", [*SIZES, *own])
