@@ -37,7 +37,7 @@ def method_of(name: str) -> str:
 class Graph:
     """The calls of one iteration of an algorithm. inputs: the values that it starts from.
 
-    continued: number of responses and of further bytes that continued prompts (`Batch.after`) have at most.
+    continued: number of responses, and of further bytes, of all prompts that continue others (`Batch.after`).
 
     Raises ValueError for names that occur twice, for values that nothing produces, and for circles.
     """
@@ -45,7 +45,7 @@ class Graph:
     name: str
     inputs: tuple[str, ...]
     calls: tuple[Call, ...]
-    continued: tuple[int, int] = (0, 0)
+    continued: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         names = [call.name for call in self.calls]

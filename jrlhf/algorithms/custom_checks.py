@@ -36,7 +36,7 @@ def check_arguments(config: Config, graph: Graph, given: Mapping[str, Sequence[t
     """Refuses arguments of calls that cannot be. given: name of a call -> its arguments, each time."""
     for arguments in given["estimator.custom_experience"]:
         _check_advantages(config, *arguments)
-    bare = "estimator.best_of_group", "estimator.bare_experience", "estimator.mix"
+    bare = "estimator.best_of_group", "estimator.bare_experience", "estimator.mix", "estimator.by_source"
     makers = [call for call in graph if call.kind == "generate" or call.name.startswith(bare)]
     without_advantages = [output for call in makers for output in call.outputs]
     for call in graph:
@@ -51,6 +51,7 @@ def check_arguments(config: Config, graph: Graph, given: Mapping[str, Sequence[t
         _check_groups(config)
         if _is_continued(graph, experience.name):
             raise UserError(f"{key_of(config)}: pairs_of_group needs responses to one prompt, and these follow others")
+    _check_rows(config, graph)
     for data, loss, targets in given["actor.update"]:
         if getattr(data, "name", "") in pairs:
             _check_pair_loss(config, loss, has_targets=targets is not None)
@@ -149,6 +150,57 @@ def _check_experience(config: Config, graph: Graph, method: str, value: Any) -> 
     makers = [call for call in graph if call.role == "estimator" and not call.name.startswith(OTHERS)]
     if getattr(value, "name", "") not in [output for call in makers for output in call.outputs]:
         raise UserError(f"{key_of(config)}: {method} needs experience, as estimator.group_experience returns it")
+
+
+def _rollout_of(graph: Graph, name: str) -> str | None:
+    """The rollout whose rows a value has, itself if it is one; None for prompts, metrics and values of no rows."""
+    made_by = next((call for call in graph if name in call.outputs), None)
+    if made_by is None or made_by.role == "prompts" or made_by.kind == "train":
+        return None
+    first = made_by.inputs[0] if made_by.inputs else ""
+    if made_by.kind == "generate" or made_by.role == "pool" or made_by.name.startswith("estimator.mix"):
+        return name
+    if made_by.name.startswith("estimator.by_source"):  # of rollouts a rollout, of targets targets
+        rows = {_rollout_of(graph, value) for value in made_by.inputs[1:]}
+        return name if {*made_by.inputs[1:]} == rows else rows.pop() if len(rows) == 1 else None
+    return _rollout_of(graph, first)
+
+
+def _check_rows(config: Config, graph: Graph) -> None:
+    """Refuses values of one rollout where another one is learned from, except scores, which a judge may give."""
+    key = key_of(config)
+    for call in graph:
+        if call.name == "actor.update" or call.role == "estimator" and not call.name.startswith(OTHERS):
+            data, *others = call.inputs
+            rows, makers = _rollout_of(graph, data), {output: one for one in graph for output in one.outputs}
+            if rows is None or makers[data].kind == "infer":
+                if not makers.get(data, call).name.startswith(PAIRS):
+                    raise UserError(f"{key}: {call.name} gets {data}, which is no rollout, experience or pairs")
+            for other in others:
+                maker = makers.get(other)
+                scores = maker is not None and maker.role in ("reward", "cost", "pool")
+                if maker is None or scores and _rollout_of(graph, other) in (rows, None):
+                    continue
+                if scores:
+                    _check_judged(config)
+                elif maker.kind == "infer" and _rollout_of(graph, other) != rows:
+                    raise UserError(f"{key}: {call.name} gets {other}, which belongs to another rollout than {data}")
+    loops = [call.name for call in graph if call.role == "pool"]
+    again = [call.name for call in graph if call.name != f"{call.role}.{call.method}" or call.role == "prompts"]
+    again += [call.name for call in graph if call.name == "estimator.by_source"]
+    if loops and again:
+        raise UserError(f"{key} calls {again[0]}, which the rounds of a pool do not support: leave it out")
+
+
+def _check_judged(config: Config) -> None:
+    """Refuses settings that would look at the lengths of a judge's responses."""
+    scores = config.rl.scores
+    for name in ("missing_eos_penalty", "length_penalty", "overlong_buffer"):
+        if getattr(scores, name):
+            raise UserError(
+                f"{key_of(config)} scores other responses than it learns from, and {config.algorithm}.scores.{name} "
+                "would look at the lengths of those: leave it out"
+            )
 
 
 def _is_continued(graph: Graph, name: str) -> bool:

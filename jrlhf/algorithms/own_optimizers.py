@@ -36,13 +36,17 @@ def direction_of(config: OptimizerConfig, key: str) -> optax.GradientTransformat
 def own_code(config: OptimizerConfig, key: str) -> UserCode | None:
     """Loads the function that a section names; None: it names an optimizer of jrlhf."""
     called = _called(config, key)
-    return None if config.optimizer in ("adamw", "muon") else load(resolve(config.optimizer, called), called)
+    if config.optimizer in ("adamw", "muon"):
+        return None
+    if ":" not in config.optimizer:
+        raise UserError(f"{called}: it must be adamw, muon, path/file.py:function or package.module:function")
+    return load(resolve(config.optimizer, called), called)
 
 
 def state_sizes(config: OptimizerConfig, key: str, params: Any) -> StateSizes:
-    """Returns what an optimizer that is not AdamW stores for weights of these shapes. Computes nothing.
+    """Returns what an optimizer that is not AdamW stores for weights of these shapes, of which it computes nothing.
 
-    Raises UserError for an optimizer that fails on them, or that changes shapes or dtypes.
+    Raises UserError for an optimizer that fails on them, changes shapes or dtypes, or itself goes down the gradient.
     """
     direction, called = direction_of(config, key), _called(config, key)
     try:
@@ -59,11 +63,29 @@ def state_sizes(config: OptimizerConfig, key: str, params: Any) -> StateSizes:
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if not jnp.issubdtype(leaf.dtype, np.number) and leaf.dtype != np.bool_:
             raise UserError(f"{called} keeps an array of {leaf.dtype} in its state: keep jax.random.key_data of a key")
+        if not leaf.size or jnp.issubdtype(leaf.dtype, np.complexfloating):
+            kind = f"{leaf.dtype}{list(leaf.shape)}"
+            raise UserError(f"{called} keeps an array {kind} in its state, which no checkpoint can hold: keep another")
         if (weight := like(path, leaf)) is None:
             others += leaf.size * leaf.dtype.itemsize
         else:
             weights.append((tuple(part.key for part in weight), leaf.dtype.itemsize))
+    if _descends(direction, params):
+        raise UserError(
+            f"{called} returns steps down the gradient, as optax.adamw does: return a direction such as "
+            "optax.scale_by_adam, because jrlhf multiplies it by the negative learning rate"
+        )
     return StateSizes(tuple(weights), others)
+
+
+def _descends(direction: optax.GradientTransformation, params: Any) -> bool:
+    """Whether a direction is already multiplied by a negative learning rate, tried on a few positive numbers."""
+    small = jax.tree.map(lambda x: np.full([min(size, 2) for size in x.shape], 0.1, x.dtype), params)
+    try:
+        moved, _ = direction.update(small, direction.init(small), small)
+    except Exception:  # it needs the weights' own shapes
+        return False
+    return sum(float(jnp.sum(leaf)) for leaf in jax.tree.leaves(moved)) < 0
 
 
 def _called(config: OptimizerConfig, key: str) -> str:

@@ -7,6 +7,7 @@ rendered, after a placeholder of the answer (the mechanism of TRL's tool suffixe
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -163,7 +164,8 @@ class Renderer:
         content, calls, thinking = list[str](), list[ToolCall](), list[str]()
         inside = self._begun_thinking
         pieces = self._pieces(ids)
-        for (mark, text), after in zip(pieces, [*(mark for mark, _ in pieces[1:]), None], strict=True):
+        marks = [None, *(mark for mark, _ in pieces), None]
+        for before, (mark, text), after in zip(marks, pieces, marks[2:], strict=False):
             if mark == _THINK[1]:  # without a beginning, the prompt had it
                 thinking, content = (thinking, content) if inside else ([*thinking, *content], [])
                 inside = False
@@ -176,7 +178,7 @@ class Renderer:
             elif mark == begin:
                 calls += self._calls(text, complete=after == end or not end)
             else:
-                content.append(text)
+                content.append(text if before == begin else mark + text)  # an end without its beginning is text
         text = "".join(content)
         if self.family.bare and not calls and (calls := self._bare_calls(text.strip())):
             text = ""
@@ -229,6 +231,10 @@ class Renderer:
         """Returns the messages as the template reads them, with breaks in the texts of control tokens."""
         if not messages:
             raise UserError("no message follows the answer: give one or more")
+        for message in messages:
+            if not (isinstance(message, Mapping) and isinstance(message.get("role"), str)):
+                raise UserError(f"the message {message!r} has no role: give a mapping with role and content")
+            self._check_parts(message.get("content"))
         prepared = list[Message]()
         for role, group in groupby(messages, lambda message: message.get("role")):
             turns = [{**self._guarded(self._with_fitting_id(message)), "role": role} for message in group]
@@ -244,9 +250,19 @@ class Renderer:
 
     def _with_fitting_id(self, message: Message) -> Message:
         length, given = self.family.id_length, message.get("tool_call_id")
+        if given is not None and not isinstance(given, str):
+            raise UserError(f"tool_call_id={given!r} must be a text")
         if not length or given is None or re.fullmatch(f"[A-Za-z0-9]{{{length}}}", given):
             return message
         return {**message, "tool_call_id": hashlib.sha256(given.encode()).hexdigest()[:length]}
+
+    def _check_parts(self, content: Any) -> None:
+        """Refuses parts of a content whose texts become a control token where a template joins them."""
+        if isinstance(content, list | tuple):
+            texts = [str(part.get("text") or "") for part in content if isinstance(part, Mapping)]
+            for parts in (texts, [text.strip() for text in texts]):
+                if len(self._parts("".join(parts))) > 1 + sum(len(self._parts(text)) - 1 for text in parts):
+                    raise UserError("texts of a message's parts form a control token together: give them as one text")
 
     def _guarded(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -324,7 +340,9 @@ class Renderer:
                 runs[-1][1].append(token)
         begun, pieces = self.tokenizer.encode("a"), list[tuple[str, str]]()
         for mark, run in runs:
-            text = self.tokenizer.continuation(begun, run)
+            # Special tokens that have no place in an answer are its text: nothing is dropped from what was sampled.
+            stray = any(token in self._control for token in run)
+            text = self.tokenizer.decode(run, special=True) if stray else self.tokenizer.continuation(begun, run)
             text = text if mark else without_gap(text, self._gap)
             parts = re.split(f"({'|'.join(texts)})", text) if texts else [text]
             pieces += [(mark, parts[0]), *zip(parts[1::2], parts[2::2], strict=True)]
@@ -334,7 +352,8 @@ class Renderer:
         if not complete:
             return [ToolCall(error=f"the call does not end: {self.family.call[1]} is missing")]
         try:
-            value = parse_json(text, parse_constant=_refuse)
+            value = parse_json(text, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_distinct)
+            json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no text
         except ValueError as error:
             return [ToolCall(error=f"the call is no valid JSON: {error}")]
         if self.family.listed and not isinstance(value, list):
@@ -343,7 +362,7 @@ class Renderer:
 
     def _call(self, value: Any) -> ToolCall:
         name, key = (value.get("name"), self.family.arguments) if isinstance(value, dict) else (None, "")
-        if not isinstance(name, str):
+        if not (isinstance(name, str) and name):
             return ToolCall(error="the call is no object with a name")
         if not isinstance(value.get(key), dict):
             return ToolCall(error=f"the call has no object {key!r}")
@@ -352,7 +371,8 @@ class Renderer:
     def _bare_calls(self, text: str) -> list[ToolCall]:
         """Returns the call that the whole text is. Another whole object with a name is an answer."""
         own = f'"{self.family.arguments}"' in text or not text.endswith("}")
-        return self._calls(text) if own and re.match(r'\{\s*"name"\s*:', text) else []
+        key = re.match(rf'\{{\s*"(name|type|{self.family.arguments})"\s*:', text)
+        return self._calls(text) if own and key and '"name"' in text else []
 
     @cached_property
     def _reads_calls(self) -> bool:
@@ -376,3 +396,15 @@ def _plain_result(message: Message) -> str:
 
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
+
+
+def _finite(number: str) -> float:
+    if not math.isfinite(value := float(number)):
+        raise ValueError(f"{number} is too large")
+    return value
+
+
+def _distinct(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    if len(value := dict(pairs)) < len(pairs):
+        raise ValueError("a key occurs twice")
+    return value

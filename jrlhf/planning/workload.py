@@ -195,8 +195,8 @@ def workload_of(config: Config, graph: Graph, models: Mapping[str, ModelConfig])
     continued, the widths of all calls are those of the longest.
     """
     stage, prompt, response = graph.name, config.data.max_prompt, config.data.max_response
-    responses, size = graph.continued  # a token has at least a byte
-    prompt += responses * response + size
+    # A token has at least a byte.
+    prompt += max((responses * response + size for responses, size in graph.continued), default=0)
     roles = _models_of_roles(config, models, graph)
     workload = partial(
         Workload,

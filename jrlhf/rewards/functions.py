@@ -70,6 +70,7 @@ class FunctionReward(Closing):
         for index in range(self.workers):
             self._free.put(index)
         self._log, self._log_file, self._logged, self._log_lock = log, None, 0, threading.Lock()
+        self._broken: BaseException | None = None  # the first error of the calls at work
         self._calls = set[threading.Event]()  # of the calls at work; each is set to end its call
 
     def __enter__(self) -> Self:
@@ -146,6 +147,8 @@ class FunctionReward(Closing):
                 answer = self._pool[index].request(request, self._config.deadline)
                 if ended.is_set():
                     return
+                if "failure" in answer and self._broken is not None:  # another call's error has killed the worker
+                    raise self._broken
                 results[row : row + size] = self._checked_results(answer, chosen)
 
         self._on_workers([partial(work, slice(*part)) for part in pairwise(cuts) if part[0] < part[1]])
@@ -168,12 +171,15 @@ class FunctionReward(Closing):
                 busy.remove(index)
                 self._free.put(index)
 
+        if not self._calls:
+            self._broken = None
         self._calls.add(ended)
         with ThreadPoolExecutor(self.workers, thread_name_prefix=self._kind) as threads:
             try:
                 for future in as_completed([threads.submit(run, job) for job in jobs]):
                     future.result()
-            except BaseException:
+            except BaseException as error:
+                self._broken = self._broken or error
                 ended.set()  # set first, so that a worker that starts later sees it
                 for index in {*busy} & self._pool.keys():
                     self._pool[index].interrupt()

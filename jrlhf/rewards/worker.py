@@ -231,7 +231,7 @@ async def _serve_together(function: Function, channel: socket.socket, seconds: f
     single samples are shorter.
     """
     loop, over = asyncio.get_running_loop(), asyncio.Event()
-    limits, tasks = dict[int, float](), set[asyncio.Task[None]]()
+    limits, tasks, owner = dict[int, float](), set[asyncio.Task[None]](), os.getpid()
 
     def arm() -> None:
         faulthandler.cancel_dump_traceback_later()
@@ -243,6 +243,8 @@ async def _serve_together(function: Function, channel: socket.socket, seconds: f
         try:
             result = await _answer(function, body, seconds, lambda: len(limits) == 1)
         finally:
+            if os.getpid() != owner:
+                os._exit(1)  # a child process that the function forked and that returned here must not answer, too
             limits.pop(number)
             arm()
         _write(channel, number, result)
@@ -276,7 +278,14 @@ async def _answer(function: Function, body: bytes, deadline: float, is_alone: Ca
                 return {"results": await _together(function.call, call, 0.9 * deadline)}
             _seed(call["seed"])
             logged: dict[str, list[Any]] = {}
-            values = await _called(function, call, logged)
+            timeout = asyncio.timeout(0.9 * deadline)
+            try:
+                async with timeout:
+                    values = await _called(function, call, logged)
+            except TimeoutError:
+                if timeout.expired():
+                    raise Failure("hang", f"no answer within {0.9 * deadline:g} s") from None
+                raise
             return {"results": _results(function, call["lengths"], values, logged)}
         finally:
             if is_alone() and function.client is not None:

@@ -89,8 +89,12 @@ def placed(direction: optax.GradientTransformation) -> optax.GradientTransformat
         return jax.tree_util.tree_map_with_path(lambda path, leaf: specs.get(like(path, leaf), P()), state)
 
     def init(params: Any) -> Any:
-        # Copies: a state may begin as the weights, and an update donates both.
-        make = lambda params: jax.tree.map(jnp.copy, direction.init(params))  # noqa: E731
+        # Copies: a state may begin as the weights, and an update donates both. Of Python's numbers they are arrays of a
+        # firm type, as updates return them: another type would compile again.
+        def make(params: Any) -> Any:
+            state = jax.tree.map(jnp.asarray, direction.init(params))
+            return jax.tree.map(lambda x: jax.lax.convert_element_type(jnp.copy(x), x.dtype), state)
+
         if not _is_explicit():
             return make(params)
         shapes = jax.eval_shape(make, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params))

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jrlhf.meshes.graph import Call, Graph, Kind
+from jrlhf.meshes.graph import Call, Graph, Kind, method_of
 from jrlhf.meshes.plan import Plan
 from jrlhf.roles.placement import CALL, CONDITION
 
@@ -47,8 +47,7 @@ def trace(
             arguments[parameter] = recorder.value(parameter)
             inputs.append(parameter)
     algorithm(**arguments)
-    continued = max(recorder.continued.values(), default=(0, 0))
-    return Graph(name or algorithm.__name__, tuple(inputs), tuple(recorder.calls), continued)
+    return Graph(name or algorithm.__name__, tuple(inputs), tuple(recorder.calls), (*recorder.continued.values(),))
 
 
 def home_of(graph: Graph, role: str, plan: Plan | None = None) -> Call | None:
@@ -95,6 +94,8 @@ class PromptsValue(Value):
             raise TypeError(
                 "prompts.after needs a rollout of these prompts, and a text or messages with role and content"
             )
+        if not self._recorder.is_drawn_from(self.name, rollout.name):
+            raise TypeError(f"{rollout.name} is no rollout of {self.name}, which prompts.after needs")
         following = self._recorder.record("prompts", "after", "compute", ("prompts",), [self, rollout])
         responses, size = self._recorder.continued.get(self.name, (0, 0))
         size += sum(len(text.encode()) for text in texts) + (0 if isinstance(turn, str) else TURN * len(texts))
@@ -111,7 +112,15 @@ class _Recorder:
 
     def value(self, name: str) -> Value:
         name = self._unique(name)
-        return PromptsValue(name, self) if name.startswith("prompts") else Value(name)
+        return PromptsValue(name, self) if method_of(name) == "prompts" else Value(name)
+
+    def is_drawn_from(self, prompts: str, rollout: str) -> bool:
+        """Whether a value holds responses to these prompts."""
+        made_by = next((call for call in self.calls if rollout in call.outputs), None)
+        if made_by is None or made_by.kind == "generate":
+            return made_by is not None and made_by.inputs[:1] == (prompts,)
+        mixed = made_by.role == "estimator" and method_of(made_by.name.partition(".")[2]) == "mix"
+        return mixed and all(self.is_drawn_from(prompts, one) for one in made_by.inputs)
 
     def record(self, role: str, method: str, kind: Kind, outputs: tuple[str, ...], arguments: list[Any]) -> Any:
         leaves = jax.tree.leaves(arguments)  # values may be fields of a dataclass

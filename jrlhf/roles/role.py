@@ -15,6 +15,7 @@ import jax
 import optax
 from jaxtyping import Array
 
+from jrlhf.errors import UserError
 from jrlhf.meshes.graph import Kind
 from jrlhf.meshes.mesh import mesh_of
 from jrlhf.meshes.offload import free_host, offload, onload
@@ -116,6 +117,11 @@ class Role:
 
     def _infer(self, method: str, function: Callable[..., Any], *rows: Array) -> Any:
         """Calls a compiled function of the model with the weights of a call, on its devices."""
+        if (width := rows[0].shape[1]) > (positions := self._model.config.max_positions):
+            raise UserError(
+                f"{self.placement.role}.{method} reads rows of {width} tokens, and its model has {positions} "
+                "positions: lower data.max_prompt or data.max_response, or give prompts.after a shorter turn"
+            )
         return function(self._weights(method), *rows, *self._frozen(method))
 
 

@@ -66,8 +66,9 @@ def changes(path: Path | str, saved: str, config: Config) -> tuple[list[str], st
 
 
 def _is_moved(key: str, before: str, now: str) -> bool:
-    """True for a reward function whose file has only moved. Checkpoints hold a digest of its code."""
-    return key.endswith("].function") and Path(before).name == Path(now).name
+    """True for code of the user's own whose file has only moved. Checkpoints hold a digest of it."""
+    own = "].function", ".dataflow", ".optimizer"
+    return key.endswith(own) and ":" in before and Path(before).name == Path(now).name
 
 
 def refuse_other_processes(config: Config, **options: bool | str) -> None:

@@ -20,15 +20,17 @@ from jrlhf.errors import UserError
 from jrlhf.meshes import make_mesh
 from jrlhf.meshes.graph import method_of
 from jrlhf.meshes.plan import plan_of
-from jrlhf.models import ModelConfig, export_hf, init_lm
+from jrlhf.models import ModelConfig, export_hf, init_lm, init_sharded, make_generate
 from jrlhf.models.generation.sampling import SamplingConfig
 from jrlhf.ppo import GRPOConfig, Rollout, Targets
 from jrlhf.roles.experience import ExperienceMaker
 from jrlhf.roles.following import follow
+from jrlhf.roles.frozen import FrozenPolicy
 from jrlhf.roles.generating import check_positions
-from jrlhf.roles.model import Architecture
+from jrlhf.roles.model import Architecture, Compute, Model, generation_weights
 from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.planned_placement import place_roles
+from jrlhf.roles.role import Site
 from jrlhf.run.clock import Clock, calling
 from jrlhf.tasks.arithmetic.task import make_tokenizer
 from jrlhf.train import main
@@ -57,7 +59,7 @@ def test_a_call_that_is_made_again_has_a_name_and_a_place_of_its_own(revise):
         "prompts_2",
         "judge_rollout",
     )
-    assert graph.continued == (2, 2)
+    assert graph.continued == ((1, 1), (2, 2))
     assert graph["actor.generate_2"].method == method_of("generate_2") == "generate"
     calls = {call.name: {"devices": "0-3", "layout": "train", "fsdp": 4} for call in graph if call.kind != "compute"}
     calls["actor.generate"] = {"devices": "0-3", "layout": "generate", "tensor": 4}
@@ -211,6 +213,65 @@ def test_only_responses_to_one_prompt_are_compared_in_pairs(teacher: Path, tmp_p
                 graph_of(config)
         else:
             assert "estimator.pairs_of_group" in [call.name for call in graph_of(config)]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("return first, actor.update(scores, loss=imitation)", "actor.update gets scores, which is no rollout, exper"),
+        (
+            "return first, actor.update(prompts, loss=imitation)",
+            "actor.update gets prompts, which is no rollout, exper",
+        ),
+        ("return second, actor.update(second, reverse_kl, judge.top_logprobs(first, 2))", "belongs to another rollout"),
+        ("return first, actor.update(estimator.by_source(prompts, {'a': first, 'b': first}))", "has no advantages"),
+        (
+            "e = estimator.group_experience(first, scores, actor.logprobs(second), None, 0.0)\n    "
+            "return e, actor.update(e)",
+            "estimator.group_experience gets old, which belongs to another rollout than rollout",
+        ),
+        (
+            "third = prompts.after(second, '+')\n    return first, actor.update(first, imitation)",
+            "no rollout of prompts",
+        ),
+        (
+            "e = estimator.group_experience(first, reward.score(second, asked), None, None, 0.0)\n    "
+            "return e, actor.update(e)",
+            "scores other responses than it learns from, and grpo.scores.length_penalty would look at the lengths",
+        ),
+    ],
+)
+def test_values_of_another_rollout_are_refused(lines: str, message: str, teacher: Path, tmp_path: Path):  # noqa: F811
+    head = [
+        "from jrlhf.ppo import imitation, reverse_kl",
+        "def own(actor, judge, reward, estimator, prompts):",
+        "    first = actor.generate(prompts)",
+        "    asked = prompts.after(first, '=')",
+        "    second = judge.generate(asked)",
+        "" if "reward.score(" in lines else "    scores = reward.score(first, prompts)",
+        f"    {lines}",
+    ]
+    config = config_of(tmp_path, "own", f"roles.judge.path={teacher}", "grpo.scores.length_penalty=0.1")
+    (tmp_path / "distill.py").write_text("\n".join(head))
+    with pytest.raises(UserError, match=message):
+        graph_of(config)
+
+
+def test_a_frozen_policy_generates_what_its_weights_say_on_one_device():
+    """On one device the clock does not wait for calls, as on accelerators."""
+    mesh, config = make_mesh(devices=jax.devices()[:1]), ModelConfig(14, 32, 1, 4, 2, 8, mlp=64, max_positions=16)
+    sampling = SamplingConfig(max_new_tokens=4, stop_ids=(1,))
+    with jax.set_mesh(mesh):
+        model = Model(Architecture(config), init_sharded(config, jax.random.key(0), mesh))
+        placement = replace(RolePlacement.of(mesh), role="judge")
+        judge = FrozenPolicy(model, Site(placement, Compute(), Clock()), sampling=sampling)
+        keys = row_keys(jax.random.key(1), 4, mesh)
+        tokens, lengths = put_rows((np.full((4, 3), 5, np.int32), np.array([3, 2, 1, 3], np.int32)), mesh)
+        drawn = judge.generate(Batch((tokens, lengths, keys), (), (), 0))
+        weights = generation_weights(model, mesh, Compute())
+        expected = make_generate(config, mesh, sampling)(weights, tokens, lengths, other_keys(keys, "judge.generate"))
+    np.testing.assert_array_equal(drawn.tokens, expected.tokens)
+    np.testing.assert_allclose(drawn.logprobs, expected.logprobs, atol=1e-6)
 
 
 @pytest.mark.full

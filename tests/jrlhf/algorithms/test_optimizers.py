@@ -74,6 +74,12 @@ BAD = {
         KEPT.format("lambda p: p['none']", "lambda g, s, p: (g, s)"),
         "cannot be applied to the weights: Key",
     ),
+    "whole": ("import optax\ndef make(config):\n    return optax.adamw(1e-3)", "returns steps down the gradient, as"),
+    "empty": (
+        KEPT.format("lambda p: jnp.zeros(0)", "lambda g, s, p: (g, s)"),
+        r"keeps an array float32\[0\] in its state, which no checkpoint can hold",
+    ),
+    "complex": (KEPT.format("lambda p: jnp.zeros(2, jnp.complex64)", "lambda g, s, p: (g, s)"), r"complex64\[2\]"),
     "key": (KEPT.format("lambda p: jax.random.key(0)", "lambda g, s, p: (g, s)"), "keep jax.random.key_data of a key"),
 }
 
@@ -91,7 +97,9 @@ def test_what_is_no_optimizer_is_refused_before_a_run_trains(name: str, tmp_path
 def test_a_file_that_is_missing_is_refused(tmp_path: Path):
     with pytest.raises(UserError, match="grpo.actor.optimizer=nowhere.py:make: there is no file"):
         workload(load_config("arithmetic-grpo", ["grpo.actor.optimizer=nowhere.py:make"]), "grpo")
-    with pytest.raises(UserError, match="'lion' must be package.module:function or path/file.py:function"):
+    with pytest.raises(
+        UserError, match="optimizer=lion: it must be adamw, muon, path/file.py:function or package.module:function"
+    ):
         workload(load_config("arithmetic-grpo", ["grpo.actor.optimizer=lion"]), "grpo")
 
 

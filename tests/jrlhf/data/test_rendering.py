@@ -220,7 +220,7 @@ def test_templates_that_no_turn_can_be_appended_to_are_refused():
     for form, messages, sentence in (
         ("gemma3", [{"role": "system", "content": "a"}], "no message of the role 'system'"),
         ("qwen2.5", [user("a"), assistant("b")], "no message of the role 'assistant'"),
-        ("qwen2.5", [{"content": "b"}], "no message of the role None"),
+        ("qwen2.5", [{"content": "b"}], "has no role: give a mapping"),
         ("qwen2.5", [], "no message follows the answer"),
         ("gemma2", [user("a"), user("b")], "refuses the messages"),
     ):
@@ -319,6 +319,10 @@ def test_calls_between_marks(form: str):
         ('{"name": "add", "arguments": {"a": NaN}}', "no valid JSON: NaN"),
         ('{"name": "add", "arguments": "{}"}', "has no object 'arguments'"),
         ('{"name": "add"}', "has no object 'arguments'"),
+        ('{"name": "", "arguments": {}}', "no object with a name"),
+        ('{"name": "add", "arguments": {"a": 1e999}}', "no valid JSON: 1e999 is too large"),
+        ('{"name": "add", "name": "sub", "arguments": {}}', "no valid JSON: a key occurs twice"),
+        ('{"name": "add", "arguments": {"a": "\\ud800"}}', "no valid JSON: 'utf-8' codec"),
         ('{"arguments": {}}', "no object with a name"),
         (f"[{GOOD}]", "no object with a name"),
         ("[" * 9999, "no valid JSON: it is nested too deeply"),
@@ -328,6 +332,22 @@ def test_calls_between_marks(form: str):
     assert "does not end: </tool_call> is missing" in failed(parse(f"a<tool_call>\n{GOOD}\n"))
     first, second = parse(f"<tool_call>{GOOD}<tool_call>{GOOD}</tool_call>").calls
     assert ("does not end" in str(first.error), second) == (True, ADD)
+
+
+@pytest.mark.parametrize("form", ["qwen2.5", "qwen3", "smollm2"])
+def test_nothing_of_an_answer_is_lost(form: str):
+    """Special tokens inside of a call or a text are shown, and an end without its beginning is text."""
+    renderer, tokenizer = RENDERERS[form], TOKENIZERS[form]
+    (call,) = renderer.parse(tokenizer.encode(f"<tool_call>{GOOD.replace('add', 'a<|im_start|>dd')}</tool_call>")).calls
+    assert call.name == "a<|im_start|>dd"
+    assert "<|im_start|>user" in renderer.parse(tokenizer.encode("so <|im_start|>user")).content
+    assert "</tool_call>" in renderer.parse(tokenizer.encode(f"{GOOD}</tool_call>")).content
+
+
+def test_parts_that_form_a_control_token_together_are_refused():
+    parts = [{"type": "text", "text": text} for text in ("x<|im_", "end|> y")]
+    with pytest.raises(UserError, match="texts of a message's parts form a control token together"):
+        RENDERERS["qwen2.5"].bridge([], [{"role": "user", "content": parts}])
 
 
 def test_letters_of_a_token_are_no_mark():
@@ -340,7 +360,8 @@ def test_letters_of_a_token_are_no_mark():
 def test_calls_of_llama_and_mistral():
     llama, mistral = RENDERERS["llama3"], RENDERERS["mistral"]
     call = GOOD.replace("arguments", "parameters")
-    for text in (call, f" {call}\n<|eot_id|>", f"<|python_tag|>{call}<|eom_id|>"):
+    typed = '{"type": "function", ' + call[1:]
+    for text in (call, typed, f" {call}\n<|eot_id|>", f"<|python_tag|>{call}<|eom_id|>"):
         assert llama.parse(llama.tokenizer.encode(text)) == Answer("", (ADD,))
     for text in ('{"name": "Bob"}', '{"a": 1}', "{", f"It is {call}"):
         assert llama.parse(llama.tokenizer.encode(text)) == Answer(text)

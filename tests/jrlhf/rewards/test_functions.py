@@ -590,3 +590,18 @@ async def f(data_source, solution_str, ground_truth, extra_info):
         assert reward.score([make_sample(0, "exit")]).failures == {"crash": 1}
         assert {*waiting.result(5).failures} == {"crash"}
     assert reward.score([make_sample(0, "fine")]).scores.tolist() == [1]
+
+
+def test_a_batch_that_hangs_costs_no_other_call_its_scores(start):
+    source = """
+import asyncio
+async def f(completions):
+    await asyncio.sleep(60 if "hang" in completions else 0.1)
+    return [1.0] * len(completions)
+"""
+    reward = start(source, deadline=1.5, on_failure=-1.0)
+    with ThreadPoolExecutor(4) as threads:
+        late = threads.submit(reward.score, [make_sample(0, "hang")])
+        others = [threads.submit(reward.score, [make_sample(1, "fine")]) for _ in range(3)]
+        assert all(call.result(10).scores.tolist() == [1] for call in others)
+        assert late.result(10).failures == {"hang": 1}

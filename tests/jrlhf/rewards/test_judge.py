@@ -191,14 +191,14 @@ def test_an_endpoint_that_falls_silent_costs_the_deadline(start):
         settings = {"client": client(endpoint, timeout=30.0), "deadline": 1.0, "on_failure": -1.0}
         single, batch = start(VERL, **settings), start(TRL.replace("KEEP", "False"), **settings)
         endpoint.script = [SILENT] * 8
-        for reward, same in ((single, True), (batch, False)):
+        for reward in (single, batch):
             before = pids(reward)
             scored = reward.score(SAMPLES)
             assert scored.failures == {"hang": 4} and scored.scores.tolist() == [-1] * 4
             endpoint.script.clear()
             endpoint.listing = (500, {}, "")  # a worker that starts again does not check the endpoint
             assert reward.score(SAMPLES).scores.tolist() == [7] * 4
-            assert (pids(reward) == before) == same
+            assert pids(reward) == before  # of a coroutine that waits only the call ends
             endpoint.script, endpoint.listing = [SILENT] * 8, None
 
 
