@@ -124,8 +124,8 @@ def test_nothing_but_the_tokenizer_decodes_responses():
         for file in (core / folder).glob("*.py")
         if re.search(r"(tokenizer|backend|self)\.decode(_batch)?\(", file.read_text(encoding="utf-8"))
     }
-    # The second one decodes single tokens, and the third one shows a prompt.
-    assert calls == {"data/tokenizer.py", "data/stops.py", "planning/dryrun.py"}
+    # The second one decodes single tokens, the third one shows a prompt, and the last one special tokens out of place.
+    assert calls == {"data/tokenizer.py", "data/stops.py", "planning/dryrun.py", "data/rendering.py"}
 
 
 def test_long_prompts_are_not_decoded_again():

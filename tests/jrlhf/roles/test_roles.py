@@ -78,7 +78,7 @@ def test_an_iteration_keeps_the_invariants(awake):
 def test_two_critics_are_timed_apart(monkeypatch):
     monkeypatch.setattr(CompiledModel, "score_values", lambda _: lambda *_: (0, 0))
     monkeypatch.setattr(critic_roles, "critic_step", lambda *_: lambda state, *_: (state, {"critic/grad_norm": 1.0}))
-    rows: Any = SimpleNamespace(tokens=None, lengths=None)
+    rows: Any = SimpleNamespace(tokens=np.zeros((2, 3)), lengths=None)
     for kind, name, timed in ((Critic, "critic", "values"), (CostCritic, "cost_critic", "cost_values")):
         mesh = make_mesh(1, 4, 2)
         site = Site(RolePlacement.of(mesh), Compute(), Clock())
