@@ -100,8 +100,9 @@ class FunctionReward(Closing):
 
     @property
     def calls(self) -> int:
-        """The number of calls that may be at work at a time: one in each worker; several of a coroutine function."""
-        several = self.facts.asynchronous and not self._config.in_process
+        """The number of calls that may be at work at a time: one in each worker; several of a coroutine function. Only
+        process 0 starts the workers, and makes calls."""
+        several = bool(self._pool) and self.facts.asynchronous and not self._config.in_process
         return self.workers * max(1, TOGETHER // self.workers) if several else self.workers
 
     def close(self) -> None:
