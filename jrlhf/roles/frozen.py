@@ -43,8 +43,7 @@ class FrozenPolicy(Role):
         weights = self.clock.run("reshard", generation_weights, model, mesh, self.compute)
         read = partial(to_all_hosts, seconds=self.clock.deadline)
         arguments = weights, tokens, lengths, keys, *self._frozen("generate")
-        # Not as arguments of the call: the clock asks each whether it is ready, which keys cannot tell.
-        return Rollout.of(self.clock.run("gen", lambda: engine(*arguments, watch=self.clock.watch, read=read)))
+        return Rollout.of(self.clock.run("gen", engine, *arguments, watch=self.clock.watch, read=read))
 
     @call("infer", "{role}_logprobs", rows="each")
     def logprobs(self, rollout: Rollout) -> Float[Array, "B T"]:

@@ -236,8 +236,10 @@ def _witnesses(result: Any) -> list[jax.Array]:
 def _small(arrays: list[jax.Array]) -> list[jax.Array]:
     """Returns the small arrays, or else the smallest.
 
-    Waiting for large arrays would keep their memory allocated while other programs are enqueued.
+    Waiting for large arrays would keep their memory allocated while other programs are enqueued. Random keys cannot say
+    whether they are ready.
     """
+    arrays = [array for array in arrays if hasattr(array, "is_ready")]
     return [array for array in arrays if array.nbytes <= SMALL] or sorted(arrays, key=lambda array: array.nbytes)[:1]
 
 
